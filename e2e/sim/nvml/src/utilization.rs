@@ -1,4 +1,5 @@
-//! Implements utilization samples of processes. All values are 0, because no GPU time is simulated.
+//! Implements utilization samples of processes. No GPU time is simulated: `simgpu utilize` sets the
+//! values.
 
 use crate::abi::{Code, NvmlResult, Out, exports};
 use crate::device::present_device;
@@ -11,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub(crate) struct Sample {
     pid: u32,
     time: u64,
+    /// Percent of the SMs, the memory, the encoder and the decoder.
     engines: [u32; 4],
 }
 
@@ -20,6 +22,7 @@ pub(crate) struct Sample {
 pub(crate) struct Info {
     time: u64,
     pid: u32,
+    /// Percent of the SMs, the memory, the encoder, the decoder and two more.
     engines: [u32; 6],
 }
 
@@ -35,26 +38,34 @@ pub(crate) struct Infos {
 
 const INFOS_1: u32 = size_of::<Infos>() as u32 | 1 << 24;
 
-/// The pids of a device, and the time in microseconds.
+/// The processes of a device with a sample, each with its SM utilization in percent, and the time
+/// in microseconds.
 ///
-/// Writes the number of pids to `count`, and fails if the caller's array is smaller.
-fn sample_pids(device: u64, count: &Out<u32>, has_places: bool) -> Result<(Vec<u32>, u64), Code> {
+/// Writes the number of processes to `count`, and fails if the caller's array is smaller.
+fn sample_processes(
+    device: u64,
+    count: &Out<u32>,
+    has_places: bool,
+) -> Result<(Vec<(u32, u32)>, u64), Code> {
     let device = present_device(device)?;
-    let pids: Vec<u32> = list_processes(&device)
+    if !device.library.sim.config.process_utilization || device.unit.mig.is_some() {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    let sampled: Vec<(u32, u32)> = list_processes(&device)
         .iter()
-        .map(|(process, _)| process.pid)
+        .filter_map(|(process, _)| Some((process.pid, process.sm_percent?)))
         .collect();
     let room = count.get()? as usize;
-    count.set(pids.len() as u32)?;
-    if pids.is_empty() {
+    count.set(sampled.len() as u32)?;
+    if sampled.is_empty() {
         return Err(Code::NOT_FOUND);
     }
-    if !has_places || pids.len() > room {
+    if !has_places || sampled.len() > room {
         return Err(Code::INSUFFICIENT_SIZE);
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let now = now.map_err(|_| Code::UNKNOWN)?.as_micros();
-    Ok((pids, u64::try_from(now).map_err(|_| Code::UNKNOWN)?))
+    Ok((sampled, u64::try_from(now).map_err(|_| Code::UNKNOWN)?))
 }
 
 fn version_1(device: u64, list: &Out<Infos>) -> NvmlResult {
@@ -63,20 +74,21 @@ fn version_1(device: u64, list: &Out<Infos>) -> NvmlResult {
         return Err(Code::ARGUMENT_VERSION_MISMATCH);
     }
     let count = Out::at_address(&raw mut infos.count as u64);
-    let sampled = sample_pids(device, &count, infos.places != 0);
+    let sampled = sample_processes(device, &count, infos.places != 0);
     list.set(infos)?;
-    let (pids, time) = sampled?;
-    Out::at_address(infos.places).set_all(pids.into_iter().map(|pid| Info {
+    let (sampled, time) = sampled?;
+    Out::at_address(infos.places).set_all(sampled.into_iter().map(|(pid, sm_percent)| Info {
         time,
         pid,
-        engines: [0; 6],
+        engines: [sm_percent, 0, 0, 0, 0, 0],
     }))
 }
 
 exports! {
     fn nvmlDeviceGetProcessUtilization(device: u64, places: Out<Sample>, count: Out<u32>, _last_seen: u64) = {
-        let (pids, time) = sample_pids(device, &count, !places.is_null())?;
-        places.set_all(pids.into_iter().map(|pid| Sample { pid, time, engines: [0; 4] }))
+        let (sampled, time) = sample_processes(device, &count, !places.is_null())?;
+        let sample = |(pid, sm_percent)| Sample { pid, time, engines: [sm_percent, 0, 0, 0] };
+        places.set_all(sampled.into_iter().map(sample))
     };
     fn nvmlDeviceGetProcessesUtilizationInfo(device: u64, list: Out<Infos>) = version_1(device, &list);
 }

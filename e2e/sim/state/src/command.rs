@@ -78,6 +78,15 @@ enum Command {
         /// A CUresult, such as 700.
         code: i32,
     },
+    /// Set the SM utilization of a process, in percent. Without a percentage NVML has no sample of
+    /// the process, as of one that did not use the GPU.
+    Utilize {
+        /// The process, by its pid in the caller's pid namespace.
+        pid: u32,
+        /// From 0 to 100.
+        #[arg(value_parser = clap::value_parser!(u32).range(..=100))]
+        percent: Option<u32>,
+    },
     /// Switch the scrubbing of freed memory on or off.
     Scrub {
         /// `on` or `off`.
@@ -135,6 +144,12 @@ pub(crate) fn run(args: Args) -> Result<String> {
             anyhow::ensure!(code > 0, "{code} is not an error of CUDA's");
             anyhow::ensure!(
                 sim.inject_error(pid, code),
+                "process {pid} does not use a GPU"
+            );
+        }
+        Command::Utilize { pid, percent } => {
+            anyhow::ensure!(
+                sim.set_sm_percent(pid, percent),
                 "process {pid} does not use a GPU"
             );
         }

@@ -27,6 +27,9 @@ pub struct Config {
     /// `simgpu scrub` changes the setting at run time.
     #[serde(default = "yes")]
     pub scrub: bool,
+    /// Whether NVML supports utilization samples of processes.
+    #[serde(default = "yes")]
+    pub process_utilization: bool,
     /// The GPUs, in the order in which CUDA and NVML list them.
     #[serde(default)]
     pub gpu: Vec<Gpu>,

@@ -150,5 +150,6 @@ fn reset_row(raw: &RawImage, serial: u64, namespace: u64) {
     raw.serial.store(serial, Relaxed);
     raw.host_pid.store(0, Relaxed);
     raw.injected.store(0, Relaxed);
+    raw.sm_percent.store(0, Relaxed);
     raw.used.store(1, Relaxed);
 }

@@ -15,7 +15,12 @@ pub struct ProcessUsage {
     /// The context, the process's own allocations, and shared memory that it created or alone
     /// refers to (F5 in docs/facts.md).
     pub bytes: u64,
+    /// The SM utilization in percent; none without a sample.
+    pub sm_percent: Option<u32>,
 }
+
+/// The stored utilization of a process without a sample.
+pub(crate) const NO_SAMPLE: u32 = u32::MAX;
 
 /// A unit's memory and processes, read after garbage collection.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +97,8 @@ impl Sim {
             .map(|(number, bytes)| ProcessUsage {
                 pid: self.pid_of(&images[number], number),
                 bytes,
+                sm_percent: Some(images[number].sm_percent.load(Relaxed))
+                    .filter(|percent| *percent != NO_SAMPLE),
             })
             .collect()
     }
@@ -111,13 +118,24 @@ impl Sim {
 
     /// Injects a sticky error code into a process; false if the process has no image.
     pub fn inject_error(&self, pid: u32, code: i32) -> bool {
+        self.with_image(pid, |image| image.injected.store(code, Relaxed))
+    }
+
+    /// Sets a process's SM utilization in percent, none for no sample; false if the process has no
+    /// image.
+    pub fn set_sm_percent(&self, pid: u32, percent: Option<u32>) -> bool {
+        let percent = percent.unwrap_or(NO_SAMPLE);
+        self.with_image(pid, |image| image.sm_percent.store(percent, Relaxed))
+    }
+
+    fn with_image(&self, pid: u32, change: impl FnOnce(&RawImage)) -> bool {
         let table = self.table.lock();
         table.collect_images(self);
         let image = table
             .images()
             .find(|(number, image)| self.pid_of(image, *number) == pid);
         if let Some((_, image)) = image {
-            image.injected.store(code, Relaxed);
+            change(image);
         }
         image.is_some()
     }

@@ -72,6 +72,9 @@ pub(crate) struct RawImage {
     pub(crate) host_pid: AtomicU32,
     /// Lock-free for the image: an injected sticky error code; 0 for none.
     pub(crate) injected: AtomicI32,
+    /// The SM utilization that NVML reports, in percent; [`NO_SAMPLE`](crate::usage::NO_SAMPLE) for
+    /// a process without a sample.
+    pub(crate) sm_percent: AtomicU32,
     /// Indexed by unit, then by [`crate::Charge`].
     pub(crate) charges: [[AtomicU64; 3]; MAX_UNITS],
 }
