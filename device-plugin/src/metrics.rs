@@ -492,6 +492,7 @@ mod tests {
         let allocation = books.allocation;
         let verdict = AuditResult {
             drift: [((allocation, gpu.clone()), -7)].into(),
+            sm_percents: [((allocation, gpu.clone()), 25)].into(),
             unattributed_signed: [(gpu.clone(), 8)].into(),
             untracked_processes: [(gpu.clone(), 1)].into(),
             ..AuditResult::default()
@@ -566,6 +567,7 @@ mod tests {
                 r#"bursar_container_memory_bytes{{{of},account="GPU-a",amount="peak"}} 3221225472"#
             ),
             format!(r#"bursar_container_drift_bytes{{{of},account="GPU-a"}} -7"#),
+            format!(r#"bursar_container_sm_utilization_ratio{{{of},gpu="GPU-a"}} 0.25"#),
             format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),
             format!(r#"bursar_container_credit_requests_total{{{of}}} 5"#),
             format!(r#"bursar_container_enforced{{{of},reason="MountedOver"}} 0"#),

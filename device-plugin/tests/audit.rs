@@ -30,3 +30,5 @@ mod large;
 mod programs;
 #[path = "audit/reclaim.rs"]
 mod reclaim;
+#[path = "audit/utilization.rs"]
+mod utilization;

@@ -25,6 +25,10 @@ pub struct GpuMemorySample {
     /// The bytes of processes without a context, which NVML does not list; empty where the driver
     /// cannot report them.
     pub contextless: BTreeMap<u32, Bytes>,
+    /// The SM utilization of processes in percent; a listed process without an entry has 0. None
+    /// where it was not requested, and where the driver gives none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sm_percents: Option<BTreeMap<u32, u8>>,
 }
 
 impl GpuMemorySample {
@@ -62,6 +66,11 @@ impl ProcessMemory {
     /// The listed processes with their bytes; `None` where the amount is unknown.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Option<Bytes>)> {
         self.0.iter().map(|(pid, bytes)| (*pid, *bytes))
+    }
+
+    /// Whether the driver lists no process.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Whether the driver lists `pid`.

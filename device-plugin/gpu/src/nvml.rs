@@ -118,19 +118,31 @@ pub struct NvmlHandle {
 
 impl MemorySampler for NvmlHandle {
     fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample> {
-        self.request_sample(gpu).blocking_recv().ok()?.ok()
+        self.request(gpu, false).blocking_recv().ok()?.ok()
     }
 }
 
 impl NvmlHandle {
-    /// Requests a GPU's memory and processes. The channel closes without an answer if the GPU gives
-    /// none within [`ANSWER`].
+    /// Requests a GPU's memory and processes, with their SM utilization. The channel closes without
+    /// an answer if the GPU gives none within [`ANSWER`].
     pub fn request_sample(
         &self,
         gpu: &GpuUuid,
     ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
+        self.request(gpu, true)
+    }
+
+    fn request(
+        &self,
+        gpu: &GpuUuid,
+        with_utilization: bool,
+    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let job = Job::Sample(Request::Sample(gpu.clone()), answer);
+        let request = Request::Sample {
+            gpu: gpu.clone(),
+            with_utilization,
+        };
+        let job = Job::Sample(request, answer);
         // After the watcher's end the receiver reports the closed channel.
         let _ = self.requests.send((gpu.clone(), job));
         answered

@@ -65,6 +65,16 @@ impl FamilyEncoder<'_> {
         self.family(name, help, MetricType::Gauge, rows, ConstGauge::new)
     }
 
+    /// Encodes a family of gauges from 0 to 1; a family without series is left out.
+    pub fn ratios<L: EncodeLabelSet + Ord>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: Vec<(L, f64)>,
+    ) -> fmt::Result {
+        self.family(name, help, MetricType::Gauge, rows, ConstGauge::new)
+    }
+
     /// Encodes a family of counters; a family without series is left out.
     pub fn counters<L: EncodeLabelSet + Ord>(
         &mut self,

@@ -75,10 +75,12 @@ pub(crate) fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSa
         asked_at: asked,
         sample,
     } = answer;
+    let percents = sample.sm_percents.as_ref();
     let listed = |(pid, bytes)| {
         (!is_agent_child(proc, pid)).then(|| ListedProcess {
             pid,
             bytes,
+            sm_percent: percents.map(|percents| percents.get(&pid).copied().unwrap_or_default()),
             live: find_live(proc, pid, asked),
         })
     };

@@ -70,6 +70,8 @@ pub struct ListedProcess {
     pub pid: u32,
     /// The bytes that the driver charges to it; none where the driver does not know.
     pub bytes: Option<Bytes>,
+    /// Its SM utilization in percent; none where the driver gives none.
+    pub sm_percent: Option<u8>,
     /// The process, if it lives. The driver also lists exited ones while their memory is held.
     pub live: Option<LiveProcess>,
 }
@@ -187,6 +189,9 @@ pub struct AuditResult {
     pub findings: Vec<Finding>,
     /// The driver's charges to a container's processes less the accounts' used bytes, in bytes.
     pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
+    /// The SM utilization of a container's processes together, in percent and at most 100, while
+    /// the driver lists some and gives it.
+    pub sm_percents: BTreeMap<(AllocationId, GpuUuid), u8>,
     /// The GPU's bytes in use less the driver's charges to processes, in bytes.
     pub unattributed_signed: BTreeMap<GpuUuid, i64>,
     /// The GPU's bytes in use that are listed for no process and in no account.
@@ -369,6 +374,10 @@ impl AuditResult {
             .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
         let known = used.0.saturating_add(exited.0);
         let key = (books.allocation, gpu.clone());
+        let percents = listed.iter().filter_map(|listed| listed.sm_percent);
+        let percent = percents.reduce(|sum, percent| sum.saturating_add(percent).min(100));
+        self.sm_percents
+            .extend(percent.map(|percent| (key.clone(), percent)));
         self.drift.insert(key, signed_difference(charged, known));
         let allowance = allowance_of(listed.len(), *quota, limits);
         // A lowered quota applies once frees have caught up.

@@ -37,6 +37,13 @@ struct AccountLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct ContainerGpuLabels {
+    #[prometheus(flatten)]
+    of: ContainerLabels,
+    gpu: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct AmountLabels {
     #[prometheus(flatten)]
     of: AccountLabels,
@@ -174,7 +181,7 @@ impl AuditFigures {
     }
 
     fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
-        let (mut memory, mut drift) = (Vec::new(), Vec::new());
+        let (mut memory, mut drift, mut utilization) = (Vec::new(), Vec::new(), Vec::new());
         for (container, books) in self.containers_with_usage() {
             for account in &books.accounts {
                 let (name, difference) = match &account.account {
@@ -184,6 +191,15 @@ impl AuditFigures {
                     }
                     Account::Managed => ("managed", None),
                 };
+                if let Account::Gpu(gpu) = &account.account {
+                    let key = (books.allocation, gpu.clone());
+                    let percent = self.verdict.sm_percents.get(&key);
+                    utilization.extend(percent.map(|percent| {
+                        let of = container_labels(container);
+                        let gpu = gpu.to_string();
+                        (ContainerGpuLabels { of, gpu }, f64::from(*percent) / 100.0)
+                    }));
+                }
                 let of = AccountLabels {
                     of: container_labels(container),
                     account: name.to_owned(),
@@ -213,6 +229,11 @@ impl AuditFigures {
             "bursar_container_drift_bytes",
             "Memory of a container's processes by NVML less that of the agent's accounts",
             drift,
+        )?;
+        tables.ratios(
+            "bursar_container_sm_utilization_ratio",
+            "SM utilization of a GPU by a container's processes, by NVML",
+            utilization,
         )
     }
 

@@ -10,12 +10,14 @@ use std::ffi::OsString;
 use std::io::{self, BufRead as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bursar_ledger::units::{Bytes, GpuUuid, UnitError};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessUtilizationSample;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
@@ -29,6 +31,9 @@ use crate::{Gpu, NoDriver};
 
 /// The first argument with which the agent's program runs [`run_child`].
 pub const SUBCOMMAND: &str = "nvml";
+
+/// The age of the oldest utilization sample. The driver's samples are up to a second apart.
+const UTILIZATION_WINDOW: Duration = Duration::from_secs(2);
 
 /// The process name that `ps` shows.
 const PROCESS_NAME: &std::ffi::CStr = c"bursar-nvml";
@@ -59,6 +64,7 @@ fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
         scope,
         device: None,
         events: None,
+        lacks_utilization: false,
     };
     let mut answers = io::stdout().lock();
     for line in io::stdin().lock().lines() {
@@ -86,6 +92,8 @@ struct NvmlCalls<'nvml> {
     device: Option<Device<'nvml>>,
     /// The GPU's events, once NVML has accepted the registration.
     events: Option<EventSet<'nvml>>,
+    /// The driver has no utilization of processes, and is asked no more.
+    lacks_utilization: bool,
 }
 
 /// Why NVML could not describe a GPU.
@@ -107,9 +115,26 @@ impl<'nvml> NvmlCalls<'nvml> {
             Request::Probe if self.scope == Scope::Driver => probe_driver(nvml),
             Request::Probe => self.probe(nvml),
             Request::Xids => Response::Xids(self.pending_xids()),
-            Request::Sample(gpu) => {
-                let look = |device: &Device<'_>| sample_memory(device, &gpu);
-                Response::Sample(self.call(nvml, &gpu, look))
+            Request::Sample {
+                gpu,
+                with_utilization,
+            } => {
+                // NVML refuses the call for MIG instances.
+                let asked = with_utilization && !self.lacks_utilization && !gpu.is_mig();
+                let mut lacking = false;
+                let sample = self.call(nvml, &gpu, |device| {
+                    let mut sample = sample_memory(device, &gpu)?;
+                    // An idle GPU costs no call.
+                    if asked && !sample.charges.is_empty() {
+                        match sm_percents(device, &sample.charges) {
+                            Ok(percents) => sample.sm_percents = Some(percents),
+                            Err(error) => lacking = is_unsupported(&error),
+                        }
+                    }
+                    Ok(sample)
+                });
+                self.lacks_utilization |= lacking;
+                Response::Sample(sample)
             }
             Request::SetLimit { gpu, cgroup, hard } => {
                 let limit = |device: &Device<'_>| {
@@ -296,7 +321,37 @@ fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, 
         used,
         charges,
         contextless,
+        sm_percents: None,
     })
+}
+
+/// The SM utilization of the listed processes in percent, from the newest sample of each.
+fn sm_percents(
+    device: &Device<'_>,
+    listed: &ProcessMemory,
+) -> Result<BTreeMap<u32, u8>, NvmlError> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let since = now.unwrap_or_default().saturating_sub(UTILIZATION_WINDOW);
+    let since = u64::try_from(since.as_micros()).unwrap_or_default();
+    match device.process_utilization_stats(since) {
+        Ok(samples) => Ok(newest_percents(samples, listed)),
+        // No process has used the GPU since.
+        Err(NvmlError::NotFound) => Ok(BTreeMap::new()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The driver's array has entries of ended processes, and entries that it has not filled.
+fn newest_percents(
+    mut samples: Vec<ProcessUtilizationSample>,
+    listed: &ProcessMemory,
+) -> BTreeMap<u32, u8> {
+    samples.retain(|sample| sample.sm_util <= 100 && listed.contains(sample.pid));
+    samples.sort_by_key(|sample| sample.timestamp);
+    let percents = samples.into_iter();
+    let percents =
+        percents.filter_map(|sample| Some((sample.pid, u8::try_from(sample.sm_util).ok()?)));
+    percents.collect()
 }
 
 /// The bytes of processes that NVML does not list; empty where the kernel module gives no answer. A
@@ -308,4 +363,31 @@ fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, B
     let mut contextless = holders::query_holders(gpu).unwrap_or_default();
     contextless.retain(|pid, _| !charges.contains(*pid));
     contextless
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn process_has_the_percentage_of_its_newest_sample() {
+        let sample = |pid, timestamp, sm_util| ProcessUtilizationSample {
+            pid,
+            timestamp,
+            sm_util,
+            mem_util: 0,
+            enc_util: 0,
+            dec_util: 0,
+        };
+        let listed = [7, 8, 9].map(|pid| (pid, Some(Bytes::mib(518))));
+        let samples = vec![
+            sample(7, 20, 60),
+            sample(7, 10, 90),
+            sample(8, 20, 4_000_000_000),
+            sample(0, 0, 0),
+            sample(77, 20, 5),
+        ];
+        let percents = newest_percents(samples, &listed.into_iter().collect());
+        assert_eq!(percents, [(7, 60)].into());
+    }
 }

@@ -189,7 +189,7 @@ impl NvmlProcess {
 
 fn query_error(request: &Request, why: CallError) -> QueryError {
     match request {
-        Request::Sample(gpu) | Request::SetLimit { gpu, .. } => QueryError::Nvml {
+        Request::Sample { gpu, .. } | Request::SetLimit { gpu, .. } => QueryError::Nvml {
             gpu: gpu.clone(),
             source: why,
         },

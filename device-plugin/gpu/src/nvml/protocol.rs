@@ -29,7 +29,11 @@ pub(super) enum Request {
     /// Return the GPU's XIDs since the last query.
     Xids,
     /// Return the memory and processes of the GPU, or of one of its MIG instances.
-    Sample(GpuUuid),
+    Sample {
+        gpu: GpuUuid,
+        /// Return the processes' SM utilization too.
+        with_utilization: bool,
+    },
     /// Set the driver's memory limit of a cgroup.
     SetLimit {
         gpu: GpuUuid,

@@ -131,6 +131,7 @@ impl Machine {
             processes: vec![ListedProcess {
                 pid,
                 bytes: Some(Bytes(bytes)),
+                sm_percent: None,
                 live: Some(LiveProcess {
                     start: Stat::parse(&stat).unwrap().start_ticks,
                     owner,

@@ -63,6 +63,7 @@ fn listed(number: u64, pid: u32, mib: u64) -> ListedProcess {
     ListedProcess {
         pid,
         bytes: Some(Bytes::mib(mib)),
+        sm_percent: None,
         live: Some(LiveProcess { start, owner }),
     }
 }
@@ -156,6 +157,26 @@ fn contextless_memory_beyond_the_quota_is_found_with_a_session() {
     let beyond = vec![listed(1, 5, 20 * 1024)];
     let kinds = finding_kinds(beyond, &[member], &AttestedState::default());
     assert_eq!(kinds, ["over-quota"]);
+}
+
+#[test]
+fn sm_utilization_of_a_container_is_the_sum_up_to_a_whole_gpu() {
+    let percents = |processes: &[(u32, Option<u8>)]| {
+        let listed = processes.iter().map(|(pid, sm_percent)| ListedProcess {
+            sm_percent: *sm_percent,
+            ..listed(1, *pid, 20)
+        });
+        let books = [books(1, 4096, &[(5, 1024), (6, 1024)]), books(2, 1024, &[])];
+        let seen = [sample(listed.collect())];
+        let result = compare_accounts(&seen, &books, &AttestedState::default(), &LIMITS);
+        result.sm_percents.into_values().collect::<Vec<_>>()
+    };
+    assert_eq!(percents(&[(5, Some(30)), (6, Some(0))]), [30]);
+    assert_eq!(percents(&[(5, Some(80)), (6, Some(70))]), [100]);
+    assert_eq!(percents(&[(5, Some(0))]), [0]);
+    let none = Vec::<u8>::new();
+    assert_eq!(percents(&[(5, None)]), none);
+    assert_eq!(percents(&[]), none, "no process of a container is listed");
 }
 
 #[test]

@@ -200,6 +200,7 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
     let listed = listed.into_iter().map(|pid| ListedProcess {
         pid,
         bytes: Some(Bytes::mib(PROCESS_MIB)),
+        sm_percent: None,
         live: alive.remove(&pid).flatten(),
     });
     let books: Vec<ContainerUsage> = books.into_iter().collect();
