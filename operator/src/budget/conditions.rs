@@ -183,13 +183,17 @@ fn node_remedy(cohort: &str) -> String {
 
 fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> ConditionUpdate {
     let total = usage.guaranteed.plus(usage.borrowed);
+    let is_one_bound = parsed.guaranteed == parsed.limit;
     let bounds = [
         (
             total,
             parsed.limit,
             names::OVER_LIMIT,
             "pods",
-            "delete pods or raise spec.deviceMemory.limit",
+            match is_one_bound {
+                true => "delete pods or raise spec.deviceMemory.guaranteed and limit",
+                false => "delete pods or raise spec.deviceMemory.limit",
+            },
         ),
         (
             usage.guaranteed,
@@ -209,6 +213,7 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> Co
     let over: Vec<_> = bounds
         .into_iter()
         .filter(|(requested, most, ..)| requested > most)
+        .filter(|(_, _, reason, ..)| !is_one_bound || *reason != names::OVER_GUARANTEE)
         .collect();
     let Some((_, _, reason, ..)) = over.first() else {
         return ConditionUpdate::new(

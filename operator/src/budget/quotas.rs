@@ -2,6 +2,10 @@
 //!
 //! One quota counts the pods that do not borrow, the other all pods. Both bound requests
 //! (`requests.`), which the scheduler counts. They change only with the budget's spec.
+//!
+//! Both exist even where they hold the same amount. The API server refuses every pod that a new
+//! quota may count until the controller manager has counted once. So a budget whose limit is raised
+//! would admit no pod meanwhile, or pods beyond its guarantee.
 
 use std::collections::BTreeMap;
 

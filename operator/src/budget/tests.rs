@@ -212,6 +212,11 @@ fn budget_without_limit_borrows_nothing() {
         said(&status, names::EXCEEDED),
         is("True", names::OVER_LIMIT)
     );
+    let status = desired_status(&strict, &using(17, 0, 0), &at(1));
+    assert_eq!(
+        condition(&status, names::EXCEEDED).message,
+        "pods request 17Gi, more than 16Gi: delete pods or raise spec.deviceMemory.guaranteed and limit"
+    );
 }
 
 /// The inputs of a budget in force whose cohort guarantees 40 GiB of 32 GiB.

@@ -1,7 +1,9 @@
 //! Explains a workload: pods that were refused at their creation, and pods that do not run.
 
+use bursar_crds::GpuMemoryBudget;
+
 use super::{Cause, Explanation, Verdict, explain_pod};
-use crate::amounts::count;
+use crate::amounts::{count, memory};
 use crate::objects::{Event, Pod, Workload};
 use crate::show::budgets;
 use crate::snapshot::Snapshot;
@@ -108,15 +110,15 @@ fn refusal(explanation: &mut Explanation, snapshot: &Snapshot, controlled: &Cont
         .flat_map(|uid| snapshot.events_on(uid));
     let refusals = creators.filter(|event| event.reason == "FailedCreate");
     let newest = refusals.max_by_key(|event| event.time());
+    let budget = snapshot.budget(namespace);
     if let Some(event) = newest {
-        read_refusal(explanation, event);
+        read_refusal(explanation, event, budget);
     } else {
         explanation.say(
             "not known",
             "no event tells why; the API server keeps events for an hour",
         );
     }
-    let budget = snapshot.budget(namespace);
     if let Some(amiss) = budget.and_then(budgets::amiss) {
         if amiss.reason == bursar_crds::conditions::budget::QUOTA_PENDING {
             explanation.add(Cause::QuotaPending);
@@ -126,10 +128,15 @@ fn refusal(explanation: &mut Explanation, snapshot: &Snapshot, controlled: &Cont
 }
 
 /// Finds the cause in the message of the API server.
-fn read_refusal(explanation: &mut Explanation, event: &Event) {
+fn read_refusal(explanation: &mut Explanation, event: &Event, budget: Option<&GpuMemoryBudget>) {
     let message = &event.message;
     let has = |text: &str| message.contains(text);
-    let cause = if has("exceeded quota: gpu-memory-budget-guaranteed") {
+    // The API server names either of two quotas that hold the same amount.
+    let of_device_memory =
+        has("exceeded quota: gpu-memory-budget") && !has("bursar.dev/managed-memory");
+    let both = budget.map(budgets::bounds);
+    let both = both.filter(|(guaranteed, limit)| guaranteed == limit && of_device_memory);
+    let cause = if has("exceeded quota: gpu-memory-budget-guaranteed") || both.is_some() {
         Some(Cause::OverGuarantee)
     } else if has("exceeded quota: gpu-memory-budget-limit") {
         Some(Cause::OverLimit)
@@ -150,4 +157,13 @@ fn read_refusal(explanation: &mut Explanation, event: &Event) {
         .split_once("is forbidden: ")
         .map_or(message.as_str(), |(_, said)| said);
     explanation.say("refused", said);
+    if let Some((guaranteed, _)) = both {
+        explanation.say(
+            "quotas",
+            format!(
+                "guarantee and limit are both {}: two ResourceQuotas hold it, and either is named",
+                memory(guaranteed)
+            ),
+        );
+    }
 }

@@ -28,7 +28,7 @@ fn small(pods: Vec<Value>, gpu: Value) -> Snapshot {
         pods: pods.into_iter().map(parse::<Pod>).collect(),
         nodes: vec![parse(node("n"))],
         own_pods: vec![parse(own_pod("agent", "n"))],
-        budgets: vec![parse(budget("ml", 64, 64, 8, 0))],
+        budgets: vec![parse(budget("ml", 64, 96, 8, 0))],
         ..Snapshot::default()
     }
 }
@@ -56,7 +56,10 @@ fn pending(message: &str, gpu: Value) -> Snapshot {
 
 /// A Deployment whose ReplicaSet was refused a pod with this message.
 fn refused(message: &str, of: fn(Snapshot) -> Snapshot) -> Explanation {
-    let mut snapshot = of(running());
+    refused_in(of(running()), message)
+}
+
+fn refused_in(mut snapshot: Snapshot, message: &str) -> Explanation {
     snapshot.pods.clear();
     let said = format!("Error creating: pods \"web-1\" is forbidden: {message}");
     snapshot.events = vec![parse(event(
@@ -131,6 +134,32 @@ fn refused_pods_are_explained_by_the_events() {
             std::convert::identity,
         )
         .render(Terminal::default()),
+    );
+}
+
+#[test]
+fn refusal_is_explained_in_one_way_when_limit_is_guarantee() {
+    let explained = |quota: &str, limit: i64, resource: &str| {
+        let mut snapshot = running();
+        snapshot.budgets = vec![parse(budget("ml", 16, limit, 16, 0))];
+        let resource = format!("requests.bursar.dev/{resource}");
+        let message = format!(
+            "exceeded quota: {quota}, requested: {resource}=8, used: {resource}=16, limited: {resource}=16"
+        );
+        let explanation = refused_in(snapshot, &message);
+        let lines = explanation.lines.iter().filter(|line| line.text != message);
+        let lines: Vec<String> = lines.map(|line| line.text.clone()).collect();
+        (explanation.causes, lines)
+    };
+    let [guaranteed, limit] = ["gpu-memory-budget-guaranteed", "gpu-memory-budget-limit"];
+    let either = explained(guaranteed, 16, "gpu-memory-gib");
+    assert_eq!(either.0, [Cause::OverGuarantee]);
+    assert!(either.1[0].contains("both 16 GiB"), "{either:?}");
+    assert_eq!(explained(limit, 16, "gpu-memory-gib"), either);
+    assert_eq!(explained(limit, 32, "gpu-memory-gib").0, [Cause::OverLimit]);
+    assert_eq!(
+        explained(limit, 16, "managed-memory-gib").0,
+        [Cause::OverLimit]
     );
 }
 
