@@ -28,6 +28,10 @@ pub const MAX_WAITING: usize = 16;
 pub const MAX_NOT_ENFORCED: usize = 16;
 /// The most pods listed with one GPU, those with the most memory first.
 pub const MAX_PODS: usize = 32;
+/// The most pods with a name in the lists of all GPUs; further ones have a UID alone.
+pub const MAX_POD_NAMES: usize = 512;
+/// The most pods for which one GPU has memory set aside.
+pub const MAX_SET_ASIDE: usize = 4;
 /// The most lowered quotas in one object.
 pub const MAX_QUOTAS: usize = 64;
 /// The most ordered restarts in one object; the operator adds others when some are done.
@@ -67,6 +71,12 @@ pub const MAX_NAMESPACES: usize = 32;
         type_ = "string",
         description = "The most device memory that a new pod can have on one GPU",
         json_path = ".status.summary.largestFree"
+    ),
+    printcolumn(
+        name = "Set aside",
+        type_ = "string",
+        description = "Free device memory that is set aside for waiting pods, and for which",
+        json_path = ".status.summary.setAside"
     ),
     printcolumn(
         name = "Waiting",
@@ -198,7 +208,9 @@ pub struct ContextPolicyEntry {
     /// The namespace.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
-    /// The measure against a poisoned context, before `maxRestarts` is exceeded.
+    /// The first measure against a poisoned context. `InPlace`: the shim executes the program again
+    /// in its process. `Restart`: the agent kills the container, and the kubelet restarts it.
+    /// `Evict`: the operator evicts the pod. `Report`: the agent only reports the fault.
     pub action: ContextAction,
     /// How many restarts, in place or not, a container has within the window.
     #[schemars(range(min = 0, max = 100))]
@@ -222,7 +234,7 @@ pub struct QuotaOverride {
     #[serde(default = "device")]
     #[schemars(length(min = 1, max = 96))]
     pub account: String,
-    /// The most memory that the container may use.
+    /// The most memory that the container may use, in bytes: `8Gi`.
     pub quota: Amount,
 }
 
@@ -338,6 +350,10 @@ pub struct NodeSummary {
     /// The most device memory that a new pod can have on one GPU: `15 GiB`.
     #[schemars(length(max = 64))]
     pub largest_free: String,
+    /// Free device memory that is set aside for waiting pods: `12 GiB for team-b/train-0`.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 1024))]
+    pub set_aside: String,
     /// The number of containers that wait for room, those beyond `status.waiting` included.
     pub waiting: i32,
     /// The number of open faults, those beyond `status.faults` included.
@@ -354,7 +370,8 @@ pub struct NodeMemory {
     pub allocatable: i32,
     /// Quanta that are bound to no pod.
     pub free: i32,
-    /// The most that a new pod can have on one GPU, without the reservations of other pods.
+    /// The most that a new pod can have on one GPU, without memory that is set aside for waiting
+    /// pods.
     pub largest_free: i32,
 }
 
@@ -371,7 +388,9 @@ pub struct GpuStatus {
     pub model: String,
     /// The memory that NVML reports, without the driver's own reserve.
     pub memory: Amount,
-    /// Whether the agent binds new pods to the GPU.
+    /// Whether the agent binds new pods to the GPU. `Active`: it does. `Reserved`: it sets memory
+    /// aside for the pod of `reservedFor`. `Draining`: it ends the pods with memory there. `Lost`:
+    /// the GPU does not answer.
     pub state: GpuState,
     /// The generation of the GPU's memory. The agent increments it whenever the contents may have
     /// been lost: by a reset, a reboot or a fatal fault.
@@ -382,7 +401,7 @@ pub struct GpuStatus {
     pub capacity: i32,
     /// Quanta that are bound to no pod.
     pub free: i32,
-    /// The most that a new pod can have: `free` without the reservations of other pods.
+    /// The most that a new pod can have: `free` without `setAside`.
     pub largest_free: i32,
     /// Memory that ended pods had exported and other processes still hold. No pod is bound to it
     /// before those processes release it.
@@ -394,20 +413,32 @@ pub struct GpuStatus {
     /// The UID of the pod whose reservation the agent has accepted (`spec.reservations`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved_for: Option<String>,
+    /// The waiting pods for which free memory is set aside, and how much: the pod of the
+    /// reservation, and the first pod of the node's queue.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 4), extend("x-kubernetes-list-type" = "atomic"))]
+    pub set_aside: Vec<GpuPod>,
     /// The pods with memory on the GPU, those with the most first; at most 32.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<GpuPod>,
 }
 
-/// A pod with memory on a GPU.
+/// A pod with an amount of a GPU's memory.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuPod {
     /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
     pub uid: String,
-    /// The memory bound to the pod, in quanta.
+    /// The pod's namespace. Absent before the agent knows the pod's name, and for pods beyond the
+    /// first 512 of the node.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub namespace: String,
+    /// The pod's name. Absent where the namespace is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+    /// The pod's memory, in quanta.
     pub quanta: i32,
 }
 
@@ -434,7 +465,7 @@ pub enum GpuState {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// Healthy or not.
+    /// `Healthy`, or `Unhealthy`: the agent has withdrawn the GPU's quanta from the kubelet.
     pub status: HealthStatus,
     /// The reason as one word: `Ok`, `GpuLost`, `Xid79`, `Draining`, or `Drained` once the agent
     /// and its processes have released the GPU.
@@ -511,7 +542,8 @@ pub struct QuotaStatus {
     pub container: String,
     /// The account, as in the entry.
     pub account: String,
-    /// The state of the quota.
+    /// The state of the quota. `Applied`: it is in force. `Pending`: the container still uses more,
+    /// and gets nothing meanwhile. `NotFound`: the node has no such container.
     pub state: QuotaState,
     /// The quota in force, at most the container's request. Absent where no such container exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -549,7 +581,7 @@ pub struct Fault {
     /// The id of this occurrence, which is never used again.
     #[schemars(length(min = 1, max = 64))]
     pub id: String,
-    /// The kind of the fault.
+    /// The subject of the fault: `Context` for the CUDA context of a process, `Gpu` for the GPU.
     pub kind: FaultKind,
     /// The GPU's UUID.
     #[schemars(length(min = 1, max = 96))]
@@ -562,7 +594,7 @@ pub struct Fault {
     /// The XID, where the kernel's log reported one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xid: Option<i32>,
-    /// The measure against the fault. Absent while the agent has not decided.
+    /// The measure against the fault. The schema has the type's description in place of this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub action: Option<FaultAction>,
     /// The container of the context. Absent for faults of the GPU itself.
@@ -587,7 +619,9 @@ pub enum FaultKind {
     Unknown,
 }
 
-/// The measure against a fault.
+/// The measure against the fault; absent while the agent has not decided. Of a context: `InPlace`,
+/// `Restart`, `Evict` and `Report` as in `spec.contextPolicies`, `BeyondMaximum` after too many
+/// restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may come back.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultAction {
     /// For a context: the process executes its program again.

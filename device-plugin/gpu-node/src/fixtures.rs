@@ -25,6 +25,7 @@ pub fn report() -> NodeReport {
         },
         managed_memory: MemoryReport::default(),
         gpus: (0..2).map(gpu).collect(),
+        pod_names: std::collections::BTreeMap::new(),
         waiting: Vec::new(),
         not_enforced: Vec::new(),
         faults: Vec::new(),
@@ -56,6 +57,7 @@ fn gpu(index: u32) -> GpuReport {
         leaked: Bytes::ZERO,
         withheld: Bytes::ZERO,
         reserved_for: None,
+        set_aside: std::collections::BTreeMap::new(),
         pods: std::collections::BTreeMap::new(),
     }
 }

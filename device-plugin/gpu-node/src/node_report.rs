@@ -17,10 +17,11 @@ use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::disk::LateWrite;
 use bursar_kubelet::lifecycle::Registration;
-use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
 use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
+use bursar_node::checkpoint_state::PodName;
 use bursar_retained::status::RetainedStatus;
 
 use self::conditions::{
@@ -81,6 +82,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
+        pod_names: pod_names(snapshot),
         waiting: waits
             .iter()
             .filter(|wait| wait.resource == Resource::DeviceMemory)
@@ -114,6 +116,17 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             accepted_condition(&around.overrides),
         ],
     }
+}
+
+/// The names of pods that are bound or wait.
+fn pod_names(snapshot: &Snapshot) -> BTreeMap<PodUid, PodName> {
+    let bound = snapshot.containers.iter();
+    let bound = bound.map(|container| (&container.pod, container.name.as_ref()));
+    let waiting = snapshot.queued_claims.iter();
+    let waiting = waiting.map(|claim| (&claim.pod, claim.name.as_ref()));
+    let named = bound.chain(waiting);
+    let named = named.filter_map(|(uid, container)| Some((uid, container?.pod.as_ref()?)));
+    named.map(|(uid, pod)| (uid.clone(), pod.clone())).collect()
 }
 
 fn device_memory(snapshot: &Snapshot) -> MemoryReport {
@@ -191,6 +204,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
         leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
         withheld: of_it.map(|gpu| gpu.withheld).unwrap_or_default(),
         reserved_for: held_for,
+        set_aside: of_it.map(|gpu| gpu.set_aside.clone()).unwrap_or_default(),
         pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
     }
 }

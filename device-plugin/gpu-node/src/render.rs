@@ -8,12 +8,13 @@ use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{
     EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod,
     GpuStatus, Health, HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
-    MAX_PODS, MAX_QUOTAS, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
-    QuotaStatus,
+    MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory,
+    PendingContainer, QuotaOverride, QuotaStatus,
 };
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_ledger::units::{PodUid, Quanta};
+use bursar_node::checkpoint_state::PodName;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::summary::summarize;
@@ -42,6 +43,7 @@ pub fn render(
         device_memory,
         managed_memory,
         gpus,
+        pod_names,
         waiting,
         not_enforced,
         applied_spec: ordered,
@@ -49,6 +51,10 @@ pub fn render(
         namespaces,
         conditions,
     } = report;
+    let mut names = PodNames {
+        known: pod_names,
+        left: MAX_POD_NAMES,
+    };
     let mut statements = vec![ready_condition(conditions)];
     statements.extend_from_slice(conditions);
     GpuNodeStatus {
@@ -65,7 +71,7 @@ pub fn render(
         gpus: gpus
             .iter()
             .take(MAX_GPUS)
-            .map(|gpu| gpu_status(gpu, before, now))
+            .map(|gpu| gpu_status(gpu, &mut names, before, now))
             .collect(),
         waiting: waiting
             .iter()
@@ -124,7 +130,40 @@ pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
     }
 }
 
-fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus {
+/// The names of pods, of which the object has a bounded number.
+struct PodNames<'a> {
+    known: &'a BTreeMap<PodUid, PodName>,
+    left: usize,
+}
+
+impl PodNames<'_> {
+    /// The pods with the most memory, in a stable order.
+    fn largest(&mut self, pods: &BTreeMap<PodUid, Quanta>, most: usize) -> Vec<GpuPod> {
+        let mut pods: Vec<_> = pods.iter().collect();
+        pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
+        let pods = pods.into_iter().take(most);
+        pods.map(|(pod, quanta)| self.pod(pod, *quanta)).collect()
+    }
+
+    fn pod(&mut self, uid: &PodUid, quanta: Quanta) -> GpuPod {
+        let name = self.known.get(uid).filter(|_| self.left > 0);
+        self.left -= usize::from(name.is_some());
+        let part = |of: fn(&PodName) -> &String| name.map(of).cloned().unwrap_or_default();
+        GpuPod {
+            uid: uid.as_str().to_owned(),
+            namespace: part(|name| &name.namespace),
+            name: part(|name| &name.name),
+            quanta: to_i32(quanta),
+        }
+    }
+}
+
+fn gpu_status(
+    gpu: &GpuReport,
+    names: &mut PodNames<'_>,
+    before: &GpuNodeStatus,
+    now: &Time,
+) -> GpuStatus {
     let GpuReport {
         uuid,
         index,
@@ -139,6 +178,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         leaked,
         withheld,
         reserved_for: held_for,
+        set_aside,
         pods,
     } = gpu;
     let (status, reason) = match health {
@@ -169,7 +209,8 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         reserved_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
-        pods: largest_pods(pods),
+        set_aside: names.largest(set_aside, MAX_SET_ASIDE),
+        pods: names.largest(pods, MAX_PODS),
     }
 }
 
@@ -184,18 +225,6 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
         free: to_i32(*free),
         largest_free: to_i32(*largest_free),
     }
-}
-
-/// The pods with the most memory, in a stable order.
-fn largest_pods(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
-    let mut pods: Vec<_> = pods.iter().collect();
-    pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
-    let pods = pods.into_iter().take(MAX_PODS);
-    pods.map(|(pod, quanta)| GpuPod {
-        uid: pod.as_str().to_owned(),
-        quanta: to_i32(*quanta),
-    })
-    .collect()
 }
 
 fn waiting_status(waiting: &WaitingReport) -> PendingContainer {
@@ -408,6 +437,32 @@ mod tests {
     }
 
     #[test]
+    fn pods_of_a_gpu_have_names_as_soon_as_these_are_known() {
+        let uid = |text: &str| text.parse::<PodUid>().unwrap();
+        let mut report = report();
+        report.gpus[0].pods = [(uid("a"), Quanta(4)), (uid("b"), Quanta(8))].into();
+        report.gpus[0].set_aside = [(uid("c"), Quanta(2))].into();
+        for (pod, namespace, name) in [("b", "team-b", "train"), ("c", "team-a", "late")] {
+            let (namespace, name) = (namespace.to_owned(), name.to_owned());
+            report
+                .pod_names
+                .insert(uid(pod), PodName { namespace, name });
+        }
+        let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let names = |pods: &[GpuPod]| {
+            let names = pods.iter();
+            let names = names
+                .map(|pod| format!("{} {}/{} {}", pod.uid, pod.namespace, pod.name, pod.quanta));
+            names.collect::<Vec<_>>()
+        };
+        assert_eq!(names(&status.gpus[0].pods), ["b team-b/train 8", "a / 4"]);
+        assert_eq!(names(&status.gpus[0].set_aside), ["c team-a/late 2"]);
+        let read: GpuNodeStatus =
+            serde_json::from_value(serde_json::to_value(&status).unwrap()).unwrap();
+        assert_eq!(read, status);
+    }
+
+    #[test]
     fn unhealthy_gpu_has_a_reason_and_a_time() {
         let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         let mut ill = report();
@@ -515,7 +570,21 @@ mod tests {
     fn object_stays_small_when_its_lists_are_full() {
         let mut full = report();
         let gpu = full.gpus[0].clone();
-        full.gpus = vec![gpu; 300];
+        let pod = |number: usize| format!("{number:036}").parse::<PodUid>().unwrap();
+        let longest = PodName {
+            namespace: "n".repeat(63),
+            name: "p".repeat(253),
+        };
+        full.pod_names = (0..250)
+            .map(|number| (pod(number), longest.clone()))
+            .collect();
+        full.gpus = (0..300)
+            .map(|_| GpuReport {
+                set_aside: (0..9).map(|number| (pod(number), Quanta(1))).collect(),
+                pods: (0..250).map(|number| (pod(number), Quanta(1))).collect(),
+                ..gpu.clone()
+            })
+            .collect();
         let lacking = NotEnforcedReport {
             pod_uid: "0f".parse().unwrap(),
             namespace: "n".repeat(63),
@@ -527,10 +596,23 @@ mod tests {
         full.not_enforced = vec![lacking; 300];
         let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
         assert_eq!(status.gpus.len(), MAX_GPUS);
+        let pods = || {
+            status
+                .gpus
+                .iter()
+                .flat_map(|gpu| gpu.set_aside.iter().chain(&gpu.pods))
+        };
+        assert_eq!(pods().count(), MAX_GPUS * (MAX_SET_ASIDE + MAX_PODS));
+        assert_eq!(
+            pods().filter(|pod| !pod.name.is_empty()).count(),
+            MAX_POD_NAMES
+        );
         assert_eq!(
             (status.not_enforced.len(), status.not_enforced_count),
             (16, 300)
         );
-        assert!(serde_json::to_vec(&status).unwrap().len() < 64 << 10);
+        let length = serde_json::to_vec(&status).unwrap().len();
+        // The API server stores objects of up to 1.5 MiB.
+        assert!(length < 768 << 10, "{length}");
     }
 }

@@ -7,6 +7,7 @@ use bursar_crds::gpu_node::GpuState;
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
+use bursar_node::checkpoint_state::PodName;
 use jiff::Timestamp;
 
 use crate::quota_overrides::AppliedSpec;
@@ -28,6 +29,8 @@ pub struct NodeReport {
     pub managed_memory: MemoryReport,
     /// The GPUs in NVML's order, including lost ones.
     pub gpus: Vec<GpuReport>,
+    /// The names of pods with memory or a place in the queue, where the agent knows them.
+    pub pod_names: BTreeMap<PodUid, PodName>,
     /// Queued containers, the longest waiting first. The status has the first 16.
     pub waiting: Vec<WaitingReport>,
     /// Containers whose quota is not enforced. The status has the first 16 and the number of all.
@@ -83,6 +86,8 @@ pub struct GpuReport {
     pub withheld: Bytes,
     /// The pod that a reservation of the operator names.
     pub reserved_for: Option<PodUid>,
+    /// The waiting pods for which free memory is set aside: `free` less `largest_free`.
+    pub set_aside: BTreeMap<PodUid, Quanta>,
     /// The pods with memory on it, and how much each has. The status has the 32 largest.
     pub pods: BTreeMap<PodUid, Quanta>,
 }

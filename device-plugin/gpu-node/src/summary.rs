@@ -1,12 +1,15 @@
 //! Describes the node in a few words for the columns of `kubectl get gpunodes`. Pure.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use bursar_crds::gpu_node::NodeSummary;
-use bursar_ledger::units::{Bytes, Quanta};
+use bursar_ledger::units::{Bytes, PodUid, Quanta};
 
 use super::report::{GpuHealth, GpuReport, NodeReport};
 
+/// The most pods in the text of memory that is set aside.
+const MAX_SET_ASIDE: usize = 2;
 /// The most models in the text; a node has one, rarely two.
 const MAX_MODELS: usize = 3;
 /// The longest name of a model in the text.
@@ -31,6 +34,7 @@ pub(crate) fn summarize(report: &NodeReport) -> NodeSummary {
         gpus: gpus(&report.gpus),
         free,
         largest_free,
+        set_aside: set_aside(report),
         waiting: count(report.waiting.len()),
         faults: count(report.faults.len()),
         not_enforced: count(report.not_enforced.len()),
@@ -69,6 +73,27 @@ fn gpus(gpus: &[GpuReport]) -> String {
     parts.join(", ")
 }
 
+/// The memory that is set aside on all GPUs together, for the pods with the most.
+fn set_aside(report: &NodeReport) -> String {
+    let mut pods: BTreeMap<&PodUid, Quanta> = BTreeMap::new();
+    for (pod, quanta) in report.gpus.iter().flat_map(|gpu| &gpu.set_aside) {
+        *pods.entry(pod).or_default() += *quanta;
+    }
+    let mut pods: Vec<_> = pods.into_iter().collect();
+    pods.sort_by_key(|(pod, quanta)| (Reverse(*quanta), *pod));
+    let further = pods.len().saturating_sub(MAX_SET_ASIDE);
+    let part = |(pod, quanta): &(&PodUid, Quanta)| {
+        let known = report.pod_names.get(*pod);
+        let name = known.map_or_else(|| pod.to_string(), ToString::to_string);
+        format!("{} GiB for {name}", gib(quanta.bytes(report.quantum)))
+    };
+    let mut parts: Vec<String> = pods.iter().take(MAX_SET_ASIDE).map(part).collect();
+    if further > 0 {
+        parts.push(format!("and for {further} more pods"));
+    }
+    parts.join(", ")
+}
+
 /// GiB with as many digits as a quantum needs: `15`, `79.5`, `0.25`.
 fn gib(Bytes(bytes): Bytes) -> String {
     let hundredths = u128::from(bytes) * 100 / (1 << 30);
@@ -79,6 +104,7 @@ fn gib(Bytes(bytes): Bytes) -> String {
 #[cfg(test)]
 mod tests {
     use bursar_ledger::units::Quantum;
+    use bursar_node::checkpoint_state::PodName;
 
     use super::*;
     use crate::fixtures::report;
@@ -127,6 +153,38 @@ mod tests {
             (summary.gpus.as_str(), summary.free.as_str()),
             ("none", "-")
         );
+    }
+
+    #[test]
+    fn memory_that_is_set_aside_has_the_pods_in_its_column() {
+        let uid = |text: &str| text.parse::<PodUid>().unwrap();
+        let mut report = report();
+        assert_eq!(summarize(&report).set_aside, "");
+        let name = PodName {
+            namespace: "team-b".into(),
+            name: "train".into(),
+        };
+        report.pod_names.insert(uid("b"), name);
+        report.gpus[0].set_aside = [(uid("a"), Quanta(2)), (uid("b"), Quanta(12))].into();
+        report.gpus[1].set_aside = [(uid("a"), Quanta(1))].into();
+        assert_eq!(
+            summarize(&report).set_aside,
+            "12 GiB for team-b/train, 3 GiB for a"
+        );
+        let longest = PodName {
+            namespace: "n".repeat(63),
+            name: "p".repeat(253),
+        };
+        for number in 0..112 {
+            report
+                .pod_names
+                .insert(uid(&format!("{number:04}")), longest.clone());
+            let pod = (uid(&format!("{number:04}")), Quanta(16));
+            report.gpus[1].set_aside.extend([pod]);
+        }
+        let text = summarize(&report).set_aside;
+        assert!(text.ends_with(", and for 112 more pods"), "{text}");
+        assert!(text.len() <= 1024);
     }
 
     #[test]

@@ -57,6 +57,9 @@ pub(super) struct Plan {
     pub(super) places: Vec<Option<Vec<Vec<Part>>>>,
     /// For each bin, the free memory that is set aside for a request.
     pub(super) set_aside: Vec<u32>,
+    /// The position of the request for which more than reservations is set aside: the first that
+    /// does not fit.
+    pub(super) first_waiting: Option<usize>,
 }
 
 /// Places the requests of `queue`, most urgent first, into `bins`, of which `reserved` is set
@@ -71,9 +74,9 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
     for (bin, set_aside) in bins.iter_mut().zip(&set_aside) {
         bin.free -= set_aside;
     }
-    let mut waits = false;
+    let mut first_waiting = None;
     let mut places = Vec::with_capacity(queue.len());
-    for request in queue {
+    for (position, request) in queue.iter().enumerate() {
         let Some(shares) = all_shares(&bins, request) else {
             places.push(None);
             continue;
@@ -95,10 +98,10 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
                     bin.free = bin.free.saturating_sub(taken(place, index));
                 }
             }
-            None if !waits && own.is_none() => {
+            None if first_waiting.is_none() && own.is_none() => {
                 // A request that empty bins could not hold sets nothing aside.
                 if let Some(lacking) = search(Aim::SmallestShortage) {
-                    waits = true;
+                    first_waiting = Some(position);
                     for (index, bin) in bins.iter_mut().enumerate() {
                         let keep = bin.free.min(taken(&lacking, index));
                         set_aside[index] += keep;
@@ -115,7 +118,11 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
         }
         places.push(place);
     }
-    Plan { places, set_aside }
+    Plan {
+        places,
+        set_aside,
+        first_waiting,
+    }
 }
 
 impl Request {
@@ -427,6 +434,7 @@ mod tests {
         let plan = plan(&bins(&[4, 6]), &[8, 0], &[reserving(8, 0), one(6)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(1, 6)])]);
         assert_eq!(plan.set_aside, [4, 0]);
+        assert_eq!(plan.first_waiting, None);
     }
 
     #[test]
@@ -461,6 +469,7 @@ mod tests {
             [None, None, Some(vec![(0, 3)]), Some(vec![(2, 2)])]
         );
         assert_eq!(plan.set_aside, [0, 6, 0]);
+        assert_eq!(plan.first_waiting, Some(0));
     }
 
     #[test]
@@ -497,6 +506,7 @@ mod tests {
         let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), one(4)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(0, 4)])]);
         assert_eq!(plan.set_aside, [0, 0]);
+        assert_eq!(plan.first_waiting, None);
     }
 
     #[test]

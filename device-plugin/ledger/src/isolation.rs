@@ -142,12 +142,13 @@ impl Ledger {
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let mut sharing = self.isolation.clone();
         let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
+        let mut first_waiting = None;
         let mut set_aside: Vec<u32> = bins
             .iter()
             .zip(reserved)
             .map(|(bin, reserved)| bin.free.min(*reserved))
             .collect();
-        for id in queue {
+        for (position, id) in queue.iter().enumerate() {
             let claim = &self.claims[id];
             let request = self.request_of(claim);
             let has_own = request.reserved_bin.is_some();
@@ -157,6 +158,7 @@ impl Ledger {
             // Memory is set aside for the first waiting claim only.
             if place.is_some() || !(waits || has_own) {
                 waits |= place.is_none();
+                first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
                 let news = open.iter().zip(step.set_aside).enumerate();
                 for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
                     set_aside[index] = step;
@@ -173,7 +175,11 @@ impl Ledger {
             }
             places.push(place);
         }
-        Plan { places, set_aside }
+        Plan {
+            places,
+            set_aside,
+            first_waiting,
+        }
     }
 }
 

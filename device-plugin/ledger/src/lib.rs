@@ -73,8 +73,8 @@ pub use reservations::Reservation;
 pub use snapshot::{RestoreError, Snapshot};
 pub use types::{
     BindError, BindOutcome, BindRequest, BindResponse, Binding, BindingRef, ClaimId, Gpu,
-    GpuSpread, GpuView, Health, LedgerView, ManagedView, Placement, Priority, QueuedClaim, Share,
-    WaitHandle, WaitReason,
+    GpuSpread, GpuView, Health, LedgerView, ManagedView, Placement, Priority, QueuedClaim,
+    SetAside, Share, WaitHandle, WaitReason,
 };
 pub use unreclaimed::LEAKED_AFTER;
 

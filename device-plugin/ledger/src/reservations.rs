@@ -210,6 +210,50 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_is_set_aside_names_its_pods() {
+        fn start_in_team(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
+            ledger.set_namespace(&pod.parse().unwrap(), "team");
+            start(ledger, pod, first, quanta)
+        }
+        for is_shareable in [true, false] {
+            let mut ledger = ledger();
+            if !is_shareable {
+                ledger.set_shareable_gpus(Default::default());
+            }
+            for (pod, first, quanta) in [("a", 0, 3), ("b", 10, 6)] {
+                let outcome = start_in_team(&mut ledger, pod, first, quanta);
+                assert!(matches!(outcome, BindOutcome::Bound(_)));
+            }
+            reserve_for(&mut ledger, "GPU-a", "other", 2);
+            let outcome = start_in_team(&mut ledger, "first", 20, 7);
+            assert!(matches!(outcome, BindOutcome::Queued(..)));
+            let view = ledger.view(NOW);
+            let set_aside = |gpu: &crate::GpuView| {
+                let pods = gpu.set_aside.iter();
+                let pods = pods.map(|(pod, quanta)| (pod.to_string(), quanta.0));
+                pods.collect::<Vec<_>>()
+            };
+            let expected = [("first".to_owned(), 3), ("other".to_owned(), 2)];
+            assert_eq!(set_aside(&view.gpus[0]), expected);
+            assert_eq!(view.gpus[0].reserved, Quanta(5));
+            assert_eq!(view.gpus[0].free, Quanta::ZERO);
+            assert_eq!(set_aside(&view.gpus[1]), []);
+            let outcome = start_in_team(&mut ledger, "second", 30, 3);
+            let BindOutcome::Queued(_, reason) = outcome else {
+                panic!("all free memory but 2 GiB is set aside");
+            };
+            let text = reason.to_string();
+            assert!(
+                text.contains(
+                    "largest free 5 GiB (GPU-a), 3 GiB of it set aside for first, \
+                     2 GiB of it set aside for other"
+                ),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
     fn reservation_survives_a_restart_and_ends_with_its_pod() {
         let mut ledger = ledger();
         assert!(matches!(

@@ -7,7 +7,7 @@ use super::Ledger;
 use super::binder::{self, Bin, Part, Plan};
 use super::boot_time::BootTime;
 use super::claim::{AGING_AFTER, Call, Claim, QueuedRequest, RETRY_GRACE, State};
-use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
+use super::types::{Binding, ClaimId, Health, Placement, SetAside, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 impl Ledger {
@@ -105,6 +105,12 @@ impl Ledger {
             ),
         };
         let others = request.quanta.iter().skip(1);
+        let set_aside = match (claim.resource, largest) {
+            (Resource::DeviceMemory, Some(gpu)) => self.set_aside(now).into_iter().nth(gpu),
+            _ => None,
+        };
+        let set_aside = set_aside.into_iter().flat_map(|(_, pods)| pods);
+        let for_others = set_aside.filter(|(pod, _)| *pod != claim.pod);
         WaitReason {
             resource: claim.resource,
             needed: claim.device_ids.quanta().bytes(self.quantum),
@@ -116,6 +122,13 @@ impl Ledger {
             beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
+            set_aside: for_others
+                .map(|(pod, quanta)| SetAside {
+                    name: pod.to_string(),
+                    pod,
+                    amount: quanta.bytes(self.quantum),
+                })
+                .collect(),
             closed_gpu: match claim.resource {
                 Resource::DeviceMemory => self.closed_gpu(id).cloned(),
                 Resource::ManagedMemory => None,

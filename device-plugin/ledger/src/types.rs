@@ -182,6 +182,8 @@ pub struct WaitReason {
     pub largest_free: Bytes,
     /// The GPU with the most; none for managed memory, and without a healthy GPU.
     pub largest_free_gpu: Option<GpuUuid>,
+    /// The part of that GPU's free memory that is set aside for other pods.
+    pub set_aside: Vec<SetAside>,
     /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
     /// driver is not proven to clear freed memory.
     pub closed_gpu: Option<GpuUuid>,
@@ -189,6 +191,17 @@ pub struct WaitReason {
     pub claims_ahead: usize,
     /// The withheld memory of the healthy GPUs.
     pub withheld: Bytes,
+}
+
+/// Free memory that is set aside for a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SetAside {
+    /// The pod.
+    pub pod: PodUid,
+    /// The pod's name for people; the UID where it is not known.
+    pub name: String,
+    /// The amount.
+    pub amount: Bytes,
 }
 
 impl fmt::Display for WaitReason {
@@ -226,6 +239,9 @@ impl fmt::Display for WaitReason {
         write!(f, ": largest free {}", self.largest_free)?;
         if let Some(gpu) = &self.largest_free_gpu {
             write!(f, " ({gpu})")?;
+        }
+        for SetAside { name, amount, .. } in &self.set_aside {
+            write!(f, ", {amount} of it set aside for {name}")?;
         }
         if let Some(gpu) = &self.closed_gpu {
             write!(
@@ -317,6 +333,8 @@ pub struct GpuView {
     pub free: Quanta,
     /// Free memory that is set aside, for the longest waiting claim or by a reservation.
     pub reserved: Quanta,
+    /// The pods for which memory is set aside, and their parts of `reserved`.
+    pub set_aside: BTreeMap<PodUid, Quanta>,
     /// The pods with memory on the GPU, and their amounts.
     pub pods: BTreeMap<PodUid, Quanta>,
     /// The pod that has a reservation on this GPU.

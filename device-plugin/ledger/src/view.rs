@@ -28,13 +28,13 @@ impl GpuUsage<'_> {
 impl Ledger {
     /// The node's memory at `now`.
     pub fn view(&self, now: BootTime) -> LedgerView {
-        let set_aside = self.plan(Resource::DeviceMemory, now).1.set_aside;
+        let set_aside = self.set_aside(now);
         let mut usage = self.usage();
         let mut gpus: Vec<GpuView> = self
             .gpus
             .iter()
             .zip(set_aside)
-            .map(|((uuid, gpu), set_aside)| {
+            .map(|((uuid, gpu), (reserved, set_aside))| {
                 let used = usage.remove(uuid).unwrap_or_default();
                 let free = self.free_on(uuid, gpu, used.quanta);
                 GpuView {
@@ -46,8 +46,9 @@ impl Ledger {
                     leaked: self.leaked_on(uuid, now),
                     orphaned_leases: self.orphaned_leases_on(uuid),
                     withheld: self.withheld_on(uuid),
-                    free: free.saturating_sub(Quanta(set_aside)),
-                    reserved: Quanta(set_aside),
+                    free: free.saturating_sub(reserved),
+                    reserved,
+                    set_aside,
                     pods: used.of_pods(),
                     reserved_for: self.reserved_for(uuid).cloned(),
                 }
@@ -74,6 +75,30 @@ impl Ledger {
             unbound_allocations: self.pending.len()
                 + unbound.map(|claim| claim.allocations.len()).sum::<usize>(),
         }
+    }
+
+    /// The memory of each GPU that is set aside, in order of GPUs, in all and by pod: for the pod
+    /// of a reservation, and for the first pod of the queue that does not fit.
+    pub(super) fn set_aside(&self, now: BootTime) -> Vec<(Quanta, BTreeMap<PodUid, Quanta>)> {
+        let (queue, plan) = self.plan(Resource::DeviceMemory, now);
+        let first = plan.first_waiting.and_then(|position| queue.get(position));
+        let first = first.map(|id| &self.claims[id].pod);
+        let of_gpu = |(gpu, all): (&GpuUuid, u32)| {
+            let all = Quanta(all);
+            let of_reservation = self.reserved_on(gpu).min(all);
+            let parts = [
+                (self.reserved_for(gpu), of_reservation),
+                (first, all.saturating_sub(of_reservation)),
+            ];
+            let mut pods = BTreeMap::new();
+            for (pod, quanta) in parts {
+                if let Some(pod) = pod.filter(|_| quanta > Quanta::ZERO) {
+                    *pods.entry(pod.clone()).or_default() += quanta;
+                }
+            }
+            (all, pods)
+        };
+        self.gpus.keys().zip(plan.set_aside).map(of_gpu).collect()
     }
 
     /// The memory of each GPU that may be bound now.
@@ -247,6 +272,7 @@ fn lost_gpu(uuid: &GpuUuid, used: &GpuUsage<'_>) -> GpuView {
         withheld: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
+        set_aside: BTreeMap::new(),
         pods: used.of_pods(),
         reserved_for: None,
     }

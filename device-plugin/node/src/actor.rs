@@ -679,6 +679,7 @@ mod tests {
             beyond_instance: false,
             largest_free: Bytes::gib(6),
             largest_free_gpu: Some("GPU-a".parse().unwrap()),
+            set_aside: Vec::new(),
             closed_gpu: None,
             claims_ahead: 0,
             withheld: Bytes::ZERO,

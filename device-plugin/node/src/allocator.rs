@@ -338,7 +338,8 @@ impl<H: HostOps> NodeAllocator<H> {
                 }
                 send_result(reply.result, result);
             }
-            BindOutcome::Queued(ticket, reason) => {
+            BindOutcome::Queued(ticket, mut reason) => {
+                self.name_pods(&mut reason);
                 info!(%pod, %resource, %reason, "waiting");
                 let Reply { result, waits } = reply;
                 let message = reason.to_string();
@@ -767,7 +768,8 @@ impl<H: HostOps> NodeAllocator<H> {
             ..
         } in ended
         {
-            let reason = self.ledger.reason(ticket.claim, now);
+            let mut reason = self.ledger.reason(ticket.claim, now);
+            reason.iter_mut().for_each(|reason| self.name_pods(reason));
             self.ledger.stop_waiting(ticket, now);
             self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());

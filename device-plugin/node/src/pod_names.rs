@@ -4,8 +4,8 @@
 
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::pod_resources::{ListedContainer, find_container};
-use bursar_ledger::Binding;
 use bursar_ledger::units::{AllocationId, Resource};
+use bursar_ledger::{Binding, SetAside, WaitReason};
 
 use super::allocator::NodeAllocator;
 use super::checkpoint_state::PodName;
@@ -49,6 +49,20 @@ impl<H: HostOps> NodeAllocator<H> {
                 };
                 self.record_pod_name(pod, Some(name), &named.container, held);
                 self.checkpoint_dirty = true;
+            }
+        }
+    }
+
+    /// Replaces the UIDs of pods in a wait's reason by the names that are known.
+    pub(crate) fn name_pods(&self, reason: &mut WaitReason) {
+        for SetAside { pod, name, .. } in &mut reason.set_aside {
+            let mut allocations = self.ledger.allocations();
+            let known = allocations.find_map(|(id, of)| {
+                let container = self.container_names.get(&id)?;
+                container.pod.as_ref().filter(|_| of == Some(pod))
+            });
+            if let Some(known) = known {
+                *name = known.to_string();
             }
         }
     }

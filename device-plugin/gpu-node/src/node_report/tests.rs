@@ -37,6 +37,7 @@ fn snapshot() -> Snapshot {
                 orphaned_leases: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
+                set_aside: [("pod-1".parse().unwrap(), Quanta(2))].into(),
                 pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
                 reserved_for: None,
             }],
@@ -165,6 +166,9 @@ fn working_node_reports_gpus_room_and_waiting_pods() {
         (5, 3, State::Active)
     );
     assert_eq!((gpu.free, gpu.largest_free), (Quanta(6), Quanta(4)));
+    let waiter: PodUid = "pod-1".parse().unwrap();
+    assert_eq!(gpu.set_aside, [(waiter.clone(), Quanta(2))].into());
+    assert_eq!(report.pod_names[&waiter].to_string(), "team-a/late");
     let waiting = &report.waiting[0];
     assert_eq!(waiting.namespace, "team-a");
     assert_eq!(waiting.pod, "late");

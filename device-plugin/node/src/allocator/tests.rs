@@ -495,6 +495,30 @@ async fn container_without_room_waits_until_deadline_with_reason() {
 }
 
 #[tokio::test]
+async fn wait_names_the_pod_for_which_memory_is_set_aside() {
+    let mut node = TestNode::new().await;
+    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    node.admit_device("c", 20..28);
+    let _waits = node.start_device("c", 20..28).await;
+    let name = PodName {
+        namespace: "team".into(),
+        name: "c".into(),
+    };
+    let pod = "c".parse().unwrap();
+    node.allocator
+        .record_pod_name(&pod, Some(name), "main", &[]);
+    node.admit_device("d", 28..35);
+    let mut answer = node.start_device("d", 28..35).await;
+    node.tick(25).await;
+    let message = "waiting for 7 GiB on one GPU: largest free 6 GiB (GPU-a), \
+                   6 GiB of it set aside for team/c, 1 pod is before it";
+    assert_eq!(try_answer(&mut answer), Some(Err(message.to_owned())));
+}
+
+#[tokio::test]
 async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
     let mut node = TestNode::new().await;
     let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {

@@ -86,31 +86,23 @@ fn gpus_of_node(
     wanted: u64,
 ) {
     let Some(status) = &node.status else { return };
-    let names = snapshot.pods_by_uid();
     let mut parts = Vec::new();
     for gpu in &status.gpus {
         let free = memory(GpuMemory::of(node, gpu).free);
         let name = gpu_name(node, gpu);
-        parts.push(match (gpu.state, &gpu.reserved_for) {
-            (GpuState::Draining, _) => {
+        parts.push(match gpu.state {
+            GpuState::Draining => {
                 explanation.add(Cause::GpuDrained);
                 format!("{name} is drained")
             }
-            (GpuState::Lost, _) => {
+            GpuState::Lost => {
                 explanation.add(Cause::GpuLost);
                 format!("{name} is lost ({})", gpu.health.reason)
             }
-            (_, Some(uid)) if *uid == pod.metadata.uid => {
-                format!("{name} has {free} (held for this pod)")
-            }
-            (_, Some(uid)) => {
-                explanation.add(Cause::HeldForAnother);
-                let other = names
-                    .get(uid.as_str())
-                    .map_or_else(|| "another pod".to_owned(), |pod| pod.key());
-                format!("{name} has {free} (held for {other})")
-            }
-            (_, None) => format!("{name} has {free}"),
+            _ => format!(
+                "{name} has {free}{}",
+                held(explanation, snapshot, node, gpu, pod)
+            ),
         });
     }
     if quanta(status.device_memory.free, quantum_bytes(node)) >= wanted {
@@ -122,6 +114,33 @@ fn gpus_of_node(
         "node",
         format!("no GPU has {} for it: {}", memory(wanted), parts.join(", ")),
     );
+}
+
+/// The pods for which the GPU's free memory is set aside: ` (held for this pod)`.
+fn held(
+    explanation: &mut Explanation,
+    snapshot: &Snapshot,
+    node: &GpuNode,
+    gpu: &GpuStatus,
+    pod: &Pod,
+) -> String {
+    let free = GpuMemory::of(node, gpu).free;
+    let mut parts = Vec::new();
+    for held in gpus::held_for(snapshot, node, gpu) {
+        let whom = if held.uid == pod.metadata.uid {
+            "this pod"
+        } else {
+            explanation.add(Cause::HeldForAnother);
+            held.pod.as_str()
+        };
+        let amount = held.bytes.filter(|bytes| *bytes != free);
+        let amount = amount.map_or_else(String::new, |bytes| format!("{} ", memory(bytes)));
+        parts.push(format!("{amount}held for {whom}"));
+    }
+    match parts.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", parts.join(", ")),
+    }
 }
 
 /// States the operator's reservation for a pod, and the victims that the operator has published.

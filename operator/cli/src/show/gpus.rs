@@ -70,17 +70,59 @@ pub fn remedy(fault: &Fault) -> &'static str {
     }
 }
 
+/// A pod for which free memory of a GPU is set aside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldFor<'a> {
+    /// The pod's UID.
+    pub uid: &'a str,
+    /// The pod for people.
+    pub pod: String,
+    /// The bytes that are set aside; none of older agents, and while the GPU has none free.
+    pub bytes: Option<u64>,
+}
+
+/// The pods for which free memory of a GPU is set aside: for a reservation of the operator, or by
+/// the node's queue.
+pub fn held_for<'a>(snapshot: &Snapshot, node: &GpuNode, gpu: &'a GpuStatus) -> Vec<HeldFor<'a>> {
+    let by_uid = |uid: &str| {
+        let mut pods = snapshot.pods.iter();
+        let pod = pods.find(|pod| pod.metadata.uid == uid);
+        pod.map_or_else(|| format!("the pod with UID {uid}"), |pod| pod.key())
+    };
+    let mut held: Vec<HeldFor<'_>> = gpu
+        .set_aside
+        .iter()
+        .map(|pod| HeldFor {
+            uid: &pod.uid,
+            pod: match pod.name.as_str() {
+                "" => by_uid(&pod.uid),
+                name => format!("{}/{name}", pod.namespace),
+            },
+            bytes: Some(quanta(pod.quanta, quantum_bytes(node))),
+        })
+        .collect();
+    if let Some(uid) = &gpu.reserved_for
+        && !held.iter().any(|held| held.uid == uid)
+    {
+        held.push(HeldFor {
+            uid,
+            pod: by_uid(uid),
+            bytes: None,
+        });
+    }
+    held
+}
+
 fn note(snapshot: &Snapshot, node: &GpuNode, gpu: &GpuStatus) -> Cell {
     if let Some(fault) = fault(node, gpu) {
         return Cell::new(remedy(fault), Style::Bad);
     }
-    if let Some(uid) = &gpu.reserved_for {
-        let pods = snapshot.pods.iter();
-        let mut named = pods.filter(|pod| pod.metadata.uid == *uid);
-        let waiter = named
-            .next()
-            .map_or_else(|| format!("the pod with UID {uid}"), |pod| pod.key());
-        return Cell::new(format!("held for {waiter}"), Style::Warning);
+    let held: Vec<String> = held_for(snapshot, node, gpu)
+        .into_iter()
+        .map(|held| held.pod)
+        .collect();
+    if !held.is_empty() {
+        return Cell::new(format!("held for {}", held.join(", ")), Style::Warning);
     }
     match (&gpu.leaked, &gpu.withheld) {
         (_, Some(withheld)) => Cell::new(

@@ -257,6 +257,25 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
     let mut lost = gpu("GPU-1", 0, 79, &[]);
     lost["state"] = json!("Lost");
     has(&explained(&waiting(text, lost), "ml", "p"), Cause::GpuLost);
+    let queued = |uid: &str, quanta: i32| {
+        let mut queued = gpu("GPU-1", 0, 79, &[("a", 20)]);
+        queued["setAside"] =
+            json!([{ "uid": uid, "namespace": "ml", "name": "first", "quanta": quanta }]);
+        queued
+    };
+    let says = |explanation: &Explanation, text: &str| {
+        let mut lines = explanation.lines.iter();
+        assert!(
+            lines.any(|line| line.text.contains(text)),
+            "{explanation:#?}"
+        );
+    };
+    let behind = explained(&waiting(text, queued("ml-first", 40)), "ml", "p");
+    has(&behind, Cause::HeldForAnother);
+    says(&behind, "GPU 0 has 59 GiB (40 GiB held for ml/first)");
+    let first = explained(&waiting(text, queued("ml-p", 59)), "ml", "p");
+    assert!(!first.causes.contains(&Cause::HeldForAnother));
+    says(&first, "GPU 0 has 59 GiB (held for this pod)");
     // A tenant sees the agent's own words, and what is not known to it.
     let of_tenant = explained(&tenant(waiting(text, held())), "ml", "p");
     has(&of_tenant, Cause::Fragmentation);

@@ -228,6 +228,25 @@ fn tables_of_0_1_and_1000_gpus_match_in_every_terminal() {
 }
 
 #[test]
+fn gpus_name_the_pods_for_which_memory_is_held() {
+    let mut held = gpu("GPU-1", 0, 79, &[("a", 20)]);
+    held["reservedFor"] = json!("big");
+    held["largestFree"] = json!(9);
+    held["setAside"] = json!([
+        { "uid": "big", "namespace": "ml", "name": "big-0", "quanta": 40 },
+        { "uid": "unnamed", "quanta": 10 },
+    ]);
+    let node = parse(gpu_node("n", vec![held]));
+    let snapshot = Snapshot {
+        gpu_nodes: vec![node],
+        ..Snapshot::default()
+    };
+    let text = gpus::render(&snapshot, None, PLAIN);
+    let note = "held for ml/big-0, the pod with UID unnamed";
+    assert!(text.contains(note), "{text}");
+}
+
+#[test]
 fn thousand_gpus_and_one_have_a_row_each() {
     let nodes = |count: i32| Snapshot {
         gpu_nodes: (0..count)
