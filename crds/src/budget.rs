@@ -117,7 +117,7 @@ pub struct GpuMemoryBudgetSpec {
     #[serde(default)]
     pub context_policy: ContextPolicy,
 
-    /// Quotas of running pods that are lower than their requests.
+    /// Quotas of running pods that are lower than their requests, by the names of the pods.
     // With the default, a server-side apply may remove the last entry: null would be refused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
@@ -160,7 +160,7 @@ pub struct DeviceMemory {
     pub guaranteed: Amount,
 
     /// The most device memory that the namespace's pods may request together, guaranteed and
-    /// borrowed. Defaults to `guaranteed`: the namespace borrows nothing.
+    /// borrowed, in bytes: `96Gi`. Defaults to `guaranteed`: the namespace borrows nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub limit: Option<Amount>,
@@ -170,7 +170,7 @@ pub struct DeviceMemory {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ManagedMemory {
-    /// The most managed memory that the namespace's pods may request together.
+    /// The most managed memory that the namespace's pods may request together, in bytes: `64Gi`.
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub limit: Amount,
 }
@@ -179,7 +179,7 @@ pub struct ManagedMemory {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PerContainer {
-    /// The most device memory that one container may request.
+    /// The most device memory that one container may request, in bytes: `40Gi`.
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub max: Amount,
 }
@@ -203,7 +203,9 @@ pub enum Overflow {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContextPolicy {
-    /// The measure against a poisoned context, before `maxRestarts` is exceeded.
+    /// The first measure against a poisoned context. `InPlace`: the shim executes the program again
+    /// in its process. `Restart`: the agent kills the container, and the kubelet restarts it.
+    /// `Evict`: the operator evicts the pod. `Report`: the agent only reports the fault.
     #[serde(default)]
     pub action: ContextAction,
 
@@ -265,8 +267,8 @@ pub struct Override {
     /// The pod's name.
     #[schemars(length(min = 1, max = 253))]
     pub pod: String,
-    /// The quota of each container of the pod, per GPU. A container with a lower request keeps its
-    /// request: an override raises nothing.
+    /// The quota of each container of the pod, per GPU, in bytes: `8Gi`. A container with a lower
+    /// request keeps its request: an override raises nothing.
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub device_memory: Amount,
 }
@@ -284,11 +286,11 @@ pub struct GpuMemoryBudgetStatus {
     pub quantum: Option<Amount>,
     /// Pods that request GPU memory and have not ended.
     pub pods: i64,
-    /// Pods of `pods` that borrow.
+    /// How many of `pods` borrow.
     pub borrowed_pods: i64,
-    /// Device memory.
+    /// The namespace's device memory: allowed, requested and in use.
     pub device_memory: DeviceMemoryStatus,
-    /// CUDA managed memory.
+    /// The namespace's CUDA managed memory: allowed and requested.
     pub managed_memory: ManagedMemoryStatus,
     /// Allocations of the namespace's pods that failed for lack of quota, on the present nodes.
     pub denials: i64,
@@ -311,7 +313,7 @@ pub struct GpuMemoryBudgetStatus {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct QuantaAmount {
-    /// Whole quanta, the unit of the resource limit.
+    /// The amount in whole quanta, the unit in which pods request it.
     pub quanta: i64,
     /// The amount as a quantity of bytes.
     pub bytes: Amount,

@@ -144,3 +144,33 @@ fn api_reference_equals_the_types() {
     );
     assert_current("docs/reference/api.md", &format!("{}\n", page.trim_end()));
 }
+
+#[test]
+fn descriptions_say_what_values_and_amounts_mean() {
+    for crd in [GpuMemoryBudget::crd(), GpuNode::crd()] {
+        let schema = crd.spec.versions[0].schema.as_ref();
+        let schema = schema.and_then(|of| of.open_api_v3_schema.as_ref());
+        let schema = schema.expect("every version has a schema");
+        let mut rows = Vec::new();
+        add_rows("", schema, &mut rows);
+        for Row {
+            path,
+            shape,
+            meaning,
+        } in rows
+        {
+            assert!(!meaning.is_empty(), "{path}");
+            if path == "spec" {
+                assert_ne!(meaning, one_line(schema), "it repeats the kind's");
+            }
+            if path.starts_with("spec.") && shape.starts_with("integer or string") {
+                assert!(meaning.contains("Gi`"), "{path}: {meaning}");
+            }
+            // Kubernetes' own conventions say what the status of a condition is.
+            let values = shape.split(", ").take_while(|word| word.starts_with('`'));
+            for value in values.filter(|_| path != "status.conditions[].status") {
+                assert!(meaning.contains(value), "{path} lacks {value}: {meaning}");
+            }
+        }
+    }
+}
