@@ -16,6 +16,11 @@ pub struct ApiMetrics {
 impl ApiMetrics {
     /// Registers the metrics, which are all zero.
     pub fn new(registry: &mut Registry) -> Self {
+        let gpu_node_writes = Family::<ResultLabels, Counter>::default();
+        // Prometheus' rate does not see the step from no series to the first error.
+        for result in ["ok", "error"] {
+            drop(gpu_node_writes.get_or_create(&ResultLabels { result }));
+        }
         Self {
             watch_failures: registry.register_metric(
                 "bursar_agent_watch_failures",
@@ -25,7 +30,7 @@ impl ApiMetrics {
             gpu_node_writes: registry.register_metric(
                 "bursar_agent_gpu_node_writes",
                 "Writes of this node's GpuNode",
-                Family::default(),
+                gpu_node_writes,
             ),
             events_dropped: registry.register_metric(
                 "bursar_agent_events_dropped",
@@ -51,5 +56,24 @@ impl ApiMetrics {
     /// Counts an Event that was not sent.
     pub(crate) fn count_event_dropped(&self) {
         self.events_dropped.inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+
+    use super::*;
+
+    #[test]
+    fn writes_have_series_of_both_results_from_the_start() {
+        let mut registry = Registry::default();
+        let _metrics = ApiMetrics::new(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for result in ["ok", "error"] {
+            let series = format!("bursar_agent_gpu_node_writes_total{{result=\"{result}\"}} 0");
+            assert!(text.contains(&series), "{text}");
+        }
     }
 }
