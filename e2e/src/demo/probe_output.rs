@@ -31,16 +31,12 @@ impl ProbeOutput {
         serde_json::from_str(line).ok()
     }
 
-    /// Summarizes the line, to follow "asked for 10 GiB and".
+    /// Summarizes what the program sees, takes and is refused.
     pub(super) fn summary(&self) -> String {
-        let sees = format!("sees a GPU of {} GiB", format_gib(self.device.total));
+        let (sees, takes) = (format_gib(self.device.total), format_gib(self.got));
         match &self.refused {
-            Some(refused) => format!(
-                "{sees}; took {} GiB, then was told {}",
-                format_gib(self.got),
-                refused.name
-            ),
-            None => format!("{sees}, of which it took {}", format_gib(self.got)),
+            Some(refused) => format!("sees {sees} GiB, takes {takes}, then {}", refused.name),
+            None => format!("sees {sees} GiB, takes {takes}"),
         }
     }
 }
@@ -62,7 +58,7 @@ mod tests {
         let output = ProbeOutput::parse(line).unwrap();
         assert_eq!(
             output.summary(),
-            "sees a GPU of 10 GiB; took 10 GiB, then was told CUDA_ERROR_OUT_OF_MEMORY"
+            "sees 10 GiB, takes 10, then CUDA_ERROR_OUT_OF_MEMORY"
         );
         assert_eq!(ProbeOutput::parse("no JSON"), None);
     }

@@ -1,5 +1,7 @@
 //! Chooses the demo's workloads by the sizes of the cluster's GPUs.
 
+use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
+
 use super::{DemoError, NAMESPACES};
 use crate::environment::Environment;
 use crate::pods::PodBuilder;
@@ -10,19 +12,48 @@ pub(super) struct Workload {
     pub(super) namespace: &'static str,
     pub(super) name: String,
     pub(super) gib: u32,
-    /// Whether the pod allocates until the shim refuses. Others allocate a quarter of their
-    /// request, beside their context.
-    pub(super) fills_quota: bool,
+    pub(super) program: Program,
 }
+
+/// What the probe does in a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Program {
+    /// Allocates a quarter of the request, beside the context.
+    TakesAQuarter,
+    /// Allocates until the shim refuses.
+    FillsQuota,
+    /// Allocates a quarter of the request in a pod that borrows.
+    Borrows,
+    /// Faults once, and finds its retained memory afterwards.
+    Faults,
+}
+
+/// The amount of memory that [`Program::Faults`] retains.
+pub(super) const RETAINED: &str = "64Mi";
 
 impl Workload {
     pub(super) fn pod(&self, image: &str) -> PodBuilder {
         let plan = PodBuilder::new(&self.name, image).gib(self.gib);
-        if self.fills_quota {
-            return plan.arguments(&["greedy"]);
-        }
         let quarter = format!("{}Mi", self.gib * 256);
-        plan.arguments(&["hold", "--bytes", &quarter])
+        let holding = ["hold", "--bytes", &quarter];
+        match self.program {
+            Program::TakesAQuarter => plan.arguments(&holding),
+            Program::FillsQuota => plan.arguments(&["greedy"]),
+            Program::Borrows => plan
+                .arguments(&holding)
+                .priority_class(BORROWED_PRIORITY_CLASS),
+            Program::Faults => plan
+                .arguments(&[
+                    "fault",
+                    "--times=1",
+                    "--file=/count/faults",
+                    "--bytes",
+                    &quarter,
+                    "--retain",
+                    RETAINED,
+                ])
+                .with_empty_dir("/count"),
+        }
     }
 }
 
@@ -35,6 +66,14 @@ pub(super) struct Workloads {
     pub(super) deleted: usize,
     /// The pod that waits, because no GPU has room for it.
     pub(super) pending: Workload,
+    /// The pods that borrow every GPU, after the others have ended.
+    pub(super) borrowers: Vec<Workload>,
+    /// The pod within its team's guarantee that needs memory of a borrower.
+    pub(super) owner: Workload,
+    /// The pod whose program faults.
+    pub(super) faulting: Workload,
+    /// The memory of all GPUs in GiB.
+    pub(super) total: u32,
 }
 
 impl Workloads {
@@ -54,11 +93,15 @@ impl Workloads {
         if gib < 8 {
             return None;
         }
-        let workload = |namespace, name: &str, gib: u32, greedy| Workload {
+        let workload = |namespace, name: &str, gib: u32, program| Workload {
             namespace,
             name: name.to_owned(),
             gib: gib.max(1),
-            fills_quota: greedy,
+            program,
+        };
+        let fills_quota = |yes| match yes {
+            true => Program::FillsQuota,
+            false => Program::TakesAQuarter,
         };
         let team = |number: usize| NAMESPACES[number % NAMESPACES.len()];
         let big = |(number, gpu): (usize, &u32)| {
@@ -66,16 +109,26 @@ impl Workloads {
                 team(number),
                 &format!("train-{}", number + 1),
                 gpu * 5 / 8,
-                number == 1,
+                fills_quota(number == 1),
             )
         };
         let mut running: Vec<Workload> = gpus.iter().enumerate().map(big).collect();
-        running.push(workload(team(0), "infer-1", gib * 3 / 16, false));
-        running.push(workload(team(1), "infer-2", gib / 16, gpus.len() == 1));
+        let quarter = Program::TakesAQuarter;
+        running.push(workload(team(0), "infer-1", gib * 3 / 16, quarter));
+        let last = fills_quota(gpus.len() == 1);
+        running.push(workload(team(1), "infer-2", gib / 16, last));
+        let borrower = |(number, gpu): (usize, &u32)| {
+            let name = format!("batch-{}", number + 1);
+            workload(team(1), &name, *gpu, Program::Borrows)
+        };
         Some(Self {
             initial: running,
             deleted: 0,
-            pending: workload(team(1), "late", gib.div_ceil(2), false),
+            pending: workload(team(1), "late", gib.div_ceil(2), quarter),
+            borrowers: gpus.iter().enumerate().map(borrower).collect(),
+            owner: workload(team(0), "owner", gib * 5 / 8, quarter),
+            faulting: workload(team(0), "serve", gib / 8, Program::Faults),
+            total: gpus.iter().sum(),
         })
     }
 
@@ -129,10 +182,28 @@ mod tests {
             workloads
                 .initial
                 .iter()
-                .filter(|workload| workload.fills_quota)
+                .filter(|workload| workload.program == Program::FillsQuota)
                 .count(),
             1
         );
         assert_eq!(Workloads::for_gpus(&[4]), None);
+    }
+
+    #[test]
+    fn owner_needs_a_borrower_and_fits_its_guarantee() {
+        for gpus in [&[16][..], &[8, 8], &[79; 8], &[80, 24]] {
+            let workloads = Workloads::for_gpus(gpus).unwrap();
+            let lent: u32 = workloads.borrowers.iter().map(|one| one.gib).sum();
+            assert_eq!(lent, workloads.total, "every GPU is lent: {gpus:?}");
+            let (owner, faulting) = (&workloads.owner, &workloads.faulting);
+            let budgets = workloads.budgets();
+            let of_team = budgets.iter().find(|(team, _)| *team == owner.namespace);
+            let own = owner.gib + faulting.gib;
+            assert!(of_team.is_some_and(|(_, gib)| own <= *gib), "{gpus:?}");
+            assert!(
+                gpus.iter().all(|gpu| own <= *gpu || gpu < &gpus[0]),
+                "{gpus:?}"
+            );
+        }
     }
 }
