@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use bursar_e2e::images::Template;
+use bursar_e2e::images::{RELEASED, Template};
 use bursar_e2e::release::{Destination, ReleaseOptions, Version};
 use bursar_e2e::verify::VerifyArgs;
 use clap::builder::TypedValueParser;
@@ -135,6 +135,6 @@ pub(crate) struct ExternalCluster {
     pub(crate) kubeconfig: Option<PathBuf>,
     /// The references of our images for that cluster; `{name}` is replaced by agent, operator and
     /// probe.
-    #[arg(long, env = "BURSAR_IMAGES", default_value = concat!("ghcr.io/bursar/{name}:", env!("CARGO_PKG_VERSION")))]
+    #[arg(long, env = "BURSAR_IMAGES", default_value = RELEASED)]
     pub(crate) images: Template,
 }

@@ -159,9 +159,17 @@ async fn demo(
     let folder = local.detach().await?;
     println!("The cluster is left running. To look around, and to end it:\n");
     println!("  export KUBECONFIG={}", folder.kubeconfig().display());
-    let kubectl = artifacts.toolbox.program("kubectl");
-    println!("  {} get pods --all-namespaces", kubectl.display());
     let program = std::env::current_exe().context("this program's path")?;
+    // kubectl, its plugin and helm, without the PATH of this process.
+    let tools = artifacts.toolbox.folders();
+    let tools = program.parent().into_iter().chain(tools);
+    let tools: Vec<String> = tools.map(|folder| folder.display().to_string()).collect();
+    println!("  export PATH={}:$PATH", tools.join(":"));
+    let has_plugin = program.with_file_name("kubectl-bursar").exists();
+    println!(
+        "  kubectl {} -A",
+        if has_plugin { "bursar top" } else { "get pods" }
+    );
     let harness = match pack::unpacked_folder(&program) {
         Some(_) => program.display().to_string(),
         None => "cargo e2e".to_owned(),

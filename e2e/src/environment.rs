@@ -28,6 +28,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// The simulated GPUs of an environment: their number, and the GiB of each.
 pub const SIMULATED_GPUS: (u32, u32) = (2, 16);
 
+/// The image of the CUDA program that pods run.
+const PROBE: &str = "probe";
+
 /// A cluster with Bursar on it.
 pub struct Environment {
     /// The cluster.
@@ -123,6 +126,10 @@ impl Environment {
         for archive in artifacts.images.values() {
             local.import_image(&archive.path).await?;
         }
+        // The commands of the guides name the probe of the release.
+        let probe = artifacts.image_template.reference(PROBE);
+        let released = Template::released().reference(PROBE);
+        local.tag_image(&probe, &released).await?;
         progress.report(format_args!(
             "{} images are imported",
             artifacts.images.len()
@@ -146,7 +153,7 @@ impl Environment {
         Ok(Self {
             cluster: Cluster::Local(Box::new(local)),
             simulated_gpus: gpus,
-            probe_image: artifacts.image_template.reference("probe"),
+            probe_image: probe,
         })
     }
 
@@ -164,7 +171,7 @@ impl Environment {
         let environment = Self {
             cluster: Cluster::external(kubeconfig).await?,
             simulated_gpus: None,
-            probe_image: images.reference("probe"),
+            probe_image: images.reference(PROBE),
         };
         if environment.agent_daemon_sets().await?.items.is_empty() {
             environment.install(chart, images, progress).await?;

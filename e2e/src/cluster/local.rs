@@ -344,6 +344,15 @@ impl LocalCluster {
             .map(drop)
     }
 
+    /// Gives an image of the node another reference besides its own.
+    ///
+    /// # Errors
+    /// When `ctr` fails.
+    pub async fn tag_image(&self, reference: &str, other: &str) -> Result<(), LocalError> {
+        let tag = ["images", "tag", reference, other];
+        self.ctr(&tag).await.map(drop)
+    }
+
     /// Gives the node the host's `port` on its own loopback, such as that of a registry.
     ///
     /// # Errors

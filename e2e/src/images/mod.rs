@@ -159,6 +159,9 @@ pub const SIMULATED_DRIVER: &str = "simulated-driver";
 /// The placeholder of an image's name in a template.
 const NAME: &str = "{name}";
 
+/// The template of this version's images in the registry of releases.
+pub const RELEASED: &str = concat!("ghcr.io/bursar/{name}:", env!("CARGO_PKG_VERSION"));
+
 /// A template of our images' references, such as `localhost/bursar-{name}:1`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template(String);
@@ -187,6 +190,11 @@ impl std::fmt::Display for Template {
 }
 
 impl Template {
+    /// Returns [`RELEASED`].
+    pub fn released() -> Self {
+        Self(RELEASED.to_owned())
+    }
+
     /// The reference of the image `name`.
     pub fn reference(&self, name: &str) -> String {
         self.0.replace(NAME, name)

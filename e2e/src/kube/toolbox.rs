@@ -32,6 +32,11 @@ impl Toolbox {
             .find(|folder| folder.join(name).exists())
     }
 
+    /// Returns the folders that have programs.
+    pub fn folders(&self) -> impl Iterator<Item = &Path> {
+        self.folders.iter().map(PathBuf::as_path)
+    }
+
     /// Returns a `PATH` that begins with every folder.
     pub fn path(&self) -> OsString {
         let rest = std::env::var_os("PATH").unwrap_or_default();
