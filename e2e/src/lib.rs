@@ -6,6 +6,7 @@ mod cargo;
 pub mod chart;
 pub mod cli_archive;
 pub mod cluster;
+pub mod console;
 pub mod control_plane;
 pub mod demo;
 pub mod environment;

@@ -44,9 +44,32 @@ pub enum ToolError {
     },
 }
 
+/// The programs of a Debian package that are kept of it.
+struct DebianPackage {
+    name: &'static str,
+    programs: &'static [&'static str],
+}
+
+const PROMETHEUS: DebianPackage = DebianPackage {
+    name: "prometheus",
+    programs: &["prometheus", "promtool"],
+};
+const REGISTRY: DebianPackage = DebianPackage {
+    name: "docker-registry",
+    programs: &["docker-registry"],
+};
+
 /// Returns the path of `promtool`: the installed one, or that of Debian's package `prometheus`.
 pub(crate) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
-    of_debian_package("prometheus", "promtool")
+    PROMETHEUS.program("promtool")
+}
+
+/// Returns the path of Prometheus: the installed one, or that of Debian's package `prometheus`.
+///
+/// # Errors
+/// When the package cannot be downloaded.
+pub fn prometheus() -> Result<PathBuf, CacheError<ToolError>> {
+    PROMETHEUS.program("prometheus")
 }
 
 /// Returns the path of CNCF's registry: the installed one, or that of Debian's package
@@ -55,40 +78,41 @@ pub(crate) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
 /// # Errors
 /// When the package cannot be downloaded.
 pub fn registry() -> Result<PathBuf, CacheError<ToolError>> {
-    of_debian_package("docker-registry", "docker-registry")
+    REGISTRY.program("docker-registry")
 }
 
-/// Returns the path of a program on the PATH, or in a Debian package, which is downloaded at its
-/// first use and not installed.
-fn of_debian_package(
-    package: &'static str,
-    program: &'static str,
-) -> Result<PathBuf, CacheError<ToolError>> {
-    let installed = PathBuf::from(program);
-    let asked = Command::new(&installed).arg("--version").output();
-    if asked.is_ok_and(|asked| asked.status.success()) {
-        return Ok(installed);
-    }
-    let folder = cache::get_or_make(&paths::cache().join("tools"), package, |out| {
-        unpack(out, &[package])?;
-        remove_other_programs(&out.join("usr/bin"), program)
-    })?;
-    Ok(folder.join("usr/bin").join(program))
-}
-
-/// Removes the other programs of a package, because they are large.
-fn remove_other_programs(folder: &Path, program: &str) -> Result<(), ToolError> {
-    let failed = |error: io::Error| ToolError::Packages {
-        names: program.to_owned(),
-        what: error.to_string(),
-    };
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        if entry.file_name() != program {
-            fs::remove_file(entry.path()).map_err(failed)?;
+impl DebianPackage {
+    /// Returns the path of a program on the PATH, or in the package, which is downloaded at its
+    /// first use and not installed.
+    fn program(&self, program: &str) -> Result<PathBuf, CacheError<ToolError>> {
+        let installed = PathBuf::from(program);
+        let asked = Command::new(&installed).arg("--version").output();
+        if asked.is_ok_and(|asked| asked.status.success()) {
+            return Ok(installed);
         }
+        let key = self.programs.join("+");
+        let folder = cache::get_or_make(&paths::cache().join("tools"), &key, |out| {
+            unpack(out, &[self.name])?;
+            self.remove_other_programs(&out.join("usr/bin"))
+        })?;
+        Ok(folder.join("usr/bin").join(program))
     }
-    Ok(())
+
+    /// Removes the other programs of the package, because they are large.
+    fn remove_other_programs(&self, folder: &Path) -> Result<(), ToolError> {
+        let failed = |error: io::Error| ToolError::Packages {
+            names: self.name.to_owned(),
+            what: error.to_string(),
+        };
+        for entry in fs::read_dir(folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let name = entry.file_name();
+            if !self.programs.iter().any(|program| name == *program) {
+                fs::remove_file(entry.path()).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Returns the folder of Debian's packages with zsh and the completion functions of bash, which

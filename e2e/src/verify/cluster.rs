@@ -155,6 +155,14 @@ pub const TRIALS: &[ClusterTrial] = &[
         "an agent's token writes only its own node's GpuNode and lists no pods; the operator's token changes only its own labels",
     ),
     trial(
+        "surface/cluster/console",
+        "the commands of README and quick start do what these pages show, in their order",
+    ),
+    trial(
+        "surface/cluster/queries",
+        "in a Prometheus that scrapes agent and operator each query of the dashboards has a series, each alert is evaluated, and no alert without a cause is active",
+    ),
+    trial(
         "operator/cluster/alone",
         "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),

@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 pub use self::cluster::{ClusterTrial, TRIALS};
+pub use self::surface::DashboardQueries;
 
 use self::checks::{BackgroundJob, Check};
 use crate::progress::Progress;

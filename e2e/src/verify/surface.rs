@@ -80,33 +80,57 @@ pub(super) fn alerts() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The queries of all dashboards, each as a recording rule of the metric `query:NUMBER`.
+#[derive(Debug)]
+pub struct DashboardQueries(Vec<String>);
+
+impl DashboardQueries {
+    /// Reads the dashboards of the chart, and puts `.*` in the place of their variables.
+    ///
+    /// # Errors
+    /// When a dashboard cannot be read or parsed.
+    pub fn read() -> anyhow::Result<Self> {
+        let mut queries = Vec::new();
+        for entry in fs::read_dir(monitoring().join("dashboards"))? {
+            let dashboard: Value = serde_json::from_slice(&fs::read(entry?.path())?)?;
+            queries.extend(dashboard_queries(&dashboard));
+        }
+        // Both dashboards have some of the panels.
+        queries.sort_unstable();
+        queries.dedup();
+        anyhow::ensure!(queries.len() > 30, "only {} queries", queries.len());
+        Ok(Self(queries))
+    }
+
+    /// Returns the queries with the metrics of their rules.
+    pub fn by_record(&self) -> impl Iterator<Item = (String, &str)> {
+        let numbered = self.0.iter().enumerate();
+        numbered.map(|(number, query)| (format!("query:{number}"), query.as_str()))
+    }
+
+    /// Returns the content of a rule file.
+    pub fn rules(&self) -> Value {
+        let rule = |(record, query)| serde_json::json!({ "record": record, "expr": query });
+        let rules: Vec<Value> = self.by_record().map(rule).collect();
+        serde_json::json!({ "groups": [{ "name": "dashboards", "rules": rules }] })
+    }
+}
+
 /// Parses every query of the dashboards with promtool, and looks up the metrics that the queries
 /// and alerts name in `docs/reference/metrics.md`.
 pub(super) fn queries() -> anyhow::Result<()> {
     let promtool = tools::promtool()?;
-    let mut queries = Vec::new();
-    for entry in fs::read_dir(monitoring().join("dashboards"))? {
-        let path = entry?.path();
-        let dashboard: Value = serde_json::from_slice(&fs::read(&path)?)?;
-        queries.extend(dashboard_queries(&dashboard));
-    }
-    anyhow::ensure!(queries.len() > 40, "only {} queries", queries.len());
-    let rules = serde_json::json!({ "groups": [{
-        "name": "dashboards",
-        "rules": queries.iter().enumerate().map(|(number, query)| {
-            serde_json::json!({ "record": format!("query:{number}"), "expr": query })
-        }).collect::<Vec<_>>(),
-    }]});
+    let queries = DashboardQueries::read()?;
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("queries.json");
-    fs::write(&file, rules.to_string())?;
+    fs::write(&file, queries.rules().to_string())?;
     succeed(Command::new(&promtool).args(["check", "rules"]).arg(&file))?;
     let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
     let documented = fs::read_to_string(paths::repository().join("docs/reference/metrics.md"))?;
     let documented = documented_metrics(&documented);
     let mut named: BTreeSet<&str> = queries
-        .iter()
-        .flat_map(|query| metric_names(query))
+        .by_record()
+        .flat_map(|(_, query)| metric_names(query))
         .collect();
     let expressions = alerts.lines().filter(|line| !line.contains(": "));
     named.extend(expressions.flat_map(metric_names));
@@ -118,7 +142,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
         unknown.is_empty(),
         "docs/reference/metrics.md has no metric {unknown:?}"
     );
-    println!("{} queries, {} metrics", queries.len(), named.len());
+    println!("{} queries, {} metrics", queries.0.len(), named.len());
     Ok(())
 }
 

@@ -7,12 +7,14 @@ mod attestation;
 mod budget_enforcement;
 mod budgets;
 mod churn;
+mod console;
 mod enforcement;
 mod health;
 mod input;
 mod installation;
 mod lifecycle;
 mod memory_release;
+mod monitoring;
 mod on_node;
 mod operator;
 mod placement;
@@ -42,7 +44,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 19] = [
+    let groups: [Vec<Trial>; 21] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -59,6 +61,8 @@ fn main() -> ExitCode {
         attestation::trials(),
         poison::trials(),
         budget_enforcement::trials(),
+        console::trials(),
+        monitoring::trials(),
         poison::last_trials(),
         installation::trials(),
         lifecycle::trials(),

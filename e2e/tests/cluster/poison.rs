@@ -63,7 +63,7 @@ async fn poison(context: &mut TrialContext) -> Result<(), Failed> {
 }
 
 /// Runs `act` under a budget with this context policy and at most `most` restarts.
-async fn with_context_policy(
+pub(crate) async fn with_context_policy(
     context: &mut TrialContext,
     action: &str,
     most: u32,
@@ -74,7 +74,7 @@ async fn with_context_policy(
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
         "metadata": { "name": "default" },
         "spec": {
-            "deviceMemory": { "guaranteed": "24Gi" },
+            "deviceMemory": { "guaranteed": "32Gi" },
             "contextPolicy": { "action": action, "maxRestarts": most },
         },
     }))?;

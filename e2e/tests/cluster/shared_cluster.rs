@@ -278,6 +278,11 @@ impl TrialContext {
         Ok(())
     }
 
+    /// Returns kubectl and helm.
+    pub(crate) const fn toolbox(&self) -> &Toolbox {
+        &self.toolbox
+    }
+
     /// Returns the local cluster.
     ///
     /// # Errors
