@@ -12,6 +12,8 @@ use crate::paths;
 const CARGO_DENY: &str = "0.20.2";
 /// The pinned version of cargo-cyclonedx.
 const CARGO_CYCLONEDX: &str = "0.5.9";
+/// The pinned version of mdBook.
+const MDBOOK: &str = "0.5.4";
 
 /// The error of an installation.
 #[derive(Debug, thiserror::Error)]
@@ -147,7 +149,7 @@ fn unpack(out: &Path, packages: &[&str]) -> Result<(), ToolError> {
 pub(crate) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-deny-{CARGO_DENY}");
     let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
-        install("cargo-deny", CARGO_DENY, out)
+        install("cargo-deny", CARGO_DENY, &[], out)
     })?;
     Ok(folder.join("bin/cargo-deny"))
 }
@@ -160,17 +162,28 @@ pub(crate) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
 pub fn cargo_cyclonedx() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-cyclonedx-{CARGO_CYCLONEDX}");
     let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
-        install("cargo-cyclonedx", CARGO_CYCLONEDX, out)
+        install("cargo-cyclonedx", CARGO_CYCLONEDX, &[], out)
     })?;
     Ok(folder.join("bin/cargo-cyclonedx"))
 }
 
-fn install(package: &str, version: &str, out: &Path) -> Result<(), ToolError> {
+/// Returns the path of `mdbook`, which is compiled at its first use (about 2 minutes on two
+/// cores). Its server and its search, which need most of its dependencies, are left out.
+pub(crate) fn mdbook() -> Result<PathBuf, CacheError<ToolError>> {
+    let name = format!("mdbook-{MDBOOK}");
+    let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
+        install("mdbook", MDBOOK, &["--no-default-features"], out)
+    })?;
+    Ok(folder.join("bin/mdbook"))
+}
+
+fn install(package: &str, version: &str, flags: &[&str], out: &Path) -> Result<(), ToolError> {
     let tool = format!("{package}@{version}");
     let status = cargo::command()
         .args(["install", "--quiet", "--locked", "--root"])
         .arg(out)
         .arg(&tool)
+        .args(flags)
         // A separate target folder, because the workspace's own would be rebuilt after each change
         // of lock files.
         .env("CARGO_TARGET_DIR", out.join("target"))

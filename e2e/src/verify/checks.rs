@@ -5,7 +5,8 @@ use std::process::Command;
 use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
 use super::{
-    COMPILE_CHECK, cli, cluster, docs, faults, install, layers, mission, security, style, surface,
+    COMPILE_CHECK, book, cli, cluster, docs, faults, install, layers, mission, security, style,
+    surface,
 };
 use crate::cargo;
 use crate::kube;
@@ -378,6 +379,11 @@ const CHECKS: &[Check] = &[
         name: "surface/runbooks",
         promise: "the runbooks have a section for each alert, condition and Event",
         runner: Runner::Function(surface::runbooks),
+    },
+    Check {
+        name: "surface/book",
+        promise: "mdBook builds a book of docs/, which has every page",
+        runner: Runner::Function(book::check),
     },
     Check {
         name: "enforcement/loader",

@@ -8,6 +8,7 @@
 //!                      \--> background jobs, one after another --/
 //! ```
 
+mod book;
 mod checks;
 mod cli;
 mod cluster;
