@@ -163,6 +163,14 @@ pub const TRIALS: &[ClusterTrial] = &[
         "in a Prometheus that scrapes agent and operator each query of the dashboards has a series, each alert is evaluated, and no alert without a cause is active",
     ),
     trial(
+        "cli/cluster/commands",
+        "each command of kubectl bursar works with an admin's rights; with a tenant's it shows the tenant's own, names what it could not read, and changes nothing",
+    ),
+    trial(
+        "cli/cluster/explain",
+        "explain names 17 causes that the cluster really has, each with its remedy; the tenant gets those that its rights show",
+    ),
+    trial(
         "operator/cluster/alone",
         "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),

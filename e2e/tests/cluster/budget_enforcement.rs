@@ -24,7 +24,8 @@ use crate::placement::holder;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
 const PAUSE: Duration = Duration::from_millis(200);
-const TEAMS: [&str; 2] = ["team-a", "team-b"];
+/// The namespaces of [`cleared`].
+pub(crate) const TEAMS: [&str; 2] = ["team-a", "team-b"];
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -39,7 +40,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Runs a trial in the teams' namespaces, and deletes its objects however the trial ends.
-async fn cleared(
+pub(crate) async fn cleared(
     context: &mut TrialContext,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
@@ -76,7 +77,7 @@ async fn cleared(
 }
 
 /// Creates a team's budget, and waits until an operator that is killed meanwhile has enforced it.
-async fn create_team(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
+pub(crate) async fn create_team(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
     let pods = Pods::in_namespace(client, team).await?;
     let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
     let budget = json!({

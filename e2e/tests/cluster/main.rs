@@ -12,6 +12,7 @@ mod enforcement;
 mod health;
 mod input;
 mod installation;
+mod kubectl_bursar;
 mod lifecycle;
 mod memory_release;
 mod monitoring;
@@ -44,7 +45,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 21] = [
+    let groups: [Vec<Trial>; 22] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
         budget_enforcement::trials(),
         console::trials(),
         monitoring::trials(),
+        kubectl_bursar::trials(),
         poison::last_trials(),
         installation::trials(),
         lifecycle::trials(),

@@ -237,45 +237,62 @@ impl TrialContext {
         command
     }
 
+    /// The path of kubectl.
+    pub(crate) fn kubectl(&self) -> PathBuf {
+        self.toolbox.program("kubectl")
+    }
+
     /// Sets the mode of the chart's steering policy.
     ///
     /// # Errors
     /// When helm or kubectl fails.
     pub(crate) async fn set_steering_mode(&self, mode: &str) -> Result<(), Failed> {
-        let chart = paths::repository().join("charts/bursar");
-        let kubectl = async |arguments: &[&str], input: Vec<u8>| {
-            let mut kubectl = Command::new(self.toolbox.program("kubectl"));
-            kubectl
-                .args(arguments)
-                .env("KUBECONFIG", self.environment.cluster.kubeconfig());
-            run_to_success(kubectl, input).await
-        };
         if mode == "off" {
             let policy = format!("{}-steering", chart::RELEASE);
             let kind = "mutatingadmissionpolicybindings";
-            kubectl(&["delete", kind, &policy], Vec::new()).await?;
+            self.run_kubectl(&["delete", kind, &policy], Vec::new())
+                .await?;
             return Ok(());
         }
+        let mode = format!("--set=steering.mode={mode}");
+        self.apply_template("steering.yaml", &[&mode]).await
+    }
+
+    /// Sets whether the chart's policy refuses pods of namespaces without a budget.
+    ///
+    /// # Errors
+    /// When helm or kubectl fails.
+    pub(crate) async fn set_require_budget(&self, required: bool) -> Result<(), Failed> {
+        let required = format!("--set=policies.requireBudget={required}");
+        let exempt = format!("--set=policies.exemptNamespaces={{{NAMESPACE}}}");
+        self.apply_template("policy-pods.yaml", &[&required, &exempt])
+            .await
+    }
+
+    /// Applies the objects of one of the chart's templates with these settings.
+    async fn apply_template(&self, template: &str, settings: &[&str]) -> Result<(), Failed> {
         let mut helm = Command::new(self.toolbox.program("helm"));
-        helm.args(["template", chart::RELEASE]).arg(chart).args([
-            "--namespace",
-            chart::NAMESPACE,
-            "--kube-version=1.36.0",
-            "--show-only=templates/steering.yaml",
-            &format!("--set=steering.mode={mode}"),
-        ]);
-        let policy = run_to_success(helm, Vec::new()).await?;
-        kubectl(
-            &[
-                "apply",
-                "--server-side",
-                "--force-conflicts",
-                "--filename=-",
-            ],
-            policy,
-        )
-        .await?;
-        Ok(())
+        helm.args(["template", chart::RELEASE])
+            .arg(paths::repository().join("charts/bursar"))
+            .args(["--namespace", chart::NAMESPACE, "--kube-version=1.36.0"])
+            .arg(format!("--show-only=templates/{template}"))
+            .args(settings);
+        let objects = run_to_success(helm, Vec::new()).await?;
+        let apply = [
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "--filename=-",
+        ];
+        self.run_kubectl(&apply, objects).await.map(drop)
+    }
+
+    async fn run_kubectl(&self, arguments: &[&str], input: Vec<u8>) -> Result<Vec<u8>, Failed> {
+        let mut kubectl = Command::new(self.kubectl());
+        kubectl
+            .args(arguments)
+            .env("KUBECONFIG", self.environment.cluster.kubeconfig());
+        run_to_success(kubectl, input).await
     }
 
     /// Returns kubectl and helm.
