@@ -134,6 +134,19 @@ impl<W: Write> Session<'_, W> {
         }
     }
 
+    /// Reads objects of all namespaces unless `-n` names one. A tenant that may not read all objects
+    /// of `kind` gets those of its own namespace.
+    async fn read_namespaces(&self, kinds: &[Kind], kind: Kind) -> anyhow::Result<Snapshot> {
+        if self.global.namespace.is_some() {
+            return self.read(kinds, self.scope().as_deref()).await;
+        }
+        let snapshot = self.read(kinds, None).await?;
+        if snapshot.has_all(kind) || self.global.all_namespaces {
+            return Ok(snapshot);
+        }
+        self.read(kinds, Some(&self.namespace())).await
+    }
+
     async fn pause(&mut self, watch: bool) -> anyhow::Result<bool> {
         if watch {
             self.out.flush()?;
@@ -153,7 +166,6 @@ impl<W: Write> Session<'_, W> {
     }
 
     async fn top(&mut self, arguments: &TopArgs) -> anyhow::Result<u8> {
-        let scope = self.scope();
         let mut kinds = vec![Kind::Pods, Kind::GpuNodes];
         match arguments.what {
             TopKind::Namespaces => kinds.push(Kind::Budgets),
@@ -163,7 +175,10 @@ impl<W: Write> Session<'_, W> {
             TopKind::Pods => {}
         }
         loop {
-            let mut snapshot = self.read(&kinds, scope.as_deref()).await?;
+            let mut snapshot = match arguments.what {
+                TopKind::Pods => self.read(&kinds, self.scope().as_deref()).await?,
+                TopKind::Namespaces => self.read_namespaces(&kinds, Kind::Pods).await?,
+            };
             if let Some(selector) = &arguments.selector {
                 let selector = selector_of(selector)?;
                 snapshot.pods.retain(|pod| {
@@ -224,18 +239,9 @@ impl<W: Write> Session<'_, W> {
     }
 
     async fn budgets(&mut self, watch: bool) -> anyhow::Result<u8> {
-        // Without a namespace an admin sees all budgets, and a tenant that of its namespace.
-        let scope = if self.global.namespace.is_some() {
-            self.scope()
-        } else {
-            None
-        };
         loop {
             let kinds = [Kind::Budgets, Kind::GpuNodes, Kind::Nodes];
-            let mut snapshot = self.read(&kinds, scope.as_deref()).await?;
-            if !snapshot.has_all(Kind::Budgets) && scope.is_none() && !self.global.all_namespaces {
-                snapshot = self.read(&kinds, Some(&self.namespace())).await?;
-            }
+            let snapshot = self.read_namespaces(&kinds, Kind::Budgets).await?;
             required(&snapshot, Kind::Budgets)?;
             self.print(
                 |terminal| budgets::render(&snapshot, terminal),
