@@ -648,7 +648,7 @@ async fn refusals_are_explained(context: &TrialContext) -> Result<(), Failed> {
         (
             "Deployment",
             "guarantee",
-            &["25", "25"][..],
+            &["25", "20"][..],
             None,
             Cause::OverGuarantee,
         ),
