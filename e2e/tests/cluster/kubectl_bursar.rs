@@ -775,8 +775,10 @@ async fn waits_are_explained(context: &TrialContext, pods: &Pods) -> Result<Stri
     .await?;
     let room = "no GPU has 8 GiB for it: GPU 0 has 6 GiB, GPU 1 has 6 GiB";
     assert_eq!(lines(&explanation, "node"), room, "{explanation}");
-    let top = run(context, &format!("top -n {team}")).await?;
-    top.has(0, &["eight-0", "waiting "])?;
+    // The agent reports a waiting pod in the GpuNode a moment after the Event.
+    let waits = |run: &Run| run.out.contains("waiting ");
+    let top = run_until(context, &format!("top -n {team}"), START_TIMEOUT, waits).await?;
+    top.has(0, &["eight-0"])?;
     Ok(node)
 }
 
