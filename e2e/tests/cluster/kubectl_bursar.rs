@@ -279,7 +279,7 @@ async fn installation_is_examined(context: &TrialContext) -> Result<(), Failed> 
         &["Kubernetes       v1.", &agents, "operators        1 at"],
     )?;
     // The plugin by kubectl's own mechanism.
-    let mut kubectl = Command::new(context.kubectl());
+    let mut kubectl = Command::new(context.toolbox().program("kubectl"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = program().parent().map(PathBuf::from).into_iter();
     let path = std::env::join_paths(folders.chain(std::env::split_paths(&path)))?;
@@ -468,7 +468,7 @@ async fn commands_without_a_cluster_work(context: &TrialContext) -> Result<(), F
         run_with_input(context, "convert", &manifest("nvidia.com/gpumem: 8000")).await?;
     converted.has(0, &["bursar.dev/gpu-memory-gib: 8"])?;
     // The API server accepts the rewritten pod.
-    let mut kubectl = Command::new(context.kubectl());
+    let mut kubectl = Command::new(context.toolbox().program("kubectl"));
     kubectl.args([
         "create",
         "--dry-run=server",
@@ -711,7 +711,7 @@ async fn refused_without_budget(context: &TrialContext) -> Result<(), Failed> {
     let manifest = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "tried" },
         "spec": template(context, "tried", &["1"], None)["spec"] });
     let poll = async || {
-        let mut kubectl = Command::new(context.kubectl());
+        let mut kubectl = Command::new(context.toolbox().program("kubectl"));
         kubectl.args([
             "create",
             "--dry-run=server",

@@ -237,11 +237,6 @@ impl TrialContext {
         command
     }
 
-    /// The path of kubectl.
-    pub(crate) fn kubectl(&self) -> PathBuf {
-        self.toolbox.program("kubectl")
-    }
-
     /// Sets the mode of the chart's steering policy.
     ///
     /// # Errors
@@ -288,7 +283,7 @@ impl TrialContext {
     }
 
     async fn run_kubectl(&self, arguments: &[&str], input: Vec<u8>) -> Result<Vec<u8>, Failed> {
-        let mut kubectl = Command::new(self.kubectl());
+        let mut kubectl = Command::new(self.toolbox.program("kubectl"));
         kubectl
             .args(arguments)
             .env("KUBECONFIG", self.environment.cluster.kubeconfig());
