@@ -124,7 +124,7 @@ fn lost(snapshot: &Snapshot) -> Vec<Finding> {
             let age = gpu.health.since.as_ref().map_or_else(String::new, |then| {
                 format!(" since {}", since(then.0, snapshot.now))
             });
-            if gpu.state == GpuState::Draining {
+            if gpus::is_drained(gpu) {
                 findings.push(Finding::new(
                     Level::Warn,
                     "Drained",

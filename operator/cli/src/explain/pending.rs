@@ -2,9 +2,8 @@
 
 use bursar_crds::GpuNode;
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::gpu_node::GpuState;
 
-use super::waiting::{gpu_name, reservation};
+use super::waiting::{reservation, unusable};
 use super::{Cause, Explanation, Verdict};
 use crate::amounts::{memory, since};
 use crate::objects::Pod;
@@ -107,21 +106,11 @@ pub(super) fn obstacle(
     }
     let mut away = Vec::new();
     for gpu in &status.gpus {
-        let is_large = bytes(&gpu.memory) >= wanted;
-        match gpu.state {
-            GpuState::Draining if is_large => {
-                explanation.add(Cause::GpuDrained);
-                away.push(format!("{} is drained", gpu_name(node, gpu)));
-            }
-            GpuState::Lost if is_large => {
-                explanation.add(Cause::GpuLost);
-                away.push(format!(
-                    "{} is lost ({})",
-                    gpu_name(node, gpu),
-                    gpu.health.reason
-                ));
-            }
-            _ => {}
+        if bytes(&gpu.memory) >= wanted
+            && let Some((cause, text)) = unusable(node, gpu)
+        {
+            explanation.add(cause);
+            away.push(text);
         }
     }
     let quantum = quantum_bytes(node);

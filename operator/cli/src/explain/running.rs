@@ -1,11 +1,11 @@
 //! Explains a pod that has its node and does not wait for room.
 
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::gpu_node::{FaultAction, GpuState};
+use bursar_crds::gpu_node::FaultAction;
 
 use super::pending::dead_agent;
 use super::pod::newest;
-use super::waiting::gpu_name;
+use super::waiting::{gpu_name, unusable};
 use super::{Cause, Explanation, Verdict};
 use crate::agent_metrics::ContainerKey;
 use crate::amounts::{count, memory, since};
@@ -114,19 +114,13 @@ fn place(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
             "GPU",
             format!("{name} of {} ({})", pod.spec.node_name, model(&gpu.model)),
         );
-        match gpu.state {
-            GpuState::Draining => {
-                explanation.blame(Cause::GpuDrained, Verdict::Amiss);
-                explanation.say(
-                    "GPU",
-                    format!("{name} is drained: the pod's processes are killed there"),
-                );
-            }
-            GpuState::Lost => {
-                explanation.blame(Cause::GpuLost, Verdict::Amiss);
-                explanation.say("GPU", format!("{name} is lost ({})", gpu.health.reason));
-            }
-            _ => {}
+        if let Some((cause, text)) = unusable(node, gpu) {
+            explanation.blame(cause, Verdict::Amiss);
+            let killed = match cause {
+                Cause::GpuDrained => ": the pod's processes are killed there",
+                _ => "",
+            };
+            explanation.say("GPU", format!("{text}{killed}"));
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::GpuNode;
-use bursar_crds::gpu_node::{GpuState, GpuStatus};
+use bursar_crds::gpu_node::{GpuState, GpuStatus, HealthStatus};
 
 use super::pending::{largest_request, obstacle};
 use super::pod::newest;
@@ -41,6 +41,22 @@ fn waits_by_event(snapshot: &Snapshot, pod: &Pod) -> bool {
 /// `GPU 0`, or `GPU 0/1` for a MIG instance.
 pub(super) fn gpu_name(node: &GpuNode, gpu: &GpuStatus) -> String {
     format!("GPU {}", gpus::index(node, gpu))
+}
+
+/// Why the agent binds no pod to the GPU, if so. An XID that only a reset mends drains the GPU too.
+pub(super) fn unusable(node: &GpuNode, gpu: &GpuStatus) -> Option<(Cause, String)> {
+    let (name, reason) = (gpu_name(node, gpu), &gpu.health.reason);
+    match gpu.state {
+        GpuState::Draining if gpus::is_drained(gpu) => {
+            Some((Cause::GpuDrained, format!("{name} is drained")))
+        }
+        GpuState::Draining => Some((Cause::GpuLost, format!("{name} awaits a reset ({reason})"))),
+        GpuState::Lost => Some((Cause::GpuLost, format!("{name} is lost ({reason})"))),
+        _ if gpu.health.status == HealthStatus::Unhealthy => {
+            Some((Cause::GpuLost, format!("{name} is unhealthy ({reason})")))
+        }
+        _ => None,
+    }
 }
 
 pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
@@ -89,18 +105,14 @@ fn gpus_of_node(
     let mut parts = Vec::new();
     for gpu in &status.gpus {
         let free = memory(GpuMemory::of(node, gpu).free);
-        let name = gpu_name(node, gpu);
-        parts.push(match gpu.state {
-            GpuState::Draining => {
-                explanation.add(Cause::GpuDrained);
-                format!("{name} is drained")
+        parts.push(match unusable(node, gpu) {
+            Some((cause, text)) => {
+                explanation.add(cause);
+                text
             }
-            GpuState::Lost => {
-                explanation.add(Cause::GpuLost);
-                format!("{name} is lost ({})", gpu.health.reason)
-            }
-            _ => format!(
-                "{name} has {free}{}",
+            None => format!(
+                "{} has {free}{}",
+                gpu_name(node, gpu),
                 held(explanation, snapshot, node, gpu, pod)
             ),
         });

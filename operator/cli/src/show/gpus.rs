@@ -53,6 +53,11 @@ impl GpuMemory {
     }
 }
 
+/// Whether a drain keeps the GPU from pods, and not a fault that only a reset mends.
+pub fn is_drained(gpu: &GpuStatus) -> bool {
+    gpu.state == GpuState::Draining && matches!(&*gpu.health.reason, "Draining" | "Drained")
+}
+
 /// The open fault of a GPU itself.
 pub fn fault<'a>(node: &'a GpuNode, gpu: &GpuStatus) -> Option<&'a Fault> {
     let faults = node.status.iter().flat_map(|status| &status.faults);

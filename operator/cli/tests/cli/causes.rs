@@ -197,7 +197,9 @@ fn pending_pod_names_room_fragmentation_drains_and_losses() {
     has(&explained(&fragmented, "ml", "p"), Cause::Fragmentation);
     for (state, reason, cause) in [
         ("Draining", "Drained", Cause::GpuDrained),
-        ("Lost", "Xid79", Cause::GpuLost),
+        ("Draining", "Xid79", Cause::GpuLost),
+        ("Active", "Xid95", Cause::GpuLost),
+        ("Lost", "GpuLost", Cause::GpuLost),
     ] {
         let mut away = gpu("GPU-1", 0, 79, &[]);
         away["state"] = json!(state);
@@ -250,6 +252,7 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
     has(&explanation, Cause::HeldForAnother);
     let mut drained = gpu("GPU-1", 0, 79, &[]);
     drained["state"] = json!("Draining");
+    drained["health"] = json!({ "status": "Unhealthy", "reason": "Draining" });
     has(
         &explained(&waiting(text, drained), "ml", "p"),
         Cause::GpuDrained,
@@ -408,9 +411,14 @@ fn faults_are_named_from_the_node_and_from_events() {
 
 #[test]
 fn gpu_of_a_running_pod_that_goes_away_is_named() {
-    for (state, cause) in [("Draining", Cause::GpuDrained), ("Lost", Cause::GpuLost)] {
+    for (state, reason, cause) in [
+        ("Draining", "Drained", Cause::GpuDrained),
+        ("Draining", "Xid79", Cause::GpuLost),
+        ("Lost", "GpuLost", Cause::GpuLost),
+    ] {
         let mut away = gpu("GPU-1", 0, 79, &[("ml-p", 8)]);
         away["state"] = json!(state);
+        away["health"] = json!({ "status": "Unhealthy", "reason": reason });
         has(
             &explained(&small(vec![pod("ml", "p", "n", 8)], away), "ml", "p"),
             cause,
@@ -552,7 +560,11 @@ fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
         ),
         (
             Cause::GpuDrained,
-            waiting(waits, with("state", json!("Draining"))),
+            {
+                let mut drained = with("state", json!("Draining"));
+                drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
+                waiting(waits, drained)
+            },
             CouldNotRead("gpunodes"),
         ),
         (
