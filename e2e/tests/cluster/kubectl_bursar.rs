@@ -563,7 +563,7 @@ fn lines(explanation: &Value, label: &str) -> String {
 async fn planted_causes_are_explained(context: &mut TrialContext) -> Result<(), Failed> {
     let client = context.environment.cluster.client();
     let memory = json!({ "guaranteed": "44Gi", "limit": "46Gi" });
-    let spec = json!({ "deviceMemory": memory, "perContainer": { "max": "30Gi" } });
+    let spec = json!({ "deviceMemory": memory, "perContainer": { "max": "33Gi" } });
     let pods = create_team(&client, TEAMS[0], spec).await?;
     refusals_are_explained(context).await?;
     let node = waits_are_explained(context, &pods).await?;
@@ -662,7 +662,7 @@ async fn refusals_are_explained(context: &TrialContext) -> Result<(), Failed> {
         (
             "Job",
             "maximum",
-            &["31"][..],
+            &["34"][..],
             None,
             Cause::OverContainerMaximum,
         ),
@@ -966,7 +966,7 @@ async fn lack_of_an_agent_is_explained(
     pods: &Pods,
     node: &str,
 ) -> Result<(), Failed> {
-    pods.create(&holder(context, "late", 40)).await?;
+    pods.create(&holder(context, "late", 33)).await?;
     let sets: Api<DaemonSet> =
         Api::namespaced(context.environment.cluster.client(), chart::NAMESPACE);
     let name = format!("{}-agent", chart::RELEASE);
