@@ -773,8 +773,10 @@ async fn waits_are_explained(context: &TrialContext, pods: &Pods) -> Result<Stri
         START_TIMEOUT,
     )
     .await?;
-    let room = "no GPU has 8 GiB for it: GPU 0 has 6 GiB, GPU 1 has 6 GiB";
-    assert_eq!(lines(&explanation, "node"), room, "{explanation}");
+    // The agent reports a moment later which GPU it holds for the pod.
+    let room = lines(&explanation, "node").replace(" (held for this pod)", "");
+    let expected = "no GPU has 8 GiB for it: GPU 0 has 6 GiB, GPU 1 has 6 GiB";
+    assert_eq!(room, expected, "{explanation}");
     // The agent reports a waiting pod in the GpuNode a moment after the Event.
     let waits = |run: &Run| run.out.contains("waiting ");
     let top = run_until(context, &format!("top -n {team}"), START_TIMEOUT, waits).await?;
