@@ -519,29 +519,28 @@ async fn explained(
             User::Admin => run(context, line).await,
             User::Tenant => run_as_tenant(context, line).await,
         };
-        let poll = async || {
-            let answer = match ask(&format!("{line} -o json")).await {
-                Ok(answer) => answer,
-                Err(failed) => {
-                    return Poll::Failed(failed.message().unwrap_or_default().to_owned());
-                }
-            };
-            let causes = answer.json().unwrap_or_default();
-            let found = causes["causes"]
-                .as_array()
-                .is_some_and(|all| all.contains(&json!(cause.as_str())));
-            match found && answer.code == Some(1) {
-                true => Poll::Ready(causes),
-                false => Poll::Pending(format!("{answer:#?}")),
+        // The pod may change between two looks, so that both have to find the cause.
+        let look = async || {
+            let answer = ask(&format!("{line} -o json")).await?;
+            let causes = answer.json()?;
+            let all = causes["causes"].as_array();
+            if answer.code != Some(1) || all.is_none_or(|all| !all.contains(&json!(cause.as_str())))
+            {
+                return Err(Failed::from(format!("{answer:#?}")));
             }
+            let text = ask(&line).await?;
+            text.has(1, cause.remedy().as_slice())?;
+            if matches!(user, User::Tenant) {
+                text.has(1, &["could not read gpunodes: forbidden"])?;
+            }
+            Ok(causes)
+        };
+        let poll = async || match look().await {
+            Ok(causes) => Poll::Ready(causes),
+            Err(failed) => Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
         let what = format!("{cause:?} in {line} by {user:?}");
         explanation = wait::poll_until(&what, bound, PAUSE, poll).await?;
-        let text = ask(&line).await?;
-        text.has(1, cause.remedy().as_slice())?;
-        if matches!(user, User::Tenant) {
-            text.has(1, &["could not read gpunodes: forbidden"])?;
-        }
     }
     let headline = explanation["headline"].as_str().unwrap_or_default();
     context
