@@ -23,8 +23,10 @@ const GENERATION: &str = "bursar_container_generation";
 const POISONED: &str = "GpuContextPoisoned";
 /// The number of faults in a row of the main process.
 const IN_PLACE: u32 = 50;
-/// The process computes again within this time, with its retained memory.
-const MAX_RECOVERY: Duration = Duration::from_secs(1);
+/// After half of the faults the process computes again within this time, with its retained memory.
+const MEDIAN_RECOVERY: Duration = Duration::from_secs(1);
+/// It does so after each fault within this time, on a busy machine too.
+const MAX_RECOVERY: Duration = Duration::from_secs(20);
 /// The kubelet waits 10, 20, 40 s ... between restarts, and that of this cluster 1 s.
 const RESTARTS: u32 = 5;
 /// The timeout of all faults of a pod, on a loaded machine.
@@ -298,8 +300,8 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
     let starts = recovered_leases(&steady)?;
     let (median, p99) = times(&pods.log(POD).await?, starts);
     assert!(
-        p99 < MAX_RECOVERY,
-        "from a fault to the retained memory: {p99:?}"
+        median < MEDIAN_RECOVERY && p99 < MAX_RECOVERY,
+        "from a fault to the retained memory: {median:?} (median), {p99:?} (p99)"
     );
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
