@@ -147,7 +147,17 @@ impl Container {
     /// Starts a program as root of the host, with the default capabilities of containers and those
     /// in `more`.
     pub(crate) async fn as_root(machine: &Machine, pod: &Pod, more: &str) -> Container {
-        Self::run_as_root(machine, pod, more, "", tenant_program()).await
+        Self::run_as_root(machine, pod, more, "", tenant_program(), |_| {}).await
+    }
+
+    /// Starts the tenant program as root, and calls `prepare` with its pid before the agent sees the
+    /// process, as a runtime sets up a container's cgroups.
+    pub(crate) async fn as_root_prepared(
+        machine: &Machine,
+        pod: &Pod,
+        prepare: impl FnOnce(u32),
+    ) -> Container {
+        Self::run_as_root(machine, pod, "", "", tenant_program(), prepare).await
     }
 
     /// Starts the program of the shim's tests as root (`device-plugin/shim/tests/support/client`).
@@ -155,7 +165,7 @@ impl Container {
     pub(crate) async fn client(machine: &Machine, pod: &Pod) -> Container {
         let wait = "sh -c 'echo ready; read go; exec $0'";
         let program = shim_folder().join("quota-client");
-        Self::run_as_root(machine, pod, "", wait, &program).await
+        Self::run_as_root(machine, pod, "", wait, &program, |_| {}).await
     }
 
     async fn run_as_root(
@@ -164,6 +174,7 @@ impl Container {
         more: &str,
         wrapper: &str,
         program: &Path,
+        prepare: impl FnOnce(u32),
     ) -> Container {
         let with = format!("setpriv --inh-caps=-all --bounding-set=-all,{USUAL}{more} {wrapper}");
         let start = Start {
@@ -172,6 +183,7 @@ impl Container {
         };
         let mut container = Self::run_in(machine, pod, start, (program, ""), &["--mount"]).await;
         assert_eq!(container.read(), "ready");
+        prepare(container.pid());
         machine.adopt(pod, container.pid());
         container
     }

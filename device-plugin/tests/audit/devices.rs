@@ -191,11 +191,10 @@ async fn container_is_attested_when_cgroup_v2_decides() {
         machine.admit("held", 8).await,
         machine.admit("open", 8).await,
     );
-    let in_held = Container::as_root(&machine, &held, "").await;
     devices.deny_gpus(&held);
-    devices.add_process(&held, in_held.pid());
-    let in_open = Container::as_root(&machine, &open, "").await;
-    devices.add_process(&open, in_open.pid());
+    let mut add = |pod: &Pod, pid| devices.add_process(pod, pid);
+    let _held = Container::as_root_prepared(&machine, &held, |pid| add(&held, pid)).await;
+    let _open = Container::as_root_prepared(&machine, &open, |pid| add(&open, pid)).await;
     let found = "pod=\"open\" reason=\"OtherGpus\"";
     wait_for_value(&machine, "bursar_container_enforced", found, 0).await;
     let enforced = "pod=\"held\" reason=\"\"";

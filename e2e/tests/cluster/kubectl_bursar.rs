@@ -196,6 +196,14 @@ async fn run_until(
     Ok(wait::poll_until(line, bound, PAUSE, poll).await?)
 }
 
+/// Waits until `doctor` finds this.
+async fn doctor_finds(context: &TrialContext, finding: &str) -> Result<(), Failed> {
+    let found = |run: &Run| run.code == Some(1) && run.out.contains(finding);
+    run_until(context, "doctor", START_TIMEOUT, found)
+        .await
+        .map(drop)
+}
+
 async fn every_command_works(context: &mut TrialContext) -> Result<(), Failed> {
     let client = context.environment.cluster.client();
     let [team, _] = TEAMS;
@@ -800,10 +808,7 @@ async fn another_plugin_is_explained(
     offer(json!("2")).await?;
     let outcome = async {
         explained(context, pod, ADMIN, Cause::OtherPlugin, START_TIMEOUT).await?;
-        run(context, "doctor")
-            .await?
-            .has(1, &["nvidia.com/gpu is 2 there too"])
-            .map(drop)
+        doctor_finds(context, "nvidia.com/gpu is 2 there too").await
     };
     let outcome = outcome.await;
     offer(Value::Null).await?;
@@ -884,10 +889,11 @@ async fn run_time_causes_are_explained(context: &TrialContext, pods: &Pods) -> R
     explained(context, poisoned, BOTH, Cause::Poisoned, START_TIMEOUT).await?;
     let gap = ("pod", "privileged", team);
     explained(context, gap, BOTH, Cause::NotEnforced, START_TIMEOUT).await?;
-    run(context, "doctor").await?.has(
-        1,
-        &["team-a/privileged (container main) is not held to its quota"],
-    )?;
+    doctor_finds(
+        context,
+        "team-a/privileged (container main) is not held to its quota",
+    )
+    .await?;
     for name in ["greedy", "faulty", "privileged"] {
         pods.delete(name).await?;
         pods.wait_until_deleted(name, START_TIMEOUT).await?;
@@ -982,8 +988,7 @@ async fn lack_of_an_agent_is_explained(
         let late = ("pod", "late", TEAMS[0]);
         explained(context, late, ADMIN, Cause::NodeWithoutAgent, START_TIMEOUT).await?;
         // The agent is first not ready, and later gone.
-        let doctor = run(context, "doctor").await?;
-        doctor.has(1, &[&format!("FAIL  {node}: ")]).map(drop)
+        doctor_finds(context, &format!("FAIL  {node}: ")).await
     };
     let outcome = outcome.await;
     only_on(Value::Null).await?;
