@@ -150,8 +150,8 @@ impl Container {
         Self::run_as_root(machine, pod, more, "", tenant_program(), |_| {}).await
     }
 
-    /// Starts the tenant program as root, and calls `prepare` with its pid before the agent sees the
-    /// process, as a runtime sets up a container's cgroups.
+    /// Starts the tenant program as root, and calls `prepare` with its pid before the agent sees
+    /// the process, as a runtime sets up a container's cgroups.
     pub(crate) async fn as_root_prepared(
         machine: &Machine,
         pod: &Pod,

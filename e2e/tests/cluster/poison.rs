@@ -25,7 +25,7 @@ const POISONED: &str = "GpuContextPoisoned";
 const IN_PLACE: u32 = 50;
 /// After half of the faults the process computes again within this time, with its retained memory.
 const MEDIAN_RECOVERY: Duration = Duration::from_secs(1);
-/// It does so after each fault within this time, on a busy machine too.
+/// After each fault the process does so within this time, on a busy machine too.
 const MAX_RECOVERY: Duration = Duration::from_secs(20);
 /// The kubelet waits 10, 20, 40 s ... between restarts, and that of this cluster 1 s.
 const RESTARTS: u32 = 5;

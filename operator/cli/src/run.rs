@@ -134,8 +134,8 @@ impl<W: Write> Session<'_, W> {
         }
     }
 
-    /// Reads objects of all namespaces unless `-n` names one. A tenant that may not read all objects
-    /// of `kind` gets those of its own namespace.
+    /// Reads objects of all namespaces unless `-n` names one. A tenant that may not read all
+    /// objects of `kind` gets those of its own namespace.
     async fn read_namespaces(&self, kinds: &[Kind], kind: Kind) -> anyhow::Result<Snapshot> {
         if self.global.namespace.is_some() {
             return self.read(kinds, self.scope().as_deref()).await;
