@@ -20,6 +20,13 @@ struct Row {
     meaning: String,
 }
 
+/// The rows of all fields below this schema.
+fn rows(schema: &JSONSchemaProps) -> Vec<Row> {
+    let mut rows = Vec::new();
+    add_rows("", schema, &mut rows);
+    rows
+}
+
 /// Lists the fields below `schema`, whose path is `path`.
 fn add_rows(path: &str, schema: &JSONSchemaProps, rows: &mut Vec<Row>) {
     for (name, field) in schema.properties.iter().flatten() {
@@ -117,13 +124,11 @@ fn chapter(crd: &CustomResourceDefinition) -> String {
             let _ = writeln!(text, "| {}{wide} | `{}` |", column.name, column.json_path);
         }
         text += "\n| field | type | meaning |\n|---|---|---|\n";
-        let mut rows = Vec::new();
-        add_rows("", schema, &mut rows);
         for Row {
             path,
             shape,
             meaning,
-        } in rows
+        } in rows(schema)
         {
             let _ = writeln!(text, "| `{path}` | {shape} | {meaning} |");
         }
@@ -151,13 +156,11 @@ fn descriptions_say_what_values_and_amounts_mean() {
         let schema = crd.spec.versions[0].schema.as_ref();
         let schema = schema.and_then(|of| of.open_api_v3_schema.as_ref());
         let schema = schema.expect("every version has a schema");
-        let mut rows = Vec::new();
-        add_rows("", schema, &mut rows);
         for Row {
             path,
             shape,
             meaning,
-        } in rows
+        } in rows(schema)
         {
             assert!(!meaning.is_empty(), "{path}");
             if path == "spec" {
