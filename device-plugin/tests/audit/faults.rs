@@ -27,14 +27,16 @@ async fn wait_until_killed(program: &mut Container, begun: Instant) -> Duration 
 }
 
 #[tokio::test]
-async fn reported_fault_returns_the_error_and_kills_the_container() {
+async fn reported_fault_kills_the_container() {
     assert_within(KILL_LIMIT, async || {
         let machine = machine("").await;
         let pod = machine.admit("a", 8).await;
         let mut program = Container::start(&machine, &pod, PLAIN).await;
         program.ok("open libcuda.so.1");
         program.ok("fault");
-        assert_eq!(program.call("sync"), "err 700");
+        let answer = program.call("sync");
+        // The agent may kill the program before it can print the driver's error.
+        assert!(["err 700", ""].contains(&answer.as_str()), "{answer}");
         let took = wait_until_killed(&mut program, Instant::now()).await;
         let restart = r#"cause="cuda-700" action="restart""#;
         wait_for_value(&machine, POISONED, restart, 1).await;
