@@ -76,12 +76,12 @@ class Cluster:
         self.kubectl("rollout", "restart", f"daemonset/{name}", "--namespace", NAMESPACE)
         self.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")
 
-    def findings(self, about=None, but=None):
+    def findings(self, about=None, but=None, reasons=FINDINGS):
         """Returns times, reasons and notes of the findings about a pod, or about other objects, oldest first."""
         said = []
         for event in json.loads(self.kubectl("get", "events.events.k8s.io", "--all-namespaces", "--output", "json"))["items"]:
             name = event["regarding"].get("name")
-            if event["reason"] in FINDINGS and about in (None, name) and name != but:
+            if event["reason"] in reasons and about in (None, name) and name != but:
                 at = datetime.datetime.fromisoformat(event["eventTime"]).timestamp()
                 said.append((at, event["reason"], event.get("note", "")))
         return sorted(said)
