@@ -125,24 +125,24 @@ impl Node {
     /// The processor time of the agent and its child processes, in seconds.
     pub fn agent_processor(&self) -> Outcome<f64> {
         let agent = self.agent.id();
-        let mut seconds = processor(agent)?;
-        for task in std::fs::read_dir(format!("/proc/{agent}/task"))? {
-            let children = std::fs::read_to_string(task?.path().join("children"))?;
-            for child in children.split_whitespace() {
-                seconds += processor(child.parse()?)?;
+        let mut seconds = 0.0;
+        for process in std::fs::read_dir("/proc")?.flatten() {
+            // A process that is no child of the agent may end while its files are read.
+            let Ok(stat) = std::fs::read_to_string(process.path().join("stat")) else {
+                continue;
+            };
+            let fields = stat.rsplit_once(')').ok_or("no stat")?.1;
+            let fields: Vec<&str> = fields.split_whitespace().collect();
+            let is_agent = process.file_name() == agent.to_string().as_str();
+            if is_agent || fields[1] == agent.to_string() {
+                // User and system time, of ended children too, in ticks of 10 ms.
+                for ticks in &fields[11..15] {
+                    seconds += ticks.parse::<f64>()? / 100.0;
+                }
             }
         }
         Ok(seconds)
     }
-}
-
-fn processor(pid: u32) -> Outcome<f64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let (_, fields) = stat.rsplit_once(')').ok_or("no stat")?;
-    // User and system time, in clock ticks of 10 ms on every architecture.
-    let ticks = fields.split_whitespace().skip(11).take(2);
-    let ticks: Vec<f64> = ticks.map(str::parse).collect::<Result<_, _>>()?;
-    Ok(ticks.iter().sum::<f64>() / 100.0)
 }
 
 impl Drop for Node {
