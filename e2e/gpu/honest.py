@@ -4,13 +4,15 @@ usage: honest.py ARCHIVE [--seconds N]
 
 ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver, nvcc and gcc, and a Python with torch, triton,
 cupy, jax and numba; no network. The script starts a cluster of one node with Bursar and runs all programs at the same
-time, each in a pod of its own, for N seconds. Most start again and again, allocate their whole quota and compute; two
-run all the while. Prints one table, and exits with 1 for a finding, a killed process or a wrong result.
+time, each in a pod of its own, for N seconds. Most start again and again, allocate their whole quota and compute. Two
+run all the while, and two more over both GPUs where the machine has two, one of them as a user that is not root. Prints
+one table, and exits with 1 for a finding, a killed process or a wrong result.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 
@@ -18,6 +20,7 @@ import image
 from cluster import CUDA, FINDINGS, PYTHON, REFERENCE, Cluster, pod
 from enforcement import compile_programs
 from table import Table
+from two_gpus import GPUS, ranks
 
 QUOTA_GIB = 4
 # A start of JAX beside eleven busy pods takes tens of seconds.
@@ -79,6 +82,11 @@ def main():
                 names[title] = f"honest-{number}"
                 cluster.apply(pod(names[title], QUOTA_GIB, command, folder, env.items()))
             bound = arguments.seconds + LAST_START_SECONDS
+            gpus = subprocess.run(["nvidia-smi", "--list-gpus"], check=True, text=True, stdout=subprocess.PIPE).stdout
+            if len(gpus.splitlines()) == GPUS:
+                for title, name, user in (("DDP over both GPUs", "root", None), ("the same as user 1000", "user", 1000)):
+                    cluster.apply(ranks(name, GPUS * QUOTA_GIB, folder, "ddp", arguments.seconds, user=user))
+                    names[title] = name
             for title, name in names.items():
                 phase, answer, log = cluster.answer(name, bound)
                 # All programs end at the same time, so the others have little more.
