@@ -120,7 +120,8 @@ def main():
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, backend)
         initialize_model_parallel(1, 1)
         loader = get_model_loader(config.load_config)
-        external = loader.get_external_weight_memory(config)
+        # vLLM 0.26 does not ask.
+        external = getattr(loader, "get_external_weight_memory", lambda config: 0)(config)
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
     parameters = dict(model.named_parameters())
     retained = None
@@ -129,7 +130,7 @@ def main():
     attention = [module for module in model.modules() if hasattr(module, "_k_scale_float")]
     said = {
         "loader": type(loader).__name__,
-        "differ": [name for name in METHODS if parameters_of(loader, name) != parameters_of(BaseModelLoader, name)],
+        "differ": [name for name in METHODS if hasattr(BaseModelLoader, name) and parameters_of(loader, name) != parameters_of(BaseModelLoader, name)],
         "external": external,
         "log": log.lines,
         "tensors": tensors(model),

@@ -4,7 +4,8 @@ The first worker loads as vLLM would (`--model-loader-extra-config '{"load_forma
 after vLLM's own processing. A worker after a crash creates the model without memory, attaches, and lets vLLM derive the rest
 from processed weights, as vLLM's loader `ipc_cache` does. Parameters are the retained ones; other tensors are the worker's own
 copies, because vLLM writes to some of them. A model that cannot be retained is loaded as without this package, which is
-logged: the committing worker attaches the weights once as a trial, and discards them if that fails. Follows vLLM 0.33.
+logged: the committing worker attaches the weights once as a trial, and discards them if that fails. Follows vLLM 0.33. With
+vLLM 0.26, unquantised weights are retained.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ _ABOUT = "bursar::vllm"
 _PATIENCE = 10.0
 # Suffixes of a checkpoint's files.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+# Methods of vLLM 0.26 that leave weights on a GPU as they are.
+_UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 class NotRetainable(bursar.Error):
@@ -119,7 +122,6 @@ def register():
         def _attached(self, lease, vllm_config, model_config, prefix):
             import torch
             from vllm.model_executor.model_loader.utils import process_weights_after_loading
-            from vllm.model_executor.utils import weights_already_processed
             from vllm.utils.torch_utils import set_default_torch_dtype
 
             views = lease.tensors(_arrays.Torch)
@@ -127,11 +129,11 @@ def register():
             kinds, retained = about["kinds"], _state(views, about)
             with set_default_torch_dtype(model_config.dtype):
                 with torch.device("meta"):
-                    model = self.create_model(vllm_config, model_config, prefix)
+                    model = _create(self, vllm_config, model_config, prefix)
                 # Processing may write to tensors that it creates, so these are copies until it is done.
                 made = retained.keys() - _modules.tensors(model).keys()
                 _modules.place(model, {name: t.clone() if name in made else t for name, t in retained.items()}, kinds)
-                with weights_already_processed():
+                with _weights_already_processed():
                     process_weights_after_loading(model, model_config, torch.device(vllm_config.device_config.device))
             there = _modules.tensors(model)
             missing = {name for name in retained if name not in there or kinds[name] == _modules.PARAMETER}
@@ -167,7 +169,6 @@ class _Made:
 def _commit(lease, model, vllm_config):
     """Commits a model's tensors without changing the model. Returns the retained parameters and all kinds."""
     import torch
-    from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
 
     device = torch.device(vllm_config.device_config.device).type
     _refuse_unknown(model, device)
@@ -177,11 +178,46 @@ def _commit(lease, model, vllm_config):
         "kinds": kinds,
         "host": [name for name, tensor in tensors.items() if tensor.device.type != device],
         "marks": {name: marks for name in parameters if (marks := _plain(vars(tensors[name])))},
-        "flags": export_model_attrs(model),
+        "flags": _flags(model),
     }
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
     views = lease.commit({**tensors, _ABOUT: text})
     return {name: views[name] for name in parameters}, kinds
+
+
+def _create(loader, vllm_config, model_config, prefix):
+    """Creates a model without its weights."""
+    if hasattr(loader, "create_model"):
+        return loader.create_model(vllm_config, model_config, prefix)
+    # vLLM 0.26.
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+
+def _weights_already_processed():
+    """Returns the block in which vLLM leaves processed weights as they are. vLLM 0.26 lacks it."""
+    try:
+        from vllm.model_executor.utils import weights_already_processed
+    except ImportError:
+        return contextlib.nullcontext()
+    return weights_already_processed()
+
+
+def _flags(model):
+    """Returns a model's attributes that depend on the loaded weights."""
+    try:
+        from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
+    except ImportError:
+        # vLLM 0.26 sets these two, on draft models.
+        return {name: vars(model)[name] for name in ("has_own_embed_tokens", "has_own_lm_head") if name in vars(model)}
+    return export_model_attrs(model)
+
+
+def _starts_from_processed(method):
+    """Returns whether a layer's method can start from processed weights. vLLM 0.26 does not know."""
+    known = getattr(method, "supports_pre_processed_weights", None)
+    return type(method).__name__ in _UNQUANTISED if known is None else known
 
 
 def _give_up(lease):
@@ -235,7 +271,7 @@ def _refuse_unknown(model, device):
         raise NotRetainable(f"failed to retain weights: {type(model).__name__} processes weights itself")
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+        if isinstance(method, QuantizeMethodBase) and not _starts_from_processed(method):
             raise NotRetainable(f"failed to retain {path}: vLLM's {type(method).__name__} does not start from processed weights")
     for path, parameter in model.named_parameters():
         if parameter.device.type != device:
