@@ -4,9 +4,9 @@ usage: against_vllm.py PROGRAMS [--simulated | --gpu UUID] [--python PATH]
 
 PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent and the wheel of the package bursar, as for retained.py.
 With --simulated the folder also has simgpu, libbursar_sim_cuda.so and libbursar_sim_nvml.so, and no GPU is needed.
-PATH is a Python that has vLLM 0.33.0. Without PATH the script makes an environment in PROGRAMS/vllm of the packages
-in against_vllm.txt, the imports of vLLM's loaders, of about 5 GB. CI does not run this script. It prints one table,
-and exits with 1 if a row fails.
+PATH is a Python that has vLLM 0.33.0, or 0.26.0, where the row of the KV cache's scales fails. Without PATH the script
+makes an environment in PROGRAMS/vllm of the packages in against_vllm.txt, the imports of vLLM's loaders, of about 5 GB.
+CI does not run this script. It prints one table, and exits with 1 if a row fails.
 """
 
 import argparse
