@@ -126,7 +126,13 @@ class Bench:
             container["volumeMounts"].append({"name": volume, "mountPath": path, "readOnly": read_only})
             manifest["spec"]["volumes"].append({"name": volume, "hostPath": {"path": path, "type": "Directory"}})
         manifest["spec"]["restartPolicy"] = restart
+        self.keep(f"{name}.json", json.dumps(manifest, indent=1))
         self.cluster.apply(manifest)
+
+    def keep(self, name, text):
+        """Writes a file for a later look."""
+        with open(os.path.join(self.work, "logs", name), "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 class Server:
@@ -207,7 +213,7 @@ class Native(Server):
     def __init__(self, bench, port, utilization, *more):
         super().__init__(bench)
         self.port = port
-        self.path = os.path.join(bench.work, bench.name("native") + ".log")
+        self.path = os.path.join(bench.work, "logs", bench.name("native") + ".log")
         environment = os.environ | bench.environment(f"{bench.work}/cache")
         with open(self.path, "wb") as out:
             self.process = subprocess.Popen(
@@ -267,6 +273,7 @@ class Pod(Server):
         return int(self.field("{.status.containerStatuses[0].restartCount}") or 0)
 
     def end(self):
+        self.bench.keep(f"{self.pod}.log", self.log())
         self.cluster.kubectl(
             "delete", "pod", self.pod, "--now", "--wait=true", "--timeout=30s", check=False, stderr=subprocess.STDOUT
         )
@@ -483,12 +490,12 @@ def cost(bench, table, turns):
     share = round(SHARE * UTILIZATION * MIB_OF_GIB / int(total), 4)
     with contextlib.ExitStack() as running:
         native, pods, starts = [], [], []
-        # A start measures its free memory, so servers start one after the other.
+        # vLLM fails if another process frees memory while it measures, so the native servers start one after the other.
         for number in range(2):
             native.append(running.enter_context(ended(Native(bench, 8100 + number, share))))
             starts.append(("without Bursar", native[-1].first(COLD)))
-            pods.append(running.enter_context(ended(Pod(bench, SHARE, UTILIZATION))))
-            starts.append((f"in a pod of {SHARE} GiB", pods[-1].first(COLD)))
+        pods += [running.enter_context(ended(Pod(bench, SHARE, UTILIZATION))) for _ in range(2)]
+        starts += [(f"in a pod of {SHARE} GiB, two at the same time", server.first(COLD)) for server in pods]
         for where, took in starts:
             table.add(f"the first token after a start {where}", f"{took:.1f} s", "")
         caches = [server.found(KV_CACHE) for server in (*native, *pods)]
@@ -615,6 +622,7 @@ def in_place(bench, table, bars):
     command = [PYTHON, f"{bench.work}/programs/vllm_in_place.py", state, bench.model, str(faults), "bursar"]
     bench.pod(name, QUOTA, command, bench.environment(f"{bench.work}/cache", bursar=True))
     phase, _, log = bench.cluster.answer(name, bench.bound(COLD))
+    bench.keep(f"{name}.log", log)
     images = [json.loads(line) for line in log.splitlines() if line.startswith('{"image"')]
     restarts = bench.cluster.kubectl("get", "pod", name, "--output", "jsonpath={.status.containerStatuses[0].restartCount}")
     bench.cluster.kubectl("delete", "pod", name, "--now", "--wait=true", "--timeout=30s", check=False)
@@ -651,7 +659,8 @@ PARTS = {"quota": quota, "cost": cost, "recovery": recovery}
 def prepare(arguments):
     """Makes the model and the folders once."""
     work = arguments.work
-    os.makedirs(f"{work}/cache", exist_ok=True)
+    for name in "cache", "logs":
+        os.makedirs(f"{work}/{name}", exist_ok=True)
     shutil.rmtree(f"{work}/programs", ignore_errors=True)
     os.makedirs(f"{work}/programs")
     for name in PROGRAMS:

@@ -134,6 +134,12 @@ class Linear(QuantizeMethodBase):
     supports_pre_processed_weights = True
 
 
+class UnquantizedLinearMethod(QuantizeMethodBase):
+    """Of vLLM 0.26, which does not know the attribute."""
+
+    supports_pre_processed_weights = None
+
+
 class BaseModelLoader(abc.ABC):
     def __init__(self, load_config):
         self.load_config = load_config
@@ -198,3 +204,13 @@ def modules(loaders, create, process):
     found["vllm.distributed"].parallel_state = state
     found["vllm"].__version__ = "0.33.0"
     return found, registered
+
+
+def make_older(found, create, process):
+    """Changes these modules into those of vLLM 0.26, whose unquantised layers never process weights."""
+    executor = found["vllm.model_executor"]
+    del BaseModelLoader.create_model, executor.utils.weights_already_processed
+    del executor.model_loader.weight_cache.utils.export_model_attrs
+    utils = executor.model_loader.utils
+    utils.initialize_model = lambda vllm_config, model_config, prefix: create(vllm_config, prefix)
+    utils.process_weights_after_loading = lambda model, model_config, target_device: process(model, True)

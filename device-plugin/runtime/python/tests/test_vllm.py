@@ -91,7 +91,7 @@ def process(model, processed):
 
 class Loader(unittest.TestCase):
     def setUp(self):
-        self.inner, self.lease, self.opening, self.hide = [], Lease(), None, None
+        self.inner, self.lease, self.opening, self.hide, self.older = [], Lease(), None, None, False
         # Of each load, whether weights were retained beside it.
         self.beside = []
         self.cache = types.SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
@@ -136,6 +136,8 @@ class Loader(unittest.TestCase):
             return make
 
         found, registered = standins.modules({kind: inner(kind) for kind in ("auto", "runai_streamer")}, self.created, process)
+        if self.older:
+            standins.make_older(found, self.created, process)
         config = types.SimpleNamespace(load_format="bursar", model_loader_extra_config=extra)
         answer = {"side_effect": self.opening} if self.opening else {"return_value": self.lease}
         with mock.patch.dict(sys.modules, found), mock.patch.object(bursar, "retained", **answer) as self.retained:
@@ -309,6 +311,22 @@ class Loader(unittest.TestCase):
                 model, external = self.load()
             setattr(holder, name, before)
             self.assertEqual((model.attention.weight.retained, external), (False, 0))
+
+    def test_older_vllm_attaches_unquantised_weights_only(self):
+        def unquantised(model):
+            model.attention.quant_method = model.head.quant_method = standins.UnquantizedLinearMethod()
+
+        def quantised(model):
+            model.attention.quant_method = standins.QuantizeMethodBase()
+
+        self.older, self.hide = True, unquantised
+        self.load()
+        model, _ = self.load()
+        self.assert_as_loaded(model)
+        self.assertTrue(model.attention.weight.retained and self.lease.ready)
+        self.lease, self.hide = Lease(), quantised
+        with self.assertLogs("bursar.vllm", "WARNING"):
+            self.assert_loaded_alone(self.load()[0])
 
     def test_whatever_decides_what_tensors_are_is_in_the_key(self):
         first = self.key()
