@@ -507,6 +507,10 @@ async fn check_quantum(
     assert!(said.contains("failed to change the quantum"), "{said}");
     assert!(said.contains("delete them first"), "{said}");
     progress.report(format_args!("{:.1?} to the refusal", begin.elapsed()));
+    // Nothing has changed: pods are admitted with the resource of the old quantum.
+    let probe = PodBuilder::new("later", &environment.probe_image).gib(1);
+    pods.create(&probe).await?;
+    pods.delete("later").await?;
     // The operator keeps the quantum too, and the release can be upgraded as before.
     let operators: Api<Deployment> = Api::namespaced(environment.cluster.client(), NAMESPACE);
     let operator = serde_json::to_string(&operators.get("bursar-operator").await?)?;
