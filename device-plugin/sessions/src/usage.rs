@@ -46,6 +46,10 @@ pub struct DeniedAllocation {
     pub account: Account,
     /// The bytes that the program asked for, as its shim reports them.
     pub bytes: Bytes,
+    /// The quota of the account at that moment.
+    pub quota: Bytes,
+    /// The part of the quota that was granted to no process then.
+    pub free: Bytes,
 }
 
 impl ContainerUsage {

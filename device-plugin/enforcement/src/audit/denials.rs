@@ -43,59 +43,51 @@ impl DenialEvents {
             if let Some(last) = books.last_denied.as_ref().filter(|_| is_new && is_late) {
                 counted.published_at = Some(now);
                 counted.denials = denials;
-                due.push((books.allocation, message(books, last, denials)));
+                due.push((books.allocation, message(last, denials)));
             }
         }
         due
     }
 }
 
-/// The call, the account at that moment, and the remedy.
-fn message(books: &ContainerUsage, last: &DeniedAllocation, denials: u64) -> String {
+/// The call, the account at the moment of the denial, and the remedy.
+fn message(last: &DeniedAllocation, denials: u64) -> String {
     let DeniedAllocation {
         function,
         account,
         bytes,
+        quota,
+        free,
     } = last;
     let of = match account {
         Account::Gpu(gpu) => gpu.to_string(),
         Account::Managed => "managed memory".to_owned(),
     };
-    let mut balances = books.accounts.iter();
-    let figures = match balances.find(|balance| balance.account == *account) {
-        Some(balance) => format!(
-            "{} of the quota of {} are granted",
-            balance.granted, balance.quota
-        ),
-        None => "its account has ended".to_owned(),
-    };
+    let plural = if denials == 1 { "" } else { "s" };
     format!(
-        "{function} was denied {bytes} of {of}: {figures} ({denials} denials so far); \
-         request more in the pod, or free memory in the program"
+        "{function} was denied {bytes} of {of}: {free} of the quota of {quota} are free \
+         ({denials} denial{plural} so far); request more in the pod, or free memory in the program"
     )
 }
 
 #[cfg(test)]
 mod tests {
     use bursar_ledger::units::Bytes;
-    use bursar_sessions::AccountBalance;
 
     use super::*;
 
     fn books(denials: u64) -> ContainerUsage {
         let account = Account::Gpu("GPU-a".parse().unwrap());
-        let balance = AccountBalance {
-            granted: Bytes::gib(1),
-            ..AccountBalance::empty(account.clone(), Bytes::gib(1))
-        };
         ContainerUsage {
             denied: vec![("cuMemAlloc_v2".into(), denials)],
             last_denied: (denials > 0).then(|| DeniedAllocation {
                 function: "cuMemAlloc_v2".into(),
                 account,
                 bytes: Bytes::mib(256),
+                quota: Bytes::gib(1),
+                free: Bytes::mib(220),
             }),
-            ..ContainerUsage::empty(1, vec![balance])
+            ..ContainerUsage::empty(1, Vec::new())
         }
     }
 
@@ -104,7 +96,7 @@ mod tests {
         let due = DenialEvents::default().due(&[books(2)], Instant::now());
         assert_eq!(
             due[0].1,
-            "cuMemAlloc_v2 was denied 256 MiB of GPU-a: 1 GiB of the quota of 1 GiB are granted \
+            "cuMemAlloc_v2 was denied 256 MiB of GPU-a: 220 MiB of the quota of 1 GiB are free \
              (2 denials so far); request more in the pod, or free memory in the program"
         );
     }

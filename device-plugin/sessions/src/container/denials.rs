@@ -136,15 +136,18 @@ impl Container {
         bytes: u64,
         function: &str,
     ) {
-        if let Some(count) = self.denials.get_mut(usize::from(account)) {
+        let index = usize::from(account);
+        if let Some(count) = self.denials.get_mut(index) {
             *count = count.saturating_add(1);
         }
         let function = self.count_denial(function);
-        let denied_account = self.accounts.get(usize::from(account)).cloned();
+        let denied_account = self.accounts.get(index).cloned();
         self.last_denied = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
             account,
             bytes: Bytes(bytes),
+            quota: Bytes(self.credit.quota(index).bytes()),
+            free: Bytes(self.credit.free(index).bytes()),
         });
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let key = format!("denied {function}");

@@ -653,6 +653,22 @@ fn denials_are_counted_by_a_bounded_set_of_functions() {
 }
 
 #[test]
+fn denial_keeps_the_figures_of_its_moment_when_its_process_ends() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    charge_all(&mut container, &page, 1, 800 * MIB);
+    container.record_denial(1, 0, 256 * MIB, "cuMemAlloc_v2");
+    let denied = |container: &Container| container.container_usage().last_denied.unwrap();
+    let told = denied(&container);
+    assert_eq!(told.quota, Bytes::gib(1));
+    assert!(told.free < Bytes::mib(256), "{told:?}");
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    settle_one(&mut container, 1, Bytes::ZERO);
+    assert_eq!(denied(&container), told);
+}
+
+#[test]
 fn process_keeps_its_grant_when_it_never_adopts_a_new_page() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
