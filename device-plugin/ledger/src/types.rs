@@ -246,7 +246,7 @@ impl fmt::Display for WaitReason {
         if let Some(gpu) = &self.closed_gpu {
             write!(
                 f,
-                "; {gpu} is not shared with other namespaces: its driver was not seen to clear freed memory"
+                "; {gpu} is not shared with other namespaces until its driver is seen to clear freed memory"
             )?;
         }
         match self.claims_ahead {
