@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use bursar_cli::args::{Cli, Command, Output};
 use bursar_cli::run::{self, FAILED, Session};
 use bursar_cli::table::Terminal;
-use bursar_cli::{completion, connect, version};
+use bursar_cli::{completion, connect, read, version};
 use clap::Parser as _;
 
 fn main() -> ExitCode {
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         // A reader such as `head` has seen enough.
         Err(failure) if is_closed_pipe(&failure) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("kubectl bursar: {failure:#}");
+            eprintln!("kubectl bursar: {}", read::message(&failure));
             ExitCode::from(FAILED)
         }
     }

@@ -57,6 +57,19 @@ pub fn reason(error: &kube::Error) -> String {
     }
 }
 
+/// An error with its causes, for people: the API server's message in place of its whole answer.
+pub fn message(error: &anyhow::Error) -> String {
+    let mut parts = Vec::new();
+    for cause in error.chain() {
+        if let Some(kube::Error::Api(status)) = cause.downcast_ref() {
+            parts.push(status.message.clone());
+            break;
+        }
+        parts.push(cause.to_string());
+    }
+    parts.join(": ")
+}
+
 /// Whether an error says that no API server answered, or that it does not know the user.
 pub fn is_unreachable(error: &kube::Error) -> bool {
     !matches!(error, kube::Error::Api(status) if status.code != 401)

@@ -196,11 +196,15 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
         }
     }
     if findings.is_empty() {
-        let number = agents.count();
-        findings.push(Finding::ok(
-            "StaleAgent",
-            format!("{} ready", count(number, "agent")),
-        ));
+        findings.push(match agents.count() {
+            0 => Finding::new(
+                Level::Warn,
+                "StaleAgent",
+                "no agent runs: no node has a label of a GPU",
+                "kubectl label node NODE bursar.dev/agent=true, or see agent.gpuNodeLabels",
+            ),
+            number => Finding::ok("StaleAgent", format!("{} ready", count(number, "agent"))),
+        });
     }
     findings
 }

@@ -15,8 +15,12 @@ pub enum Cause {
     QuotaPending,
     /// No node has as much memory free in all.
     NoNodeWithRoom,
+    /// No node has as much memory, used or free.
+    LargerThanNodes,
     /// The node has as much free in all, and no single GPU has.
     Fragmentation,
+    /// The node has fewer healthy GPUs than the pod is to be spread over.
+    TooFewGpus,
     /// A GPU's free memory is reserved for another pod.
     HeldForAnother,
     /// Pods of lower priority make room for the pod.
@@ -49,14 +53,16 @@ pub enum Cause {
 
 impl Cause {
     /// Every cause.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::NoBudget,
         Self::OverGuarantee,
         Self::OverLimit,
         Self::OverContainerMaximum,
         Self::QuotaPending,
         Self::NoNodeWithRoom,
+        Self::LargerThanNodes,
         Self::Fragmentation,
+        Self::TooFewGpus,
         Self::HeldForAnother,
         Self::VictimsLeave,
         Self::DisruptionBudget,
@@ -82,7 +88,9 @@ impl Cause {
             Self::OverContainerMaximum => "OverContainerMaximum",
             Self::QuotaPending => "QuotaPending",
             Self::NoNodeWithRoom => "NoNodeWithRoom",
+            Self::LargerThanNodes => "LargerThanNodes",
             Self::Fragmentation => "Fragmentation",
+            Self::TooFewGpus => "TooFewGpus",
             Self::HeldForAnother => "HeldForAnother",
             Self::VictimsLeave => "VictimsLeave",
             Self::DisruptionBudget => "DisruptionBudget",
@@ -116,6 +124,10 @@ impl Cause {
                 "wait some seconds; then check that the controller manager and the operator run"
             }
             Self::NoNodeWithRoom => "delete pods that need it less, or add GPUs",
+            Self::LargerThanNodes => "ask for less, or add a node with as much GPU memory",
+            Self::TooFewGpus => {
+                "ask for fewer GPUs with the annotation bursar.dev/gpus, or add a node with as many"
+            }
             Self::Fragmentation => {
                 "wait until a pod ends; or ask for less; or spread the container over GPUs with the \
                  annotation bursar.dev/gpus"

@@ -33,11 +33,12 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
         "" => explanation.say("scheduler", "has not looked at the pod yet"),
         message => explanation.say("scheduler", message),
     }
-    if message.contains("Insufficient bursar.dev/") {
-        explanation.add(Cause::NoNodeWithRoom);
-    }
     let wanted = largest_request(pod);
     nodes(explanation, snapshot, wanted);
+    let is_known = explanation.causes.contains(&Cause::LargerThanNodes);
+    if message.contains("Insufficient bursar.dev/") && !is_known {
+        explanation.add(Cause::NoNodeWithRoom);
+    }
     without_gpu_nodes(explanation, snapshot);
     reservation(explanation, snapshot, pod);
     let nominated = &pod.status.nominated_node_name;
@@ -115,6 +116,7 @@ pub(super) fn obstacle(
     }
     let quantum = quantum_bytes(node);
     let free = quanta(status.device_memory.free, quantum);
+    let all = quanta(status.device_memory.allocatable, quantum);
     let largest = status
         .gpus
         .iter()
@@ -130,6 +132,9 @@ pub(super) fn obstacle(
             memory(free),
             memory(largest)
         )
+    } else if all < wanted && away.is_empty() {
+        explanation.add(Cause::LargerThanNodes);
+        format!("has {} in all", memory(all))
     } else {
         explanation.add(Cause::NoNodeWithRoom);
         format!("has {} free", memory(free))

@@ -2,6 +2,7 @@
 
 use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::gpu_node::FaultAction;
+use k8s_openapi::jiff::Timestamp;
 
 use super::pending::dead_agent;
 use super::pod::newest;
@@ -17,6 +18,8 @@ use crate::snapshot::{Kind, Snapshot};
 const NOT_FOUND: i32 = 127;
 /// How long a program may run before its lack of a session is worth a line.
 const SETTLED_SECONDS: i64 = 60;
+/// How long after its creation a pod that has not started is worth another look.
+const FRESH_SECONDS: i64 = 10;
 
 pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let key = pod.key();
@@ -48,11 +51,17 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
 fn not_started(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     for status in pod.container_statuses() {
         if let Some(waiting) = &status.state.waiting {
-            explanation.say(
-                "kubelet",
-                format!("{}: {} {}", status.name, waiting.reason, waiting.message),
-            );
+            let said = format!("{}: {} {}", status.name, waiting.reason, waiting.message);
+            explanation.say("kubelet", said.trim_end());
         }
+    }
+    let created = pod.metadata.creation_timestamp;
+    if let Some(created) = created.filter(|created| is_fresh(snapshot, *created)) {
+        let age = since(created, snapshot.now);
+        explanation.say(
+            "next",
+            format!("the pod was created {age} ago: look again in some seconds"),
+        );
     }
     if let Some(event) = newest(snapshot, pod, "GpuMemoryNotBound") {
         explanation.say("agent", event.message.clone());
@@ -315,6 +324,11 @@ fn sessions(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
             }
         }
     }
+}
+
+/// Whether agent and kubelet may not have published anything about the pod yet.
+fn is_fresh(snapshot: &Snapshot, created: Timestamp) -> bool {
+    snapshot.now.as_second().saturating_sub(created.as_second()) < FRESH_SECONDS
 }
 
 fn is_settled(snapshot: &Snapshot, status: &ContainerStatus) -> bool {

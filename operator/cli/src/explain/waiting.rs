@@ -80,6 +80,9 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     let event = newest(snapshot, pod, "WaitingForGpuMemory");
     if let Some(said) = said.or_else(|| event.map(|event| event.message.clone())) {
         explanation.say("agent", said.trim());
+        if said.trim_end().ends_with("healthy on this node") {
+            explanation.add(Cause::TooFewGpus);
+        }
     }
     let Some(node) = node else {
         explanation.add(Cause::Fragmentation);
@@ -117,6 +120,15 @@ fn gpus_of_node(
             ),
         });
     }
+    let parts = parts.join(", ");
+    let has_room = |gpu: &GpuStatus| {
+        unusable(node, gpu).is_none() && GpuMemory::of(node, gpu).largest >= wanted
+    };
+    if status.gpus.iter().any(has_room) {
+        // The pod waits for something else, which the agent's message names.
+        explanation.say("node", parts);
+        return;
+    }
     if quanta(status.device_memory.free, quantum_bytes(node)) >= wanted {
         explanation.add(Cause::Fragmentation);
     } else {
@@ -124,7 +136,7 @@ fn gpus_of_node(
     }
     explanation.say(
         "node",
-        format!("no GPU has {} for it: {}", memory(wanted), parts.join(", ")),
+        format!("no GPU has {} for it: {parts}", memory(wanted)),
     );
 }
 
@@ -166,7 +178,8 @@ pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, po
     let Some((node, gpu)) = reserved else {
         if !snapshot.has_all(Kind::GpuNodes) {
             victims(explanation, snapshot, pod);
-        } else if !pod.spec.node_name.is_empty() {
+        } else if !pod.spec.node_name.is_empty() && !explanation.causes.contains(&Cause::TooFewGpus)
+        {
             explanation.say(
                 "next",
                 "the operator has reserved no GPU for it; it starts when a GPU has room",

@@ -24,15 +24,15 @@ pub fn bounds(budget: &GpuMemoryBudget) -> (u64, u64) {
     (guaranteed, memory.limit.as_ref().map_or(guaranteed, bytes))
 }
 
-/// The first condition that is not as it should be.
+/// The first condition that is not as it should be. Those that make the budget unready come first.
 pub fn amiss(budget: &GpuMemoryBudget) -> Option<&Condition> {
     use conditions::budget as names;
     let all = &budget.status.as_ref()?.conditions;
     let wrong = [
         (names::ACCEPTED, "False"),
         (names::ENFORCED, "False"),
-        (names::COVERED, "False"),
         (names::EXCEEDED, "True"),
+        (names::COVERED, "False"),
     ];
     wrong.into_iter().find_map(|(type_, wrong)| {
         condition(all, type_).filter(|condition| condition.status == wrong)

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use bursar_cli::args::{Cli, Output};
+use bursar_cli::read;
 use bursar_cli::run::{AMISS, FAILED, Session};
 use bursar_cli::table::Terminal;
 use clap::Parser as _;
@@ -32,7 +33,7 @@ async fn run(api: &FakeApi, line: &str) -> (Result<u8, String>, String) {
     let code = session
         .run(&cli.command)
         .await
-        .map_err(|error| format!("{error:#}"));
+        .map_err(|error| read::message(&error));
     (code, String::from_utf8(out).unwrap())
 }
 
@@ -134,6 +135,9 @@ async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let (code, text) = run(&api, "explain pod p").await;
     assert_eq!(code, Ok(0), "{text}");
     assert!(text.contains("ml/p runs on n."), "{text}");
+    let (code, _) = run(&api, "explain pod gone").await;
+    let message = "failed to read pod ml/gone: NotFound by the test";
+    assert_eq!(code, Err(message.to_owned()));
     let (code, text) = run(&api, "top -A").await;
     assert_eq!(code, Ok(FAILED), "{text}");
 }

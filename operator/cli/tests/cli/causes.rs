@@ -366,7 +366,7 @@ fn denied_container_is_named_with_the_call_and_the_remedy() {
 }
 
 fn denied_event(pod: &str) -> Value {
-    let words = "container main: cuMemAlloc_v2 was denied 512 MiB of GPU-a0: 8 GiB of the quota of 8 GiB are granted (212 denials so \
+    let words = "container main: cuMemAlloc_v2 was denied 512 MiB of GPU-a0: 0 GiB of the quota of 8 GiB are free (212 denials so \
                  far); request more in the pod, or free memory in the program";
     event(
         "Pod",
@@ -476,6 +476,37 @@ fn pod_that_runs_well_has_no_cause() {
     assert_eq!(explanation.json()["verdict"], "Runs");
 }
 
+#[test]
+fn remedy_is_not_to_wait_when_no_wait_helps() {
+    let room = "0/1 nodes are available: 1 Insufficient bursar.dev/gpu-memory-gib.";
+    let larger = explained(&pending(room, gpu("GPU-1", 0, 40, &[])), "ml", "p");
+    assert_eq!(larger.causes, [Cause::LargerThanNodes]);
+    let text = larger.render(Terminal::default());
+    assert!(text.contains("n: has 40 GiB in all"), "{text}");
+    let words = "waiting for 50 GiB on 3 GPUs: 1 GPU is healthy on this node";
+    let spread = explained(&waiting(words, gpu("GPU-1", 0, 79, &[])), "ml", "p");
+    assert_eq!(spread.causes, [Cause::TooFewGpus]);
+    let text = spread.render(Terminal::default());
+    assert!(text.contains("node      GPU 0 has 79 GiB\n"), "{text}");
+    assert!(!text.contains("starts when a GPU has room"), "{text}");
+}
+
+#[test]
+fn pod_that_was_just_created_is_worth_another_look() {
+    let mut created = pod("ml", "p", "n", 8);
+    created["status"] = json!({ "phase": "Pending", "containerStatuses": [{ "name": "main", "state": { "waiting": { "reason": "ContainerCreating" } } }] });
+    for (seconds, again) in [(1, true), (60, false)] {
+        created["metadata"]["creationTimestamp"] = json!(ago(seconds));
+        let snapshot = small(vec![created.clone()], gpu("GPU-1", 0, 79, &[]));
+        let text = explained(&snapshot, "ml", "p").render(Terminal::default());
+        assert!(
+            text.contains("kubelet   main: ContainerCreating\n"),
+            "{text}"
+        );
+        assert_eq!(text.contains("look again in some seconds"), again, "{text}");
+    }
+}
+
 /// How an explanation with a tenant's rights tells of a cause.
 enum Tenant {
     /// By the cause itself.
@@ -536,7 +567,20 @@ fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
             pending(room, gpu("GPU-1", 0, 79, &[("other", 70)])),
             Sees,
         ),
+        (
+            Cause::LargerThanNodes,
+            pending(room, gpu("GPU-1", 0, 40, &[])),
+            CouldNotRead("gpunodes"),
+        ),
         (Cause::Fragmentation, fragmented, Sees),
+        (
+            Cause::TooFewGpus,
+            waiting(
+                "waiting for 50 GiB on 3 GPUs: 1 GPU is healthy on this node",
+                free(),
+            ),
+            Sees,
+        ),
         (
             Cause::HeldForAnother,
             waiting(waits, with("reservedFor", json!("ml-other"))),

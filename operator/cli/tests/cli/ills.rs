@@ -201,6 +201,11 @@ fn stale_agents_and_nodes_are_found() {
         "StaleAgent",
         Level::Fail,
     );
+    let findings = with(|all| {
+        all.own_pods.remove(0);
+        all.gpu_nodes.clear();
+    });
+    finds(&findings, "StaleAgent", Level::Warn);
     finds(
         &with(|all| all.own_pods[1].status.conditions.clear()),
         "Operator",
