@@ -182,6 +182,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "another quantum is refused under a running pod; the guide's commands for an uninstall leave the cluster and the node as they were",
     ),
     trial(
+        "surface/cluster/demo",
+        "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
+    ),
+    trial(
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind on the machine, twice",
     ),

@@ -8,6 +8,7 @@ mod budget_enforcement;
 mod budgets;
 mod churn;
 mod console;
+mod demo;
 mod enforcement;
 mod health;
 mod input;
@@ -45,7 +46,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 22] = [
+    let groups: [Vec<Trial>; 23] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         kubectl_bursar::trials(),
         poison::last_trials(),
         installation::trials(),
+        demo::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
