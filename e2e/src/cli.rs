@@ -170,6 +170,7 @@ async fn demo(
         "  kubectl {} -A",
         if has_plugin { "bursar top" } else { "get pods" }
     );
+    println!("  kubectl delete namespace {}", demo::NAMESPACES.join(" "));
     let harness = match pack::unpacked_folder(&program) {
         Some(_) => program.display().to_string(),
         None => "cargo e2e".to_owned(),
