@@ -59,6 +59,15 @@ async fn pages_are_true(context: &mut TrialContext) -> Result<(), Failed> {
     for name in ["charts", "docs"] {
         symlink(paths::repository().join(name), folder.path().join(name))?;
     }
+    // Until a GPU's scrub check the agent does not know the size of a context there, which the
+    // pages' amounts contain.
+    let checked = "kubectl wait gpunodes --all --for=condition=MemoryScrubbed --timeout=1s";
+    let poll = async || match shell(context, folder.path(), checked).await {
+        Ok((true, _)) => Poll::Ready(()),
+        Ok((false, output)) => Poll::Pending(output),
+        Err(failed) => Poll::Failed(failed.message().unwrap_or_default().to_owned()),
+    };
+    wait::poll_until("the scrub checks", START_TIMEOUT, PAUSE, poll).await?;
     let before = objects(context, folder.path()).await?;
     let outcome = execute_pages(context, folder.path()).await;
     let removed = remove_new_objects(context, folder.path(), &before).await;
