@@ -15,11 +15,13 @@ pub trait MemorySampler: Send + Sync + 'static {
     fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample>;
 }
 
-/// A sample of a GPU's memory and its processes: two answers of the driver, the memory first.
+/// A sample of a GPU's memory and its processes: three answers of the driver, one after another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemorySample {
-    /// The bytes in use, without the driver's own reserve.
+    /// The bytes in use, without the driver's own reserve, before the list of the processes.
     pub used: Bytes,
+    /// The bytes in use after the list; none where the driver was not asked again.
+    pub used_after: Option<Bytes>,
     /// The bytes that the driver charges to processes.
     pub charges: ProcessMemory,
     /// The bytes of processes without a context, which NVML does not list; empty where the driver
@@ -33,17 +35,19 @@ pub struct GpuMemorySample {
 
 impl GpuMemorySample {
     /// The used bytes that the driver charges to no process, with those that only descriptors hold
-    /// (F4, F13 in docs/facts.md). Negative where a process allocated between the two answers.
+    /// (F4, F13 in docs/facts.md). Negative where a process allocated before the list.
     pub fn unattributed_signed(&self) -> i64 {
         let charged = self.charges.total();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
     }
 
     /// The unattributed bytes that may belong to a tenant: all but the unlisted overhead of each
-    /// process.
+    /// process. Memory that a process freed before the list was made is not in use after it.
     pub fn unattributed(&self) -> Bytes {
-        let residual = u64::try_from(self.unattributed_signed()).unwrap_or_default();
-        Bytes(residual.saturating_sub(unlisted_overhead(self.charges.0.len())))
+        let used = self.used_after.unwrap_or(self.used).min(self.used);
+        let charged = self.charges.total();
+        let charged = charged.saturating_add(unlisted_overhead(self.charges.0.len()));
+        Bytes(used.0.saturating_sub(charged))
     }
 }
 
@@ -142,5 +146,16 @@ mod tests {
             (torn.unattributed_signed(), torn.unattributed()),
             (-1_024 << 20, Bytes::ZERO)
         );
+    }
+
+    #[test]
+    fn memory_freed_or_allocated_beside_the_list_is_attributed() {
+        let beside = |before: u64, after: u64| GpuMemorySample {
+            used_after: Some(Bytes::mib(after)),
+            ..look(before, &[(1, Some(518))])
+        };
+        assert_eq!(beside(527 + 4_096, 527).unattributed(), Bytes::ZERO);
+        assert_eq!(beside(527, 527 + 4_096).unattributed(), Bytes::ZERO);
+        assert_eq!(beside(1_551, 1_551).unattributed(), Bytes::mib(1_033 - 9));
     }
 }

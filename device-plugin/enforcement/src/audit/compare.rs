@@ -11,9 +11,10 @@
 //! more processes than its quota has contexts for is over its quota.
 //!
 //! The driver lists some memory for no process. A container's accounts explain what its processes
-//! exported, what exited ones left, and its leases. [`known_unattributed`] bounds the sum by what
-//! the container has and the driver does not list for it: listed memory cannot be unlisted as well,
-//! whatever a process says that it exported.
+//! exported, what exited ones left, its leases, and the grants of processes that the driver does
+//! not list. A process within `cuInit` or its exit is not listed, and holds memory.
+//! [`known_unattributed`] bounds the sum by what the container has and the driver does not list for
+//! it: listed memory cannot be unlisted as well, whatever a process says that it exported.
 //!
 //! The kernel module reports memory that a process of a pod owns without a context
 //! ([`bursar_gpu::holders`]). The audit treats that process as listed, so it is within its quota,
@@ -43,7 +44,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_config::AuditConfig;
 use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
-use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process};
+use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process, ProcessCredit};
 
 use crate::attestation::AttestedProcess;
 
@@ -395,7 +396,7 @@ impl AuditResult {
         };
         let at_fault = |listed: &&&ListedProcess| {
             let member =
-                |member: &&bursar_sessions::ProcessCredit| member.process.pid == listed.pid;
+                |member: &&ProcessCredit| member.process.pid == listed.pid;
             let member = books.processes.iter().find(member);
             let granted = member.and_then(|member| member.granted.get(index).copied());
             let own = granted
@@ -551,8 +552,10 @@ fn known_unattributed(
     listed: &[ListedProcess],
     limits: &AuditConfig,
 ) -> u64 {
-    let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
-    let Some(account) = account else { return 0 };
+    let index = account_index(books, gpu);
+    let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
+        return 0;
+    };
     let of_it = |listed: &&ListedProcess| match &listed.live {
         Some(LiveProcess { start, .. }) => books.has_session(listed.pid, *start),
         None => books.exited_pids.contains(&listed.pid),
@@ -560,8 +563,17 @@ fn known_unattributed(
     let of_it: Vec<&ListedProcess> = listed.iter().filter(of_it).collect();
     let charged = of_it.iter().filter_map(|listed| listed.bytes);
     let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    let is_listed = |member: &&ProcessCredit| {
+        let mut listed = of_it.iter();
+        listed.any(|listed| listed.pid == member.process.pid)
+    };
+    let unlisted = books.processes.iter().filter(|member| !is_listed(member));
+    let unlisted = unlisted.filter_map(|member| member.granted.get(index));
+    let unlisted = unlisted.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     let of_dead = account.exited.0.saturating_add(account.leased.0);
-    let may = of_dead.saturating_add(account.exported.0);
+    let may = of_dead
+        .saturating_add(account.exported.0)
+        .saturating_add(unlisted);
     let has = of_dead
         .saturating_add(account.used.0)
         .saturating_add(allowance_of(of_it.len(), account.quota, limits));

@@ -302,7 +302,8 @@ fn find_instance<'nvml>(
     Err(NvmlError::NotFound)
 }
 
-/// Reads the memory first: a process whose memory it includes is listed then, or has ended.
+/// Reads the memory first: a process whose memory it includes is listed then, or has ended. Reads it
+/// again after the list, without the memory that was freed meanwhile.
 fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
@@ -316,9 +317,11 @@ fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, 
         (process.pid, bytes)
     });
     let charges: ProcessMemory = charged.collect();
+    let used_after = Some(Bytes(device.memory_info()?.used));
     let contextless = contextless_memory(gpu, &charges);
     Ok(GpuMemorySample {
         used,
+        used_after,
         charges,
         contextless,
         sm_percents: None,

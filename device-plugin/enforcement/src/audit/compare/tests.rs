@@ -196,6 +196,24 @@ fn listed_exited_process_is_unaccounted_when_not_in_books() {
 }
 
 #[test]
+fn grants_of_unlisted_processes_explain_unattributed_memory() {
+    let unaccounted = |members: &[(u32, u64)], processes: Vec<ListedProcess>| {
+        let mut sample = sample(processes);
+        sample.unattributed = Some(Bytes::mib(500));
+        let books = [books(1, 4096, members)];
+        let result = compare_accounts(&[sample], &books, &AttestedState::default(), &LIMITS);
+        result.unaccounted[&gpu()]
+    };
+    let beyond = |explained: u64| Bytes::mib(500 - explained - 64);
+    // Process 6 is within `cuInit`, or its exit.
+    assert_eq!(unaccounted(&[(6, 518)], vec![]), Bytes::ZERO);
+    assert_eq!(unaccounted(&[(6, 100)], vec![]), beyond(100));
+    let other = || vec![listed(1, 5, 2_000)];
+    assert_eq!(unaccounted(&[(5, 2_000), (6, 518)], other()), Bytes::ZERO);
+    assert_eq!(unaccounted(&[(5, 2_000)], other()), beyond(0));
+}
+
+#[test]
 fn honest_process_is_no_holder_when_memory_is_unattributed() {
     let books = [books(1, 1024, &[(5, 100)])];
     let processes = [
