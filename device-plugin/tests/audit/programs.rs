@@ -1,8 +1,9 @@
 //! Runs honest programs of root in three pods on two GPUs: they allocate, share and exit in the
 //! ways that the tests of `enforcement/` do.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use crate::common::PATIENCE;
 use crate::common::kubelet::Pod;
 use crate::container::Container;
 use crate::devices::{DeviceCgroups, gpu_nodes};
@@ -110,8 +111,8 @@ impl<'a> HonestPrograms<'a> {
     /// Exports memory to the importer. Now and then the exporter is killed before the importer
     /// releases the memory.
     async fn share_memory(&mut self) {
+        let handle = self.create_shared().await;
         let exporter = &mut self.exporter;
-        let handle = exporter.number(&format!("create {SHARED} 0 1"));
         let descriptor = exporter.number(&format!("exporthandle {handle} 1"));
         let name = format!("bursar-{}-{}", self.importer.pid(), self.rounds);
         self.importer.send(&format!("recvfd {name}"));
@@ -131,6 +132,20 @@ impl<'a> HonestPrograms<'a> {
         }
         self.importer.ok(&format!("releasehandle {imported}"));
         self.importer.ok(&format!("close {received}"));
+    }
+
+    /// Creates the exporter's memory. The pod has the memory of killed exporters until ten samples
+    /// in a row prove it free, which takes seconds beside programs that allocate on a busy machine.
+    async fn create_shared(&mut self) -> u64 {
+        let begun = Instant::now();
+        loop {
+            let answer = self.exporter.call(&format!("create {SHARED} 0 1"));
+            if let Some(handle) = answer.strip_prefix("ok ") {
+                return handle.split(' ').next().unwrap().parse().unwrap();
+            }
+            assert!(answer == "err 2" && begun.elapsed() < PATIENCE, "{answer}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// Lets a process fail to allocate and exit.

@@ -395,8 +395,7 @@ impl AuditResult {
             Some(Process { pid, start })
         };
         let at_fault = |listed: &&&ListedProcess| {
-            let member =
-                |member: &&ProcessCredit| member.process.pid == listed.pid;
+            let member = |member: &&ProcessCredit| member.process.pid == listed.pid;
             let member = books.processes.iter().find(member);
             let granted = member.and_then(|member| member.granted.get(index).copied());
             let own = granted
