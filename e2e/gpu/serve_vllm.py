@@ -1,6 +1,6 @@
 """Shows on a real GPU that vLLM serves under a quota as on a GPU of that size, what this costs, and how soon it is back.
 
-usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|recovery...] [--seconds N] [--turns N]
+usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|recovery|in-place...] [--seconds N] [--turns N]
 
 ARCHIVE is the output of `cargo e2e pack`, SITE a folder with vLLM and the packages of serve_vllm.txt, WHEEL the package
 bursar. Needs root, an NVIDIA driver, and a Python with torch and transformers; no network. The model is a Llama of 1.2
@@ -538,7 +538,17 @@ def cost(bench, table, turns):
 
 
 def recovery(bench, table):
-    """Measures the time to the first token after each kind of loss."""
+    """Measures the time to the first token after each kind of loss of a server."""
+    run(bench, table, cold, retained)
+
+
+def other_loads(bench, table):
+    """Faults a vLLM that is executed again in place, and loads FP8 weights."""
+    run(bench, table, in_place, quantized)
+
+
+def run(bench, table, *parts):
+    """Runs parts of the recovery, each whether the one before ended or not."""
     # The main process is executed again in place. A server's GPU process is its child, so the container restarts.
     policy = {"action": "InPlace", "maxRestarts": 100, "windowSeconds": 86400}
     spec = {"deviceMemory": {"guaranteed": "60Gi"}, "contextPolicy": policy}
@@ -546,7 +556,7 @@ def recovery(bench, table):
         {"apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": {"name": "default"}, "spec": spec}
     )
     bars = {}
-    for part in cold, retained, in_place, quantized:
+    for part in parts:
         try:
             part(bench, table, bars)
         except (Failure, subprocess.SubprocessError, OSError, ValueError) as error:
@@ -653,7 +663,7 @@ def quantized(bench, table, bars):
         )
 
 
-PARTS = {"quota": quota, "cost": cost, "recovery": recovery}
+PARTS = {"quota": quota, "cost": cost, "recovery": recovery, "in-place": other_loads}
 
 
 def prepare(arguments):
