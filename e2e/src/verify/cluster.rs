@@ -182,6 +182,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "another quantum is refused under a running pod; the guide's commands for an uninstall leave the cluster and the node as they were",
     ),
     trial(
+        "install/cluster/upgrade",
+        "an upgrade to another version of the chart, its rollback, an uninstall and a new installation change what the guide says in cluster and node, restart no pod, and leave quotas in force; retained memory stays over upgrade and rollback",
+    ),
+    trial(
         "surface/cluster/demo",
         "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
     ),

@@ -29,8 +29,10 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
+use crate::cluster_state::{ClusterState, call};
 use crate::quota::event_line;
 use crate::shared_cluster;
+use crate::upgrade;
 
 const GIB: u64 = 1 << 30;
 /// The promised time from `helm install` to a pod that is held to its quota.
@@ -45,6 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     let trials = vec![
         Trial::test("install/cluster/release", || run(install_from_registry)),
         Trial::test("install/cluster/uninstall", || run(uninstall)),
+        Trial::test("install/cluster/upgrade", || run(upgrade::keeps_pods)),
     ];
     let yours = shared_cluster::kubeconfig().is_some();
     let ignored = |trial: Trial| trial.with_ignored_flag(yours);
@@ -101,23 +104,6 @@ impl Registry {
             _folder: folder,
         })
     }
-}
-
-/// Runs a program against a cluster, and returns its standard output.
-async fn call(program: &Path, arguments: &[&str], kubeconfig: &Path) -> Result<String, Failed> {
-    let output = Command::new(program)
-        .args(arguments)
-        .env("KUBECONFIG", kubeconfig)
-        .current_dir(paths::repository())
-        .stdin(Stdio::null())
-        .kill_on_drop(true)
-        .output();
-    let output = tokio::time::timeout(TIMEOUT, output).await??;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{} {}: {said}", program.display(), arguments.join(" ")).into())
 }
 
 async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
@@ -262,79 +248,6 @@ fn check_files(folder: &Path) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The state of a cluster and its node that an installation may change.
-#[derive(Debug, PartialEq, Eq)]
-struct ClusterState(BTreeSet<String>);
-
-/// Folders of the node that Bursar, the container runtime and the kubelet use for Bursar.
-const NODE_FOLDERS: &[&str] = &[
-    "/run/bursar",
-    "/run/cdi",
-    "/var/lib/bursar",
-    "/var/lib/kubelet/device-plugins",
-    "/var/lib/kubelet/plugins_registry",
-];
-
-impl ClusterState {
-    async fn read(local: &LocalCluster, kubectl: &Path) -> Result<Self, Failed> {
-        let kubeconfig = local.kubeconfig();
-        let kinds = ["api-resources", "--verbs=list", "--output=name"];
-        let kinds = call(kubectl, &kinds, &kubeconfig).await?;
-        // Events end by themselves, and the statuses of components are no objects.
-        let kinds: Vec<&str> = kinds
-            .lines()
-            .filter(|kind| !kind.starts_with("events") && *kind != "componentstatuses")
-            .collect();
-        let columns =
-            "--output=custom-columns=KIND:.kind,IN:.metadata.namespace,NAME:.metadata.name";
-        let list = [
-            "get",
-            &kinds.join(","),
-            "--all-namespaces",
-            columns,
-            "--no-headers",
-        ];
-        let objects = call(kubectl, &list, &kubeconfig).await?;
-        let squeeze = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-        let mut state: BTreeSet<String> = objects.lines().map(squeeze).collect();
-        let about = ["get", "nodes,namespaces", "--output=json"];
-        let about: Value = serde_json::from_str(&call(kubectl, &about, &kubeconfig).await?)?;
-        for object in about["items"].as_array().into_iter().flatten() {
-            let name = object["metadata"]["name"].as_str().unwrap_or_default();
-            for place in [
-                "/metadata/labels",
-                "/metadata/annotations",
-                "/status/capacity",
-            ] {
-                let keys = object.pointer(place).and_then(Value::as_object);
-                let keys = keys.into_iter().flatten().map(|(key, _)| key);
-                state.extend(keys.map(|key| format!("{name}{place} {key}")));
-            }
-        }
-        for folder in NODE_FOLDERS {
-            add_files(&local.host_path(folder), folder, &mut state);
-        }
-        Ok(Self(state))
-    }
-
-    /// Returns what is in one state only, with a `+` or a `-`.
-    fn differences_since(&self, before: &Self) -> Vec<String> {
-        let new = self.0.difference(&before.0).map(|line| format!("+ {line}"));
-        let lost = before.0.difference(&self.0).map(|line| format!("- {line}"));
-        new.chain(lost).collect()
-    }
-}
-
-fn add_files(folder: &Path, name: &str, found: &mut BTreeSet<String>) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = format!("{name}/{}", entry.file_name().to_string_lossy());
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            add_files(&entry.path(), &name, found);
-        }
-        found.insert(name);
-    }
-}
-
 /// The guide whose commands the trial runs.
 const GUIDE: &str = "docs/guides/upgrade-rollback-uninstall.md";
 
@@ -468,6 +381,7 @@ async fn uninstall(progress: &Progress) -> Result<(), Failed> {
 fn unexplained(differences: &[String]) -> Vec<&String> {
     let explained = |line: &&String| {
         line.contains("/status/capacity bursar.dev/")
+            || line.contains("/status/allocatable bursar.dev/") && line.ends_with("=0")
             || line.ends_with("device-plugins/kubelet_internal_checkpoint")
             || line.starts_with("+ Lease kube-node-lease ")
             || line.starts_with("+ ServiceAccount kube-system ")

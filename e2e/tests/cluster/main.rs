@@ -7,6 +7,7 @@ mod attestation;
 mod budget_enforcement;
 mod budgets;
 mod churn;
+mod cluster_state;
 mod console;
 mod demo;
 mod enforcement;
@@ -30,6 +31,7 @@ mod scripted_program;
 mod shared_cluster;
 mod status;
 mod together;
+mod upgrade;
 mod waiters;
 
 use std::path::PathBuf;

@@ -33,7 +33,7 @@ const CLUSTER: &str = "checks";
 /// The namespace of the trials' pods.
 pub(crate) const NAMESPACE: &str = "trials";
 /// The probe's path in its image.
-const PROBE_PATH: &str = "/usr/local/bin/bursar-probe";
+pub(crate) const PROBE_PATH: &str = "/usr/local/bin/bursar-probe";
 /// The timeout of a trial. Its waits have shorter timeouts, and the longest trial takes 5 minutes
 /// on two cores.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(1800);

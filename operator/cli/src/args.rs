@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use crate::amounts::parse_duration;
 
@@ -159,11 +159,15 @@ pub enum Command {
         )]
         file: PathBuf,
     },
-    /// Show what an uninstall leaves behind
+    /// Show what an uninstall leaves behind, or tell running pods about it; removes nothing
+    #[command(group(ArgGroup::new("step").required(true)))]
     Uninstall {
-        /// Only look: the command removes nothing
-        #[arg(long, required = true)]
+        /// List what stays, with the commands that remove it
+        #[arg(long, group = "step")]
         check: bool,
+        /// Write an Event for each pod with GPU memory: what it loses with Bursar
+        #[arg(long, group = "step")]
+        notify: bool,
     },
     /// Show the versions of this program and of Bursar in the cluster
     Version {
@@ -319,6 +323,16 @@ mod tests {
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a"]).is_err());
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "4Gi"]).is_ok());
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "--reset"]).is_ok());
-        assert!(Cli::try_parse_from(["kubectl-bursar", "uninstall"]).is_err());
+    }
+
+    #[test]
+    fn uninstall_takes_one_step_at_a_time() {
+        let parse = |steps: &[&str]| {
+            let words = ["kubectl-bursar", "uninstall"].iter().chain(steps);
+            Cli::try_parse_from(words)
+        };
+        assert!(parse(&[]).is_err());
+        assert!(parse(&["--check", "--notify"]).is_err());
+        assert!(parse(&["--check"]).is_ok() && parse(&["--notify"]).is_ok());
     }
 }

@@ -13,7 +13,8 @@ use kube::core::Request;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use crate::act::{self, drain, resize};
+use crate::act::{self, drain, notify, resize};
+use crate::amounts::count;
 use crate::args::{
     Command, ConvertArgs, DrainArgs, Global, Output, TopArgs, TopKind, WorkloadKind,
 };
@@ -126,6 +127,7 @@ impl<W: Write> Session<'_, W> {
             } => self.resize(pod, amount.as_deref(), *dry_run).await,
             Command::Events { since } => self.events(*since).await,
             Command::Support { file } => self.support(file).await,
+            Command::Uninstall { notify: true, .. } => self.notify_of_uninstall().await,
             Command::Uninstall { .. } => self.uninstall().await,
             Command::Version { .. } => self.version().await,
             Command::Convert(_) | Command::Completion { .. } | Command::Complete { .. } => {
@@ -779,6 +781,33 @@ impl<W: Write> Session<'_, W> {
                 AMISS
             },
         )
+    }
+
+    /// Writes an Event for each running pod with GPU memory.
+    async fn notify_of_uninstall(&mut self) -> anyhow::Result<u8> {
+        let snapshot = self.read(&[Kind::Pods], None).await?;
+        required(&snapshot, Kind::Pods)?;
+        let (mut told, mut failed) = (0, 0);
+        for pod in notify::pods(&snapshot) {
+            let path = format!(
+                "/apis/events.k8s.io/v1/namespaces/{}/events",
+                pod.metadata.namespace
+            );
+            let event = notify::event(pod, snapshot.now);
+            match act::create(&self.client, &path, &event).await {
+                // An earlier run has told the pod.
+                Err(kube::Error::Api(answer)) if answer.is_already_exists() => told += 1,
+                Ok(()) => told += 1,
+                Err(error) => {
+                    failed += 1;
+                    let reason = read::reason(&error);
+                    writeln!(self.out, "{} could not be told: {reason}", pod.key())?;
+                }
+            }
+        }
+        let (told, reason) = (count(told, "pod"), notify::REASON);
+        writeln!(self.out, "{told} with GPU memory told by an Event {reason}")?;
+        Ok(if failed == 0 { 0 } else { AMISS })
     }
 
     async fn version(&mut self) -> anyhow::Result<u8> {

@@ -31,7 +31,7 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         pods,
         "pod",
         "with GPU memory: without the agent they get no more memory",
-        "delete these pods: kubectl bursar top -A",
+        "kubectl bursar uninstall --notify tells them; delete them: kubectl bursar top -A",
     );
     add(
         snapshot.budgets.len(),

@@ -252,6 +252,38 @@ async fn doctor_and_uninstall_end_with_their_codes() {
 }
 
 #[tokio::test]
+async fn running_pods_are_told_once_about_an_uninstall() {
+    let api = FakeApi::default();
+    let mut ended = pod("ml", "ended", "n", 8);
+    ended["status"]["phase"] = json!("Succeeded");
+    let pending = pod("ml", "pending", "", 8);
+    let pods = ["a", "b"].map(|name| pod("ml", name, "n", 8));
+    let elsewhere = pod("shop", "c", "n", 8);
+    let all = pods.into_iter().chain([ended, pending, elsewhere]);
+    api.put("/api/v1/pods", all.collect());
+    let of_ml = "/apis/events.k8s.io/v1/namespaces/ml/events";
+    for _ in 0..2 {
+        let (code, text) = run(&api, "uninstall --notify").await;
+        assert_eq!(code, Ok(0), "{text}");
+        assert!(text.contains("3 pods with GPU memory told"), "{text}");
+        let told = api.list(of_ml);
+        let names: Vec<_> = told
+            .iter()
+            .map(|event| &event["regarding"]["name"])
+            .collect();
+        assert_eq!(names, ["a", "b"]);
+        assert_eq!(told[0]["reason"], "GpuMemoryUninstall");
+    }
+    api.forbid("/apis/events.k8s.io/v1/namespaces/shop/events");
+    let (code, text) = run(&api, "uninstall --notify").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(
+        text.contains("shop/c could not be told: forbidden"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
 async fn unreadable_node_hides_no_other() {
     let api = small();
     let mut bad = gpu_node("bad", vec![]);

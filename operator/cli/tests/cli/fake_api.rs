@@ -54,6 +54,12 @@ impl FakeApi {
         self.state.lock().unwrap().requests.clone()
     }
 
+    /// The objects of a list.
+    pub(crate) fn list(&self, path: &str) -> Vec<Value> {
+        let state = self.state.lock().unwrap();
+        state.lists.get(path).cloned().unwrap_or_default()
+    }
+
     /// The patches so far.
     pub(crate) fn patches(&self) -> Vec<Value> {
         self.state.lock().unwrap().patches.clone()
@@ -89,6 +95,16 @@ impl FakeApi {
         }
         if let Some(text) = state.texts.get(path) {
             return Response::new(Body::from(text.clone().into_bytes()));
+        }
+        if parts.method == Method::POST {
+            let object: Value = serde_json::from_slice(body).unwrap();
+            let objects = state.lists.entry(path.to_owned()).or_default();
+            let name = |object: &Value| object["metadata"]["name"].clone();
+            if objects.iter().any(|known| name(known) == name(&object)) {
+                return failure(StatusCode::CONFLICT, "AlreadyExists");
+            }
+            objects.push(object.clone());
+            return json_response(&object);
         }
         if let Some(objects) = state.lists.get(path) {
             return json_response(&page(objects, parts.uri.query().unwrap_or_default()));
