@@ -35,6 +35,9 @@ pub struct Args {
     /// Seconds for which a PodDisruptionBudget may block the eviction of a pod of lower priority
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=120))]
     pub disruption_grace: u64,
+    /// Whether GPUs are drained while NVIDIA's operators change the driver or MIG instances
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    pub drain_for_nvidia: bool,
     /// Lease that chooses the replica that works, as NAMESPACE/NAME; without it every replica works
     #[arg(long, value_name = "LEASE", requires = "identity")]
     pub lease: Option<LeaseName>,
@@ -67,6 +70,7 @@ impl Args {
             quantum: self.quantum,
             move_waiters: self.move_waiters,
             disruption_grace: Duration::from_secs(self.disruption_grace),
+            drain_for_nvidia: self.drain_for_nvidia,
         }
     }
 }
@@ -93,6 +97,7 @@ mod tests {
             "--quantum=512Mi",
             "--move-waiters=false",
             "--disruption-grace=5",
+            "--drain-for-nvidia=false",
             "--lease=bursar-system/bursar-operator",
             "--identity=bursar-operator-0",
             "--log-format=json",
@@ -106,6 +111,7 @@ mod tests {
             quantum: Quantum::Mib512,
             move_waiters: false,
             disruption_grace: Duration::from_secs(5),
+            drain_for_nvidia: false,
         };
         assert_eq!(args.placement_options(), placement_options);
     }

@@ -20,6 +20,7 @@ use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
 use crate::leader::{Candidate, Election};
 use crate::nodes::context_policies;
+use crate::nodes::maintenance;
 use crate::nodes::namespace_label;
 use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
@@ -101,6 +102,7 @@ fn spawn_work(
     let (budgets, writer) = reflector::store();
     let (index_sender, index) = watch::channel(ClusterIndex::new(quantum));
     let liveness = WatchLiveness::default();
+    let drains_for_nvidia = options.drain_for_nvidia;
     let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());
     let (work_sender, mut work) = mpsc::channel(QUEUE_LENGTH);
     let (responses, own_writes) = own_writes::channel();
@@ -120,6 +122,7 @@ fn spawn_work(
         shutdown.clone(),
     );
     let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
+    let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
     let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
     let reconciler = Reconciler::new(writer, index, metrics, clock);
 
@@ -140,6 +143,12 @@ fn spawn_work(
         node_orders.await;
         "node-orders"
     });
+    if drains_for_nvidia {
+        tasks.spawn(async move {
+            drains.await;
+            "drains for NVIDIA's operators"
+        });
+    }
     tasks.spawn(async move {
         namespace_labels.await;
         "namespace-labels"

@@ -70,6 +70,7 @@ impl Running {
                 quantum: Quantum::Gib1,
                 move_waiters: true,
                 disruption_grace: Duration::from_secs(60),
+                drain_for_nvidia: true,
             },
             clock,
             None,

@@ -90,6 +90,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected; an upgrade of the agents goes on over a node without a healthy GPU",
     ),
     trial(
+        "operator/cluster/maintenance",
+        "the labels of a driver upgrade and of MIG manager drain a node's GPUs, and their last states give the GPUs back; an admin's drain stays",
+    ),
+    trial(
         "enforcement/cluster/users",
         "the quota is enforced for pods without root, with a read-only root file system, and with users of their own",
     ),

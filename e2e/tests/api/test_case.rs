@@ -54,6 +54,7 @@ impl Operator {
             quantum: Quantum::Gib1,
             move_waiters: true,
             disruption_grace: Duration::from_secs(60),
+            drain_for_nvidia: true,
         };
         let shutdown = CancellationToken::new();
         let operator = run::run(

@@ -16,6 +16,7 @@ mod input;
 mod installation;
 mod kubectl_bursar;
 mod lifecycle;
+mod maintenance;
 mod memory_release;
 mod monitoring;
 mod on_node;
@@ -48,7 +49,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 23] = [
+    let groups: [Vec<Trial>; 24] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         churn::trials(),
         restarts::trials(),
         health::trials(),
+        maintenance::trials(),
         enforcement::trials(),
         rights::trials(),
         resize::trials(),

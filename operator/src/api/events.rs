@@ -111,6 +111,20 @@ pub(crate) async fn publish_placement(
     publish(client, &about, &event).await;
 }
 
+/// Publishes what the operator did with the GPUs of a node.
+pub(crate) async fn publish_on_node(client: &Client, node: &str, reason: &str, note: &str) {
+    let about = ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Node".to_owned()),
+        name: Some(node.to_owned()),
+        // `kubectl describe node` finds Events by the name in place of the UID.
+        uid: Some(node.to_owned()),
+        ..ObjectReference::default()
+    };
+    let event = event(EventType::Normal, reason, reason, note);
+    publish(client, &about, &event).await;
+}
+
 /// The pod that an Event is about.
 fn pod_reference(namespace: &str, pod: &str, uid: &str) -> ObjectReference {
     ObjectReference {

@@ -22,6 +22,9 @@ use crate::serve::metrics::{Metrics, WriteKind};
 /// own.
 const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 
+/// The field manager of the operator's entries in `spec.drain`.
+const DRAIN_MANAGER: &str = "bursar-operator-drain";
+
 /// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionResult {
@@ -144,23 +147,47 @@ impl ApiWriter {
         orders: &[ContextPolicyEntry],
         restarts: &[RestartRequest],
     ) -> Result<(), ApiError> {
+        let spec = json!({ "contextPolicies": orders, "restarts": restarts });
+        let what = format!("the context policies of GpuNode {node}");
+        let target = (node, uid, CONTEXT_POLICIES_MANAGER);
+        self.apply_orders(WriteKind::ContextPolicies, what, target, spec)
+            .await
+    }
+
+    /// Applies the GPUs that the operator drains on a node. Fails when the object is gone or was
+    /// recreated. GPUs of other field managers stay.
+    pub async fn apply_drain(
+        &self,
+        node: &str,
+        uid: &str,
+        gpus: &[String],
+    ) -> Result<(), ApiError> {
+        let what = format!("the drain of GpuNode {node}");
+        let target = (node, uid, DRAIN_MANAGER);
+        self.apply_orders(WriteKind::Drain, what, target, json!({ "drain": gpus }))
+            .await
+    }
+
+    /// Applies fields of a GpuNode's spec as one field manager.
+    async fn apply_orders(
+        &self,
+        kind: WriteKind,
+        what: String,
+        (node, uid, manager): (&str, &str, &str),
+        spec: Value,
+    ) -> Result<(), ApiError> {
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
             "kind": GpuNode::kind(&()),
             // Without a UID the apply would create the object.
             "metadata": { "name": node, "uid": uid },
-            "spec": { "contextPolicies": orders, "restarts": restarts },
+            "spec": spec,
         });
-        let what = format!("the context policies of GpuNode {node}");
-        let params = PatchParams::apply(CONTEXT_POLICIES_MANAGER).force();
+        let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        send_response(
-            &self.responses.gpu_nodes,
-            self.request(WriteKind::ContextPolicies, what, write),
-        )
-        .await
+        send_response(&self.responses.gpu_nodes, self.request(kind, what, write)).await
     }
 
     /// Evicts the pod with this UID. With `by_force` deletes it, past its PodDisruptionBudgets.

@@ -21,6 +21,7 @@ use crate::budget::{
 };
 use crate::cluster::on_node::on_node;
 use crate::cluster::pod_request::PodRequest;
+use crate::nodes::nvidia_labels::due_drain;
 use crate::nodes::ssa_diff::needs_apply;
 use crate::placement::{PlacementEvent, PlacementIndex};
 use crate::quanta::Quanta;
@@ -432,6 +433,25 @@ impl ClusterIndex {
             differs.then(|| (key.name.clone(), node.uid.clone(), (orders, due)))
         });
         nodes.collect()
+    }
+
+    /// The GpuNodes whose drain for NVIDIA's operators has to be written: name, UID and GPUs.
+    ///
+    /// `applied` holds what the operator applied last, by UID. Drops the entries of deleted nodes.
+    pub(crate) fn due_drains(
+        &self,
+        applied: &mut BTreeMap<String, Vec<String>>,
+    ) -> Vec<(String, String, Vec<String>)> {
+        let uids: BTreeSet<&String> = self.gpu_nodes.iter().map(|(_, node)| &node.uid).collect();
+        applied.retain(|uid, _| uids.contains(uid));
+        let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
+        let due = nodes.filter_map(|(key, gpus)| {
+            let maintenance = self.nodes.get(key)?.maintenance;
+            let before = applied.get(&gpus.uid);
+            let drain = due_drain(maintenance, &gpus.gpus, &gpus.drain, before)?;
+            Some((key.name.clone(), gpus.uid.clone(), drain))
+        });
+        due.collect()
     }
 
     /// The policies for one node: all while they are few, else those of its pods' namespaces.

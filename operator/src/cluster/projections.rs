@@ -10,8 +10,12 @@ use kube::ResourceExt;
 
 use crate::budget::ParsedSpec;
 use crate::cluster::unknown_values::unknown_in_node;
+use crate::nodes::nvidia_labels::Maintenance;
 use crate::placement::node::SlimNode;
 use crate::quanta::Quanta;
+
+/// The longest name of a GPU in `spec.drain`.
+const MAX_UUID: usize = 96;
 
 /// The fields of a budget that other budgets and nodes need.
 #[derive(Clone, Debug, PartialEq)]
@@ -82,6 +86,10 @@ pub struct GpuNodeSummary {
     pub namespaces: Vec<NamespaceUse>,
     /// The type and status of each condition.
     pub conditions: Vec<(String, String)>,
+    /// The UUIDs of the node's GPUs, as far as a drain may name them.
+    pub gpus: Vec<String>,
+    /// The GPUs in `spec.drain`.
+    pub drain: Vec<String>,
 }
 
 impl GpuNodeSummary {
@@ -108,6 +116,13 @@ impl GpuNodeSummary {
             conditions: conditions
                 .map(|one| (one.type_.clone(), one.status.clone()))
                 .collect(),
+            gpus: status
+                .into_iter()
+                .flat_map(|status| &status.gpus)
+                .map(|gpu| gpu.uuid.clone())
+                .filter(|uuid| (1..=MAX_UUID).contains(&uuid.len()))
+                .collect(),
+            drain: node.spec.drain.clone(),
         }
     }
 
@@ -219,6 +234,8 @@ pub struct NodeSummary {
     /// The kubelet withdraws the offer when the agent's stream ends. The node lifecycle controller
     /// withdraws `Ready` when the kubelet is silent.
     pub is_alive: bool,
+    /// What NVIDIA's operators need of the node's GPUs.
+    pub maintenance: Maintenance,
 }
 
 impl NodeSummary {
@@ -227,6 +244,7 @@ impl NodeSummary {
         Self {
             cohort: node.labels().get(COHORT_LABEL).cloned(),
             is_alive: node.is_ready() && node.allocatable(quantum) != Quanta::ZERO,
+            maintenance: Maintenance::of(node.labels()),
         }
     }
 }

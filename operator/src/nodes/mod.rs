@@ -2,5 +2,7 @@
 //! budget.
 
 pub mod context_policies;
+pub mod maintenance;
 pub mod namespace_label;
+pub mod nvidia_labels;
 pub(crate) mod ssa_diff;

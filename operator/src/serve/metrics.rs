@@ -95,15 +95,18 @@ pub enum WriteKind {
     Eviction,
     /// A node's context policies.
     ContextPolicies,
+    /// The GPUs that the operator drains.
+    Drain,
 }
 
 impl WriteKind {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Status,
         Self::Quota,
         Self::Label,
         Self::Eviction,
         Self::ContextPolicies,
+        Self::Drain,
     ];
 
     const fn as_str(self) -> &'static str {
@@ -113,6 +116,7 @@ impl WriteKind {
             Self::Label => "label",
             Self::Eviction => "eviction",
             Self::ContextPolicies => "contexts",
+            Self::Drain => "drain",
         }
     }
 }

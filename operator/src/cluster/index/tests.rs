@@ -5,6 +5,7 @@ use super::*;
 use crate::budget::{Cohort, QuotaSpec, Scope};
 use crate::cluster::pod_request::PriorityKind;
 use crate::cluster::{Capacity, ExclusionReason};
+use crate::nodes::nvidia_labels::Maintenance;
 use crate::quanta::Quanta;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
@@ -208,6 +209,7 @@ fn host(cohort: Option<&str>) -> NodeSummary {
     NodeSummary {
         cohort: cohort.map(str::to_owned),
         is_alive: true,
+        maintenance: Maintenance::None,
     }
 }
 

@@ -29,7 +29,7 @@ use crate::cluster::Key;
 use crate::cluster::pod_request;
 use crate::quanta::Quanta;
 
-/// The administrator's options for placement.
+/// The administrator's options for placement and drains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacementOptions {
     /// The quantum, which is part of the labels' names.
@@ -38,6 +38,8 @@ pub struct PlacementOptions {
     pub move_waiters: bool,
     /// How long a PodDisruptionBudget may refuse the eviction of a victim.
     pub disruption_grace: Duration,
+    /// Whether GPUs are drained while NVIDIA's operators change the driver or MIG instances.
+    pub drain_for_nvidia: bool,
 }
 
 impl PlacementOptions {

@@ -42,6 +42,7 @@ const OPTIONS: PlacementOptions = PlacementOptions {
     quantum: Quantum::Gib1,
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
+    drain_for_nvidia: true,
 };
 /// The wall clock at the operator's uptime `now`.
 fn wall(now: Uptime) -> Timestamp {

@@ -14,6 +14,7 @@ use crate::cluster::pod_request::PodRequest;
 use crate::cluster::{
     BudgetSummary, Capacity, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent,
 };
+use crate::nodes::nvidia_labels::Maintenance;
 
 /// The last second at which pods are created, and the time without an event after which the cluster
 /// is at rest.
@@ -127,6 +128,7 @@ impl Teams {
             let host = NodeSummary {
                 cohort: Some(cohort),
                 is_alive: true,
+                maintenance: Maintenance::None,
             };
             index.apply(WatchEvent::Node(Event::Apply((key("", &name), Some(host)))));
             index.apply(WatchEvent::GpuNode(Event::Apply((
