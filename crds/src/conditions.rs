@@ -69,6 +69,9 @@ pub mod gpu_node {
     /// The agent understands every order in the spec; does not count for `Ready`.
     pub const ACCEPTED: &str = "Accepted";
 
+    /// No other device plugin offers the node's GPUs; does not count for `Ready`.
+    pub const SOLE_OWNER: &str = "SoleOwner";
+
     /// The condition holds.
     pub const OK: &str = "Ok";
     /// The agent has not checked yet.
@@ -115,6 +118,8 @@ pub mod gpu_node {
     pub const PROVISIONER_HUNG: &str = "ProvisionerHung";
     /// The spec has orders of another version of the API.
     pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
+    /// Another device plugin offers the node's GPUs too.
+    pub const OTHER_PLUGIN: &str = "OtherPlugin";
     /// The driver refused a memory limit.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
 }
@@ -150,12 +155,13 @@ impl ConditionUpdate {
 
     /// Whether the condition keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        const SPARED: [&str; 5] = [
+        const SPARED: [&str; 6] = [
             gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,
             gpu_node::RETAINED_MEMORY,
             gpu_node::MEMORY_SCRUBBED,
             gpu_node::ACCEPTED,
+            gpu_node::SOLE_OWNER,
         ];
         self.holds != Some(true) && !SPARED.contains(&self.type_)
     }

@@ -13,6 +13,7 @@ use bursar_gpu_node::node_report::{ReportInputs, late_write, node_report, transi
 use bursar_gpu_node::quota_overrides::AppliedSpec;
 use bursar_kubelet::lifecycle::Registration;
 use bursar_node::actor::Snapshot;
+use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
@@ -40,6 +41,7 @@ pub(crate) struct StatusPublisher {
     pub(crate) ordered: watch::Receiver<AppliedSpec>,
     pub(crate) faults: watch::Receiver<Vec<FaultReport>>,
     pub(crate) retained: watch::Receiver<RetainedStatus>,
+    pub(crate) owners: watch::Receiver<GpuOwners>,
     pub(crate) node: String,
     pub(crate) client: Option<Client>,
     pub(crate) events: Events,
@@ -92,6 +94,7 @@ impl StatusPublisher {
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
                 Ok(()) = self.retained.changed() => drop(self.retained.borrow_and_update()),
+                Ok(()) = self.owners.changed() => drop(self.owners.borrow_and_update()),
                 (problem, pause) = &mut runtime_check => {
                     runtime = problem;
                     runtime_check = Box::pin(self.check_container_runtime(pause));
@@ -113,6 +116,7 @@ impl StatusPublisher {
             overrides: self.ordered.borrow().clone(),
             faults: self.faults.borrow().clone(),
             retained: self.retained.borrow().clone(),
+            owners: self.owners.borrow().clone(),
         }
     }
 

@@ -37,6 +37,7 @@ use bursar_ledger::units::{Bytes, GpuUuid, Resource};
 use bursar_node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, Snapshot, node_task};
 use bursar_node::allocator::NodeAllocator;
 use bursar_node::host::{HostError, OsHost};
+use bursar_node::other_plugins::{self, GpuOwners};
 use bursar_node::pod_resolver::PodResolver;
 use bursar_retained::fdstore_client;
 use bursar_retained::lease_ids::LeaseIds;
@@ -185,8 +186,11 @@ pub async fn run(
     // The lease service starts before recovery: pods that ended without an agent may own leases.
     let tenants = agent.start_lease_service(nvml.clone(), drain.subscribe())?;
     let sessions = tenants.sessions.clone();
+    let owners = agent.start_owner_check();
+    let refuses = agent.config.refuse_beside_other_plugins;
     let inputs = Inputs {
         inventory: inventory.clone(),
+        owners: refuses.then(|| owners.clone()),
         hung_provisioners: tenants.hung_provisioners,
         drain: drain.subscribe(),
         retained: (!agent.config.allow_unscrubbed).then(|| tenants.retained.clone()),
@@ -234,6 +238,7 @@ pub async fn run(
         ordered,
         faults,
         retained: tenants.retained,
+        owners,
         node: agent.node.clone(),
         client: agent.client.clone(),
         events: agent.events.clone(),
@@ -368,6 +373,15 @@ impl Agent {
             .provisioner
             .clone()
             .unwrap_or_else(beside)
+    }
+
+    /// Starts to look for other device plugins with the node's GPUs.
+    fn start_owner_check(&mut self) -> watch::Receiver<GpuOwners> {
+        let (sender, owners) = watch::channel(GpuOwners::default());
+        let kubelet = PodResourcesClient::new(&self.config.kubelet.pod_resources_socket);
+        let task = other_plugins::run(kubelet, sender, self.stop.clone());
+        self.spawn("owner check", task);
+        owners
     }
 
     /// A resolver for the extended resources under the names that pods request.

@@ -117,6 +117,7 @@ struct RetainedMemory {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct Sharing {
     allow_unscrubbed: bool,
+    refuse_beside_other_plugins: bool,
 }
 
 #[derive(Deserialize)]
@@ -222,7 +223,11 @@ impl ConfigFile {
             binding,
             audit,
             retained_memory,
-            sharing: Sharing { allow_unscrubbed },
+            sharing:
+                Sharing {
+                    allow_unscrubbed,
+                    refuse_beside_other_plugins,
+                },
             http,
         } = self;
         Ok(Config {
@@ -234,6 +239,7 @@ impl ConfigFile {
             audit: audit.resolve()?,
             retained: retained_memory.resolve()?,
             allow_unscrubbed,
+            refuse_beside_other_plugins,
             http_listen: parse_address("http.listen", http.listen, "[::]:9445")?,
             http_probes: parse_address("http.probes", http.probes, "[::]:9402")?,
         })

@@ -68,6 +68,8 @@ pub struct Config {
     pub retained: RetainedConfig,
     /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
     pub allow_unscrubbed: bool,
+    /// Whether the node offers nothing while another device plugin offers its GPUs too.
+    pub refuse_beside_other_plugins: bool,
     /// The address of the metrics endpoint.
     pub http_listen: SocketAddr,
     /// The address of the kubelet's probes.
@@ -268,7 +270,7 @@ mod tests {
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
         assert!(config.retained.enabled);
-        assert!(!config.allow_unscrubbed);
+        assert!(!config.allow_unscrubbed && !config.refuse_beside_other_plugins);
         assert_eq!(
             config.retained.fdstore_socket,
             Path::new("/run/bursar/fdstore/fdstore.sock")
@@ -313,6 +315,7 @@ mod tests {
             provisioner = "/w/bursar-provisioner"
             [sharing]
             allow-unscrubbed = true
+            refuse-beside-other-plugins = true
             [http]
             listen = "[::1]:9"
             probes = "[::1]:10"
@@ -363,6 +366,7 @@ mod tests {
                 provisioner: Some("/w/bursar-provisioner".into()),
             },
             allow_unscrubbed: true,
+            refuse_beside_other_plugins: true,
             http_listen: "[::1]:9".parse().unwrap(),
             http_probes: "[::1]:10".parse().unwrap(),
         };

@@ -22,12 +22,14 @@ use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::PodName;
+use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
 
 use self::conditions::{
     accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
     driver_limits_condition, gpus_found_condition, memory_scrubbed_condition, registered_condition,
-    retained_memory_condition, state_written_condition, token_limit_condition,
+    retained_memory_condition, sole_owner_condition, state_written_condition,
+    token_limit_condition,
 };
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport};
@@ -59,6 +61,8 @@ pub struct ReportInputs {
     pub faults: Vec<FaultReport>,
     /// The state of retained memory.
     pub retained: RetainedStatus,
+    /// The owners of the GPUs.
+    pub owners: GpuOwners,
 }
 
 /// Computes the report.
@@ -114,6 +118,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             retained_memory_condition(&around.retained),
             memory_scrubbed_condition(snapshot, &around.retained),
             accepted_condition(&around.overrides),
+            sole_owner_condition(&around.owners),
         ],
     }
 }
@@ -181,9 +186,11 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
             }
             Health::Healthy if held_for.is_some() => State::Reserved,
             Health::Healthy
-            | Health::Unhealthy(UnhealthyReason::Xid(_) | UnhealthyReason::ProvisionerHung) => {
-                State::Active
-            }
+            | Health::Unhealthy(
+                UnhealthyReason::Xid(_)
+                | UnhealthyReason::ProvisionerHung
+                | UnhealthyReason::OtherOwner,
+            ) => State::Active,
         },
         generation,
         health: match state.health {

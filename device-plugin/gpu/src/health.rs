@@ -32,6 +32,8 @@ pub enum UnhealthyReason {
     NoAnswer,
     /// The provisioner of its retained memory hangs in the driver and cannot be killed.
     ProvisionerHung,
+    /// Another device plugin offers the GPU too, and the configuration refuses to share it.
+    OtherOwner,
     /// A drain of the GPU is requested, and the GPU is still in use.
     Draining,
     /// The GPU is drained, and the agent does not probe it.
@@ -46,6 +48,7 @@ impl UnhealthyReason {
             Self::Lost => "GpuLost",
             Self::NoAnswer => "NoAnswer",
             Self::ProvisionerHung => "ProvisionerHung",
+            Self::OtherOwner => "OtherOwner",
             Self::Draining => "Draining",
             Self::Drained => "Drained",
         }
@@ -59,6 +62,7 @@ impl std::fmt::Display for UnhealthyReason {
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
             Self::ProvisionerHung => f.write_str("a provisioner hangs in the driver"),
+            Self::OtherOwner => f.write_str("another device plugin offers the GPU too"),
             Self::Draining => f.write_str("the GPU is being drained"),
             Self::Drained => f.write_str("the GPU is drained"),
         }

@@ -143,6 +143,17 @@ impl Inventory {
         self
     }
 
+    /// Marks all GPUs unhealthy, since another device plugin offers them too.
+    #[must_use]
+    pub fn with_other_owner(mut self) -> Self {
+        if let Self::Gpus { gpus, .. } = &mut self {
+            for state in gpus.iter_mut().filter(|state| state.health.is_healthy()) {
+                state.health = Health::Unhealthy(UnhealthyReason::OtherOwner);
+            }
+        }
+        self
+    }
+
     /// Marks the GPUs unhealthy whose drain was requested and which are still in use.
     #[must_use]
     pub fn with_draining(

@@ -1,10 +1,10 @@
-//! Reads from the kubelet which pods have which device ids, by pod name.
+//! Reads from the kubelet which pods have which device ids, and which devices plugins offer.
 //!
-//! The names serve messages, priorities and metrics. This API reports neither pod UIDs nor plain
-//! init containers, so identity comes from [`device_checkpoint`](super::device_checkpoint).
-//! Allocate must never call this API: the call makes the kubelet forget pods that are not active
-//! yet.
+//! The pods' names serve messages, priorities and metrics. This API reports neither pod UIDs nor
+//! plain init containers, so identity comes from [`device_checkpoint`](super::device_checkpoint).
+//! Allocate must never list pods: the call makes the kubelet forget those that are not active yet.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,7 +12,9 @@ use bursar_ledger::units::{DeviceIdSet, Resource};
 use tonic::transport::Channel;
 
 use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
-use super::api::podresources::{ListPodResourcesRequest, PodResources};
+use super::api::podresources::{
+    AllocatableResourcesRequest, ContainerDevices, ListPodResourcesRequest, PodResources,
+};
 use super::connect::connect_when_called;
 
 /// The timeout of a call, retries included.
@@ -101,6 +103,21 @@ impl PodResourcesClient {
         Ok(listed_containers(resource, name, &pods))
     }
 
+    /// The number of healthy devices of each resource of the node, of all plugins.
+    ///
+    /// # Errors
+    /// [`PodResourcesError`], within [`LIMIT`].
+    pub async fn offered_devices(&self) -> Result<BTreeMap<String, usize>, PodResourcesError> {
+        let devices = self
+            .call(|mut api| async move {
+                let request = AllocatableResourcesRequest {};
+                let answer = api.get_allocatable_resources(request).await?;
+                Ok(answer.into_inner().devices)
+            })
+            .await?;
+        Ok(device_counts(devices))
+    }
+
     /// Calls the kubelet. Retries once after a lost connection, and while the rate limit refuses.
     async fn call<T, F>(
         &self,
@@ -145,6 +162,15 @@ fn is_transport_error(status: &tonic::Status) -> bool {
 /// Whether the kubelet's rate limit refused (its `pkg/kubelet/apis/grpc/ratelimit.go`).
 fn is_rate_limited(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::ResourceExhausted
+}
+
+/// Counts the device ids of each resource, which may be listed several times.
+fn device_counts(listed: Vec<ContainerDevices>) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for devices in listed {
+        *counts.entry(devices.resource_name).or_default() += devices.device_ids.len();
+    }
+    counts
 }
 
 /// The containers of `pods` with device ids of `resource`; containers with malformed ids are left

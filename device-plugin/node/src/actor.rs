@@ -28,6 +28,7 @@ use super::allocator::{
 use super::capacity;
 use super::checkpoint_state::PodName;
 use super::host::OsHost;
+use super::other_plugins::GpuOwners;
 use super::pod_resolver::PodResolver;
 use crate::metrics::{BindResult, Counts, NodeMetrics};
 
@@ -98,6 +99,8 @@ pub struct Inputs {
     pub hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
+    /// The owners of the GPUs; `None` where another owner is only reported.
+    pub owners: Option<watch::Receiver<GpuOwners>>,
     /// The GPUs whose driver was proven to clear freed memory; `None` where namespaces share all
     /// GPUs.
     pub retained: Option<watch::Receiver<RetainedStatus>>,
@@ -111,6 +114,14 @@ impl Inputs {
     fn effective_inventory(&self) -> Inventory {
         let inventory = self.inventory.borrow().clone();
         let inventory = inventory.with_stuck_provisioners(&self.hung_provisioners.borrow());
+        let has_other = self
+            .owners
+            .as_ref()
+            .is_some_and(|owners| matches!(*owners.borrow(), GpuOwners::OtherPlugin { .. }));
+        let inventory = match has_other {
+            true => inventory.with_other_owner(),
+            false => inventory,
+        };
         inventory.with_draining(&self.drain.borrow())
     }
 }
@@ -407,6 +418,12 @@ impl NodeTask {
                 // These tasks end only with the agent.
                 Ok(()) = self.inputs.hung_provisioners.changed() => self.apply_inventory().await,
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
+                Ok(()) = wait_if_present(&mut self.inputs.owners) => {
+                    if let Some(owners) = &mut self.inputs.owners {
+                        owners.mark_unchanged();
+                    }
+                    self.apply_inventory().await;
+                }
                 Ok(()) = wait_if_present(&mut self.inputs.retained) => self.apply_scrub_status().await,
                 // Without the API server the last known spec stays in force.
                 Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,

@@ -11,6 +11,7 @@
 //! | [`installer`] | installs the shim's files without blocking the task |
 //! | [`pod_resolver`] | resolves device ids to the container that the kubelet starts |
 //! | [`pod_names`] | resolves missing pod names later |
+//! | [`other_plugins`] | looks for another device plugin that offers this node's GPUs |
 //! | [`capacity`] | computes capacity and devices from GPUs and configuration: pure |
 //! | [`metrics`] | counts allocations and times the kubelet's calls |
 //! | [`checkpoint_state`] | defines the content of the checkpoint |
@@ -23,6 +24,7 @@ pub mod checkpoint_state;
 pub mod host;
 mod installer;
 pub mod metrics;
+pub mod other_plugins;
 mod pod_names;
 pub mod pod_resolver;
 mod recover;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::common::PATIENCE;
-use crate::machine::Machine;
+use crate::machine::{GPU, Machine};
 
 /// Waits until the answer to a GET of `path` is as `wanted`. Returns its body.
 async fn wait_for_status(
@@ -71,4 +71,48 @@ async fn metrics_follow_a_pod_from_allocation_to_end() {
     )
     .await;
     wait_for_status(&machine, "/metrics", shows("bursar_agent_releases_total 1")).await;
+}
+
+/// The devices of NVIDIA's plugin on the node.
+fn set_other_plugin(machine: &Machine, devices: usize) {
+    machine.kubelet.inject(|faults| {
+        faults.other_plugins = [("nvidia.com/gpu".to_owned(), devices)].into();
+    });
+}
+
+#[tokio::test]
+async fn other_owner_of_gpus_is_told_and_pods_are_bound() {
+    let mut machine = Machine::new().await;
+    set_other_plugin(&machine, 2);
+    machine.start_agent();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    let told = |value| {
+        let line = format!(r#"bursar_node_condition{{condition="SoleOwner"}} {value}"#);
+        move |code, text: &str| code == 200 && text.lines().any(|shown| shown == line)
+    };
+    wait_for_status(&machine, "/metrics", told(0)).await;
+    wait_for_status(&machine, "/readyz", |code, _| code == 200).await;
+    machine.run("a", 10).await;
+    set_other_plugin(&machine, 0);
+    wait_for_status(&machine, "/metrics", told(1)).await;
+}
+
+#[tokio::test]
+async fn node_with_another_owner_offers_nothing_by_choice() {
+    let mut machine = Machine::new().await;
+    let path = machine.path("agent.toml");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let choice = "[sharing]\nrefuse-beside-other-plugins = true\n";
+    std::fs::write(&path, config.replacen("[sharing]\n", choice, 1)).unwrap();
+    machine.start_agent();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    let pod = machine.run("a", 10).await;
+    let before = machine.devices();
+    set_other_plugin(&machine, 2);
+    machine.kubelet.until_allocatable(GPU, 0).await;
+    assert_eq!(machine.devices(), before, "running pods keep their gpus");
+    machine.end(&pod);
+    set_other_plugin(&machine, 0);
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    machine.run("b", 10).await;
 }

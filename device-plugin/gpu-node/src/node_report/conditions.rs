@@ -8,6 +8,7 @@ use bursar_host::checkpoint::disk::LateWrite;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
 use bursar_node::actor::Snapshot;
 use bursar_node::host::Subsystem;
+use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
 
 use crate::quota_overrides::AppliedSpec;
@@ -234,6 +235,31 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
             true,
             names::OK,
             "memory can outlive the processes that use it",
+        ),
+    }
+}
+
+pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
+    let says = |holds, reason, message: String| {
+        ConditionUpdate::new(names::SOLE_OWNER, holds, reason, message)
+    };
+    match owners {
+        GpuOwners::Unknown => pending_condition(
+            names::SOLE_OWNER,
+            "the kubelet has not listed the devices of all plugins yet",
+        ),
+        GpuOwners::BursarAlone => says(
+            true,
+            names::OK,
+            "no other device plugin offers GPUs of this node".to_owned(),
+        ),
+        GpuOwners::OtherPlugin { resource, devices } => says(
+            false,
+            names::OTHER_PLUGIN,
+            format!(
+                "another device plugin offers {devices} {resource} too, and gives out the same GPUs; label the \
+                 node nvidia.com/gpu.deploy.device-plugin=false, or bursar.dev/agent=false"
+            ),
         ),
     }
 }

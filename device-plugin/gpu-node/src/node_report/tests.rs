@@ -114,6 +114,7 @@ fn inputs() -> ReportInputs {
             scrubbed: [uuid()].into(),
             ..RetainedStatus::default()
         },
+        owners: GpuOwners::BursarAlone,
     }
 }
 
@@ -216,6 +217,7 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
             State::Active,
             "ProvisionerHung",
         ),
+        (UnhealthyReason::OtherOwner, State::Active, "OtherOwner"),
         (UnhealthyReason::Draining, State::Draining, "Draining"),
         (UnhealthyReason::Drained, State::Draining, "Drained"),
     ] {
@@ -610,4 +612,22 @@ fn unknown_spec_entries_are_a_condition_only() {
     assert_eq!(said(&around), (Some(false), names::NOT_UNDERSTOOD));
     around.overrides = AppliedSpec::default();
     assert_eq!(said(&around), (None, names::PENDING));
+}
+
+#[test]
+fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
+    let other = GpuOwners::OtherPlugin {
+        resource: "nvidia.com/gpu".to_owned(),
+        devices: 8,
+    };
+    for (owners, said) in [
+        (GpuOwners::Unknown, (None, names::PENDING)),
+        (GpuOwners::BursarAlone, (Some(true), names::OK)),
+        (other, (Some(false), names::OTHER_PLUGIN)),
+    ] {
+        let around = ReportInputs { owners, ..inputs() };
+        let report = node_report(&snapshot(), &around);
+        assert_eq!(condition(&report, names::SOLE_OWNER), said);
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+    }
 }

@@ -25,6 +25,7 @@ mod manager;
 mod pod;
 mod pod_resources;
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -54,6 +55,8 @@ pub struct Faults {
     pub streams: u32,
     /// Whether PodResources serves Get.
     pub serves_get: bool,
+    /// The healthy devices of plugins beside the agent's, by resource.
+    pub other_plugins: BTreeMap<String, usize>,
     /// PreStartContainer's time limit: 30 s in the real kubelet.
     pub pre_start_limit: Duration,
 }
@@ -64,6 +67,7 @@ impl Default for Faults {
             options: 0,
             streams: 0,
             serves_get: true,
+            other_plugins: BTreeMap::new(),
             pre_start_limit: Duration::from_secs(30),
         }
     }

@@ -71,6 +71,23 @@ impl PodResourcesLister for Lister {
             pod_resources,
         }))
     }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<api::AllocatableResourcesRequest>,
+    ) -> Result<Response<api::AllocatableResourcesResponse>, Status> {
+        let others = self.0.faults.lock().unwrap().other_plugins.clone();
+        // The real kubelet lists each device by itself.
+        let devices = others.into_iter().flat_map(|(resource, number)| {
+            (0..number).map(move |device| api::ContainerDevices {
+                resource_name: resource.clone(),
+                device_ids: vec![format!("device-{device}")],
+            })
+        });
+        Ok(Response::new(api::AllocatableResourcesResponse {
+            devices: devices.collect(),
+        }))
+    }
 }
 
 /// A pod's containers, without the plain init containers; one entry per device.

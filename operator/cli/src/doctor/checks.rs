@@ -44,6 +44,8 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
             let (level, remedy) = match held.reason.as_str() {
                 _ if held.status != "False" => continue,
                 names::NOT_READY | names::NOT_OFFERED | names::SWITCHED_OFF => continue,
+                // `owners` says it with the remedy of the node.
+                names::OTHER_PLUGIN => continue,
                 names::DRIVER_MISSING if status.gpus.is_empty() => (
                     Level::Warn,
                     "nothing, if the node has no GPU; else install the driver or set driver.root",
