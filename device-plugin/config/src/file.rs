@@ -1,5 +1,6 @@
 //! Deserializes the configuration file and checks its fields.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -102,6 +103,7 @@ struct Audit {
     tolerance: String,
     process_allowance: String,
     kill_after: u32,
+    host_programs: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -199,6 +201,7 @@ impl Default for Audit {
             tolerance: "64Mi".into(),
             process_allowance: "512Mi".into(),
             kill_after: 3,
+            host_programs: Vec::new(),
         }
     }
 }
@@ -236,6 +239,7 @@ impl ConfigFile {
             driver: driver.resolve()?,
             paths: paths.resolve()?,
             bind_wait: parse_bind_wait(binding.wait)?,
+            host_programs: parse_programs(&audit.host_programs)?,
             audit: audit.resolve()?,
             retained: retained_memory.resolve()?,
             allow_unscrubbed,
@@ -369,6 +373,7 @@ impl Audit {
             tolerance,
             process_allowance,
             kill_after,
+            host_programs: _,
         } = self;
         let wrong = |field, value: String, problem: &str| InvalidField {
             field,
@@ -391,6 +396,19 @@ impl Audit {
                 kill_after => kill_after,
             },
         })
+    }
+}
+
+/// The names of programs, none of which is empty or a path.
+fn parse_programs(names: &[String]) -> Result<BTreeSet<String>, InvalidField> {
+    let is_wrong = |name: &&String| name.is_empty() || name.len() > 255 || name.contains('/');
+    match names.iter().find(is_wrong) {
+        Some(name) => Err(InvalidField {
+            field: "audit.host-programs",
+            value: name.clone(),
+            problem: "is no name of a program; write Xorg, not /usr/bin/Xorg".to_owned(),
+        }),
+        None => Ok(names.iter().cloned().collect()),
     }
 }
 

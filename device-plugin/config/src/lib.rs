@@ -5,6 +5,7 @@
 
 mod file;
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -64,6 +65,8 @@ pub struct Config {
     pub bind_wait: Duration,
     /// The thresholds of the audit.
     pub audit: AuditConfig,
+    /// The names of programs that may use GPUs outside of pods.
+    pub host_programs: BTreeSet<String>,
     /// Retained memory.
     pub retained: RetainedConfig,
     /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
@@ -309,6 +312,7 @@ mod tests {
             tolerance = "128Mi"
             process-allowance = "512Mi"
             kill-after = 5
+            host-programs = ["nvidia-persistenced", "Xorg"]
             [retained-memory]
             enabled = false
             fdstore-socket = "/v/fdstore.sock"
@@ -354,6 +358,7 @@ mod tests {
                 kernel_log: "/k".into(),
             },
             bind_wait: Duration::from_millis(2_500),
+            host_programs: ["nvidia-persistenced", "Xorg"].map(str::to_owned).into(),
             audit: AuditConfig {
                 policy: AuditPolicy::Kill,
                 tolerance: Bytes::mib(128),
@@ -433,6 +438,10 @@ mod tests {
             (
                 "[audit]\nkill-after = 0",
                 ["audit.kill-after", "\"0\"", "1 or more"],
+            ),
+            (
+                "[audit]\nhost-programs = [\"/usr/bin/Xorg\"]",
+                ["audit.host-programs", "\"/usr/bin/Xorg\"", "write Xorg"],
             ),
             (
                 "[retained-memory]\nfdstore-socket = \"fdstore\"",

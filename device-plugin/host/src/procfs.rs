@@ -1,5 +1,6 @@
 //! Reads files of `/proc` with bounds: tenant processes shape most of their content.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
 use std::path::Path;
@@ -148,6 +149,8 @@ pub enum ProcessOwner {
     },
     /// The host: the cgroup belongs to no pod.
     Host,
+    /// The host, by a program that the configuration allows to use GPUs.
+    AllowedHost,
 }
 
 impl ProcessOwner {
@@ -165,6 +168,19 @@ impl ProcessOwner {
         };
         text.lines().find_map(container).unwrap_or(Self::Host)
     }
+}
+
+/// The bytes of a program's name in `/proc/<pid>/comm` (`TASK_COMM_LEN` of linux/sched.h).
+const COMM_BYTES: usize = 15;
+
+/// Whether one of the programs has the name in `/proc/<pid>/comm`, which the kernel cuts.
+pub fn is_named(comm: &str, programs: &BTreeSet<String>) -> bool {
+    let comm = comm.trim_end_matches('\n');
+    let cut = |program: &str| program.floor_char_boundary(COMM_BYTES);
+    !comm.is_empty()
+        && programs
+            .iter()
+            .any(|program| program[..cut(program)] == *comm)
 }
 
 /// The pod of a cgroup directory.

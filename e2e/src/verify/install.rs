@@ -119,6 +119,40 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         ],
     },
     NamedCheck {
+        name: "install/beside-nvidia",
+        promise: "values-gpu-operator.yaml reads the driver container; another plugin with the same GPUs is told, and by choice the node offers nothing; driver upgrades and MIG manager drain GPUs; programs of the host are allowed by name",
+        long: false,
+        tests: &[
+            of_chart(&[
+                "simulated::driver_containers_files_are_read_and_its_upgrades_followed",
+                "simulated::host_programs_are_allowed_by_name",
+            ]),
+            TestSelection {
+                target: &["--lib"],
+                names: &[
+                    "audit::collect::tests::only_the_hosts_programs_are_allowed_by_name",
+                    "nodes::nvidia_labels::tests::admins_drain_stays_when_ours_is_returned",
+                    "nodes::nvidia_labels::tests::drain_names_every_gpu_and_is_returned_once",
+                    "nodes::nvidia_labels::tests::drain_stays_while_the_agent_has_no_driver",
+                    "nodes::nvidia_labels::tests::driver_upgrade_drains_from_pod_deletion_to_validation",
+                    "nodes::nvidia_labels::tests::mig_manager_drains_while_it_reconfigures",
+                    "other_plugins::tests::plugin_with_healthy_gpus_is_another_owner",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "agent"],
+                names: &[
+                    "observability::node_with_another_owner_offers_nothing_by_choice",
+                    "observability::other_owner_of_gpus_is_told_and_pods_are_bound",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
         name: "install/artifacts",
         promise: "a release joins architectures, refuses changed blobs and other versions, writes digests into the chart and changes nothing else there, and lists each package once",
         long: false,

@@ -1,4 +1,4 @@
-//! Checks the values for clusters without GPUs.
+//! Checks the files of values: for clusters without GPUs, and for NVIDIA's driver container.
 
 use std::fs;
 
@@ -6,9 +6,9 @@ use serde_json::Value;
 
 use crate::render::{Objects, arguments, chart, pod_spec, render};
 
-/// Renders the chart with `values-simulated.yaml` and these values.
-fn simulated(more: &[&str]) -> Objects {
-    let text = fs::read_to_string(chart().join("values-simulated.yaml")).unwrap();
+/// Renders the chart with a file of values and these values.
+fn with_file(file: &str, more: &[&str]) -> Objects {
+    let text = fs::read_to_string(chart().join(file)).unwrap();
     let values: Value = serde_yaml_ng::from_str(&text).unwrap();
     let values = values.as_object().unwrap().iter();
     let values: Vec<String> = values
@@ -16,6 +16,10 @@ fn simulated(more: &[&str]) -> Objects {
         .collect();
     let values: Vec<&str> = values.iter().map(String::as_str).collect();
     render(&[&values, more].concat())
+}
+
+fn simulated(more: &[&str]) -> Objects {
+    with_file("values-simulated.yaml", more)
 }
 
 fn host_path<'a>(workload: &'a Value, volume: &str) -> &'a str {
@@ -60,5 +64,44 @@ fn driver_is_simulated_only_on_request() {
         objects
             .find("DaemonSet", "bursar-simulated-driver")
             .is_none()
+    );
+}
+
+#[test]
+fn driver_containers_files_are_read_and_its_upgrades_followed() {
+    let objects = with_file("values-gpu-operator.yaml", &[]);
+    let agent = objects.agent();
+    assert_eq!(host_path(agent, "driver-root"), "/run/nvidia/driver");
+    assert_eq!(host_path(agent, "dev-root"), "/run/nvidia/driver/dev");
+    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
+    let config = config.as_str().unwrap();
+    for line in [
+        "host-root = \"/run/nvidia/driver\"",
+        "refuse-beside-other-plugins = true",
+    ] {
+        assert!(config.contains(line), "{config}");
+    }
+    let affinity = pod_spec(agent)["affinity"].to_string();
+    assert!(affinity.contains("nvidia.com/gpu.present"), "{affinity}");
+    let follows = |objects: &Objects, value: &str| {
+        let argument = format!("--drain-for-nvidia={value}");
+        arguments(objects.operator()).contains(&argument.as_str())
+    };
+    assert!(follows(&objects, "true") && follows(&render(&[]), "true"));
+    let off = render(&[r#"maintenance={"drainForNvidia":false}"#]);
+    assert!(follows(&off, "false"));
+}
+
+#[test]
+fn host_programs_are_allowed_by_name() {
+    let objects = render(&[r#"audit={"hostPrograms":["Xorg","nvidia-persistenced"]}"#]);
+    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
+    let line = r#"host-programs = ["Xorg","nvidia-persistenced"]"#;
+    assert!(config.as_str().unwrap().contains(line), "{config}");
+    let by_default = render(&[]);
+    let config = &by_default.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
+    assert!(
+        config.as_str().unwrap().contains("host-programs = []"),
+        "{config}"
     );
 }

@@ -69,8 +69,14 @@ impl SampleRequests {
 }
 
 /// Identifies an answer's processes by the host's `/proc` at `proc`, and leaves out the agent's own
-/// children. The accounts must be read before.
-pub(crate) fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
+/// children. The accounts must be read before. Programs of the host may use GPUs if `allowed` has
+/// their names.
+pub(crate) fn identify(
+    gpu: GpuUuid,
+    answer: SampleAnswer,
+    proc: &Path,
+    allowed: &BTreeSet<String>,
+) -> GpuSample {
     let SampleAnswer {
         asked_at: asked,
         sample,
@@ -81,7 +87,7 @@ pub(crate) fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSa
             pid,
             bytes,
             sm_percent: percents.map(|percents| percents.get(&pid).copied().unwrap_or_default()),
-            live: find_live(proc, pid, asked),
+            live: find_live(proc, pid, asked).map(|live| allow(live, proc, pid, allowed)),
         })
     };
     let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
@@ -114,6 +120,22 @@ fn is_agent_child(proc: &Path, pid: u32) -> bool {
     let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
     stat.is_some_and(|stat| stat.parent == std::process::id())
+}
+
+/// Tells an allowed program of the host from others. A process of a pod is never allowed so,
+/// because a tenant chooses its name.
+fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -> LiveProcess {
+    if allowed.is_empty() || live.owner != ProcessOwner::Host {
+        return live;
+    }
+    let comm = procfs::read_small(&proc.join(pid.to_string()).join("comm"));
+    match comm.is_ok_and(|comm| procfs::is_named(&comm, allowed)) {
+        true => LiveProcess {
+            owner: ProcessOwner::AllowedHost,
+            ..live
+        },
+        false => live,
+    }
 }
 
 /// The process with a pid that the driver listed when it was `asked`; none where it has ended.
@@ -226,10 +248,37 @@ mod tests {
                 ..GpuMemorySample::default()
             },
         };
-        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path());
+        let none = BTreeSet::new();
+        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
         let listed = seen.processes.iter().map(|listed| listed.pid);
         assert_eq!(listed.collect::<Vec<_>>(), [7]);
         assert_eq!(seen.unattributed, Some(Bytes::gib(3)));
+    }
+
+    #[test]
+    fn only_the_hosts_programs_are_allowed_by_name() {
+        let proc = tempfile::tempdir().unwrap();
+        let uid = "11111111-2222-3333-4444-555555555555";
+        let host = "0::/system.slice/display.service\n";
+        let processes = [
+            (7, host, "nvidia-persiste\n", ProcessOwner::AllowedHost),
+            (8, host, "miner\n", ProcessOwner::Host),
+        ];
+        for (pid, cgroup, comm, _) in &processes {
+            write_process(proc.path(), *pid, cgroup);
+            std::fs::write(proc.path().join(format!("{pid}/comm")), comm).unwrap();
+        }
+        write_process(proc.path(), 9, &format!("0::/kubepods/pod{uid}/main\n"));
+        std::fs::write(proc.path().join("9/comm"), "nvidia-persiste\n").unwrap();
+        let allowed = BTreeSet::from(["nvidia-persistenced".to_owned(), String::new()]);
+        let owner = |pid| {
+            let live = find_live(proc.path(), pid, u64::MAX).unwrap();
+            allow(live, proc.path(), pid, &allowed).owner
+        };
+        for (pid, .., expected) in processes {
+            assert_eq!(owner(pid), expected, "{pid}");
+        }
+        assert!(matches!(owner(9), ProcessOwner::Container { .. }));
     }
 
     #[test]

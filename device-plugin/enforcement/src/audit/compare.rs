@@ -270,7 +270,7 @@ impl AuditResult {
                 }
                 Attribution::SessionLost(allocation) => Some(allocation),
                 Attribution::Untracked(allocation) => {
-                    intruders += 1;
+                    intruders += usize::from(!is_allowed(listed));
                     self.findings
                         .extend(untracked_finding(gpu, listed, allocation));
                     allocation
@@ -475,6 +475,13 @@ fn attribute(
         Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
         _ => Attribution::Untracked(Some(allocation)),
     }
+}
+
+/// Whether the process is a program of the host that the configuration allows. Its memory is
+/// withheld from pods as that of others is.
+fn is_allowed(listed: &ListedProcess) -> bool {
+    let live = listed.live.as_ref();
+    live.is_some_and(|live| live.owner == ProcessOwner::AllowedHost)
 }
 
 fn untracked_finding(

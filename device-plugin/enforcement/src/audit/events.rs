@@ -90,7 +90,9 @@ fn message(finding: &Finding) -> String {
             (ProcessOwner::Container { pod, .. }, None) => {
                 format!("a process of pod {pod}, which has no allocation of the GPU, uses {gpu}")
             }
-            (ProcessOwner::Host, None) => format!("a process of the host uses {gpu}"),
+            (ProcessOwner::Host | ProcessOwner::AllowedHost, None) => {
+                format!("a process of the host uses {gpu}")
+            }
         },
         Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
         Finding::Holder { gpu, bytes, .. } => format!(

@@ -1,6 +1,7 @@
 //! Decides what follows a finding: pure.
 
 use bursar_config::{AuditConfig, AuditPolicy};
+use bursar_host::procfs::ProcessOwner;
 use bursar_sessions::Process;
 
 use super::compare::Finding;
@@ -24,6 +25,10 @@ pub struct Action {
 /// kills only processes of containers that it gave memory; other processes are the administrator's.
 pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
     let (told_at, at_fault) = match finding {
+        Finding::UntrackedProcess {
+            owner: ProcessOwner::AllowedHost,
+            ..
+        } => return Action::default(),
         Finding::OverQuota { processes, .. } => (1, processes.clone()),
         Finding::UntrackedProcess {
             process,
@@ -57,7 +62,6 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
 
 #[cfg(test)]
 mod tests {
-    use bursar_host::procfs::ProcessOwner;
     use bursar_ledger::units::{AllocationId, Bytes};
 
     use super::*;
@@ -124,6 +128,11 @@ mod tests {
         let config = config(AuditPolicy::Kill);
         assert!(action(&intruder(None), 1, &config).publish_event);
         assert_eq!(action(&intruder(None), 3, &config).kill, []);
+        let mut allowed = intruder(None);
+        if let Finding::UntrackedProcess { owner, .. } = &mut allowed {
+            *owner = ProcessOwner::AllowedHost;
+        }
+        assert_eq!(action(&allowed, 1, &config), Action::default());
         let ours = intruder(Some(AllocationId::from_bits(1)));
         assert_eq!(action(&ours, 3, &config).kill, [ONE]);
     }

@@ -79,6 +79,7 @@ pub struct AuditStatus {
 /// The state of the audit task.
 pub struct Auditor {
     config: AuditConfig,
+    host_programs: BTreeSet<String>,
     proc: PathBuf,
     nvml: NvmlHandle,
     sessions: Arc<Sessions>,
@@ -156,6 +157,7 @@ impl Auditor {
         }
         let auditor = Self {
             config: config.audit,
+            host_programs: config.host_programs.clone(),
             proc: config.paths.proc.clone(),
             nvml,
             sessions,
@@ -227,7 +229,7 @@ impl Auditor {
         let books = self.sessions.container_usage();
         let mut seen: Vec<GpuSample> = answers
             .into_iter()
-            .map(|(gpu, answer)| identify(gpu, answer, &self.proc))
+            .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
             .collect();
         // Read after the accounts, so that memory of an ending pod is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
