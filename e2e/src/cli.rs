@@ -66,7 +66,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         } => interruptible(demo(cluster.name, keep, bursar, progress))?,
         Command::CliArchive { to, target } => {
             let target = target.unwrap_or_else(cli_archive::default_target);
-            let archive = cli_archive::write(&cli_archive::build(&target)?, &target, &to)?;
+            let archive = cli_archive::write(
+                &cli_archive::build(&target)?,
+                &target,
+                cli_archive::VERSION,
+                &to,
+            )?;
             progress.report(format_args!(
                 "{} for {target}, and {}",
                 archive.display(),

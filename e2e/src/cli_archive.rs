@@ -19,8 +19,10 @@ use crate::paths;
 use crate::workspace::{self, WorkspaceError};
 
 const PACKAGE: &str = "bursar-cli";
-const PROGRAM: &str = "kubectl-bursar";
-const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The name of the program.
+pub const PROGRAM: &str = "kubectl-bursar";
+/// The version of an archive that belongs to no release.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 const HOMEPAGE: &str = "https://github.com/bursar/bursar";
 /// The file name of the manifest, which krew requires to be the plugin's name.
 pub const MANIFEST: &str = "bursar.yaml";
@@ -106,8 +108,8 @@ pub fn build(target: &str) -> Result<PathBuf, CliArchiveError> {
     }
 }
 
-fn archive_name(os: &str, arch: &str) -> String {
-    format!("{PROGRAM}_{VERSION}_{os}_{arch}.tar.gz")
+fn archive_name(version: &str, os: &str, arch: &str) -> String {
+    format!("{PROGRAM}_{version}_{os}_{arch}.tar.gz")
 }
 
 /// Writes the archive of a program for a target into a folder, and the manifest of all archives of
@@ -115,10 +117,15 @@ fn archive_name(os: &str, arch: &str) -> String {
 ///
 /// # Errors
 /// When the target is unknown, or a file cannot be read or written.
-pub fn write(program: &Path, target: &str, folder: &Path) -> Result<PathBuf, CliArchiveError> {
+pub fn write(
+    program: &Path,
+    target: &str,
+    version: &str,
+    folder: &Path,
+) -> Result<PathBuf, CliArchiveError> {
     let (os, arch) = platform(target)?;
     fs::create_dir_all(folder).map_err(at(folder))?;
-    let path = folder.join(archive_name(os, arch));
+    let path = folder.join(archive_name(version, os, arch));
     let licence = paths::repository().join("LICENSE");
     let entries = [
         (PROGRAM, 0o755, fs::read(program).map_err(at(program))?),
@@ -141,25 +148,29 @@ pub fn write(program: &Path, target: &str, folder: &Path) -> Result<PathBuf, Cli
     }
     let file = archive.into_inner().and_then(GzEncoder::finish);
     file.and_then(|file| file.sync_all()).map_err(at(&path))?;
-    write_manifest(folder)?;
+    write_manifest(version, folder)?;
     Ok(path)
 }
 
 /// Writes the manifest of the archives of this version in a folder, each with its checksum.
-fn write_manifest(folder: &Path) -> Result<(), CliArchiveError> {
+///
+/// # Errors
+/// When a file cannot be read or written.
+pub fn write_manifest(version: &str, folder: &Path) -> Result<(), CliArchiveError> {
     let mut platforms = Vec::new();
     for (os, arch) in [("linux", "amd64"), ("linux", "arm64")] {
-        let path = folder.join(archive_name(os, arch));
+        let name = archive_name(version, os, arch);
+        let path = folder.join(&name);
         if path.exists() {
             let sum = checksum(&path)?;
-            let line = format!("{sum}  {}\n", archive_name(os, arch));
+            let line = format!("{sum}  {name}\n");
             let beside = path.with_extension("gz.sha256");
             fs::write(&beside, line).map_err(at(&beside))?;
-            platforms.push(platform_entry(os, arch, &sum));
+            platforms.push(platform_entry(version, (os, arch), &sum));
         }
     }
     let path = folder.join(MANIFEST);
-    let text = serde_yaml_ng::to_string(&manifest(platforms));
+    let text = serde_yaml_ng::to_string(&manifest(version, platforms));
     let text = text.map_err(|error| at(&path)(io::Error::other(error)))?;
     fs::write(&path, text).map_err(at(&path))
 }
@@ -176,29 +187,30 @@ pub fn checksum(path: &Path) -> Result<String, CliArchiveError> {
         .collect())
 }
 
-fn platform_entry(os: &str, arch: &str, sum: &str) -> Value {
+fn platform_entry(version: &str, (os, arch): (&str, &str), sum: &str) -> Value {
+    let name = archive_name(version, os, arch);
     json!({
         "selector": { "matchLabels": { "os": os, "arch": arch } },
-        "uri": format!("{HOMEPAGE}/releases/download/v{VERSION}/{}", archive_name(os, arch)),
+        "uri": format!("{HOMEPAGE}/releases/download/v{version}/{name}"),
         "sha256": sum,
         "bin": PROGRAM,
         "files": [{ "from": PROGRAM, "to": "." }, { "from": "LICENSE", "to": "." }],
     })
 }
 
-fn manifest(platforms: Vec<Value>) -> Value {
+fn manifest(version: &str, platforms: Vec<Value>) -> Value {
     json!({
         "apiVersion": "krew.googlecontainertools.github.com/v1alpha2",
         "kind": "Plugin",
         "metadata": { "name": "bursar" },
         "spec": {
-            "version": format!("v{VERSION}"),
+            "version": format!("v{version}"),
             "homepage": HOMEPAGE,
             "shortDescription": "Show and manage shared GPU memory",
             "description": "Shows the GPU memory of pods and nodes, explains why a pod does not run, \
                 looks for what is amiss in the cluster, drains GPUs, and rewrites manifests of \
                 HAMi, KAI, time-slicing and MPS.\n",
-            "caveats": format!("The cluster needs Bursar {VERSION}.\n"),
+            "caveats": format!("The cluster needs Bursar {version}.\n"),
             "platforms": platforms,
         },
     })
@@ -214,15 +226,15 @@ mod tests {
         let program = folder.path().join("program");
         fs::write(&program, "#!/bin/sh\n").unwrap();
         let to = folder.path().join("out");
-        let first = write(&program, "x86_64-unknown-linux-musl", &to).unwrap();
-        write(&program, "aarch64-unknown-linux-gnu", &to).unwrap();
+        let first = write(&program, "x86_64-unknown-linux-musl", VERSION, &to).unwrap();
+        write(&program, "aarch64-unknown-linux-gnu", VERSION, &to).unwrap();
         let text = fs::read_to_string(to.join(MANIFEST)).unwrap();
         let manifest: Value = serde_yaml_ng::from_str(&text).unwrap();
         let platforms = manifest["spec"]["platforms"].as_array().unwrap();
         assert_eq!(platforms.len(), 2, "{text}");
         assert_eq!(platforms[0]["sha256"], checksum(&first).unwrap());
         assert_eq!(manifest["metadata"]["name"], "bursar");
-        let again = write(&program, "x86_64-unknown-linux-gnu", &to).unwrap();
+        let again = write(&program, "x86_64-unknown-linux-gnu", VERSION, &to).unwrap();
         assert_eq!(checksum(&again).unwrap(), platforms[0]["sha256"]);
     }
 
@@ -231,6 +243,7 @@ mod tests {
         let refused = write(
             Path::new("p"),
             "riscv64gc-unknown-linux-gnu",
+            VERSION,
             Path::new("t"),
         );
         assert!(matches!(refused, Err(CliArchiveError::Target(_))));

@@ -1,11 +1,14 @@
-//! Makes a release: images, the chart, bills of materials, checksums and notes.
+//! Makes a release: images, the chart, bills of materials, archives, checksums and notes.
 //!
 //! ```text
 //! FOLDER/oci/<image>/           an OCI image layout with an index of the image's architectures
 //!       /oci/chart/             an OCI image layout of the chart
 //!       /bursar-<version>.tgz   the chart
+//!       /values-gpu-operator.yaml  values for nodes with NVIDIA's driver container
 //!       /values-simulated.yaml  values for clusters without GPUs
 //!       /<image>-<version>-<architecture>.cdx.json
+//!       /kubectl-bursar_<version>_<platform>.tar.gz, with a file .sha256 beside it
+//!       /bursar.yaml            krew's manifest of these archives
 //!       /images.txt             the reference of each image, with its digest
 //!       /notes.md               the entry of the changelog
 //!       /SHA256SUMS             the checksums of the files above
@@ -29,6 +32,7 @@ pub use destination::{Destination, Version, VersionError};
 
 use self::chart::ImageReferences;
 use crate::cache::CacheError;
+use crate::cli_archive::{self, CliArchiveError};
 use crate::images::{self, ImageError, Layer, RECIPES, Recipe};
 use crate::kube::{self, BuildError};
 use crate::paths;
@@ -48,7 +52,7 @@ const LAYOUTS: &str = "oci";
 /// The file of the checksums.
 const CHECKSUMS: &str = "SHA256SUMS";
 /// The files of the chart that are published beside it.
-const CHART_FILES: &[&str] = &["values-simulated.yaml"];
+const CHART_FILES: &[&str] = &["values-gpu-operator.yaml", "values-simulated.yaml"];
 
 /// What to release, and where to.
 #[derive(Debug)]
@@ -101,6 +105,9 @@ pub enum ReleaseError {
     /// The changelog has no entry.
     #[error(transparent)]
     Changelog(#[from] changelog::NoEntry),
+    /// The archive of the command-line program could not be made.
+    #[error(transparent)]
+    CliArchive(#[from] CliArchiveError),
     /// A registry refused.
     #[error(transparent)]
     Push(#[from] registry::PushError),
@@ -119,8 +126,8 @@ fn file_error(path: &Path) -> impl FnOnce(io::Error) -> ReleaseError {
     move |source| ReleaseError::File { path, source }
 }
 
-/// Builds the programs of all images in the release profile. The operator is linked statically if
-/// the standard library for that is installed.
+/// Builds the programs of all images and the command-line program in the release profile. The
+/// latter is linked statically, and so is the operator if musl's standard library is installed.
 ///
 /// # Errors
 /// When a program does not compile.
@@ -128,6 +135,8 @@ pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
     progress.report("building Bursar in the release profile");
     let packages: Vec<_> = RECIPES.iter().flat_map(Recipe::packages).collect();
     let binaries = workspace::build_packages(workspace::Profile::Release, &packages)?;
+    let plugin = cli_archive::build(&cli_archive::default_target())?;
+    let binaries = binaries.with(cli_archive::PROGRAM, plugin);
     if !workspace::has_standard_library(STATIC_TARGET) {
         progress.report(format_args!(
             "{STATIC_TARGET} is not installed: the operator's image gets glibc"
@@ -212,8 +221,14 @@ pub fn make(
         .filter_map(|name| Some((name, references.reference(name)?)))
         .collect();
     write_files(&folder, &notes, &images)?;
-    // The archives of kubectl-bursar and the manifest of krew belong into the folder at this point,
-    // so that the checksums name them.
+    match programs.and_then(|programs| programs.get(cli_archive::PROGRAM)) {
+        Some(program) => {
+            progress.report("packing kubectl-bursar");
+            cli_archive::write(program, &cli_archive::default_target(), version, &folder)?;
+        }
+        // The archives come with the parts.
+        None => cli_archive::write_manifest(version, &folder)?,
+    }
     write_checksums(&folder)?;
 
     for registry in &registries {
@@ -318,8 +333,8 @@ fn labels(recipe: &Recipe, version: &str) -> BTreeMap<&'static str, String> {
     labels
 }
 
-/// Joins the images and bills of releases of single architectures, and returns the digests of the
-/// joined indexes.
+/// Joins the images, bills and archives of releases of single architectures, and returns the
+/// digests of the joined indexes.
 fn join_images(
     parts: &[PathBuf],
     folder: &Path,
@@ -338,13 +353,20 @@ fn join_images(
     for part in parts {
         for path in files(part)? {
             if let Some(name) = path.file_name()
-                && name.to_string_lossy().ends_with(".cdx.json")
+                && is_of_one_architecture(&name.to_string_lossy())
             {
                 fs::copy(&path, folder.join(name)).map_err(file_error(&path))?;
             }
         }
     }
     Ok(digests)
+}
+
+/// Whether a part's file goes into the joined release as it is: a bill of materials, or an archive
+/// of the command-line program.
+fn is_of_one_architecture(name: &str) -> bool {
+    let is_archive = name.starts_with(cli_archive::PROGRAM) && name.ends_with(".tar.gz");
+    is_archive || name.ends_with(".cdx.json")
 }
 
 /// Writes the notes, the list of images and the files of the chart.
@@ -434,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn joined_parts_have_every_image_and_bill() {
+    fn joined_parts_have_every_image_bill_and_archive() {
         let folder = tempfile::tempdir().unwrap();
         let part = folder.path().join("part");
         for recipe in RECIPES {
@@ -442,11 +464,18 @@ mod tests {
             images::write_index(&layout, &[]).unwrap();
         }
         fs::write(part.join("agent-1-arm64.cdx.json"), "{}").unwrap();
-        fs::write(part.join("notes.md"), "").unwrap();
+        fs::write(part.join("kubectl-bursar_1_linux_arm64.tar.gz"), "").unwrap();
+        for of_the_whole in ["notes.md", "bursar.yaml", "bursar-1.tgz"] {
+            fs::write(part.join(of_the_whole), "").unwrap();
+        }
         let joined = folder.path().join("joined");
         let digests = join_images(&[part], &joined).unwrap();
         assert_eq!(digests.len(), RECIPES.len());
         let copied = files(&joined).unwrap();
-        assert_eq!(copied, [joined.join("agent-1-arm64.cdx.json")]);
+        let expected = [
+            "agent-1-arm64.cdx.json",
+            "kubectl-bursar_1_linux_arm64.tar.gz",
+        ];
+        assert_eq!(copied, expected.map(|name| joined.join(name)));
     }
 }

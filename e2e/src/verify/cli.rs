@@ -42,7 +42,12 @@ pub(super) fn archive() -> anyhow::Result<()> {
     let program = program.ok_or_else(|| anyhow::anyhow!("the workspace has no kubectl-bursar"))?;
     let folder = tempfile::tempdir()?;
     let (release, store) = (folder.path().join("release"), folder.path().join("store"));
-    cli_archive::write(program, &cli_archive::default_target(), &release)?;
+    cli_archive::write(
+        program,
+        &cli_archive::default_target(),
+        cli_archive::VERSION,
+        &release,
+    )?;
     let manifest = fs::read_to_string(release.join(MANIFEST))?;
     let manifest: Value = serde_yaml_ng::from_str(&manifest)?;
     let spec = &manifest["spec"];

@@ -173,7 +173,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "release::sbom::tests::joined_bill_lists_each_package_once",
                 "release::sbom::tests::library_has_the_hash_of_its_file",
                 "release::tests::checksums_name_every_file_but_themselves",
-                "release::tests::joined_parts_have_every_image_and_bill",
+                "release::tests::joined_parts_have_every_image_bill_and_archive",
             ],
             ignored: false,
             env: &[],

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{NAMESPACE, RELEASE};
+use bursar_e2e::cli_archive;
 use bursar_e2e::cluster::{ClusterOptions, ClusterScope, LocalCluster};
 use bursar_e2e::environment::Environment;
 use bursar_e2e::images;
@@ -207,6 +208,16 @@ fn check_files(folder: &Path) -> Result<(), Failed> {
         .current_dir(folder)
         .status()?;
     assert!(checked.success(), "the checksums differ");
+    let sums = fs::read_to_string(folder.join("SHA256SUMS"))?;
+    let archive = format!(
+        "kubectl-bursar_{VERSION}_linux_{}.tar.gz",
+        images::architecture()
+    );
+    for name in [archive.as_str(), cli_archive::MANIFEST] {
+        assert!(sums.contains(&format!("  {name}\n")), "{name} in {sums}");
+    }
+    let manifest = fs::read_to_string(folder.join(cli_archive::MANIFEST))?;
+    assert!(manifest.contains(&archive), "{manifest}");
     let bill = |image: &str| -> Result<Value, Failed> {
         let name = format!("{image}-{VERSION}-{}.cdx.json", images::architecture());
         Ok(serde_json::from_slice(&fs::read(folder.join(name))?)?)
