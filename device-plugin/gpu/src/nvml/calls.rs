@@ -302,8 +302,8 @@ fn find_instance<'nvml>(
     Err(NvmlError::NotFound)
 }
 
-/// Reads the memory first: a process whose memory it includes is listed then, or has ended. Reads it
-/// again after the list, without the memory that was freed meanwhile.
+/// Reads the memory first: a process whose memory it includes is listed then, or has ended. Reads
+/// it again after the list, without the memory that was freed meanwhile.
 fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
