@@ -79,7 +79,7 @@ impl Artifacts {
         progress: &Progress,
     ) -> Result<Self, ArtifactsError> {
         let toolbox = kube::build(progress)?;
-        progress.report("building Bursar");
+        progress.report("building Bursar, which takes minutes the first time");
         let binaries = workspace::build(profile, harness.is_none())?;
         let harness = match harness {
             Some(harness) => harness,
