@@ -242,6 +242,8 @@ async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
 
 /// Makes a release of programs that are built for it, or of parts that are there.
 fn make_release(options: &ReleaseOptions, progress: &Progress) -> anyhow::Result<()> {
+    // A version without an entry is an error before the minutes of the build.
+    release::changelog_entry(options.version.as_str())?;
     let programs = match options.parts.is_empty() {
         true => Some(release::build_programs(progress)?),
         false => None,

@@ -151,6 +151,16 @@ pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
     })
 }
 
+/// The entry of a version in the changelog.
+///
+/// # Errors
+/// When the changelog has none, or cannot be read.
+pub fn changelog_entry(version: &str) -> Result<String, ReleaseError> {
+    let changelog = paths::repository().join("CHANGELOG.md");
+    let text = fs::read_to_string(&changelog).map_err(file_error(&changelog))?;
+    Ok(changelog::entry(&text, version)?)
+}
+
 /// Makes a release of these programs, or of the parts that other machines have built.
 ///
 /// # Errors
@@ -182,9 +192,7 @@ pub fn make(
     if destinations.is_empty() {
         return Err(ReleaseError::NoDestination);
     }
-    let changelog = paths::repository().join("CHANGELOG.md");
-    let text = fs::read_to_string(&changelog).map_err(file_error(&changelog))?;
-    let notes = changelog::entry(&text, version)?;
+    let notes = changelog_entry(version)?;
     let toolbox = kube::build(progress)?;
 
     let folder = folders.next().unwrap_or_else(|| default_folder(version));
