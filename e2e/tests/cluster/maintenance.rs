@@ -81,7 +81,7 @@ async fn drain_and_return(context: &TrialContext, node: &str) -> Result<(), Fail
     ));
     wait_for_node_event(context, node, "GpusReturned").await?;
 
-    // What an admin has drained stays so: the GPU that the pod does not use.
+    // An admin has drained the GPU that the pod does not use, and this drain stays.
     let unused = drained.gpus.iter().find(|gpu| gpu.pods.is_empty());
     let admins = unused.ok_or("the pod uses every GPU")?.uuid.clone();
     set_drain(context, node, &json!([admins])).await?;

@@ -10,7 +10,7 @@ use crate::snapshot::Snapshot;
 /// The reason of the Events.
 pub const REASON: &str = "GpuMemoryUninstall";
 
-/// What a pod loses with Bursar.
+/// The losses of a pod at an uninstall, as its Event states them.
 const NOTE: &str = "Bursar is being uninstalled: without it a request for more GPU memory fails as \
     out of memory after 10 s, retained memory is lost, and a container that ends cannot start \
     again; finish the work of this pod and delete it";
