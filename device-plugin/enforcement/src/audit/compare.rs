@@ -358,8 +358,7 @@ impl AuditResult {
         listed: &[&ListedProcess],
         limits: &AuditConfig,
     ) {
-        let index = account_index(books, gpu);
-        let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
+        let Some((index, account)) = account_of(books, gpu) else {
             return;
         };
         let AccountBalance {
@@ -426,7 +425,7 @@ fn attribute(
     limits: &AuditConfig,
 ) -> Attribution {
     let pid = listed.pid;
-    let has_gpu = |books: &&ContainerUsage| account_index(books, gpu).is_some();
+    let has_gpu = |books: &&ContainerUsage| account_of(books, gpu).is_some();
     let exited = || {
         let exited = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
         books.iter().filter(has_gpu).find(exited)
@@ -442,8 +441,7 @@ fn attribute(
     }
     // A new process may get a pid that the driver still lists for an exited one.
     let left = |books: &&ContainerUsage| {
-        let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
-        let left = account.map_or(0, |account| account.exited.0);
+        let left = account_of(books, gpu).map_or(0, |(_, account)| account.exited.0);
         let most = left.saturating_add(limits.process_allowance.0);
         listed.bytes.is_some_and(|bytes| bytes.0 <= most)
     };
@@ -500,10 +498,10 @@ fn untracked_finding(
     })
 }
 
-fn account_index(books: &ContainerUsage, gpu: &GpuUuid) -> Option<usize> {
-    let is_it =
-        |account: &AccountBalance| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
-    books.accounts.iter().position(is_it)
+/// The account of a GPU, and its index in the container's accounts.
+fn account_of<'a>(books: &'a ContainerUsage, gpu: &GpuUuid) -> Option<(usize, &'a AccountBalance)> {
+    let mut accounts = books.accounts.iter().enumerate();
+    accounts.find(|(_, it)| matches!(&it.account, Account::Gpu(uuid) if uuid == gpu))
 }
 
 /// The processes that use the driver, of containers with this GPU, each with its container's usage.
@@ -515,7 +513,7 @@ fn driver_users<'a>(
     let processes = containers.processes.iter();
     let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
         let of_it = books.iter().find(|books| books.allocation == *allocation)?;
-        let uses_it = !running.device_mappings.is_empty() && account_index(of_it, gpu).is_some();
+        let uses_it = !running.device_mappings.is_empty() && account_of(of_it, gpu).is_some();
         uses_it.then_some((of_it, *pid, running))
     };
     processes.filter_map(uses_it).collect()
@@ -558,8 +556,7 @@ fn known_unattributed(
     listed: &[ListedProcess],
     limits: &AuditConfig,
 ) -> u64 {
-    let index = account_index(books, gpu);
-    let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
+    let Some((index, account)) = account_of(books, gpu) else {
         return 0;
     };
     let of_it = |listed: &&ListedProcess| match &listed.live {
