@@ -298,16 +298,18 @@ impl CreditAccounts {
         self.exited.remove(&pid);
     }
 
-    /// Caps the orphaned exports of an account by a proven bound. The bound concerns the exports
-    /// that were orphaned when `of` was copied. The bound does not say which exporter's bytes are
-    /// still mapped, so each may have up to `most`.
+    /// Caps the orphaned exports of an account by a proven bound on their sum. The bound concerns
+    /// the exports that were orphaned when `of` was copied, so exporters whose entry has changed
+    /// since then keep theirs.
     pub(super) fn cap_orphaned(&mut self, account: usize, most: Units, of: &AmountsByPid) {
+        let mut left = most;
         for (pid, accounts) in &mut self.orphaned {
             let asked = of.get(pid).and_then(|asked| asked.get(account));
             if let Some(units) = accounts.get_mut(account)
                 && asked == Some(&*units)
             {
-                *units = most.min(*units);
+                *units = left.min(*units);
+                left = left.saturating_sub(*units);
             }
         }
         self.orphaned.retain(|_, accounts| is_any_nonzero(accounts));
@@ -467,8 +469,8 @@ mod tests {
         credit.cap_orphaned(0, Units(3), &all);
         assert_eq!(
             credit.orphaned(0),
-            Units(6),
-            "three units of each exporter may be mapped"
+            Units(3),
+            "the bound concerns the sum of both exporters"
         );
         let rest = credit.orphaned.clone();
         credit.cap_orphaned(0, Units::ZERO, &rest);
@@ -586,7 +588,9 @@ mod tests {
                     Step::CapOrphaned(units) => {
                         let rest = credit.exited(0).0 - credit.orphaned(0).0;
                         let all = credit.orphaned.clone();
+                        let before = credit.orphaned(0);
                         credit.cap_orphaned(0, Units(units), &all);
+                        prop_assert_eq!(credit.orphaned(0), before.min(Units(units)));
                         prop_assert_eq!(credit.exited(0).0 - credit.orphaned(0).0, rest);
                     }
                     Step::Resize(quota) => credit.set_quota(0, Units(quota.max(before.0 + credit.exited(0).0))),
