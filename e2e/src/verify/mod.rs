@@ -24,7 +24,7 @@ mod style;
 mod surface;
 
 use std::fs::File;
-use std::io::{self, Seek as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
@@ -154,7 +154,9 @@ fn start_in_background(jobs: Vec<BackgroundJob>) -> io::Result<Vec<RunningJob>> 
             mut command,
         } = job;
         let output = tempfile::tempfile()?;
+        // The causes of failures name their places, and the runner's frames would bury them.
         command
+            .env("RUST_BACKTRACE", "0")
             .stdout(output.try_clone()?)
             .stderr(output.try_clone()?);
         let (sender, result) = mpsc::channel();
@@ -176,19 +178,47 @@ fn start_in_background(jobs: Vec<BackgroundJob>) -> io::Result<Vec<RunningJob>> 
 }
 
 impl RunningJob {
-    /// Waits for the job's exit, and prints its output.
+    /// Waits for the job's exit, and prints its output. The error names the tests that failed.
     fn join(mut self) -> Timed {
         let (took, answer) = self.result.recv().unwrap_or_else(|_| {
             let panicked = anyhow::anyhow!("the thread of the background jobs panicked");
             (Duration::ZERO, Err(panicked))
         });
-        let mut print = || {
+        let mut print = || -> io::Result<String> {
             self.output.rewind()?;
-            io::copy(&mut self.output, &mut io::stdout())
+            let mut output = Vec::new();
+            self.output.read_to_end(&mut output)?;
+            io::stdout().write_all(&output)?;
+            Ok(String::from_utf8_lossy(&output).into_owned())
         };
-        let printed = print().map(drop).map_err(Into::into);
-        (took, answer.and(printed))
+        let answer = match print() {
+            Ok(output) => {
+                answer.map_err(|error| anyhow::anyhow!("{error}{}", failed_tests(&output)))
+            }
+            Err(error) => answer.and(Err(error.into())),
+        };
+        (took, answer)
     }
+}
+
+/// Returns the failed tests of a test runner's output, each with the first lines of its cause.
+fn failed_tests(output: &str) -> String {
+    const LINES: usize = 4;
+    const WIDTH: usize = 300;
+    let (mut failed, mut left) = (String::new(), 0);
+    for line in output.lines().filter(|line| !line.trim().is_empty()) {
+        if line.starts_with("---- ") {
+            left = LINES;
+        } else if line == "failures:" {
+            left = 0;
+        }
+        if left > 0 {
+            left -= 1;
+            failed.push_str("\n  ");
+            failed.extend(line.chars().take(WIDTH));
+        }
+    }
+    failed
 }
 
 /// The duration and the outcome of a check.
@@ -271,6 +301,17 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), all);
+    }
+
+    #[test]
+    fn failed_tests_are_named_with_their_causes() {
+        let output = "test a ... FAILED\n\nfailures:\n\n---- a ----\nonly 8 pods ran\n--- pods\n\n\
+                      one\ntwo\n\n---- b ----\n\n\nfailures:\n    a\n    b\n";
+        assert_eq!(
+            failed_tests(output),
+            "\n  ---- a ----\n  only 8 pods ran\n  --- pods\n  one\n  ---- b ----"
+        );
+        assert_eq!(failed_tests("test a ... ok\n\ntest result: ok.\n"), "");
     }
 
     #[test]
