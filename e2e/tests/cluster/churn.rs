@@ -12,6 +12,8 @@ use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_t
 
 /// The number of concurrent cycles: at a mean size of 6 GiB, more than the node has room for.
 const AT_ONCE: u64 = 8;
+/// A pod that waits for memory runs within this time: others are deleted meanwhile.
+const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 /// The seed, so that every run has the same sizes and durations.
 const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 
@@ -48,7 +50,7 @@ async fn churn(context: &mut TrialContext, cycles: u64) -> Result<(), Failed> {
     ));
     context.history.check_none_failed_or_restarted()?;
     assert_eq!(lives.len() as u64, cycles, "pods that were seen");
-    assert!(ran as u64 > cycles / 4, "only {ran} pods ran");
+    assert!(ran as u64 >= cycles / 2, "only {ran} pods ran");
     let end = Instant::now();
     context
         .node_files()?
@@ -83,6 +85,10 @@ async fn come_and_go(
             .arguments(&["hold", "--bytes=256Mi"])
             .gib(gib);
         pods.create(&plan).await?;
+        // Every second pod is deleted once it runs, and the others whatever their state is.
+        if cycle % 2 == 0 {
+            pods.wait_until_running(&name, RUN_TIMEOUT).await?;
+        }
         tokio::time::sleep(Duration::from_millis(random.random_range(0..3_000))).await;
         // One pod in four is deleted by force, so that the next starts while its containers still
         // stop.

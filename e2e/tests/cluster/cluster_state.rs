@@ -13,7 +13,7 @@ use serde_json::Value;
 use tokio::process::Command;
 
 /// The timeout of one command, on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Runs a program against a cluster, and returns its standard output.
 pub(crate) async fn call(

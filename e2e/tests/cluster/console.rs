@@ -24,7 +24,7 @@ const PAGES: &[&str] = &["README.md", "docs/guides/quickstart.md"];
 /// The node of the pages' output.
 const NODE_OF_PAGES: &str = "node-1";
 /// A command is repeated for this long until its output is the page's.
-const TIMEOUT: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(180);
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// The beginnings of commands that the trial does not execute, each with the reason.

@@ -26,8 +26,9 @@ const CHURNING: [&str; 2] = ["churns-a", "churns-b"];
 const HALF: &str = "half";
 /// The part of a quota that a context may take, with a margin.
 const CONTEXT: u64 = GIB;
-/// The kubelet stops the old agent within its grace period of 30 s, and starts the new one.
-const REPLACED: Duration = Duration::from_secs(90);
+/// The kubelet stops the old agent within its grace period of 30 s and starts the new one, while
+/// programs allocate without pause.
+const REPLACED: Duration = Duration::from_secs(300);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {

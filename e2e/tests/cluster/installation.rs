@@ -39,7 +39,7 @@ const GIB: u64 = 1 << 30;
 /// The promised time from `helm install` to a pod that is held to its quota.
 const INSTALL_PROMISE: Duration = Duration::from_secs(60);
 /// The timeout of each step, on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(240);
 const PAUSE: Duration = Duration::from_millis(200);
 /// The pre-release of this workspace's version that the trial makes.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "-trial.1");

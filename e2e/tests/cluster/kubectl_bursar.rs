@@ -31,11 +31,11 @@ use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 const PAUSE: Duration = Duration::from_millis(300);
 /// A command ends within this time on a loaded machine. `drain` waits for the agent.
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(180);
 /// A restored or undrained GPU serves pods again within this time.
-const RESTORE_TIMEOUT: Duration = Duration::from_secs(90);
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(180);
 /// A container without a session is suspicious only after 60 s.
-const SETTLED: Duration = Duration::from_secs(120);
+const SETTLED: Duration = Duration::from_secs(180);
 /// The service account with the tenant's role.
 const TENANT: &str = "tenant";
 

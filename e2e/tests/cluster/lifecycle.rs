@@ -15,8 +15,8 @@ use libtest_mimic::{Failed, Trial};
 
 use crate::shared_cluster;
 
-const BOUND: Duration = Duration::from_secs(60);
-const REAPING: Duration = Duration::from_secs(5);
+const BOUND: Duration = Duration::from_secs(180);
+const REAPING: Duration = Duration::from_secs(30);
 
 pub(crate) fn trials() -> Vec<Trial> {
     let trials = vec![

@@ -21,7 +21,7 @@ const MIG_CONFIG: &str = "nvidia.com/mig.config.state";
 const HOLDER: &str = "holder";
 /// A drain takes 3 s, and the probes of a GPU that returns as many. The kubelet starts a killed
 /// container again after its back-off.
-const TIMEOUT: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(180);
 const PAUSE: Duration = Duration::from_millis(200);
 
 pub(crate) fn trials() -> Vec<Trial> {

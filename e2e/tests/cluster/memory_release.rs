@@ -15,9 +15,9 @@ const ROUNDS: usize = 5;
 /// The pods that end at the same time: as many of 3 GiB as two GPUs of 16 GiB have room for.
 const PODS: usize = 10;
 /// The agent releases half of the pods' memory this soon after the kubelet has removed the cgroups.
-const MEDIAN_RELEASE_SECONDS: f64 = 2.0;
+const MEDIAN_RELEASE_SECONDS: f64 = 5.0;
 /// The agent releases all memory this soon, on a busy machine too.
-const MAX_RELEASE_SECONDS: f64 = 20.0;
+const MAX_RELEASE_SECONDS: f64 = 60.0;
 const PAUSE: Duration = Duration::from_millis(10);
 
 pub(crate) fn trials() -> Vec<Trial> {

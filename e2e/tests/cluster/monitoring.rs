@@ -27,7 +27,7 @@ use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 /// Prometheus scrapes and evaluates this often.
 const INTERVAL: &str = "2s";
 /// The timeout of the scrapes and evaluations after which each query has a series.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(240);
 const PAUSE: Duration = Duration::from_millis(500);
 /// The alerts whose causes the trial plants, in order. They wait for their time.
 const PLANTED_ALERTS: &[&str] = &["BursarContainerNotEnforced"];

@@ -24,17 +24,17 @@ const POISONED: &str = "GpuContextPoisoned";
 /// The number of faults in a row of the main process.
 const IN_PLACE: u32 = 50;
 /// After half of the faults the process computes again within this time, with its retained memory.
-const MEDIAN_RECOVERY: Duration = Duration::from_secs(1);
+const MEDIAN_RECOVERY: Duration = Duration::from_secs(5);
 /// After each fault the process does so within this time, on a busy machine too.
-const MAX_RECOVERY: Duration = Duration::from_secs(20);
+const MAX_RECOVERY: Duration = Duration::from_secs(60);
 /// The kubelet waits 10, 20, 40 s ... between restarts, and that of this cluster 1 s.
 const RESTARTS: u32 = 5;
 /// The timeout of all faults of a pod, on a loaded machine.
-const TOGETHER: Duration = Duration::from_secs(180);
+const TOGETHER: Duration = Duration::from_secs(400);
 /// The program of the pods.
 const PROGRAM: &str = "bursar-probe";
 /// The agent waits 30 s for the API server before it acts, and the program 5 s before it faults.
-const OFFLINE_TIMEOUT: Duration = Duration::from_secs(100);
+const OFFLINE_TIMEOUT: Duration = Duration::from_secs(300);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {

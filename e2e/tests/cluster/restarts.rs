@@ -19,11 +19,9 @@ use crate::placement::{holder, run_each};
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 /// Half of the registrations are this soon after registration becomes possible.
-const MEDIAN_REGISTRATION_SECONDS: f64 = 2.0;
+const MEDIAN_REGISTRATION_SECONDS: f64 = 10.0;
 /// All registrations are this soon, on a busy machine too.
-const MAX_REGISTRATION_SECONDS: f64 = 30.0;
-/// The limit of [`crate::placement`].
-const STARTED: Duration = Duration::from_secs(15);
+const MAX_REGISTRATION_SECONDS: f64 = 60.0;
 const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -114,7 +112,7 @@ async fn agent_registers_again_after_disruptions(
     assert!(!pods.state("eight").await?.running);
     pods.delete("ten-a").await?;
     pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
-    pods.wait_until_running("eight", STARTED).await?;
+    pods.wait_until_running("eight", START_TIMEOUT).await?;
     context.history.check_none_failed_or_restarted()
 }
 

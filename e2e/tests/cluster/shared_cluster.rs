@@ -38,7 +38,7 @@ pub(crate) const PROBE_PATH: &str = "/usr/local/bin/bursar-probe";
 /// on two cores.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(1800);
 /// A pod with room starts within this time on a loaded machine.
-pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(180);
 /// The agent collects a booking without a container after two checks, 30 s apart, once the booking
 /// is 60 s old. Other bookings are released when the pod's cgroup is removed.
 pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(150);

@@ -26,7 +26,7 @@ use crate::shared_cluster::{NAMESPACE as TRIALS, PROBE_PATH};
 
 const GIB: u64 = 1 << 30;
 /// The timeout of each step, on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(240);
 const PAUSE: Duration = Duration::from_millis(500);
 /// A cluster is settled if two reads with this pause between them are equal.
 const SETTLED: Duration = Duration::from_secs(3);
