@@ -27,7 +27,7 @@ pub(crate) const POLL_WATCHED: Duration = Duration::from_secs(5);
 pub(crate) const POLL_UNWATCHED: Duration = Duration::from_millis(500);
 /// The timeout of Register: the kubelet takes up to 10 s to dial back.
 pub(crate) const REGISTER_TIMEOUT: Duration = Duration::from_secs(12);
-/// The most old servers to keep for their open streams.
+/// The most former servers to keep.
 const MAX_RETIRED: usize = 4;
 
 /// Whether the kubelet watches a resource.
@@ -128,8 +128,8 @@ pub struct Lifecycle<A> {
     /// The server whose endpoint is, or will be, registered.
     server: Option<Server>,
     next_server: u32,
-    /// Servers whose sockets were removed but whose streams are open: ending a stream would make
-    /// the kubelet drop the later registration.
+    /// Former servers, without sockets, which end once the kubelet has left them: ending a stream
+    /// would make the kubelet drop the later registration.
     retired: VecDeque<Server>,
     /// The error of the last attempt.
     failure: Option<NotRegistered>,
@@ -229,8 +229,9 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     fn start_server(&mut self) {
-        if let Some(lost) = self.server.take() {
-            self.retired.push_back(lost);
+        if let Some(former) = self.server.take() {
+            former.remove_socket();
+            self.retired.push_back(former);
         }
         let started = Server::start(&self.dir, self.next_server, &self.service);
         self.next_server = self.next_server.wrapping_add(1);
@@ -346,11 +347,14 @@ impl<A: Allocator> Lifecycle<A> {
         futures::future::select_all(changes).await;
     }
 
-    /// Drops old servers without streams, and the oldest beyond [`MAX_RETIRED`].
+    /// Drops former servers that the kubelet has left. Beyond [`MAX_RETIRED`] the oldest one
+    /// without an open stream goes first.
     fn drop_idle_servers(&mut self) {
         self.retired.retain(|server| !server.is_idle());
         while self.retired.len() > MAX_RETIRED {
-            self.retired.pop_front();
+            let mut servers = self.retired.iter();
+            let unused = servers.position(|server| server.streams().now == 0);
+            self.retired.remove(unused.unwrap_or_default());
         }
     }
 

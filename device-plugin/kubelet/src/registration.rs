@@ -17,7 +17,10 @@
 //!                        kubelet.sock recreated: at once, back-off reset
 //! ```
 //!
-//! Three properties of the kubelet require this (`pkg/kubelet/cm/devicemanager`, Kubernetes 1.36):
+//! Four properties of the kubelet require this (`pkg/kubelet/cm/devicemanager`, Kubernetes 1.36):
+//! - Kubernetes 1.37 refuses an endpoint that is still connected, and then forgets its client:
+//!   nothing marks the devices unhealthy when the plugin ends, and Allocate meets a dead socket.
+//!   Each Register therefore has a server of its own.
 //! - The kubelet never repeats a ListAndWatch call that has ended, so the plugin has to register
 //!   again.
 //! - When a stream ends, the kubelet disconnects the resource's *present* client. A plugin that has
@@ -75,8 +78,8 @@ pub struct Observation {
 /// The next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Serve on a new socket, then call [`StateMachine::server_started`] or
-    /// [`StateMachine::attempt_failed`].
+    /// Serve on a new socket in place of the present one, then call
+    /// [`StateMachine::server_started`] or [`StateMachine::attempt_failed`].
     Serve,
     /// Call Register, then [`StateMachine::registration_accepted`] or
     /// [`StateMachine::attempt_failed`].
@@ -91,7 +94,6 @@ enum Phase {
     Accepted {
         kubelet: SocketId,
         server: u32,
-        opened_before: u64,
         since: Instant,
     },
     Live {
@@ -111,6 +113,8 @@ pub(crate) struct StateMachine {
     backoff: Duration,
     /// The end of the present pause.
     not_before: Option<Instant>,
+    /// The server of the last Register, which is not registered again.
+    used: Option<u32>,
 }
 
 impl Default for StateMachine {
@@ -120,6 +124,7 @@ impl Default for StateMachine {
             kubelet: None,
             backoff: MIN_BACKOFF,
             not_before: None,
+            used: None,
         }
     }
 }
@@ -139,8 +144,15 @@ impl StateMachine {
         self.phase = self.next_phase(seen, now);
         match (self.phase, seen.own, seen.kubelet) {
             (_, OwnServer::Missing, _) => self.unless_backing_off(Step::Serve, now),
-            (Phase::Unregistered, OwnServer::Serving { .. }, Some(_)) => {
-                self.unless_backing_off(Step::Register, now)
+            (Phase::Unregistered, OwnServer::Serving { server, .. }, Some(_)) => {
+                if self.used == Some(server) {
+                    return self.unless_backing_off(Step::Serve, now);
+                }
+                let step = self.unless_backing_off(Step::Register, now);
+                if step == Step::Register {
+                    self.used = Some(server);
+                }
+                step
             }
             (Phase::Unregistered, OwnServer::Serving { .. }, None) => Step::Idle(None),
             (Phase::Accepted { since, .. }, ..) => Step::Idle(Some(since + STREAM_TIMEOUT)),
@@ -157,13 +169,12 @@ impl StateMachine {
     pub(crate) fn registration_accepted(&mut self, seen: Observation, now: Instant) {
         if let Observation {
             kubelet: Some(kubelet),
-            own: OwnServer::Serving { server, opened, .. },
+            own: OwnServer::Serving { server, .. },
         } = seen
         {
             self.phase = Phase::Accepted {
                 kubelet,
                 server,
-                opened_before: opened,
                 since: now,
             };
         }
@@ -182,21 +193,16 @@ impl StateMachine {
             Phase::Accepted {
                 kubelet,
                 server,
-                opened_before,
                 since,
             } => match seen.own {
                 OwnServer::Serving { server: s, .. } if s != server => Phase::Unregistered,
                 _ if is_recreated(seen.kubelet, kubelet) => Phase::Unregistered,
-                OwnServer::Serving { open, opened, .. } if opened > opened_before && open > 0 => {
-                    Phase::Live {
-                        kubelet,
-                        server,
-                        since: now,
-                    }
-                }
-                OwnServer::Serving { opened, .. } if opened > opened_before => {
-                    self.stream_ended(now)
-                }
+                OwnServer::Serving { open, .. } if open > 0 => Phase::Live {
+                    kubelet,
+                    server,
+                    since: now,
+                },
+                OwnServer::Serving { opened, .. } if opened > 0 => self.stream_ended(now),
                 _ if now >= since + STREAM_TIMEOUT => self.stream_ended(now),
                 _ => self.phase,
             },
@@ -243,6 +249,8 @@ fn is_recreated(seen: Option<SocketId>, registered: SocketId) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     const KUBELET: SocketId = SocketId {
@@ -280,6 +288,87 @@ mod tests {
         machine
     }
 
+    /// Asserts that the machine serves on a new socket and registers that one.
+    fn registers_anew(machine: &mut StateMachine, seen: Observation, now: Instant) {
+        assert_eq!(machine.next_step(seen, now), Step::Serve);
+        machine.server_started();
+        let fresh = Observation {
+            own: serving(1, 0, 0),
+            ..seen
+        };
+        assert_eq!(machine.next_step(fresh, now), Step::Register);
+    }
+
+    /// A step of the kubelet, of its directory or of time.
+    #[derive(Debug, Clone, Copy)]
+    enum Change {
+        Opens,
+        Ends,
+        Restarts,
+        Leaves,
+        WipesDirectory,
+        Refuses(bool),
+        Passes(u64),
+    }
+
+    fn change() -> impl Strategy<Value = Change> {
+        prop_oneof![
+            Just(Change::Opens),
+            Just(Change::Ends),
+            Just(Change::Restarts),
+            Just(Change::Leaves),
+            Just(Change::WipesDirectory),
+            any::<bool>().prop_map(Change::Refuses),
+            (0..6_000_u64).prop_map(Change::Passes),
+        ]
+    }
+
+    proptest! {
+        /// Kubernetes 1.37 strikes a client that registers an endpoint a second time.
+        #[test]
+        fn no_server_is_registered_twice(changes in prop::collection::vec(change(), 0..80)) {
+            let (mut machine, mut now) = (StateMachine::default(), Instant::now());
+            let (mut server, mut exists, mut open, mut opened) = (0, false, 0, 0);
+            let (mut kubelet, mut refuses) = (Some(KUBELET), false);
+            let mut registered = std::collections::BTreeSet::new();
+            for change in changes {
+                match change {
+                    Change::Opens if exists && registered.contains(&server) => (open, opened) = (1, opened + 1),
+                    Change::Opens => {}
+                    Change::Ends => open = 0,
+                    Change::Restarts => {
+                        let before = kubelet.map_or(0, |kubelet| kubelet.ctime_ns);
+                        kubelet = Some(SocketId { ctime_ns: before + 1, ..KUBELET });
+                    }
+                    Change::Leaves => kubelet = None,
+                    Change::WipesDirectory => exists = false,
+                    Change::Refuses(all) => refuses = all,
+                    Change::Passes(milliseconds) => now += Duration::from_millis(milliseconds),
+                }
+                for _ in 0..8 {
+                    let own = match exists {
+                        true => serving(server, open, opened),
+                        false => OwnServer::Missing,
+                    };
+                    match machine.next_step(seen(kubelet, own), now) {
+                        Step::Serve => {
+                            (server, exists, open, opened) = (server + 1, true, 0, 0);
+                            machine.server_started();
+                        }
+                        Step::Register => {
+                            prop_assert!(registered.insert(server), "server {server}");
+                            match refuses {
+                                true => machine.attempt_failed(now),
+                                false => machine.registration_accepted(seen(kubelet, own), now),
+                            }
+                        }
+                        Step::Idle(_) => break,
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn machine_serves_before_it_registers() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
@@ -315,7 +404,7 @@ mod tests {
         let resume = now + MIN_BACKOFF;
         assert_eq!(machine.next_step(ended, now), Step::Idle(Some(resume)));
         assert!(!machine.is_live());
-        assert_eq!(machine.next_step(ended, resume), Step::Register);
+        registers_anew(&mut machine, ended, resume);
     }
 
     #[test]
@@ -324,10 +413,7 @@ mod tests {
         let mut machine = live(now);
         let (ended, restarted) = (serving(0, 0, 1), Some(RESTARTED));
         machine.next_step(seen(Some(KUBELET), ended), now);
-        assert_eq!(
-            machine.next_step(seen(restarted, ended), now),
-            Step::Register
-        );
+        registers_anew(&mut machine, seen(restarted, ended), now);
     }
 
     #[test]
@@ -372,7 +458,7 @@ mod tests {
             machine.next_step(quiet, late),
             Step::Idle(Some(late + MIN_BACKOFF))
         );
-        assert_eq!(machine.next_step(quiet, late + MIN_BACKOFF), Step::Register);
+        registers_anew(&mut machine, quiet, late + MIN_BACKOFF);
     }
 
     #[test]
@@ -389,21 +475,11 @@ mod tests {
     }
 
     #[test]
-    fn older_stream_does_not_confirm_a_new_registration() {
-        let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let old = seen(Some(KUBELET), serving(0, 1, 1));
-        machine.next_step(old, now);
-        machine.registration_accepted(old, now);
-        machine.next_step(old, now);
-        assert!(!machine.is_live());
-    }
-
-    #[test]
     fn backoff_doubles_to_a_bound_and_resets_with_a_new_kubelet() {
         let (mut machine, mut now) = (StateMachine::default(), Instant::now());
-        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
         let mut pauses = Vec::new();
-        for _ in 0..8 {
+        for server in 0..8 {
+            let quiet = seen(Some(KUBELET), serving(server, 0, 0));
             assert_eq!(machine.next_step(quiet, now), Step::Register);
             machine.attempt_failed(now);
             let Step::Idle(Some(until)) = machine.next_step(quiet, now) else {
@@ -411,11 +487,13 @@ mod tests {
             };
             pauses.push((until - now).as_millis());
             now = until;
+            assert_eq!(machine.next_step(quiet, now), Step::Serve);
+            machine.server_started();
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        machine.next_step(quiet, now);
+        machine.next_step(seen(Some(KUBELET), serving(8, 0, 0)), now);
         machine.attempt_failed(now);
-        let restarted = seen(Some(RESTARTED), serving(0, 0, 0));
+        let restarted = seen(Some(RESTARTED), serving(9, 0, 0));
         assert_eq!(machine.next_step(restarted, now), Step::Register);
         machine.attempt_failed(now);
         assert_eq!(

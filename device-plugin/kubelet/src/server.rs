@@ -158,6 +158,11 @@ impl Server {
         {
             self.task.abort();
         }
+        self.remove_socket();
+    }
+
+    /// Removes the server's own socket file. Connections stay open.
+    pub(super) fn remove_socket(&self) {
         if socket_identity(&self.path).is_ok_and(|file| file == self.socket_id) {
             let _swept_by_the_next = std::fs::remove_file(&self.path);
         }

@@ -1,6 +1,7 @@
 //! Tests that the agent registers again after each event at the kubelet, its directory or the
 //! agent's predecessors.
 
+use std::collections::BTreeSet;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -208,4 +209,39 @@ async fn agent_backs_off_when_the_kubelet_cuts_each_stream() {
     // The pauses are 0.1, 0.2, 0.4 and 0.8 s. A busy machine only lengthens them.
     let least = Duration::from_millis(1_500);
     assert!(begun.elapsed() >= least, "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn agent_registers_no_socket_twice_when_streams_are_cut() {
+    let root = tempfile::tempdir().unwrap();
+    let mut kubelet = FakeKubelet::new(root.path(), 1);
+    kubelet.inject(|faults| faults.streams = 3);
+    kubelet.start();
+    let agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
+    kubelet.until_allocatable(GPU, 8).await;
+    agent.until_registered().await;
+    let endpoints = kubelet.calls().into_iter().filter_map(|call| match call {
+        Call::Register(_, endpoint) => Some(endpoint),
+        _ => None,
+    });
+    let distinct: BTreeSet<_> = endpoints.collect();
+    assert!(distinct.len() >= 4, "{distinct:?}");
+    assert_eq!(distinct.len(), count_registrations(&kubelet));
+    assert_eq!(sockets(kubelet.dir()).len(), 1, "former sockets are gone");
+}
+
+#[tokio::test]
+async fn open_stream_stays_while_registrations_are_refused() {
+    let node = Fixture::new().await;
+    let before = count_registrations(&node.kubelet);
+    node.kubelet.inject(|faults| faults.options = 6);
+    node.kubelet.wipe_plugin_sockets();
+    eventually("registrations that are refused", || {
+        let allocatable = node.kubelet.capacity(GPU).unwrap().allocatable;
+        assert_eq!(allocatable, 8, "the kubelet has the first stream");
+        count_registrations(&node.kubelet) > before + 6
+    })
+    .await;
+    node.until_ready(8).await;
+    node.run_pod(&Pod::with("a", GPU, 2)).await;
 }
