@@ -93,6 +93,9 @@ impl Quantum {
         }
     }
 
+    /// All quanta.
+    pub const ALL: [Self; 3] = [Self::Mib256, Self::Mib512, Self::Gib1];
+
     /// The suffix of resource names that count in this quantum, such as `gib`.
     fn suffix(self) -> &'static str {
         match self {

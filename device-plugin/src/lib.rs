@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`run`] | starts all tasks and stops them together |
 //! | [`publisher`] | publishes status, events, metrics and readiness from the node's snapshots |
+//! | [`relay`] | follows the plugin relay's registration with the kubelet |
 //! | [`metrics`] | registers the metrics of all crates |
 //! | [`http`] | serves metrics and probes |
 //! | [`container_runtime`] | decides whether the container runtime supports CDI |
@@ -13,6 +14,7 @@ mod container_runtime;
 mod http;
 mod metrics;
 mod publisher;
+mod relay;
 mod run;
 
 pub use run::{AgentError, RunOptions, connect_api_server, run};

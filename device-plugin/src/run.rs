@@ -65,6 +65,7 @@ use tracing::{info, warn};
 use crate::http::{Heartbeat, Sources, Verdict};
 use crate::metrics::Metrics;
 use crate::publisher::StatusPublisher;
+use crate::relay;
 
 /// The time within which the API server has to begin each response.
 const API_TIMEOUT: Duration = Duration::from_secs(20);
@@ -590,12 +591,20 @@ impl Agent {
                 allocator: node.clone(),
                 devices: devices.clone(),
             };
-            let (lifecycle, registration) =
-                Lifecycle::new(&self.config.kubelet.device_plugin_dir, name, service);
+            let kubelet = &self.config.kubelet;
+            let relay = kubelet.relay_dir.clone();
+            let dir = relay.as_ref().unwrap_or(&kubelet.device_plugin_dir);
+            let (lifecycle, mut registration) = Lifecycle::new(dir, name.clone(), service);
             self.spawn(
                 "registration",
                 register_when_offered(lifecycle, devices, self.stop.clone()),
             );
+            if let Some(dir) = relay {
+                let (task, with_kubelet) =
+                    relay::follow(dir, name, registration, self.stop.clone());
+                self.spawn("relay watch", task);
+                registration = with_kubelet;
+            }
             self.spawn(
                 "registration counter",
                 count_registrations(

@@ -11,6 +11,8 @@ mod common;
 mod answers;
 #[path = "kubelet/lifecycle.rs"]
 mod lifecycle;
+#[path = "kubelet/relay.rs"]
+mod relay;
 #[path = "kubelet/upstream_device_plugin_failures_test.rs"]
 mod upstream_device_plugin_failures_test;
 #[path = "kubelet/upstream_device_plugin_test.rs"]

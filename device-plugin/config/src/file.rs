@@ -52,6 +52,7 @@ struct Resources {
 struct Kubelet {
     device_plugin_dir: PathBuf,
     pod_resources_socket: PathBuf,
+    relay_dir: Option<PathBuf>,
 }
 
 #[derive(Deserialize)]
@@ -144,6 +145,7 @@ impl Default for Kubelet {
         Self {
             device_plugin_dir: "/var/lib/kubelet/device-plugins".into(),
             pod_resources_socket: "/var/lib/kubelet/pod-resources/kubelet.sock".into(),
+            relay_dir: None,
         }
     }
 }
@@ -277,8 +279,11 @@ impl Kubelet {
         let Self {
             device_plugin_dir,
             pod_resources_socket,
+            relay_dir,
         } = self;
+        let relay_dir = relay_dir.map(|path| require_absolute("kubelet.relay-dir", path));
         Ok(KubeletConfig {
+            relay_dir: relay_dir.transpose()?,
             device_plugin_dir: require_absolute("kubelet.device-plugin-dir", device_plugin_dir)?,
             pod_resources_socket: require_absolute(
                 "kubelet.pod-resources-socket",

@@ -98,6 +98,9 @@ pub struct KubeletConfig {
     pub device_plugin_dir: PathBuf,
     /// The socket of the kubelet's PodResources service.
     pub pod_resources_socket: PathBuf,
+    /// The directory of the plugin relay, with which the agent registers; `None` if it registers
+    /// with the kubelet itself.
+    pub relay_dir: Option<PathBuf>,
 }
 
 /// The paths of the NVIDIA driver.
@@ -290,6 +293,7 @@ mod tests {
             reserved-memory = "1.5Gi"
             [kubelet]
             device-plugin-dir = "/k/device-plugins"
+            relay-dir = "/r/relay"
             pod-resources-socket = "/k/pod-resources.sock"
             [driver]
             root = "/driver-root"
@@ -340,6 +344,7 @@ mod tests {
             kubelet: KubeletConfig {
                 device_plugin_dir: "/k/device-plugins".into(),
                 pod_resources_socket: "/k/pod-resources.sock".into(),
+                relay_dir: Some("/r/relay".into()),
             },
             driver: DriverConfig {
                 root: "/driver-root".into(),

@@ -10,9 +10,9 @@ pub mod deviceplugin {
     /// The health of a device that the kubelet may allocate.
     pub const HEALTHY: &str = "Healthy";
     /// The health of a device that the kubelet must not allocate.
-    pub(crate) const UNHEALTHY: &str = "Unhealthy";
+    pub const UNHEALTHY: &str = "Unhealthy";
     /// The kubelet's registration socket, in its plugin directory.
-    pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
+    pub const KUBELET_SOCKET: &str = "kubelet.sock";
 }
 
 /// `v1`: PodResourcesLister, which the kubelet serves.

@@ -16,6 +16,21 @@ pub(super) async fn connect(path: &Path, limit: Duration) -> Result<Channel, Err
         .await
 }
 
+/// Connects to the socket at `path` within `limit`. The connection ends when its peer answers no
+/// ping for `silence`, even if the peer keeps its socket open.
+pub async fn connect_watched(
+    path: &Path,
+    limit: Duration,
+    silence: Duration,
+) -> Result<Channel, Error> {
+    endpoint(limit)
+        .http2_keep_alive_interval(silence / 2)
+        .keep_alive_timeout(silence / 2)
+        .keep_alive_while_idle(true)
+        .connect_with_connector(tower::service_fn(dial(path)))
+        .await
+}
+
 /// Connects with the first call, and reconnects with the first call after a lost connection.
 ///
 /// The caller has to be inside a runtime.

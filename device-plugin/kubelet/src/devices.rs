@@ -91,9 +91,27 @@ impl Devices {
         Ok(devices)
     }
 
+    /// The devices of a ListAndWatch message; `None` if an id is not the one of its place.
+    pub fn from_message(resource: Resource, message: &ListAndWatchResponse) -> Option<Self> {
+        let mut ids = DeviceId::first(resource, MAX_DEVICE_IDS);
+        let health = message.devices.iter().map(|device| {
+            let is_next = ids.next().is_some_and(|id| id.to_string() == device.id);
+            is_next.then_some(match device.health == HEALTHY {
+                true => DeviceHealth::Healthy,
+                false => DeviceHealth::Unhealthy,
+            })
+        });
+        Self::new(resource, health.collect::<Option<_>>()?).ok()
+    }
+
     /// The resource.
     pub fn resource(&self) -> Resource {
         self.resource
+    }
+
+    /// The health of each device, by index.
+    pub fn health(&self) -> &[DeviceHealth] {
+        &self.health
     }
 
     /// The number of devices, unhealthy ones included: the kubelet's capacity.

@@ -5,6 +5,7 @@
 //! | [`api`] | includes the generated gRPC types of both sides |
 //! | [`devices`] | builds the ListAndWatch message of a resource and checks its limits |
 //! | [`plugin`] | answers the kubelet's calls by a [`plugin::Allocator`] |
+//! | [`connect`] | connects to a socket of the kubelet or of a plugin |
 //! | [`server`] | serves a plugin on its own socket |
 //! | [`dir_watch`] | watches the kubelet's plugin directory |
 //! | [`registration`] | decides when to serve and when to register: pure |
@@ -13,7 +14,7 @@
 //! | [`pod_resources`] | reads the names of pods from the kubelet |
 
 pub mod api;
-mod connect;
+pub mod connect;
 pub mod device_checkpoint;
 pub mod devices;
 pub(crate) mod dir_watch;

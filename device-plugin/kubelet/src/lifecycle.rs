@@ -67,6 +67,9 @@ pub enum NotRegistered {
     /// The kubelet accepted the registration and has no ListAndWatch stream open.
     #[error("the kubelet has no ListAndWatch stream open")]
     NoStream,
+    /// The plugin relay is registered with no kubelet, with its reason.
+    #[error("the plugin relay has not registered the resource: {0}")]
+    Relay(String),
     /// The agent is stopping.
     #[error("the agent has stopped")]
     Stopped,
@@ -82,6 +85,7 @@ impl NotRegistered {
             Self::NoKubelet(_) => "KubeletNotRunning",
             Self::Refused(_) => "RegistrationFailed",
             Self::NoStream => "NoDeviceStream",
+            Self::Relay(_) => "RelayNotRegistered",
             Self::Stopped => "AgentStopped",
         }
     }

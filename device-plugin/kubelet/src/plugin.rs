@@ -12,6 +12,7 @@ use bursar_ledger::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitErr
 use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
 use super::api::deviceplugin as api;
@@ -24,9 +25,13 @@ pub const CDI_KIND: &str = "bursar.dev/gpu";
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub(crate) const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
+/// The gRPC metadata of an Allocate call from the plugin relay: the allocation ids that the relay
+/// has already given to the kubelet, one for each container.
+pub const ALLOCATION_ID_METADATA: &str = "bursar-allocation-id";
+
 /// The timeout of a PreStartContainer call. The kubelet gives up after 30 s
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
-pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
+pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
 /// The timeout of an Allocate call. The kubelet itself waits without a limit.
 pub(crate) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest message in a pod's status, in characters.
@@ -34,13 +39,15 @@ const MAX_MESSAGE_CHARS: usize = 512;
 
 /// Allocates device ids and prepares containers; the node task implements it.
 pub trait Allocator: Send + Sync + 'static {
-    /// Records `tokens` as allocated to a container that is not known yet.
+    /// Records `tokens` as allocated to a container that is not known yet. `id` is the id that the
+    /// plugin relay has given to the kubelet; `None` lets the allocator choose.
     ///
     /// Lack of room is no error: a failing Allocate makes the pod Failed for ever.
     fn allocate(
         &self,
         resource: Resource,
         tokens: DeviceIdSet,
+        id: Option<AllocationId>,
     ) -> impl Future<Output = Result<AllocationId, AllocateError>> + Send;
 
     /// Binds the pending allocation of `tokens` and prepares the container's files.
@@ -88,6 +95,15 @@ pub enum PrepareError {
     /// A GPU had room, but a file or socket of the container could not be created.
     #[error("{0}")]
     Failed(String),
+    /// The plugin relay has reached no agent for this time.
+    #[error(
+        "the node's agent has been away for {} s: the container starts when the agent is back",
+        .0.as_secs()
+    )]
+    AgentAway(Duration),
+    /// The agent's own answer to the plugin relay.
+    #[error("{}", .0.message())]
+    Agent(Box<Status>),
 }
 
 /// The DevicePlugin service of one resource.
@@ -138,9 +154,10 @@ impl<A: Allocator> Plugin<A> {
     async fn allocate_container(
         &self,
         ids: &[String],
+        allocation: Option<AllocationId>,
     ) -> Result<api::ContainerAllocateResponse, Status> {
         let tokens = self.parse_device_ids(ids)?;
-        let booked = self.allocator.allocate(self.resource, tokens);
+        let booked = self.allocator.allocate(self.resource, tokens, allocation);
         let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
             .await
             .map_err(|_| Status::deadline_exceeded("the allocation took longer than 30 s"))?
@@ -231,10 +248,12 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         request: Request<api::AllocateRequest>,
     ) -> Result<Response<api::AllocateResponse>, Status> {
         let _counted = self.allocate_calls.start();
+        let mut given = given_ids(request.metadata())?.into_iter();
         let containers = request.into_inner().container_requests;
         let mut container_responses = Vec::with_capacity(containers.len());
         for container in &containers {
-            container_responses.push(self.allocate_container(&container.devices_ids).await?);
+            let allocated = self.allocate_container(&container.devices_ids, given.next());
+            container_responses.push(allocated.await?);
         }
         Ok(Response::new(api::AllocateResponse {
             container_responses,
@@ -257,6 +276,18 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
             Err(_) => Err(Status::deadline_exceeded("binding took longer than 28 s")),
         }
     }
+}
+
+/// The allocation ids that the plugin relay has given to the kubelet.
+fn given_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
+    let ids = metadata.get_all(ALLOCATION_ID_METADATA).into_iter();
+    let parse = |id: &MetadataValue<Ascii>| id.to_str().ok()?.parse().ok();
+    ids.map(|id| {
+        parse(id).ok_or_else(|| {
+            Status::invalid_argument(format!("{ALLOCATION_ID_METADATA} is no allocation id"))
+        })
+    })
+    .collect()
 }
 
 /// The options of this plugin.
@@ -293,6 +324,8 @@ fn status_of(error: &PrepareError) -> Status {
         PrepareError::PodDeleted => Status::aborted(message),
         PrepareError::Drained(_) => Status::failed_precondition(message),
         PrepareError::Failed(_) => Status::internal(message),
+        PrepareError::AgentAway(_) => Status::unavailable(message),
+        PrepareError::Agent(status) => Status::new(status.code(), message),
     }
 }
 

@@ -47,6 +47,8 @@ enum Command {
     Allocate {
         resource: Resource,
         tokens: DeviceIdSet,
+        /// The id that the plugin relay has given to the kubelet.
+        id: Option<AllocationId>,
         reply: oneshot::Sender<AllocationId>,
     },
     Prepare {
@@ -215,12 +217,14 @@ impl Allocator for NodeHandle {
         &self,
         resource: Resource,
         tokens: DeviceIdSet,
+        id: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
         let begun = Instant::now();
         let (reply, booked) = oneshot::channel();
         let command = Command::Allocate {
             resource,
             tokens,
+            id,
             reply,
         };
         self.commands
@@ -459,9 +463,10 @@ impl NodeTask {
             Command::Allocate {
                 resource,
                 tokens,
+                id,
                 reply,
             } => {
-                let id = AllocationId::from_bits(rand::random());
+                let id = id.unwrap_or_else(|| AllocationId::from_bits(rand::random()));
                 self.allocator.allocate(id, resource, tokens, now);
                 debug!(allocation = %id, %resource, "allocated");
                 // The kubelet may have gone; the agent then collects the allocation.

@@ -151,6 +151,22 @@ impl LedgerAllocator {
         newest.map(|held| held.pod.clone())
     }
 
+    /// Adds the allocations of these device ids that only the kubelet knows.
+    fn add_held(&self, resource: Resource, device_ids: &DeviceIdSet) {
+        let names = [(Resource::DeviceMemory, GPU.to_owned())];
+        let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
+        let mut state = self.state();
+        for held in checkpoint.entries_with(resource, device_ids) {
+            if !state.allocations.contains(&held.allocation) {
+                state.allocations.push(held.allocation);
+                let ids = device_ids.clone();
+                state
+                    .ledger
+                    .add_pending(held.allocation, resource, ids, self.now());
+            }
+        }
+    }
+
     fn containers(&self, pod: &PodUid) -> Vec<DeviceIdSet> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
@@ -169,6 +185,7 @@ impl LedgerAllocator {
             resource,
             tokens: device_ids.clone(),
         };
+        self.add_held(resource, device_ids);
         let pod = self.pod_of(resource, device_ids).ok_or_else(unknown)?;
         let start = BindRequest {
             resource,
@@ -210,8 +227,10 @@ impl Allocator for LedgerAllocator {
         &self,
         resource: Resource,
         device_ids: DeviceIdSet,
+        id: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
-        let (id, now) = (AllocationId::from_bits(rand::random()), self.now());
+        let id = id.unwrap_or_else(|| AllocationId::from_bits(rand::random()));
+        let now = self.now();
         let mut state = self.state();
         state.ledger.add_pending(id, resource, device_ids, now);
         state.allocations.push(id);
@@ -260,6 +279,18 @@ impl Agent {
         devices: Devices,
         bind_wait: Duration,
     ) -> Self {
+        Self::start_at(dir, dir, ledger, devices, bind_wait)
+    }
+
+    /// Starts an agent that registers in `registration_dir`, and reads the checkpoint of the
+    /// kubelet in `dir`.
+    pub fn start_at(
+        registration_dir: &Path,
+        dir: &Path,
+        ledger: Ledger,
+        devices: Devices,
+        bind_wait: Duration,
+    ) -> Self {
         let mut threads = tokio::runtime::Builder::new_multi_thread();
         let runtime = threads.worker_threads(1).enable_all().build().unwrap();
         let allocator = Arc::new(LedgerAllocator::new(dir, ledger, bind_wait));
@@ -269,7 +300,7 @@ impl Agent {
             allocator: Arc::clone(&allocator),
             devices: shown,
         };
-        let (lifecycle, registration) = Lifecycle::new(dir, GPU.to_owned(), service);
+        let (lifecycle, registration) = Lifecycle::new(registration_dir, GPU.to_owned(), service);
         let shutdown = CancellationToken::new();
         let life = runtime.spawn(lifecycle.run(shutdown.clone()));
         Self {

@@ -57,7 +57,9 @@ pub(super) fn registered_condition(registration: &Registration) -> ConditionUpda
             return pending_condition(names::REGISTERED, &why.to_string());
         }
         NotRegistered::Directory(_) | NotRegistered::CannotServe(_) => names::KUBELET_FOLDER,
-        NotRegistered::NoKubelet(_) | NotRegistered::NoStream => names::KUBELET_UNREACHABLE,
+        NotRegistered::NoKubelet(_) | NotRegistered::NoStream | NotRegistered::Relay(_) => {
+            names::KUBELET_UNREACHABLE
+        }
         NotRegistered::Refused(_) => names::REGISTRATION_REFUSED,
     };
     ConditionUpdate::new(names::REGISTERED, false, reason, why.to_string())

@@ -33,6 +33,16 @@ impl Resource {
         }
     }
 
+    /// The resource with this name, in any quantum.
+    pub fn of_name(name: &str) -> Option<Self> {
+        let quanta = Quantum::ALL.into_iter();
+        quanta
+            .flat_map(|quantum| {
+                [Self::DeviceMemory, Self::ManagedMemory].map(|it| (it, it.name(quantum)))
+            })
+            .find_map(|(resource, known)| (known == name).then_some(resource))
+    }
+
     /// The first letter of its device ids, which keeps them unique across resources.
     const fn letter(self) -> char {
         match self {

@@ -1,0 +1,65 @@
+//! Starts the plugin relay.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use bursar_relay::RelayOptions;
+use bursar_relay::agent::AWAY_TIMEOUT;
+use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing::error;
+
+/// Keeps the node's GPU memory registered with the kubelet while no agent runs.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The kubelet's plugin directory.
+    #[arg(long, default_value = "/var/lib/kubelet/device-plugins")]
+    kubelet_dir: PathBuf,
+    /// The directory in which the agent registers; only root may enter it.
+    #[arg(long, default_value = bursar_relay::DIR)]
+    dir: PathBuf,
+    /// The seconds without an agent after which a resource is withdrawn.
+    #[arg(long, default_value_t = 300)]
+    withdraw_after: u64,
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    let args = Args::parse();
+    tracing_subscriber::fmt()
+        .json()
+        .with_writer(std::io::stderr)
+        .init();
+    match run(args).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            error!(%error, "plugin relay failed");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
+    let shutdown = CancellationToken::new();
+    let (mut term, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
+    let stop = shutdown.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        stop.cancel();
+    });
+    let options = RelayOptions {
+        kubelet_dir: args.kubelet_dir,
+        dir: args.dir,
+        away_timeout: AWAY_TIMEOUT,
+        withdraw_after: Duration::from_secs(args.withdraw_after),
+    };
+    Ok(bursar_relay::run(options, shutdown).await?)
+}
