@@ -16,6 +16,7 @@ const PACKAGES: &[&str] = &[
     "bursar-shim",
     "bursar-nvml-shim",
     "bursar-fdstore",
+    "bursar-relay",
     "bursar-provisioner",
     "bursar-operator",
     "bursar-probe",

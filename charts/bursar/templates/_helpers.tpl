@@ -79,6 +79,43 @@ nodeAffinity:
 {{- end -}}
 {{- end }}
 
+{{/* The fields of a pod that runs beside the agent, on the same nodes and without its rights. */}}
+{{- define "bursar.besideAgent" -}}
+# The account has rights of the platform only, such as a security context constraint.
+serviceAccountName: {{ include "bursar.account" (dict "part" "agent" "root" .) }}
+priorityClassName: system-node-critical
+automountServiceAccountToken: false
+{{- with include "bursar.pullSecrets" . }}
+{{ . }}
+{{- end }}
+{{- with .Values.agent.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "bursar.gpuNodes" . }}
+affinity:
+  {{- . | nindent 2 }}
+{{- end }}
+{{- with .Values.agent.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The security context of a process that owns a folder of root's, and needs no other right. */}}
+{{- define "bursar.rootWithoutRights" -}}
+# Root owns the folder of the socket, and no other user may enter it. The agent runs as root too.
+runAsUser: 0
+runAsNonRoot: false
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: { drop: [ALL] }
+seccompProfile: { type: RuntimeDefault }
+{{- if .Values.openshift.enabled }}
+seLinuxOptions: { type: spc_t }
+{{- end }}
+{{- end }}
+
 {{/* Not empty where the cluster serves MutatingAdmissionPolicy as v1. */}}
 {{- define "bursar.mutates" -}}
 {{- $served := .Values.policies.mutatingAdmissionPolicies | toString -}}

@@ -193,6 +193,18 @@ impl Relay {
                 }
             }
             None => {
+                // A change of the quantum changes the resource's name.
+                let resource = devices.resource();
+                let is_renamed = |_: &String, it: &mut RelayedResource| {
+                    it.devices.borrow().resource() == resource
+                };
+                for (former, it) in resources.extract_if(.., is_renamed) {
+                    info!(
+                        resource = former,
+                        "withdrawn: the agent offers {name} instead"
+                    );
+                    it.withdraw.cancel();
+                }
                 let started = self.start_resource(name, link, devices);
                 resources.insert(name.to_owned(), started);
             }

@@ -291,6 +291,18 @@ impl Agent {
         devices: Devices,
         bind_wait: Duration,
     ) -> Self {
+        Self::start_as(GPU, registration_dir, dir, ledger, devices, bind_wait)
+    }
+
+    /// Starts an agent as [`start_at`](Self::start_at) does, with another name of its resource.
+    pub fn start_as(
+        name: &str,
+        registration_dir: &Path,
+        dir: &Path,
+        ledger: Ledger,
+        devices: Devices,
+        bind_wait: Duration,
+    ) -> Self {
         let mut threads = tokio::runtime::Builder::new_multi_thread();
         let runtime = threads.worker_threads(1).enable_all().build().unwrap();
         let allocator = Arc::new(LedgerAllocator::new(dir, ledger, bind_wait));
@@ -300,7 +312,7 @@ impl Agent {
             allocator: Arc::clone(&allocator),
             devices: shown,
         };
-        let (lifecycle, registration) = Lifecycle::new(registration_dir, GPU.to_owned(), service);
+        let (lifecycle, registration) = Lifecycle::new(registration_dir, name.to_owned(), service);
         let shutdown = CancellationToken::new();
         let life = runtime.spawn(lifecycle.run(shutdown.clone()));
         Self {

@@ -276,6 +276,18 @@ async fn resource_is_withdrawn_when_no_agent_comes_back() {
 }
 
 #[tokio::test]
+async fn renamed_resource_is_withdrawn_at_once() {
+    const HALVES: &str = "bursar.dev/gpu-memory-512mib";
+    let mut node = Node::new().await;
+    let state = node.kill_agent();
+    let kubelet = node.kubelet.dir();
+    let agent = Agent::start_as(HALVES, &node.dir(), kubelet, state, devices(8, 8), WAIT);
+    node.agent = Some(agent);
+    node.kubelet.until_allocatable(HALVES, 8).await;
+    node.kubelet.until_allocatable(GPU, 0).await;
+}
+
+#[tokio::test]
 async fn newest_agent_replaces_the_one_before() {
     let mut node = Node::new().await;
     let before = node.agent.take().unwrap();

@@ -100,6 +100,7 @@ pub const RECIPES: &[Recipe] = &[
             ("bursar-agent", "bursar-device-plugin"),
             ("bursar-fdstore", "bursar-fdstore"),
             ("bursar-provisioner", "bursar-provisioner"),
+            ("bursar-relay", "bursar-relay"),
         ],
         libraries: &[
             (

@@ -44,6 +44,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             "policies::namespace_default_is_refused_with_a_sentence",
             "settings::accounts_can_be_brought_along_with_their_policies",
             "settings::agent_and_operator_take_the_same_kinds_of_settings",
+            "settings::agent_registers_with_the_relay_unless_it_is_off",
             "settings::agent_port_is_not_dcgm_exporters",
             "settings::common_labels_are_on_every_object",
             "settings::names_contain_the_charts_name_or_the_override",
@@ -59,7 +60,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             "placement::agents_are_updated_as_chosen_and_never_doubled",
             "placement::agents_run_on_gpu_nodes_only_by_default",
             "placement::own_affinity_replaces_the_default",
-            "placement::probes_leave_time_to_start_and_never_end_an_fd_store",
+            "placement::probes_leave_time_to_start_and_never_end_fd_store_or_relay",
         ])],
     },
     NamedCheck {

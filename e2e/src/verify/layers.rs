@@ -46,7 +46,7 @@ const FLOORS: &[&[&str]] = &[
         "bursar-provisioner",
     ],
     &["bursar-apiserver", "bursar-host"],
-    &["bursar-gpu"],
+    &["bursar-gpu", "bursar-relay"],
     &["bursar-sessions"],
     &["bursar-retained"],
     &["bursar-node"],

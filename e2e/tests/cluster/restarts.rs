@@ -18,6 +18,10 @@ use serde_json::Value;
 use crate::placement::{holder, run_each};
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
+/// The component that registers with the kubelet.
+const RELAY: &str = "relay";
+/// The component that registers with the relay.
+const AGENT: &str = "agent";
 /// Half of the registrations are this soon after registration becomes possible.
 const MEDIAN_REGISTRATION_SECONDS: f64 = 10.0;
 /// All registrations are this soon, on a busy machine too.
@@ -133,30 +137,30 @@ async fn disrupt(context: &mut TrialContext, disruption: Disruption) -> Result<(
     let line = match disruption {
         Disruption::KubeletRestarted => {
             context.local()?.restart_kubelet(false).await?;
-            let lines = wait_for_registration(context, now).await?;
+            let lines = wait_for_registration(context, RELAY, now).await?;
             // Without a registered agent the kubelet would fail the waiting pod for good.
-            let waits = |lines: &AgentLogTimes| lines.waiting > Some(now);
-            wait_for_log(context, "eight to wait again", waits).await?;
+            let waits = |lines: &LogTimes| lines.waiting > Some(now);
+            wait_for_log(context, AGENT, "eight to wait again", waits).await?;
             lines
         }
         Disruption::PluginFolderWiped => {
             node.wipe_plugins()?;
-            wait_for_registration(context, now).await?
+            wait_for_registration(context, RELAY, now).await?
         }
         Disruption::AgentKilled => {
             kill_agent(context)?;
-            wait_for_registration(context, now).await?
+            wait_for_registration(context, AGENT, now).await?
         }
         Disruption::CheckpointLost => {
             // A running agent would write its checkpoint again at the next change.
             node.remove_checkpoint()?;
             kill_agent(context)?;
-            wait_for_registration(context, now).await?
+            wait_for_registration(context, AGENT, now).await?
         }
         Disruption::CheckpointTruncated => {
             node.truncate_checkpoint()?;
             kill_agent(context)?;
-            wait_for_registration(context, now).await?
+            wait_for_registration(context, AGENT, now).await?
         }
     };
     let possible = match disruption {
@@ -183,8 +187,8 @@ fn kill_agent(context: &mut TrialContext) -> Result<(), Failed> {
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
-/// Times in the log of the running agent.
-struct AgentLogTimes {
+/// Times in the log of a running agent or relay.
+struct LogTimes {
     /// The time of the first line.
     first: Timestamp,
     /// The time of the last registration.
@@ -193,33 +197,37 @@ struct AgentLogTimes {
     waiting: Option<Timestamp>,
 }
 
-/// Waits until the agent's log has a registration after `since`.
+/// Waits until the log of the component's pod has a registration after `since`.
 async fn wait_for_registration(
     context: &TrialContext,
+    component: &str,
     since: Timestamp,
-) -> Result<AgentLogTimes, Failed> {
-    let again = |lines: &AgentLogTimes| lines.registered > since;
-    wait_for_log(context, "the agent to register again", again).await
+) -> Result<LogTimes, Failed> {
+    let again = |lines: &LogTimes| lines.registered > since;
+    let what = format!("the {component} to register again");
+    wait_for_log(context, component, &what, again).await
 }
 
-/// Waits until the times in the agent's log satisfy `wanted`.
+/// Waits until the times in the log of the component's pod satisfy `wanted`.
 async fn wait_for_log(
     context: &TrialContext,
+    component: &str,
     what: &str,
-    wanted: impl Fn(&AgentLogTimes) -> bool,
-) -> Result<AgentLogTimes, Failed> {
+    wanted: impl Fn(&LogTimes) -> bool,
+) -> Result<LogTimes, Failed> {
     let client = context.environment.cluster.client();
     let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
-    let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
+    let pods = format!("app.kubernetes.io/component={component}");
+    let pods = ListParams::default().labels(&pods);
     let poll = async || {
-        let list = match api.list(&agents).await {
+        let list = match api.list(&pods).await {
             Ok(list) => list,
             Err(error) => return Poll::Pending(error.to_string()),
         };
-        let Some(agent) = list.items.first() else {
-            return Poll::Pending("there is no agent".to_owned());
+        let Some(pod) = list.items.first() else {
+            return Poll::Pending(format!("there is no {component}"));
         };
-        match api.logs(&agent.name_any(), &LogParams::default()).await {
+        match api.logs(&pod.name_any(), &LogParams::default()).await {
             Ok(log) => match lines(&log) {
                 Some(lines) if wanted(&lines) => Poll::Ready(lines),
                 _ => Poll::Pending(format!("its log ends with {:?}", log.lines().last())),
@@ -230,7 +238,7 @@ async fn wait_for_log(
     Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, poll).await?)
 }
 
-fn lines(log: &str) -> Option<AgentLogTimes> {
+fn lines(log: &str) -> Option<LogTimes> {
     let lines = log
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -248,7 +256,7 @@ fn lines(log: &str) -> Option<AgentLogTimes> {
             waiting = time;
         }
     }
-    Some(AgentLogTimes {
+    Some(LogTimes {
         first: first?,
         registered: registered?,
         waiting,

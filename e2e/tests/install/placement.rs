@@ -14,7 +14,7 @@ fn terms(spec: &Value) -> &Vec<Value> {
 #[test]
 fn agents_run_on_gpu_nodes_only_by_default() {
     let objects = render(&[]);
-    for workload in [objects.agent(), objects.fdstore()] {
+    for workload in [objects.agent(), objects.fdstore(), objects.relay()] {
         let terms = terms(pod_spec(workload));
         let optout = json!({ "key": "bursar.dev/agent", "operator": "NotIn", "values": ["false"] });
         assert!(
@@ -48,6 +48,7 @@ fn own_affinity_replaces_the_default() {
     let objects = render(&[&format!("agent.affinity={own}")]);
     assert_eq!(pod_spec(objects.agent())["affinity"], own);
     assert_eq!(pod_spec(objects.fdstore())["affinity"], own);
+    assert_eq!(pod_spec(objects.relay())["affinity"], own);
 }
 
 #[test]
@@ -90,7 +91,11 @@ fn critical_pods_quota_covers_both_priorities() {
     let objects = render(&[]);
     let quota = objects.get("ResourceQuota", "bursar-critical-pods");
     let classes = &quota["spec"]["scopeSelector"]["matchExpressions"][0]["values"];
-    for workload in [objects.agent(), objects.fdstore(), objects.operator()] {
+    let besides = [objects.fdstore(), objects.relay()];
+    for workload in [objects.agent(), objects.operator()]
+        .into_iter()
+        .chain(besides)
+    {
         let class = &pod_spec(workload)["priorityClassName"];
         assert!(classes.as_array().unwrap().contains(class), "{class}");
     }
@@ -116,12 +121,13 @@ fn agents_are_updated_as_chosen_and_never_doubled() {
 }
 
 #[test]
-fn probes_leave_time_to_start_and_never_end_an_fd_store() {
+fn probes_leave_time_to_start_and_never_end_fd_store_or_relay() {
     let objects = render(&[]);
     let container = |workload| &pod_spec(workload)["containers"][0];
     let agent = container(objects.agent());
     assert_eq!(agent["startupProbe"]["failureThreshold"], 180);
     assert_eq!(agent["livenessProbe"]["failureThreshold"], 6);
-    let fdstore = container(objects.fdstore());
-    assert!(fdstore["livenessProbe"].is_null() && fdstore["startupProbe"].is_null());
+    for beside in [container(objects.fdstore()), container(objects.relay())] {
+        assert!(beside["livenessProbe"].is_null() && beside["startupProbe"].is_null());
+    }
 }

@@ -59,9 +59,13 @@ fn network_policies_limit_metrics_and_the_way_out() {
         egress["egress"],
         json!([{ "ports": [{ "protocol": "TCP", "port": 6443 }] }])
     );
-    let fdstore = &limited.get("NetworkPolicy", "bursar-fdstore")["spec"];
-    assert_eq!(fdstore["policyTypes"], json!(["Ingress", "Egress"]));
-    assert!(fdstore["ingress"].is_null() && fdstore["egress"].is_null());
+    let closed = &limited.get("NetworkPolicy", "bursar-no-network")["spec"];
+    assert_eq!(
+        closed["podSelector"]["matchExpressions"][0]["values"],
+        json!(["fdstore", "relay"])
+    );
+    assert_eq!(closed["policyTypes"], json!(["Ingress", "Egress"]));
+    assert!(closed["ingress"].is_null() && closed["egress"].is_null());
     assert_eq!(
         render(&["networkPolicy.enabled=false"])
             .of_kind("NetworkPolicy")

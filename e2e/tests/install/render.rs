@@ -81,6 +81,10 @@ impl Objects {
         self.get("DaemonSet", "bursar-fdstore")
     }
 
+    pub(crate) fn relay(&self) -> &Value {
+        self.get("DaemonSet", "bursar-relay")
+    }
+
     pub(crate) fn operator(&self) -> &Value {
         self.get("Deployment", "bursar-operator")
     }

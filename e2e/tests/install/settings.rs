@@ -61,13 +61,15 @@ fn names_contain_the_charts_name_or_the_override() {
             .map(|name| name.as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
     };
-    assert_eq!(names("bursar", &[]), ["bursar-agent", "bursar-fdstore"]);
+    let all = ["bursar-agent", "bursar-fdstore", "bursar-relay"];
+    assert_eq!(names("bursar", &[]), all);
     assert_eq!(
         names("gpu", &[]),
-        ["gpu-bursar-agent", "gpu-bursar-fdstore"]
+        ["gpu-bursar-agent", "gpu-bursar-fdstore", "gpu-bursar-relay"]
     );
     let chosen = [r#"fullnameOverride="share""#];
-    assert_eq!(names("gpu", &chosen), ["share-agent", "share-fdstore"]);
+    let all = ["share-agent", "share-fdstore", "share-relay"];
+    assert_eq!(names("gpu", &chosen), all);
 }
 
 #[test]
@@ -180,4 +182,37 @@ fn agent_port_is_not_dcgm_exporters() {
     assert!(pod_spec(objects.agent())["hostNetwork"].is_null());
     let host = render(&["agent.hostNetwork=true"]);
     assert_eq!(pod_spec(host.agent())["hostNetwork"], true);
+}
+
+#[test]
+fn agent_registers_with_the_relay_unless_it_is_off() {
+    let config = |values: &[&str]| {
+        let objects = render(values);
+        let config = objects.get("ConfigMap", "bursar-agent");
+        config["data"]["agent.toml"].as_str().unwrap().to_owned()
+    };
+    let line = r#"relay-dir = "/run/bursar/relay""#;
+    assert!(config(&[]).contains(line));
+    assert!(!config(&["relay.enabled=false"]).contains("relay-dir"));
+    let off = render(&["relay.enabled=false"]);
+    assert!(off.find("DaemonSet", "bursar-relay").is_none());
+
+    let objects = render(&[r#"node.kubeletDir="/k""#, "relay.withdrawAfterSeconds=60"]);
+    let relay = objects.relay();
+    assert_eq!(relay["spec"]["updateStrategy"]["type"], "OnDelete");
+    assert_eq!(
+        arguments(relay),
+        ["--kubelet-dir=/k/device-plugins", "--withdraw-after=60"]
+    );
+    let mounts = &pod_spec(relay)["containers"][0]["volumeMounts"];
+    assert_eq!(mounts[0]["mountPath"], "/k/device-plugins");
+    assert_eq!(mounts[1]["mountPath"], "/run/bursar/relay");
+    let context = &pod_spec(relay)["containers"][0]["securityContext"];
+    assert_eq!(context["capabilities"], json!({ "drop": ["ALL"] }));
+    assert_eq!(pod_spec(relay)["automountServiceAccountToken"], false);
+    let agent = &pod_spec(objects.agent())["containers"][0]["volumeMounts"];
+    let plugins = agent.as_array().unwrap().iter();
+    let plugins = plugins.filter(|mount| mount["name"] == "device-plugins");
+    assert!(plugins.clone().all(|mount| mount["readOnly"] == true));
+    assert_eq!(plugins.count(), 1);
 }

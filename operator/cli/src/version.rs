@@ -78,6 +78,10 @@ pub fn render(snapshot: &Snapshot) -> String {
         "fd stores        {}\n",
         list(&labelled(snapshot, "fdstore"))
     ));
+    text.push_str(&format!(
+        "plugin relays    {}\n",
+        list(&labelled(snapshot, "relay"))
+    ));
     for note in snapshot.unread_notes() {
         text.push_str(&format!("{note}\n"));
     }
@@ -89,5 +93,6 @@ pub fn json(snapshot: &Snapshot) -> Value {
     json!({ "apiVersion": "cli.bursar.dev/v1", "kind": "Versions", "client": CLIENT,
             "kubernetes": snapshot.server_version, "chart": chart(snapshot),
             "operators": labelled(snapshot, "operator"), "agents": agents(snapshot),
-            "fdStores": labelled(snapshot, "fdstore"), "notRead": snapshot.unread_notes() })
+            "fdStores": labelled(snapshot, "fdstore"), "relays": labelled(snapshot, "relay"),
+            "notRead": snapshot.unread_notes() })
 }

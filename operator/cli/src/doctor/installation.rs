@@ -1,4 +1,4 @@
-//! Checks Bursar's own parts: versions, agents, fd stores, rights to run, metrics.
+//! Checks Bursar's own parts: versions, agents, fd stores, relays, rights to run, metrics.
 
 use std::collections::BTreeMap;
 
@@ -53,6 +53,7 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
     findings.extend(agents(snapshot));
     findings.extend(skew(snapshot));
     findings.extend(fd_stores(snapshot));
+    findings.extend(relays(snapshot));
     findings.extend(scraped(snapshot));
     findings
 }
@@ -260,37 +261,39 @@ fn skew(snapshot: &Snapshot) -> Option<Finding> {
     ))
 }
 
-/// Fd stores that an upgrade has not replaced, because an admin has to.
 fn fd_stores(snapshot: &Snapshot) -> Option<Finding> {
-    let set = daemon_set(snapshot, "fdstore")?;
+    let loss = "what its node retains is lost (kubectl bursar retained)";
+    replaced_by_hand(snapshot, "fdstore", "OldFdStore", "fd store", loss)
+}
+
+fn relays(snapshot: &Snapshot) -> Option<Finding> {
+    let loss = "pods that start on its node fail for 1 to 2 s";
+    replaced_by_hand(snapshot, "relay", "OldRelay", "plugin relay", loss)
+}
+
+/// Pods that an upgrade has not replaced, because an admin has to, and what is lost then.
+fn replaced_by_hand(
+    snapshot: &Snapshot,
+    component: &str,
+    name: &'static str,
+    noun: &str,
+    loss: &str,
+) -> Option<Finding> {
+    let set = daemon_set(snapshot, component)?;
     let status = &set.status;
-    let old = status
-        .current_number_scheduled
-        .saturating_sub(status.updated_number_scheduled);
+    let all = status.current_number_scheduled;
+    let old = all.saturating_sub(status.updated_number_scheduled);
     let own = &set.metadata.namespace;
     Some(if old > 0 {
         Finding::new(
             Level::Warn,
-            "OldFdStore",
-            format!(
-                "{old} of {} fd stores are of an older version of the chart",
-                status.current_number_scheduled
-            ),
-            format!(
-                "kubectl -n {own} delete pod of each; what its node retains is lost (kubectl bursar retained)"
-            ),
+            name,
+            format!("{old} of {all} {noun}s are of an older version of the chart"),
+            format!("kubectl -n {own} delete pod of each; {loss}"),
         )
     } else {
-        Finding::ok(
-            "OldFdStore",
-            format!(
-                "{} of this version",
-                count(
-                    usize::try_from(status.current_number_scheduled).unwrap_or(0),
-                    "fd store"
-                )
-            ),
-        )
+        let all = count(usize::try_from(all).unwrap_or(0), noun);
+        Finding::ok(name, format!("{all} of this version"))
     })
 }
 

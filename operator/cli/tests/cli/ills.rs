@@ -258,7 +258,7 @@ fn budgets_and_unreadable_objects_are_found() {
 }
 
 #[test]
-fn metrics_fd_stores_and_clocks_are_found() {
+fn metrics_fd_stores_relays_and_clocks_are_found() {
     finds(
         &with(|all| all.pod_monitors.clear()),
         "NotScraped",
@@ -274,6 +274,17 @@ fn metrics_fd_stores_and_clocks_are_found() {
     finds(
         &with(|all| all.daemon_sets[1].status.updated_number_scheduled = 0),
         "OldFdStore",
+        Level::Warn,
+    );
+    finds(
+        &with(|all| {
+            let mut relays = all.daemon_sets[1].clone();
+            let labels = &mut relays.metadata.labels;
+            labels.insert("app.kubernetes.io/component".into(), "relay".into());
+            relays.status.updated_number_scheduled = 0;
+            all.daemon_sets.push(relays);
+        }),
+        "OldRelay",
         Level::Warn,
     );
     finds(
