@@ -44,9 +44,9 @@ pub enum CliArchiveError {
     /// The program does not compile.
     #[error(transparent)]
     Build(#[from] WorkspaceError),
-    /// Cargo built no program.
-    #[error("the build has no {PROGRAM}")]
-    NotBuilt,
+    /// Cargo built no program of this name.
+    #[error("the build has no {0}")]
+    NotBuilt(&'static str),
     /// The program's libraries cannot be listed.
     #[error(transparent)]
     Libraries(#[from] ClosureError),
@@ -94,17 +94,31 @@ pub fn default_target() -> String {
 /// Compiles the program in the release profile for a target, linked statically.
 ///
 /// # Errors
-/// When it does not compile, or is not static.
+/// As [`build_static`].
 pub fn build(target: &str) -> Result<PathBuf, CliArchiveError> {
     platform(target)?;
-    let binaries = workspace::build_static(PACKAGE, target)?;
-    let program = binaries.get(PROGRAM).ok_or(CliArchiveError::NotBuilt)?;
-    match libraries(program)?.into_keys().next() {
+    build_static(PACKAGE, PROGRAM, target)
+}
+
+/// Compiles a package's program in the release profile for a target, linked statically.
+///
+/// # Errors
+/// When it does not compile, or is not static.
+pub(crate) fn build_static(
+    package: &str,
+    program: &'static str,
+    target: &str,
+) -> Result<PathBuf, CliArchiveError> {
+    let binaries = workspace::build_static(package, target)?;
+    let path = binaries
+        .get(program)
+        .ok_or(CliArchiveError::NotBuilt(program))?;
+    match libraries(path)?.into_keys().next() {
         Some(library) => Err(CliArchiveError::Dynamic {
-            path: program.to_path_buf(),
+            path: path.to_path_buf(),
             library,
         }),
-        None => Ok(program.to_path_buf()),
+        None => Ok(path.to_path_buf()),
     }
 }
 

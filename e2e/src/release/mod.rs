@@ -40,13 +40,8 @@ use crate::progress::Progress;
 use crate::tools::{self, ToolError};
 use crate::workspace::{self, Binaries, WorkspaceError};
 
-/// The target of static programs, if its standard library is installed.
-const STATIC_TARGET: &str = if cfg!(target_arch = "aarch64") {
-    "aarch64-unknown-linux-musl"
-} else {
-    "x86_64-unknown-linux-musl"
-};
-
+/// The package and the program of the operator.
+const OPERATOR: &str = "bursar-operator";
 /// The folder of the layouts. The checksums do not name their files, which have digests as names.
 const LAYOUTS: &str = "oci";
 /// The file of the checksums.
@@ -127,28 +122,21 @@ fn file_error(path: &Path) -> impl FnOnce(io::Error) -> ReleaseError {
 }
 
 /// Builds the programs of all images and the command-line program in the release profile. The
-/// latter is linked statically, and so is the operator if musl's standard library is installed.
+/// latter and the operator are linked statically.
 ///
 /// # Errors
 /// When a program does not compile.
 pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
     progress.report("building Bursar in the release profile");
-    let packages: Vec<_> = RECIPES.iter().flat_map(Recipe::packages).collect();
+    let packages = RECIPES.iter().flat_map(Recipe::packages);
+    let packages: Vec<_> = packages.filter(|package| *package != OPERATOR).collect();
     let binaries = workspace::build_packages(workspace::Profile::Release, &packages)?;
-    let plugin = cli_archive::build(&cli_archive::default_target())?;
-    let binaries = binaries.with(cli_archive::PROGRAM, plugin);
-    if !workspace::has_standard_library(STATIC_TARGET) {
-        progress.report(format_args!(
-            "{STATIC_TARGET} is not installed: the operator's image gets glibc"
-        ));
-        return Ok(binaries);
-    }
-    let operator = "bursar-operator";
-    let linked = workspace::build_static(operator, STATIC_TARGET)?;
-    Ok(match linked.get(operator) {
-        Some(path) => binaries.with(operator, path.to_path_buf()),
-        None => binaries,
-    })
+    let target = cli_archive::default_target();
+    let plugin = cli_archive::build(&target)?;
+    let operator = cli_archive::build_static(OPERATOR, OPERATOR, &target)?;
+    Ok(binaries
+        .with(cli_archive::PROGRAM, plugin)
+        .with(OPERATOR, operator))
 }
 
 /// The entry of a version in the changelog.

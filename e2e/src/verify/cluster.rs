@@ -86,6 +86,14 @@ pub const TRIALS: &[ClusterTrial] = &[
         "bindings survive ten restarts each of kubelet and agent, a wiped plugin folder, and a lost or corrupted checkpoint",
     ),
     trial(
+        "main/cluster/agent-away",
+        "the agent is killed, replaced and stopped nine times while eight clients create pods without pause: every pod runs, and none fails",
+    ),
+    long_trial(
+        "main/cluster/agent-away-long",
+        "the agent is killed, replaced and stopped 200 times while eight clients create pods without pause: every pod runs, and none fails",
+    ),
+    trial(
         "main/cluster/health",
         "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected; an upgrade of the agents goes on over a node without a healthy GPU",
     ),
@@ -139,7 +147,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "runtime/cluster/poison",
-        "a pod's main process faults 50 times in a row, has its retained memory again within a second in half of the cases and 20 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each time",
+        "a pod's main process faults 50 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each time",
     ),
     trial(
         "operator/cluster/contexts",

@@ -49,7 +49,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             "settings::common_labels_are_on_every_object",
             "settings::names_contain_the_charts_name_or_the_override",
             "settings::pods_have_their_own_labels_and_annotations",
-            "settings::state_folder_is_mounted_and_configured_alike",
+            "settings::node_folders_are_mounted_and_configured_alike",
         ])],
     },
     NamedCheck {

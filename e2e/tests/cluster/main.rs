@@ -3,6 +3,7 @@
 //! With `KUBECONFIG` set the trials use that cluster. Trials that operate on the node itself are
 //! ignored then.
 
+mod agent_away;
 mod attestation;
 mod budget_enforcement;
 mod budgets;
@@ -49,7 +50,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 24] = [
+    let groups: [Vec<Trial>; 25] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         memory_release::trials(),
         churn::trials(),
         restarts::trials(),
+        agent_away::trials(),
         health::trials(),
         maintenance::trials(),
         enforcement::trials(),

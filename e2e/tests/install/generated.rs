@@ -223,6 +223,7 @@ fn schema_refuses_misspelt_fields_with_their_path() {
         (r#"policies.validationActions=[]"#, "validationActions"),
         (r#"operator.replicas=-1"#, "replicas"),
         (r#"node.stateDir="var/lib""#, "stateDir"),
+        (r#"node.runDir="run""#, "runDir"),
         (r#"unknown=1"#, "unknown"),
     ] {
         let said = refusal(&[value]);

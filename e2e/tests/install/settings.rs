@@ -124,9 +124,12 @@ fn accounts_can_be_brought_along_with_their_policies() {
 }
 
 #[test]
-fn state_folder_is_mounted_and_configured_alike() {
-    let folder = "/home/kubernetes/bin/bursar";
-    let objects = render(&[&format!(r#"node.stateDir="{folder}""#)]);
+fn node_folders_are_mounted_and_configured_alike() {
+    let (state, run) = ("/home/kubernetes/bin/bursar", "/run/gpu");
+    let objects = render(&[
+        &format!(r#"node.stateDir="{state}""#),
+        &format!(r#"node.runDir="{run}""#),
+    ]);
     let spec = pod_spec(objects.agent());
     let of = |list: &Value, name: &str| {
         let list = list.as_array().unwrap();
@@ -135,18 +138,26 @@ fn state_folder_is_mounted_and_configured_alike() {
             .unwrap()
             .clone()
     };
-    assert_eq!(of(&spec["volumes"], "state")["hostPath"]["path"], folder);
-    assert_eq!(
-        of(&spec["containers"][0]["volumeMounts"], "state")["mountPath"],
-        folder
-    );
     let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
         .as_str()
         .unwrap();
+    for (name, folder) in [("state", state), ("run", run)] {
+        assert_eq!(of(&spec["volumes"], name)["hostPath"]["path"], folder);
+        let mounts = &spec["containers"][0]["volumeMounts"];
+        assert_eq!(of(mounts, name)["mountPath"], folder);
+        let line = format!("{name}-dir = \"{folder}\"");
+        assert!(config.contains(&line), "{config}");
+    }
+    let socket = format!("fdstore-socket = \"{run}/fdstore/fdstore.sock\"");
+    assert!(config.contains(&socket), "{config}");
     assert!(
-        config.contains(&format!("state-dir = \"{folder}\"")),
+        config.contains(&format!("relay-dir = \"{run}/relay\"")),
         "{config}"
     );
+    for (part, workload) in [("fdstore", objects.fdstore()), ("relay", objects.relay())] {
+        let folder = &of(&pod_spec(workload)["volumes"], "run")["hostPath"]["path"];
+        assert_eq!(*folder, format!("{run}/{part}"));
+    }
 }
 
 #[test]

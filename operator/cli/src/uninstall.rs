@@ -91,7 +91,7 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
                 .to_owned(),
         });
         found.push(Remainder {
-            text: "on each node: /var/lib/bursar, /run/bursar, and bursar.dev-*.json in the CDI folder; the API does not tell".to_owned(),
+            text: "on each node: /var/lib/bursar and /run/bursar, or node.stateDir and node.runDir, and bursar.dev-*.json in the CDI folder; the API does not tell".to_owned(),
             command: "remove these folders and files, or replace the nodes".to_owned(),
         });
     }

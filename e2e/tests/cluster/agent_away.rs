@@ -1,0 +1,142 @@
+//! Restarts the agent while clients create pods without pause, and checks that no pod fails.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bursar_e2e::chart;
+use bursar_e2e::pods::Pods;
+use futures::future::{try_join, try_join_all};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, DeleteParams, ListParams};
+use libtest_mimic::{Failed, Trial};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::placement::holder;
+use crate::restarts::percentile;
+use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
+
+/// The clients that create pods, which together fit on the node.
+const CLIENTS: usize = 8;
+/// The time for which a stopped agent answers nothing.
+const HUNG: Duration = Duration::from_secs(12);
+const PAUSE: Duration = Duration::from_millis(500);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        node_trial("main/cluster/agent-away", async |context| {
+            no_pod_fails_while_the_agent_is_away(context, 9).await
+        }),
+        node_trial("main/cluster/agent-away-long", async |context| {
+            no_pod_fails_while_the_agent_is_away(context, 200).await
+        }),
+    ]
+}
+
+/// The way in which the agent goes away.
+#[derive(Clone, Copy)]
+enum Way {
+    Killed,
+    PodDeleted,
+    Hung,
+}
+
+async fn no_pod_fails_while_the_agent_is_away(
+    context: &mut TrialContext,
+    times: usize,
+) -> Result<(), Failed> {
+    let begin = Instant::now();
+    let done = AtomicBool::new(false);
+    let shared: &TrialContext = context;
+    let clients =
+        (0..CLIENTS).map(|client| create_pods(shared, client, shared.pods.clone(), &done));
+    let restarts = async {
+        let ended = end_agents(shared, times).await;
+        done.store(true, Ordering::Relaxed);
+        ended
+    };
+    let (started, ()) = try_join(try_join_all(clients), restarts).await?;
+    let mut seconds: Vec<f64> = started.into_iter().flatten().collect();
+    seconds.sort_by(f64::total_cmp);
+    context.progress.report(format_args!(
+        "{} pods ran while the agent went away {times} times in {:.0?}: each after {:.1} s (median), {:.1} s (max)",
+        seconds.len(),
+        begin.elapsed(),
+        percentile(&seconds, 50),
+        percentile(&seconds, 100),
+    ));
+    assert!(seconds.len() >= CLIENTS + times, "{} pods", seconds.len());
+    context.history.check_none_failed_or_restarted()?;
+    context
+        .node_files()?
+        .wait_until_no_pod_state(RECLAIM_TIMEOUT)
+        .await?;
+    Ok(())
+}
+
+/// Creates pods of 1 GiB one after another until `done`. Returns the seconds from the creation of
+/// each until it ran.
+async fn create_pods(
+    context: &TrialContext,
+    client: usize,
+    pods: Pods,
+    done: &AtomicBool,
+) -> Result<Vec<f64>, Failed> {
+    let mut seconds = Vec::new();
+    while !done.load(Ordering::Relaxed) {
+        let name = format!("away-{client}-{}", seconds.len());
+        let begin = Instant::now();
+        pods.create(&holder(context, &name, 2)).await?;
+        pods.wait_until_running(&name, START_TIMEOUT).await?;
+        seconds.push(begin.elapsed().as_secs_f64());
+        pods.delete(&name).await?;
+        pods.wait_until_deleted(&name, START_TIMEOUT).await?;
+    }
+    Ok(seconds)
+}
+
+/// Ends or stops the agent so many times, and waits for the next one each time.
+async fn end_agents(context: &TrialContext, times: usize) -> Result<(), Failed> {
+    let ways = [Way::Killed, Way::PodDeleted, Way::Hung];
+    for way in ways.into_iter().cycle().take(times) {
+        tokio::time::sleep(PAUSE).await;
+        let before = agent_pid(context)?;
+        match way {
+            Way::Killed => kill_process(before, Signal::KILL)?,
+            Way::PodDeleted => delete_agent(context).await?,
+            Way::Hung => {
+                kill_process(before, Signal::STOP)?;
+                tokio::time::sleep(HUNG).await;
+                kill_process(before, Signal::CONT)?;
+                continue;
+            }
+        }
+        let begin = Instant::now();
+        while agent_pid(context).ok().is_none_or(|pid| pid == before) {
+            if begin.elapsed() > START_TIMEOUT {
+                return Err("no agent has started again".into());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+    Ok(())
+}
+
+fn agent_pid(context: &TrialContext) -> Result<Pid, Failed> {
+    let local = context.environment.cluster.local();
+    let agents = local
+        .ok_or("no cluster of our own")?
+        .processes_named("bursar-agent");
+    match agents[..] {
+        [agent] => Ok(Pid::from_raw(agent).ok_or("no pid")?),
+        _ => Err(format!("processes of the agent: {agents:?}").into()),
+    }
+}
+
+async fn delete_agent(context: &TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
+    let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
+    let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
+    api.delete_collection(&DeleteParams::default(), &agents)
+        .await?;
+    Ok(())
+}
