@@ -64,7 +64,7 @@ fn ended(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
         explanation.say(
             "node",
             format!(
-                "the kubelet of {} could not reach the agent",
+                "the kubelet of {} could not reach the plugin relay",
                 pod.spec.node_name
             ),
         );
