@@ -269,7 +269,7 @@ fn newer_chart(folder: &Path) -> Result<String, Failed> {
 }
 
 /// Returns whether a replaced pod of Bursar explains the difference, or the release's history. The
-/// socket of an agent's plugin has the number of its process.
+/// socket of a plugin has the number of its process: of the agent's, and of the relay's.
 fn is_replaced_by_an_upgrade(difference: &str) -> bool {
     let (_, line) = difference.split_at(2);
     let kinds = ["Pod", "ReplicaSet", "ControllerRevision"];
@@ -278,7 +278,9 @@ fn is_replaced_by_an_upgrade(difference: &str) -> bool {
         .any(|kind| line.starts_with(&format!("{kind} {NAMESPACE} {RELEASE}-")));
     replaced
         || line.starts_with(&format!("Secret {NAMESPACE} sh.helm.release.v1."))
-        || line.starts_with("/var/lib/kubelet/device-plugins/bursar-gpu-memory-")
+        || ["/var/lib/kubelet/device-plugins", "/run/bursar/relay"]
+            .iter()
+            .any(|folder| line.starts_with(&format!("{folder}/bursar-gpu-memory-")))
 }
 
 /// Returns whether the guide names the difference as what stays after `helm uninstall` alone.
