@@ -87,7 +87,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "main/cluster/agent-away",
-        "the agent is killed, replaced and stopped four times while eight clients create pods without pause: every pod runs, and none fails",
+        "the agent is killed, replaced and stopped while four clients create pods without pause: every pod runs, and none fails",
     ),
     long_trial(
         "main/cluster/agent-away-long",

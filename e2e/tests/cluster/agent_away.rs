@@ -14,8 +14,6 @@ use crate::placement::holder;
 use crate::restarts::percentile;
 use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
-/// The clients that create pods, which together fit on the node.
-const CLIENTS: usize = 8;
 /// The time for which a stopped agent answers nothing.
 const HUNG: Duration = Duration::from_secs(10);
 /// Half of the pods run within this time of their creation.
@@ -25,10 +23,10 @@ const PAUSE: Duration = Duration::from_millis(500);
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         node_trial("main/cluster/agent-away", async |context| {
-            no_pod_fails_while_the_agent_is_away(context, 4).await
+            no_pod_fails_while_the_agent_is_away(context, 4, 3).await
         }),
         node_trial("main/cluster/agent-away-long", async |context| {
-            no_pod_fails_while_the_agent_is_away(context, 200).await
+            no_pod_fails_while_the_agent_is_away(context, 8, 200).await
         }),
     ]
 }
@@ -43,12 +41,13 @@ enum Way {
 
 async fn no_pod_fails_while_the_agent_is_away(
     context: &mut TrialContext,
+    clients: usize,
     times: usize,
 ) -> Result<(), Failed> {
     let begin = Instant::now();
     let progress = ClientProgress::default();
     let shared: &TrialContext = context;
-    let clients = (0..CLIENTS).map(|client| create_pods(shared, client, &progress));
+    let clients = (0..clients).map(|client| create_pods(shared, client, &progress));
     let restarts = async {
         let ended = end_agents(shared, times, &progress.ran).await;
         progress.done.store(true, Ordering::Relaxed);
