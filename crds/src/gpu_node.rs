@@ -40,6 +40,10 @@ pub const MAX_RESTARTS: usize = 16;
 pub const MAX_RECORDED_RELOCATIONS: usize = 64;
 /// The most namespaces in one object, those with pods on the node first.
 pub const MAX_NAMESPACES: usize = 32;
+/// The most containers with memory in one object, those with faults first.
+pub const MAX_CONTAINERS: usize = 256;
+/// The most leases of retained memory in one object; each namespace has its largest.
+pub const MAX_RETAINED: usize = 128;
 
 /// Orders to the node's agent. The operator writes them, and an admin `drain`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -89,6 +93,12 @@ pub const MAX_NAMESPACES: usize = 32;
         type_ = "integer",
         description = "Open faults of GPUs and of programs",
         json_path = ".status.summary.faults"
+    ),
+    printcolumn(
+        name = "Generations",
+        type_ = "string",
+        description = "The generation of each GPU's memory; one number if all GPUs have the same",
+        json_path = ".status.summary.generations"
     ),
     printcolumn(
         name = "Not enforced",
@@ -308,6 +318,16 @@ pub struct GpuNodeStatus {
     /// Open faults, those that need the operator or an admin first; at most 64.
     #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
+    /// The containers with memory on the node, those with faults first; at most 256.
+    #[schemars(length(max = 256), extend("x-kubernetes-list-type" = "atomic"))]
+    pub containers: Vec<GpuContainer>,
+    /// The number of leases of retained memory.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub retained_count: i32,
+    /// The leases of retained memory, by namespace and name; at most 128, the largest of each
+    /// namespace.
+    #[schemars(length(max = 128), extend("x-kubernetes-list-type" = "atomic"))]
+    pub retained: Vec<RetainedLease>,
     /// Use and fault counters of each namespace's pods on this node; at most 32.
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
@@ -337,6 +357,111 @@ pub struct NamespaceUse {
     pub restarts: i64,
 }
 
+/// A container with GPU memory: the generation of its processes, and its restarts after faults.
+/// The agent writes changes of `processGeneration` alone at most once a minute.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuContainer {
+    /// The pod's UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub pod_uid: String,
+    /// The pod's namespace. Absent before the agent knows the pod's name.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub namespace: String,
+    /// The pod's name. Absent where the namespace is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub pod: String,
+    /// The container's name.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub container: String,
+    /// The generation of the container's last process image. It grows by one with each image that
+    /// uses CUDA: with each new process, and with each program that a process executes again.
+    pub process_generation: i64,
+    /// Restarts for poisoned contexts, in place or not.
+    #[serde(default)]
+    pub restarts: i64,
+    /// Restarts for poisoned contexts in the same process.
+    #[serde(default)]
+    pub restarts_in_place: i64,
+    /// The last fault of the container, open or not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_fault: Option<LastFault>,
+}
+
+/// The last fault of a container.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LastFault {
+    /// The GPU's UUID.
+    #[schemars(length(min = 1, max = 96))]
+    pub gpu: String,
+    /// The generation of the process image at the fault.
+    pub process_generation: i64,
+    /// The CUDA error (`CUresult`), where a context reported one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda_error: Option<i32>,
+    /// The XID, where the kernel's log reported one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub xid: Option<i32>,
+    /// The measure against the fault. The schema has the type's description in place of this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub action: Option<FaultAction>,
+    /// The time at which the agent saw the fault.
+    #[schemars(schema_with = "schema::time")]
+    pub time: Time,
+}
+
+/// A lease of retained memory. The agent writes changes of leases alone at most once a minute.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RetainedLease {
+    /// The namespace whose pods share the lease.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// The lease's name in its namespace.
+    #[schemars(length(min = 1, max = 96))]
+    pub name: String,
+    /// The GPU's UUID.
+    #[schemars(length(min = 1, max = 96))]
+    pub gpu: String,
+    /// The lease's generation: the successor of a lost or discarded lease has a higher one.
+    pub generation: i64,
+    /// The GPU's generation when the memory was created. In another generation the memory is lost.
+    pub gpu_generation: i64,
+    /// The size.
+    pub size: Amount,
+    /// The state of the lease. `Writing`: a process is writing it. `Committed`: pods of the
+    /// namespace can open it. `Discarded`: no pod can open it, and a pod still has it open.
+    /// `Releasing`: the agent is freeing it.
+    pub state: LeaseState,
+    /// The UID of the pod that is charged for it.
+    #[schemars(length(min = 1, max = 64))]
+    pub owner_uid: String,
+    /// The name of that pod, where the agent knows it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub owner: String,
+    /// The number of pods that have the lease open.
+    pub openers: i32,
+}
+
+/// The state of a lease.
+#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeaseState {
+    /// A process is writing the lease.
+    Writing,
+    /// Pods of the namespace can open the lease.
+    Committed,
+    /// No pod can open the lease, and a pod still has it open.
+    Discarded,
+    /// The agent is freeing the lease.
+    Releasing,
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
+}
+
 /// The node in short, as text for people. Programs read the other fields.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -354,6 +479,10 @@ pub struct NodeSummary {
     #[serde(skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 1024))]
     pub set_aside: String,
+    /// The generation of each GPU's memory in NVML's order, or one number if all are equal: `3,1`.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 512))]
+    pub generations: String,
     /// The number of containers that wait for room, those beyond `status.waiting` included.
     pub waiting: i32,
     /// The number of open faults, those beyond `status.faults` included.

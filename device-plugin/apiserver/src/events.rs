@@ -35,6 +35,8 @@ pub enum Reason {
     GpuUnhealthy,
     /// A GPU became healthy again.
     GpuHealthy,
+    /// The contents of a GPU's memory are lost; its memory has a new generation.
+    GpuMemoryLost,
     /// There is no driver, or the driver has no GPU.
     GpusMissing,
     /// The node has more device ids than the kubelet can handle.
@@ -80,6 +82,7 @@ impl Reason {
             Self::NotBound => "GpuMemoryNotBound",
             Self::GpuUnhealthy => "GpuUnhealthy",
             Self::GpuHealthy => "GpuHealthy",
+            Self::GpuMemoryLost => "GpuMemoryLost",
             Self::GpusMissing => "GpusMissing",
             Self::TooManyTokens => "TooManyTokens",
             Self::CheckpointRebuilt => "CheckpointRebuilt",
@@ -102,9 +105,12 @@ impl Reason {
 
     const fn type_(self) -> EventType {
         match self {
-            Self::Bound | Self::GpuHealthy | Self::Enforced | Self::ContextRestarted => {
-                EventType::Normal
-            }
+            // A reboot loses it too, which an admin expects.
+            Self::Bound
+            | Self::GpuHealthy
+            | Self::GpuMemoryLost
+            | Self::Enforced
+            | Self::ContextRestarted => EventType::Normal,
             Self::WaitingForRoom
             | Self::NotBound
             | Self::GpuUnhealthy

@@ -29,6 +29,9 @@ pub fn report() -> NodeReport {
         waiting: Vec::new(),
         not_enforced: Vec::new(),
         faults: Vec::new(),
+        containers: Vec::new(),
+        retained_count: 0,
+        retained: Vec::new(),
         namespaces: Vec::new(),
         applied_spec: crate::quota_overrides::AppliedSpec::default(),
         conditions: vec![ConditionUpdate::new(

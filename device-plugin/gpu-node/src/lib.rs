@@ -20,7 +20,8 @@ pub mod report;
 mod summary;
 
 pub use report::{
-    GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,
+    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
+    WaitingReport,
 };
 #[cfg(any(test, feature = "testing"))]
 pub mod fixtures;

@@ -23,7 +23,7 @@ use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::PodName;
 use bursar_node::other_plugins::GpuOwners;
-use bursar_retained::status::RetainedStatus;
+use bursar_retained::status::{LeaseReport, RetainedStatus};
 
 use self::conditions::{
     accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
@@ -32,7 +32,10 @@ use self::conditions::{
     token_limit_condition,
 };
 use crate::quota_overrides::AppliedSpec;
-use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport};
+use crate::{
+    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
+    WaitingReport,
+};
 
 /// The late write to the state directory that has lasted longest.
 pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
@@ -105,6 +108,9 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             .filter_map(|state| gpu_fault(state, generations))
             .chain(around.faults.iter().cloned())
             .collect(),
+        containers: container_reports(snapshot, &around.audited),
+        retained_count: around.retained.readable,
+        retained: retained_reports(snapshot, &around.retained),
         namespaces: around.audited.namespaces.clone(),
         conditions: vec![
             gpus_found_condition(snapshot),
@@ -132,6 +138,44 @@ fn pod_names(snapshot: &Snapshot) -> BTreeMap<PodUid, PodName> {
     let named = bound.chain(waiting);
     let named = named.filter_map(|(uid, container)| Some((uid, container?.pod.as_ref()?)));
     named.map(|(uid, pod)| (uid.clone(), pod.clone())).collect()
+}
+
+/// The containers with memory, those with faults first.
+fn container_reports(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<ContainerReport> {
+    let containers = snapshot.containers.iter().map(|container| ContainerReport {
+        pod_uid: container.pod.clone(),
+        name: container.name.clone(),
+        history: audited
+            .histories
+            .get(&container.allocation)
+            .cloned()
+            .unwrap_or_default(),
+    });
+    let mut containers: Vec<_> = containers.collect();
+    containers.sort_by(|one, next| {
+        let key = |report: &ContainerReport| {
+            let name = report.name.as_ref().map(|name| name.container.clone());
+            (
+                report.history.last_fault.is_none(),
+                report.pod_uid.clone(),
+                name,
+            )
+        };
+        key(one).cmp(&key(next))
+    });
+    containers
+}
+
+/// The leases, with the names of their owners.
+fn retained_reports(
+    snapshot: &Snapshot,
+    retained: &RetainedStatus,
+) -> Vec<(LeaseReport, Option<PodName>)> {
+    let names = pod_names(snapshot);
+    let leases = retained.leases.iter();
+    leases
+        .map(|lease| (lease.clone(), names.get(&lease.owner).cloned()))
+        .collect()
 }
 
 fn device_memory(snapshot: &Snapshot) -> MemoryReport {

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! new report or changed object --> wait `batch_delay` --> render --> equal: no write
-//!           ^                                               |
+//!           ^   ^                                           |
+//!           |   +--- wait `quiet_interval` <--- not urgent -+
 //!           |                                               +--> write --> wait `min_interval`
 //!           |                                                      |
 //!           +----------- with the newest report --- back off <-----+ failed
@@ -24,7 +25,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::render::{render, truncate_to_seconds};
+use super::render::{is_urgent, render, truncate_to_seconds};
 use super::report::NodeReport;
 
 /// The rate of writes.
@@ -34,6 +35,9 @@ pub struct Rate {
     pub(crate) batch_delay: Duration,
     /// The shortest interval between two writes.
     pub(crate) min_interval: Duration,
+    /// The shortest interval from a write to one for process generations or leases alone, which
+    /// tenants change as often as they like.
+    pub(crate) quiet_interval: Duration,
     /// The first delay after a failure; each further failure doubles it.
     pub(crate) min_backoff: Duration,
     /// The longest delay after a failure.
@@ -52,12 +56,23 @@ impl Default for Rate {
         Self {
             batch_delay: Duration::from_millis(100),
             min_interval: Duration::from_secs(1),
+            quiet_interval: Duration::from_secs(60),
             min_backoff: Duration::from_millis(500),
             max_backoff: Duration::from_secs(10),
             probe_interval: Duration::from_secs(10),
             request_timeout: Duration::from_secs(10),
         }
     }
+}
+
+/// The outcome of one attempt.
+enum Synced {
+    /// The status was the report's already.
+    Unchanged,
+    /// The status was written.
+    Written,
+    /// The status differs in nothing urgent, and the last write is too recent.
+    Deferred,
 }
 
 /// Keeps the status of this node's `GpuNode` equal to the agent's report.
@@ -88,6 +103,8 @@ impl<O: GpuNodeApi> Publisher<O> {
         let mut known = None;
         let mut failures = 0;
         let mut next_write = Instant::now();
+        let mut next_quiet_write = Instant::now();
+        let mut is_deferred = false;
         self.reports.mark_changed();
         loop {
             let open = !self.reports.borrow().faults.is_empty();
@@ -101,6 +118,7 @@ impl<O: GpuNodeApi> Publisher<O> {
                     }
                 }
                 () = sleep(rate.probe_interval), if open => known = None,
+                () = sleep_until(next_quiet_write), if is_deferred => {}
             }
             tokio::select! {
                 () = shutdown.cancelled() => return,
@@ -110,7 +128,10 @@ impl<O: GpuNodeApi> Publisher<O> {
             let begun = Instant::now();
             let outcome = tokio::select! {
                 () = shutdown.cancelled() => return,
-                outcome = timeout(rate.request_timeout, self.sync(&mut known, &report)) => outcome,
+                outcome = timeout(
+                    rate.request_timeout,
+                    self.sync(&mut known, &report, begun < next_quiet_write),
+                ) => outcome,
             };
             let outcome = outcome.unwrap_or(Err(GpuNodeError::Timeout {
                 within: rate.request_timeout,
@@ -123,15 +144,17 @@ impl<O: GpuNodeApi> Publisher<O> {
                 };
                 *since != before
             });
+            is_deferred = matches!(outcome, Ok(Synced::Deferred));
             match outcome {
-                Ok(false) => {}
-                Ok(true) => {
+                Ok(Synced::Unchanged | Synced::Deferred) => {}
+                Ok(Synced::Written) => {
                     if failures > 0 {
                         info!(failures, "wrote GpuNode after failures");
                     }
                     failures = 0;
                     self.metrics.count_gpu_node_write(true);
                     next_write = Instant::now() + rate.min_interval;
+                    next_quiet_write = Instant::now() + rate.quiet_interval;
                 }
                 Err(error) => {
                     // A failed write may have taken effect, so the object must be read again.
@@ -151,24 +174,29 @@ impl<O: GpuNodeApi> Publisher<O> {
         }
     }
 
-    /// Writes `report` if the status differs; returns whether it wrote.
+    /// Writes `report` if the status differs; with `defer`, only if the difference is urgent.
     async fn sync(
         &self,
         known: &mut Option<ObservedObject>,
         report: &NodeReport,
-    ) -> Result<bool, GpuNodeError> {
+        defer: bool,
+    ) -> Result<Synced, GpuNodeError> {
         let before = match known.take() {
             Some(known) => known,
             None => self.api.ensure(&self.drained_gpus()).await?,
         };
         let now: Time = truncate_to_seconds(jiff::Timestamp::now());
         let status = render(report, &before.status, before.generation, &now);
-        let same = status == before.status;
-        *known = Some(match same {
-            true => before,
-            false => self.api.write_status(&before, &status).await?,
-        });
-        Ok(!same)
+        let (now_known, synced) = match status == before.status {
+            true => (before, Synced::Unchanged),
+            false if defer && !is_urgent(&before.status, &status) => (before, Synced::Deferred),
+            false => (
+                self.api.write_status(&before, &status).await?,
+                Synced::Written,
+            ),
+        };
+        *known = Some(now_known);
+        Ok(synced)
     }
 
     /// The GPUs to drain in the spec of a new object.
@@ -224,6 +252,8 @@ mod tests {
 
     use super::*;
     use crate::fixtures::report;
+    use crate::report::ContainerReport;
+    use bursar_sessions::ProcessHistory;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
@@ -285,6 +315,7 @@ mod tests {
     const FAST: Rate = Rate {
         batch_delay: Duration::from_millis(20),
         min_interval: Duration::from_millis(50),
+        quiet_interval: Duration::from_secs(3),
         min_backoff: Duration::from_millis(5),
         max_backoff: Duration::from_millis(20),
         probe_interval: Duration::from_millis(50),
@@ -366,6 +397,54 @@ mod tests {
         .await;
         assert_eq!(fake.writes(), 1);
         assert_eq!(fake.reads.load(Ordering::SeqCst), 1);
+    }
+
+    #[tokio::test]
+    async fn tenants_changes_alone_are_written_once_an_interval() {
+        let container = |generation| ContainerReport {
+            pod_uid: "0f".parse().unwrap(),
+            name: None,
+            history: ProcessHistory {
+                generation,
+                ..ProcessHistory::default()
+            },
+        };
+        let fake = FakeApi::default();
+        let written = |generation: i64| {
+            let fake = fake.clone();
+            async move {
+                let is_there = || {
+                    let object = fake.object.lock().unwrap();
+                    let mut containers = object.status.containers.iter();
+                    containers.any(|container| container.process_generation == generation)
+                };
+                while !is_there() {
+                    sleep(Duration::from_millis(1)).await;
+                }
+            }
+        };
+        publish_during(&fake, async |reports| {
+            reports.send_modify(|report| report.containers = vec![container(1)]);
+            written(1).await;
+            let (writes, begun) = (fake.writes(), Instant::now());
+            for generation in 2..=10 {
+                reports.send_modify(|report| report.containers = vec![container(generation)]);
+                sleep(Duration::from_millis(30)).await;
+            }
+            // An urgent change takes the newest number with it.
+            let urgent = Instant::now();
+            set_free(&reports, 7);
+            wait_until_written(&fake, 7).await;
+            written(10).await;
+            reports.send_modify(|report| report.containers = vec![container(11)]);
+            written(11).await;
+            let took = urgent.elapsed();
+            assert!(took >= FAST.quiet_interval, "written after {took:?}");
+            let intervals = begun.elapsed().as_secs() / FAST.quiet_interval.as_secs();
+            let most = usize::try_from(intervals).unwrap() + 2;
+            assert!(fake.writes() - writes <= most, "{} writes", fake.writes());
+        })
+        .await;
     }
 
     #[tokio::test]

@@ -6,21 +6,25 @@ use std::collections::BTreeMap;
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{
-    EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod,
-    GpuStatus, Health, HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
-    MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory,
-    PendingContainer, QuotaOverride, QuotaStatus,
+    EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus,
+    GpuPod, GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
+    MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED,
+    MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
+    QuotaStatus, RetainedLease,
 };
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_ledger::units::{PodUid, Quanta};
 use bursar_node::checkpoint_state::PodName;
+use bursar_retained::status::LeaseReport;
+use bursar_sessions::{ProcessHistory, RecoveryAction};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::summary::summarize;
 
 use super::report::{
-    GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,
+    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
+    WaitingReport,
 };
 use crate::quota_overrides::QuotaOutcome;
 
@@ -48,6 +52,9 @@ pub fn render(
         not_enforced,
         applied_spec: ordered,
         faults,
+        containers,
+        retained_count,
+        retained,
         namespaces,
         conditions,
     } = report;
@@ -99,6 +106,17 @@ pub fn render(
                 .map(|one| fault_status(one, before, now))
                 .collect(),
         ),
+        containers: containers
+            .iter()
+            .take(MAX_CONTAINERS)
+            .map(container_status)
+            .collect(),
+        retained_count: i32::try_from(*retained_count).unwrap_or(i32::MAX),
+        retained: retained
+            .iter()
+            .take(MAX_RETAINED)
+            .map(lease_status)
+            .collect(),
         namespaces: namespaces
             .iter()
             .take(MAX_NAMESPACES)
@@ -106,6 +124,25 @@ pub fn render(
             .collect(),
         conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
     }
+}
+
+/// Whether `after` differs from `before` in more than what tenants change as they like: process
+/// generations and leases.
+pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
+    let mut settled = GpuNodeStatus {
+        retained_count: before.retained_count,
+        retained: before.retained.clone(),
+        ..after.clone()
+    };
+    for container in &mut settled.containers {
+        let is_same = |old: &&GpuContainer| {
+            (&old.pod_uid, &old.container) == (&container.pod_uid, &container.container)
+        };
+        if let Some(old) = before.containers.iter().find(is_same) {
+            container.process_generation = old.process_generation;
+        }
+    }
+    settled != *before
 }
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
@@ -266,6 +303,70 @@ fn not_enforced_status(lacking: &NotEnforcedReport) -> EnforcementGap {
     }
 }
 
+fn container_status(container: &ContainerReport) -> GpuContainer {
+    let ContainerReport {
+        pod_uid,
+        name,
+        history,
+    } = container;
+    let ProcessHistory {
+        generation,
+        restarts,
+        restarts_in_place,
+        last_fault,
+    } = history;
+    let pod = name.as_ref().and_then(|name| name.pod.as_ref());
+    GpuContainer {
+        pod_uid: pod_uid.as_str().to_owned(),
+        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+        container: name
+            .as_ref()
+            .map(|name| name.container.clone())
+            .unwrap_or_default(),
+        process_generation: to_i64(*generation),
+        restarts: to_i64(*restarts),
+        restarts_in_place: to_i64(*restarts_in_place),
+        last_fault: last_fault.as_ref().map(|fault| LastFault {
+            gpu: fault.gpu.as_str().to_owned(),
+            process_generation: to_i64(fault.image.generation),
+            cuda_error: fault.cuda_error,
+            xid: fault.xid.and_then(|xid| i32::try_from(xid).ok()),
+            action: fault.decision().map(RecoveryAction::to_api),
+            time: truncate_to_seconds(fault.time),
+        }),
+    }
+}
+
+fn lease_status((lease, owner): &(LeaseReport, Option<PodName>)) -> RetainedLease {
+    let LeaseReport {
+        namespace,
+        name,
+        gpu,
+        generation,
+        gpu_generation,
+        bytes,
+        state,
+        owner: owner_uid,
+        openers,
+    } = lease;
+    RetainedLease {
+        namespace: namespace.clone(),
+        name: name.clone(),
+        gpu: gpu.as_str().to_owned(),
+        generation: to_i64(*generation),
+        gpu_generation: to_i64(*gpu_generation),
+        size: Amount::from_bytes(bytes.0),
+        state: *state,
+        owner_uid: owner_uid.as_str().to_owned(),
+        owner: owner
+            .as_ref()
+            .map(|pod| pod.name.clone())
+            .unwrap_or_default(),
+        openers: i32::try_from(*openers).unwrap_or(i32::MAX),
+    }
+}
+
 fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
     let NamespaceReport {
         namespace,
@@ -384,7 +485,10 @@ pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
 mod tests {
     use bursar_ledger::units::Bytes;
 
-    use bursar_crds::gpu_node::QuotaState;
+    use bursar_crds::gpu_node::{LeaseState, QuotaState};
+    use bursar_ledger::BootTime;
+    use bursar_node::checkpoint_state::ContainerName;
+    use bursar_sessions::{Fault, Process, ProcessImage, RecordedMoment};
 
     use super::*;
     use crate::fixtures::{at, report};
@@ -393,6 +497,112 @@ mod tests {
     fn unchanged_report_renders_to_the_same_status() {
         let first = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         assert_eq!(render(&report(), &first, Some(1), &at(500)), first);
+    }
+
+    fn container(number: usize, generation: u64) -> ContainerReport {
+        ContainerReport {
+            pod_uid: format!("pod-{number:05}").parse().unwrap(),
+            name: Some(ContainerName {
+                container: "main".into(),
+                pod: None,
+            }),
+            history: ProcessHistory {
+                generation,
+                ..ProcessHistory::default()
+            },
+        }
+    }
+
+    fn lease(gib: u64) -> (LeaseReport, Option<PodName>) {
+        let lease = LeaseReport {
+            namespace: "team".into(),
+            name: "weights".into(),
+            gpu: "GPU-0".parse().unwrap(),
+            generation: 7,
+            gpu_generation: 2,
+            bytes: Bytes::gib(gib),
+            state: LeaseState::Committed,
+            owner: "0f".parse().unwrap(),
+            openers: 3,
+        };
+        (lease, None)
+    }
+
+    #[test]
+    fn container_has_generation_restarts_and_last_fault() {
+        let mut report = report();
+        let mut faulty = container(1, 5);
+        faulty.history.restarts = 2;
+        faulty.history.restarts_in_place = 1;
+        faulty.history.last_fault = Some(Fault {
+            image: ProcessImage {
+                process: Process { pid: 7, start: 70 },
+                generation: 4,
+            },
+            gpu: "GPU-0".parse().unwrap(),
+            cuda_error: Some(700),
+            xid: Some(31),
+            time: "2026-01-02T03:04:05.678Z".parse().unwrap(),
+            since: BootTime(1),
+            decided: Some((
+                RecoveryAction::ReexecInPlace,
+                RecordedMoment(BootTime::default()),
+            )),
+            executed: true,
+            ended: true,
+        });
+        report.containers = vec![faulty, container(2, 1)];
+        let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let written = serde_json::to_value(&status.containers).unwrap();
+        let expected = serde_json::json!([
+            { "podUid": "pod-00001", "container": "main", "processGeneration": 5, "restarts": 2,
+              "restartsInPlace": 1, "lastFault": { "gpu": "GPU-0", "processGeneration": 4,
+                "cudaError": 700, "xid": 31, "action": "InPlace", "time": "2026-01-02T03:04:05Z" } },
+            { "podUid": "pod-00002", "container": "main", "processGeneration": 1, "restarts": 0,
+              "restartsInPlace": 0 },
+        ]);
+        assert_eq!(written, expected);
+        // Tenants read the object and must not learn a pid of the host.
+        assert!(!written.to_string().contains("pid"));
+    }
+
+    #[test]
+    fn containers_and_leases_of_the_status_are_bounded() {
+        let mut report = report();
+        report.containers = (0..1_000).map(|number| container(number, 1)).collect();
+        report.retained = vec![lease(1); 1_000];
+        report.retained_count = 5_000;
+        let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        assert_eq!(status.containers.len(), MAX_CONTAINERS);
+        assert_eq!(status.retained.len(), MAX_RETAINED);
+        assert_eq!(status.retained_count, 5_000);
+    }
+
+    #[test]
+    fn only_what_tenants_change_at_will_may_wait() {
+        let mut report = report();
+        report.containers = vec![container(1, 1), container(2, 1)];
+        report.retained = vec![lease(1)];
+        report.retained_count = 1;
+        let render = |report: &NodeReport| {
+            super::render(report, &GpuNodeStatus::default(), Some(1), &at(10))
+        };
+        let before = render(&report);
+        report.containers[1].history.generation = 9;
+        report.retained[0].0.state = LeaseState::Releasing;
+        report.retained.push(lease(2));
+        report.retained_count = 2;
+        let after = render(&report);
+        assert_ne!(after, before);
+        assert!(!is_urgent(&before, &after));
+        report.containers[1].history.restarts = 1;
+        assert!(is_urgent(&before, &render(&report)), "a restart");
+        report.containers[1].history.restarts = 0;
+        report.containers.push(container(3, 1));
+        assert!(is_urgent(&before, &render(&report)), "a new container");
+        report.containers.pop();
+        report.gpus[0].generation += 1;
+        assert!(is_urgent(&before, &render(&report)), "a lost GPU");
     }
 
     #[test]

@@ -7,14 +7,17 @@ use bursar_crds::gpu_node::GpuState;
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
-use bursar_node::checkpoint_state::PodName;
+use bursar_node::checkpoint_state::{ContainerName, PodName};
+use bursar_retained::status::LeaseReport;
+use bursar_sessions::ProcessHistory;
 use jiff::Timestamp;
 
 use crate::quota_overrides::AppliedSpec;
 
 /// The node's state. Equal reports cause no write.
 ///
-/// Nothing in a report may change continuously; such figures are metrics.
+/// Nothing in a report may change continuously; such figures are metrics. Process generations and
+/// leases change as tenants like: the publisher delays a write for them alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeReport {
     /// The boot id (`/proc/sys/kernel/random/boot_id`).
@@ -39,6 +42,13 @@ pub struct NodeReport {
     pub applied_spec: AppliedSpec,
     /// Open faults. The status has at most 64, those that need the operator or an admin first.
     pub faults: Vec<FaultReport>,
+    /// The containers with memory. The status has the first 256, those with faults first.
+    pub containers: Vec<ContainerReport>,
+    /// The number of leases of retained memory.
+    pub retained_count: usize,
+    /// Leases of retained memory, at most 128, with the names of their owners where those are
+    /// known.
+    pub retained: Vec<(LeaseReport, Option<PodName>)>,
     /// The use and the incidents of each namespace. The status has the first 32.
     pub namespaces: Vec<NamespaceReport>,
     /// The state of each condition of [`bursar_crds::conditions::gpu_node`] except `Ready`, which
@@ -102,6 +112,17 @@ pub enum GpuHealth {
         /// The reason in one word: `GpuLost`, `NoAnswer`, `Xid79`.
         reason: String,
     },
+}
+
+/// A container with memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ContainerReport {
+    /// The pod's UID.
+    pub pod_uid: PodUid,
+    /// The container's name, and its pod's, where the agent knows them.
+    pub name: Option<ContainerName>,
+    /// The generation of its processes, and its restarts after faults.
+    pub history: ProcessHistory,
 }
 
 /// A container in the node's queue.

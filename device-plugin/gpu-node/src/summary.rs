@@ -10,6 +10,8 @@ use super::report::{GpuHealth, GpuReport, NodeReport};
 
 /// The most pods in the text of memory that is set aside.
 const MAX_SET_ASIDE: usize = 2;
+/// The most generations in the text; a node without MIG has at most 16 GPUs.
+const MAX_GENERATIONS: usize = 16;
 /// The most models in the text; a node has one, rarely two.
 const MAX_MODELS: usize = 3;
 /// The longest name of a model in the text.
@@ -35,6 +37,7 @@ pub(crate) fn summarize(report: &NodeReport) -> NodeSummary {
         free,
         largest_free,
         set_aside: set_aside(report),
+        generations: generations(&report.gpus),
         waiting: count(report.waiting.len()),
         faults: count(report.faults.len()),
         not_enforced: count(report.not_enforced.len()),
@@ -71,6 +74,22 @@ fn gpus(gpus: &[GpuReport]) -> String {
         ill => parts.push(format!("{ill} unhealthy")),
     }
     parts.join(", ")
+}
+
+/// The generation of each GPU, or one number if all are equal.
+fn generations(gpus: &[GpuReport]) -> String {
+    let numbers: Vec<String> = gpus
+        .iter()
+        .map(|gpu| gpu.generation.to_string())
+        .take(MAX_GENERATIONS)
+        .collect();
+    match gpus.split_first() {
+        Some((first, rest)) if rest.iter().all(|gpu| gpu.generation == first.generation) => {
+            first.generation.to_string()
+        }
+        _ if gpus.len() > MAX_GENERATIONS => format!("{},...", numbers.join(",")),
+        _ => numbers.join(","),
+    }
 }
 
 /// The memory that is set aside on all GPUs together, for the pods with the most.
@@ -118,6 +137,23 @@ mod tests {
         assert_eq!(summary.gpus, "2x Simulated");
         assert_eq!(summary.free, "10 of 32 GiB");
         assert_eq!(summary.largest_free, "6 GiB");
+    }
+
+    #[test]
+    fn generations_are_one_number_unless_they_differ() {
+        let mut report = report();
+        assert_eq!(summarize(&report).generations, "1");
+        report.gpus[0].generation = 3;
+        assert_eq!(summarize(&report).generations, "3,1");
+        report.gpus = vec![report.gpus[0].clone(); 112];
+        report.gpus[111].generation = 1 << 53;
+        for gpu in &mut report.gpus {
+            gpu.generation += (1 << 53) - 3;
+        }
+        let text = summarize(&report).generations;
+        assert!(text.ends_with(",...") && text.len() <= 512, "{text}");
+        report.gpus.clear();
+        assert_eq!(summarize(&report).generations, "");
     }
 
     #[test]

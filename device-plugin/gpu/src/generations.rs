@@ -9,6 +9,7 @@
 //! entry gets such a number, so that no GPU has the same generation twice.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use bursar_host::checkpoint::Checkpoint;
@@ -67,6 +68,27 @@ fn first_generation(entries: &Entries) -> u64 {
     match entries.len() < MAX_ENTRIES {
         true => 1,
         false => largest.unwrap_or_default() + 1,
+    }
+}
+
+/// A GPU whose memory was lost: its generation before and after.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GenerationChange {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The generation of the lost memory.
+    pub before: u64,
+    /// The generation of the memory now.
+    pub after: u64,
+}
+
+impl fmt::Display for GenerationChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { gpu, before, after } = self;
+        write!(
+            f,
+            "the memory of {gpu} has generation {after} instead of {before}: its contents are lost"
+        )
     }
 }
 
@@ -174,13 +196,16 @@ impl GpuGenerations {
         }
     }
 
-    /// Records the present GPUs. The run folder has the change when this returns, or with a later
-    /// call if the write fails. The disk has it later.
-    pub fn observe(&mut self, gpus: &[GpuState]) {
+    /// Records the present GPUs, and returns those whose generation has grown. The run folder has
+    /// the change when this returns, or with a later call if the write fails. The disk has it
+    /// later.
+    pub fn observe(&mut self, gpus: &[GpuState]) -> Vec<GenerationChange> {
         let mut changed = false;
+        let mut known = self.by_gpu();
         if self.is_unread
             && let Some(read) = self.disk_file.read(Duration::ZERO)
         {
+            known = numbers(&read);
             self.merge_disk(read);
             changed = true;
         }
@@ -224,8 +249,9 @@ impl GpuGenerations {
         self.evict_absent();
         changed |= self.entries != before;
         self.has_unsaved |= changed;
+        let grown = grown(&known, self.by_gpu());
         if self.is_unread || !self.has_unsaved {
-            return;
+            return grown;
         }
         if changed {
             self.disk_file.write(self.entries.clone());
@@ -235,6 +261,7 @@ impl GpuGenerations {
             Err(error) if changed => warn!(%error, "failed to write generations to the run folder"),
             Err(_) => {}
         }
+        grown
     }
 
     /// The write of the file on the disk, if it is late.
@@ -271,11 +298,27 @@ impl GpuGenerations {
     /// The generation of every GPU that has an entry. Empty before a file was read, since another
     /// generation would mean that a GPU's memory is lost.
     pub fn by_gpu(&self) -> BTreeMap<GpuUuid, u64> {
-        let known = self.entries.iter().filter(|_| !self.is_unread);
-        known
-            .map(|(uuid, entry)| (uuid.clone(), entry.generation))
-            .collect()
+        match self.is_unread {
+            true => BTreeMap::new(),
+            false => numbers(&self.entries),
+        }
     }
+}
+
+fn numbers(entries: &Entries) -> BTreeMap<GpuUuid, u64> {
+    let entries = entries.iter();
+    entries
+        .map(|(uuid, entry)| (uuid.clone(), entry.generation))
+        .collect()
+}
+
+/// The GPUs that have a higher generation than before; a new GPU has none before.
+fn grown(known: &BTreeMap<GpuUuid, u64>, now: BTreeMap<GpuUuid, u64>) -> Vec<GenerationChange> {
+    let changes = now.into_iter().filter_map(|(gpu, after)| {
+        let before = known.get(&gpu).copied()?;
+        (before < after).then_some(GenerationChange { gpu, before, after })
+    });
+    changes.collect()
 }
 
 #[cfg(test)]
@@ -370,6 +413,33 @@ mod tests {
         agent.observe(&state(HEALTHY));
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 3);
+    }
+
+    #[test]
+    fn each_bump_is_told_once_with_both_numbers() {
+        let bed = Fixture::new();
+        let mut agent = bed.load("boot-1");
+        let told = |agent: &mut GpuGenerations, memory| {
+            let changes = agent.observe(&state(memory)).into_iter();
+            changes
+                .map(|change| (change.before, change.after))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(told(&mut agent, HEALTHY), [], "a new GPU has lost nothing");
+        assert_eq!(told(&mut agent, ABSENT), []);
+        assert_eq!(told(&mut agent, HEALTHY), [(1, 2)]);
+        assert_eq!(told(&mut agent, HEALTHY), []);
+        let mut agent = bed.load_after(&agent, "boot-1");
+        assert_eq!(told(&mut agent, HEALTHY), [], "the agent alone restarted");
+        let mut agent = bed.load_after(&agent, "boot-2");
+        assert_eq!(told(&mut agent, HEALTHY), [(2, 3)]);
+        let change = GenerationChange {
+            gpu: "GPU-a".parse().unwrap(),
+            before: 2,
+            after: 3,
+        };
+        let said = "the memory of GPU-a has generation 3 instead of 2: its contents are lost";
+        assert_eq!(change.to_string(), said);
     }
 
     #[test]

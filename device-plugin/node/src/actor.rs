@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use bursar_apiserver::{Events, ParsedSpec, PodRef, Reason};
 use bursar_config::ResourcesConfig;
-use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;
-use bursar_gpu::generations::GpuGenerations;
+use bursar_gpu::generations::{GenerationChange, GpuGenerations};
+use bursar_gpu::{GpuState, Inventory};
 use bursar_host::clock;
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::devices::{Devices, DevicesError};
@@ -153,6 +153,14 @@ pub struct Observers {
 const DELETION_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Observers {
+    /// Reports the GPUs whose memory has a new generation.
+    fn report_lost_memory(&self, grown: &[GenerationChange]) {
+        for change in grown {
+            self.events
+                .on_node(Reason::GpuMemoryLost, change.to_string());
+        }
+    }
+
     /// Reports the end of a PreStartContainer call of `container`. A wait is reported when it
     /// begins, and again only where its reason has changed.
     fn report_prepare(
@@ -329,6 +337,7 @@ pub struct NodeTask {
     heartbeat: watch::Sender<Instant>,
     devices_error: Option<DevicesError>,
     generations: GpuGenerations,
+    observers: Observers,
 }
 
 /// Creates the task over a recovered allocator.
@@ -377,6 +386,7 @@ pub fn node_task(
         heartbeat: pulse,
         devices_error: None,
         generations,
+        observers: voice.clone(),
     };
     let offers = DeviceUpdates {
         device: device_offer,
@@ -449,8 +459,8 @@ impl NodeTask {
                     let trouble = self.allocator.host_mut().cdi_problem();
                     self.allocator.set_cdi_problem(trouble);
                     // Repeats reads and writes that failed before.
-                    self.generations.observe(self.inputs.inventory.borrow().gpus());
-                    self.allocator.set_generations(self.generations.by_gpu());
+                    let inventory = self.inputs.inventory.borrow().clone();
+                    self.observe_generations(inventory.gpus());
                     self.read_kubelet_state();
                 }
             }
@@ -497,13 +507,19 @@ impl NodeTask {
             return;
         }
         self.allocator.host_mut().mark_driver_stale();
-        self.generations.observe(inventory.gpus());
-        self.allocator.set_generations(self.generations.by_gpu());
+        self.observe_generations(inventory.gpus());
         self.allocator
             .set_gpus(inventory.gpus().to_vec(), clock::now())
             .await;
         self.advertise(&inventory);
         self.publish();
+    }
+
+    /// Records the GPUs' generations, and publishes an Event for each that has grown.
+    fn observe_generations(&mut self, gpus: &[GpuState]) {
+        let grown = self.generations.observe(gpus);
+        self.observers.report_lost_memory(&grown);
+        self.allocator.set_generations(self.generations.by_gpu());
     }
 
     async fn apply_scrub_status(&mut self) {
@@ -738,6 +754,24 @@ mod tests {
         let note = "container main: waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
         let expected = [("WaitingForGpuMemory".to_owned(), note.to_owned())];
         assert_eq!(*published.lock().unwrap(), expected);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lost_memory_is_told_with_both_generations() {
+        let published = Published::default();
+        let handle = handle(false, &published);
+        let change = |gpu: &str, before| GenerationChange {
+            gpu: gpu.parse().unwrap(),
+            before,
+            after: before + 1,
+        };
+        let observers = &handle.observers;
+        observers.report_lost_memory(&[change("GPU-a", 3), change("GPU-b", 1)]);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let told = published.lock().unwrap().clone();
+        let note = "the memory of GPU-a has generation 4 instead of 3: its contents are lost";
+        assert_eq!(told[0], ("GpuMemoryLost".to_owned(), note.to_owned()));
+        assert_eq!(told.len(), 2);
     }
 
     #[tokio::test(start_paused = true)]

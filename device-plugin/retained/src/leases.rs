@@ -32,6 +32,7 @@ mod requests;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use bursar_crds::gpu_node::LeaseState;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 use bursar_protocol::messages::retained::Key;
@@ -268,6 +269,21 @@ impl LeaseTable {
             }
         }
         live
+    }
+
+    /// The leases that this agent can read, with their states.
+    pub(crate) fn readable(&self) -> impl Iterator<Item = (LeaseId, &LeaseRecord, LeaseState)> {
+        self.leases.iter().map(|(id, lease)| {
+            let state = match (lease.stage, &lease.record.content) {
+                (Stage::Creating | Stage::Live, Content::Writing(_)) => LeaseState::Writing,
+                (Stage::Creating | Stage::Live, Content::Committed { .. }) => LeaseState::Committed,
+                (Stage::Creating | Stage::Live, Content::Discarded) => LeaseState::Discarded,
+                (Stage::ReleasePending | Stage::ReleaseReported | Stage::Releasing, _) => {
+                    LeaseState::Releasing
+                }
+            };
+            (*id, &lease.record, state)
+        })
     }
 
     /// The container that is charged for a lease, until the lease is charged as orphaned exports.

@@ -1,10 +1,12 @@
 //! Summarizes retained memory of the node for conditions and metrics. Pure.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_crds::gpu_node::{LeaseState, MAX_RETAINED};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId, PodUid};
 
-use super::leases::LeaseTable;
+use super::leases::{LeaseRecord, LeaseTable};
 use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
 
 /// The state of retained memory on this node.
@@ -22,8 +24,78 @@ pub struct RetainedStatus {
     pub hung: BTreeSet<GpuUuid>,
     /// The number of live leases of each GPU, and their bytes.
     pub live: BTreeMap<GpuUuid, (usize, Bytes)>,
+    /// The number of leases that this agent can read.
+    pub readable: usize,
+    /// Leases by namespace and name: at most [`MAX_RETAINED`], the largest of each namespace.
+    pub leases: Vec<LeaseReport>,
     /// How many leases are charged to nobody, because the agent cannot read their GPU and size.
     pub uncharged: usize,
+}
+
+/// A lease of retained memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseReport {
+    /// The namespace whose pods share the lease.
+    pub namespace: String,
+    /// The lease's name in its namespace.
+    pub name: String,
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The lease's generation, which is its id.
+    pub generation: u64,
+    /// The GPU's generation when the memory was created.
+    pub gpu_generation: u64,
+    /// The size.
+    pub bytes: Bytes,
+    /// How far the lease is on its way.
+    pub state: LeaseState,
+    /// The pod that is charged for it.
+    pub owner: PodUid,
+    /// The number of pods that have it open.
+    pub openers: usize,
+}
+
+impl LeaseReport {
+    fn new((id, record, state): (LeaseId, &LeaseRecord, LeaseState)) -> LeaseReport {
+        LeaseReport {
+            namespace: record.title.namespace.clone(),
+            name: record.title.name.clone(),
+            gpu: record.title.gpu.clone(),
+            generation: id.0,
+            gpu_generation: record.gpu_generation,
+            bytes: record.bytes,
+            state,
+            owner: record.pod.clone(),
+            openers: record.openers.len(),
+        }
+    }
+}
+
+/// Selects the leases to list. A namespace with many leases displaces only its own: all namespaces
+/// have their largest lease listed before one has its second largest.
+fn select_leases<'a>(
+    leases: impl Iterator<Item = (LeaseId, &'a LeaseRecord, LeaseState)>,
+) -> Vec<LeaseReport> {
+    let mut all: Vec<_> = leases.collect();
+    all.sort_by_key(|(id, record, _)| (&record.title.namespace, Reverse(record.bytes), *id));
+    let mut ranks: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut ranked: Vec<_> = all
+        .into_iter()
+        .map(|lease| {
+            let rank = ranks.entry(&lease.1.title.namespace).or_default();
+            *rank += 1;
+            (*rank, lease)
+        })
+        .collect();
+    ranked.sort_by_key(|(rank, _)| *rank);
+    ranked.truncate(MAX_RETAINED);
+    let reports = ranked.into_iter().map(|(_, lease)| LeaseReport::new(lease));
+    let mut reports: Vec<_> = reports.collect();
+    reports.sort_by(|one, next| {
+        let key = |lease: &LeaseReport| (lease.namespace.clone(), lease.name.clone());
+        (key(one), one.generation).cmp(&(key(next), next.generation))
+    });
+    reports
 }
 
 pub(super) fn build_status(
@@ -55,6 +127,78 @@ pub(super) fn build_status(
             .collect(),
         hung: stuck.clone(),
         live: live.collect(),
+        readable: leases.readable().count(),
+        leases: select_leases(leases.readable()),
         uncharged: leases.uncharged(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use bursar_ledger::units::AllocationId;
+
+    use super::*;
+    use crate::leases::{Content, LeaseKey};
+
+    fn record(namespace: &str, name: &str, gib: u64) -> LeaseRecord {
+        LeaseRecord {
+            title: LeaseKey {
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+                key: [7; 32],
+                gpu: "GPU-a".parse().unwrap(),
+            },
+            bytes: Bytes::gib(gib),
+            gpu_generation: 3,
+            owner: AllocationId::from_bits(1),
+            pod: "p".parse().unwrap(),
+            openers: BTreeSet::from(["p".parse().unwrap(), "q".parse().unwrap()]),
+            content: Content::Discarded,
+        }
+    }
+
+    fn selected(records: &[LeaseRecord]) -> Vec<LeaseReport> {
+        let numbered = records.iter().enumerate().map(|(index, record)| {
+            let id = LeaseId(u64::try_from(index).unwrap() + 1);
+            (id, record, LeaseState::Committed)
+        });
+        select_leases(numbered)
+    }
+
+    #[test]
+    fn lease_is_listed_with_size_generations_state_and_owner() {
+        let expected = LeaseReport {
+            namespace: "team".into(),
+            name: "weights".into(),
+            gpu: "GPU-a".parse().unwrap(),
+            generation: 1,
+            gpu_generation: 3,
+            bytes: Bytes::gib(12),
+            state: LeaseState::Committed,
+            owner: "p".parse().unwrap(),
+            openers: 2,
+        };
+        assert_eq!(selected(&[record("team", "weights", 12)]), [expected]);
+    }
+
+    #[test]
+    fn namespace_with_many_leases_displaces_only_its_own() {
+        let mut records: Vec<_> = (0..5_000)
+            .map(|number| record("many", &format!("n{number}"), 1 + number % 2))
+            .collect();
+        records.push(record("few", "b", 1));
+        records.push(record("few", "a", 1));
+        let listed = selected(&records);
+        assert_eq!(listed.len(), MAX_RETAINED);
+        let few: Vec<_> = listed
+            .iter()
+            .filter(|lease| lease.namespace == "few")
+            .map(|lease| lease.name.as_str())
+            .collect();
+        assert_eq!(few, ["a", "b"]);
+        let mut of_many = listed.iter().filter(|lease| lease.namespace == "many");
+        assert!(of_many.all(|lease| lease.bytes == Bytes::gib(2)));
     }
 }

@@ -70,7 +70,9 @@ pub use peer::{CgroupResolver, ContainerResolver, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
 };
-pub use usage::{AccountBalance, ContainerUsage, DeniedAllocation, ProcessCredit, by_allocation};
+pub use usage::{
+    AccountBalance, ContainerUsage, DeniedAllocation, ProcessCredit, ProcessHistory, by_allocation,
+};
 
 /// The most processes of one container that have a session at the same time. The agent answers
 /// `Rejected` to further processes, which then get no memory.

@@ -203,9 +203,12 @@ pub(super) struct FaultLog {
     /// When restarts were ordered within the window, the oldest first.
     restarts: Vec<RecordedMoment>,
     faults: Vec<Fault>,
-    /// The number of poisoned images, and of ordered restarts, so far.
+    /// The last fault that is no longer open.
+    last_closed: Option<Fault>,
+    /// The number of poisoned images, of ordered restarts, and of those in place, so far.
     pub(super) poisoned: u64,
     pub(super) restarted: u64,
+    pub(super) restarted_in_place: u64,
 }
 
 impl FaultLog {
@@ -217,6 +220,22 @@ impl FaultLog {
     /// The open faults.
     pub(super) fn faults(&self) -> &[Fault] {
         &self.faults
+    }
+
+    /// The container's last fault, open or not.
+    pub(super) fn last_fault(&self) -> Option<&Fault> {
+        let faults = self.last_closed.iter().chain(&self.faults);
+        faults.max_by_key(|fault| fault.since)
+    }
+
+    /// Closes the faults that do not stay open.
+    fn close_unless(&mut self, stays: impl Fn(&Fault) -> bool) {
+        for fault in self.faults.extract_if(.., |fault| !stays(fault)) {
+            let last = self.last_closed.as_ref();
+            if last.is_none_or(|last| last.since <= fault.since) {
+                self.last_closed = Some(fault);
+            }
+        }
     }
 
     /// The fault that fences an image.
@@ -237,7 +256,7 @@ impl FaultLog {
         let known = self.faults.iter().position(|fault| fault.image == image);
         let index = known.unwrap_or_else(|| {
             // An ended over-limit fault makes all earlier ones obsolete.
-            self.faults.retain(|fault| !fault.ended);
+            self.close_unless(|fault| !fault.ended);
             self.poisoned += 1;
             self.faults.push(Fault {
                 image,
@@ -289,7 +308,7 @@ impl FaultLog {
             fault.ended |= (image.process, image.generation) == (process, generation);
         }
         let stays = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::stays_open);
-        self.faults.retain(|fault| !fault.ended || stays(fault));
+        self.close_unless(|fault| !fault.ended || stays(fault));
     }
 
     /// Makes the decisions whose deadline has passed, and returns whether a fault changed. They
@@ -310,6 +329,7 @@ impl FaultLog {
                 {
                     let action = RecoveryAction::RestartContainer { over_limit: false };
                     fault.decided = Some((action, RecordedMoment(now.moment)));
+                    self.restarted_in_place = self.restarted_in_place.saturating_sub(1);
                 }
                 Some((
                     RecoveryAction::NoAction {
@@ -329,8 +349,7 @@ impl FaultLog {
     /// images that have exited. Returns whether a fault changed.
     pub(super) fn require_generation(&mut self, generation: u64, now: ClockReading) -> bool {
         let before = self.faults.clone();
-        self.faults
-            .retain(|fault| !fault.ended || fault.image.generation >= generation);
+        self.close_unless(|fault| !fault.ended || fault.image.generation >= generation);
         for index in 0..self.faults.len() {
             let has_no_action = self.faults.get(index).is_some_and(|fault| {
                 let is_left = matches!(fault.decision(), Some(RecoveryAction::NoAction { .. }));
@@ -348,6 +367,7 @@ impl FaultLog {
     pub(super) fn roll_back(&mut self, before: &FaultLog) {
         self.restarts.clone_from(&before.restarts);
         self.restarted = before.restarted;
+        self.restarted_in_place = before.restarted_in_place;
         for fault in &mut self.faults {
             let ProcessImage {
                 process,
@@ -425,7 +445,10 @@ impl FaultLog {
             RecoveryAction::ReexecInPlace | RecoveryAction::RestartContainer { over_limit: false }
         ) {
             self.restarts.push(RecordedMoment(now.moment));
-            self.restarted += 1;
+            self.restarted = self.restarted.saturating_add(1);
+        }
+        if decision == RecoveryAction::ReexecInPlace {
+            self.restarted_in_place = self.restarted_in_place.saturating_add(1);
         }
     }
 }

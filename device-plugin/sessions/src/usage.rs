@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
-use super::{Account, Process};
+use super::{Account, Fault, Process};
 
 /// The usage of one container at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +35,23 @@ pub struct ContainerUsage {
     pub poisoned_images: u64,
     /// The number of restarts that the agent ordered for these.
     pub ordered_restarts: u64,
+    /// The number of those restarts in the same process.
+    pub restarts_in_place: u64,
+    /// The last of its faults, open or not.
+    pub last_fault: Option<Fault>,
+}
+
+/// The process generation of a container, and its restarts after faults.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProcessHistory {
+    /// The process generation of the last image that said hello.
+    pub generation: u64,
+    /// The number of restarts that the agent ordered for poisoned images.
+    pub restarts: u64,
+    /// The number of those restarts in the same process.
+    pub restarts_in_place: u64,
+    /// The last fault, open or not.
+    pub last_fault: Option<Fault>,
 }
 
 /// An allocation that the shim denied for lack of quota.
@@ -59,6 +76,16 @@ impl ContainerUsage {
         self.processes
             .iter()
             .any(|member| member.process == process)
+    }
+
+    /// The generation of the container's processes, and what befell them.
+    pub fn history(&self) -> ProcessHistory {
+        ProcessHistory {
+            generation: self.generation,
+            restarts: self.ordered_restarts,
+            restarts_in_place: self.restarts_in_place,
+            last_fault: self.last_fault.clone(),
+        }
     }
 
     /// The GPUs that the container has an account of.
@@ -143,6 +170,8 @@ impl ContainerUsage {
             unclosed_sockets: 0,
             poisoned_images: 0,
             ordered_restarts: 0,
+            restarts_in_place: 0,
+            last_fault: None,
         }
     }
 }

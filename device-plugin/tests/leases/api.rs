@@ -18,6 +18,8 @@ struct GpuNodeObject {
     generation: u64,
     spec: Value,
     status: Value,
+    /// The Events that the agent has published.
+    events: Vec<Value>,
     /// Whether the server closes each connection.
     away: bool,
 }
@@ -59,6 +61,7 @@ impl FakeGpuNodeApi {
             generation: 1,
             spec: json!({}),
             status: json!({}),
+            events: Vec::new(),
             away: false,
         }));
         let served = Arc::clone(&object);
@@ -92,6 +95,16 @@ impl FakeGpuNodeApi {
     /// The status that the agent wrote last.
     pub(crate) fn status(&self) -> Value {
         self.0.lock().unwrap().status.clone()
+    }
+
+    /// The notes of the Events with this reason.
+    pub(crate) fn events(&self, reason: &str) -> Vec<String> {
+        let object = self.0.lock().unwrap();
+        let events = object.events.iter();
+        events
+            .filter(|event| event["reason"] == reason)
+            .filter_map(|event| event["note"].as_str().map(str::to_owned))
+            .collect()
     }
 
     /// The status of a GPU that the agent wrote last.
@@ -151,7 +164,11 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
         "GET" if is_object => held.to_json(),
         // The agent ignores the answer to an Event, which is the only POST. Other requests read the
         // Node.
-        "POST" => serde_json::from_slice(&body)?,
+        "POST" => {
+            let event: Value = serde_json::from_slice(&body)?;
+            held.events.push(event.clone());
+            event
+        }
         _ => json!({
             "kind": "Node",
             "apiVersion": "v1",

@@ -3,6 +3,8 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use bursar_crds::GpuNodeStatus;
+use bursar_crds::gpu_node::LeaseState;
 use serde_json::{Value, json};
 
 use crate::api::FakeGpuNodeApi;
@@ -132,6 +134,21 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
         before["generation"].as_u64().map(|before| before + 1)
     );
     assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
+    let (was, is) = (&before["generation"], &after["generation"]);
+    let told = format!("the memory of {gpu} has generation {is} instead of {was}");
+    let is_told = || {
+        let notes = api.events("GpuMemoryLost");
+        notes.iter().any(|note| note.starts_with(&told))
+    };
+    eventually("the Event of the lost memory", is_told).await;
+    let status: GpuNodeStatus = serde_json::from_value(api.status()).unwrap();
+    let drained = status.containers.iter().find(|one| one.pod == "a");
+    assert!(drained.unwrap().process_generation >= 1, "{status:?}");
+    let kept = status.retained.iter().find(|lease| lease.name == "before");
+    let kept = kept.unwrap();
+    assert_eq!((&kept.gpu, kept.state), (&elsewhere, LeaseState::Writing));
+    assert_eq!(kept.size.bytes(), Ok(GIB));
+    assert_eq!((kept.owner.as_str(), kept.openers), ("b", 1));
     // An answer to this request means that the GPU has passed the scrub check again.
     assert!(open_retrying(&mut fixture.tenant(&pod), "seen", GIB).is_ok());
     let (_tenant, anew) = start_client(&fixture, &pod).await;

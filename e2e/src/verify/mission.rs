@@ -37,6 +37,42 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         ],
     },
     NamedCheck {
+        name: "mission/generations",
+        promise: "GpuNode and Events tell each bump of a GPU's generation with both numbers, each container's process generation, restarts and last fault",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "actor::tests::lost_memory_is_told_with_both_generations",
+                "faults::events::tests::message_of_a_restart_has_time_and_generations",
+                "generations::tests::each_bump_is_told_once_with_both_numbers",
+                "publish::tests::tenants_changes_alone_are_written_once_an_interval",
+                "recovery::tests::last_fault_outlives_the_end_of_its_image",
+                "recovery::tests::restarts_in_place_are_counted_if_the_image_followed",
+                "render::tests::container_has_generation_restarts_and_last_fault",
+                "render::tests::containers_and_leases_of_the_status_are_bounded",
+                "render::tests::only_what_tenants_change_at_will_may_wait",
+                "summary::tests::generations_are_one_number_unless_they_differ",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/retained-leases",
+        promise: "retained leases are listed by namespace with size, generation, state and owner, and a namespace with many displaces only its own",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "status::tests::lease_is_listed_with_size_generations_state_and_owner",
+                "status::tests::namespace_with_many_leases_displaces_only_its_own",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "mission/gpu-ref",
         promise: "a shared reference tells its generation and GPU, and foreign work that is recorded afterwards orders later uses and the free",
         long: false,

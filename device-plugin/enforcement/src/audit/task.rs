@@ -23,7 +23,7 @@ use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
-use bursar_sessions::{Account, ContainerUsage, Sessions};
+use bursar_sessions::{Account, ContainerUsage, ProcessHistory, Sessions};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
@@ -72,6 +72,8 @@ pub struct AuditStatus {
     pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
     /// The usage and the counts of each namespace.
     pub namespaces: Vec<NamespaceReport>,
+    /// The process generation and the faults of each container.
+    pub histories: BTreeMap<AllocationId, ProcessHistory>,
     /// The state directory lacks the namespaces' counters for long.
     pub late_write: Option<LateWrite>,
 }
@@ -263,6 +265,10 @@ impl Auditor {
             hanging_pods: hanging.clone(),
             not_enforced,
             namespaces: self.usage.report(),
+            histories: books
+                .iter()
+                .map(|books| (books.allocation, books.history()))
+                .collect(),
             late_write: self.usage_file.late_write(),
         };
         let figures = AuditFigures {

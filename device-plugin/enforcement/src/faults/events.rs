@@ -63,13 +63,14 @@ pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[
 
 fn restart_message(restart: &Restart) -> String {
     let seconds = restart.took.as_secs_f64();
-    let generation = restart.generation;
+    let (before, generation) = (restart.before, restart.generation);
     let how = match restart.in_place {
         true => "in the same process",
         false => "in a restarted container",
     };
     format!(
-        "the program runs again {how}, {seconds:.1} s after the fault (generation {generation})"
+        "the program runs again {how}, {seconds:.1} s after the fault \
+         (generation {generation} instead of {before})"
     )
 }
 
@@ -176,16 +177,18 @@ mod tests {
     }
 
     #[test]
-    fn message_of_a_restart_has_time_and_generation() {
+    fn message_of_a_restart_has_time_and_generations() {
         let restart = Restart {
             allocation: AllocationId::from_bits(1),
+            before: 3,
             generation: 4,
             took: std::time::Duration::from_millis(312),
             in_place: true,
         };
         assert_eq!(
             restart_message(&restart),
-            "the program runs again in the same process, 0.3 s after the fault (generation 4)"
+            "the program runs again in the same process, 0.3 s after the fault \
+             (generation 4 instead of 3)"
         );
     }
 

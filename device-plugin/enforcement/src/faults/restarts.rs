@@ -27,6 +27,8 @@ struct Awaited {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Restart {
     pub(crate) allocation: AllocationId,
+    /// The process generation of the poisoned image.
+    pub(crate) before: u64,
     /// The process generation of the new image.
     pub(crate) generation: u64,
     /// The time from the first report of the fault to the new image's session.
@@ -63,6 +65,7 @@ impl AwaitedRestarts {
             };
             restarts.push(Restart {
                 allocation: *allocation,
+                before: awaited.fault.image.generation,
                 generation: image.generation,
                 took,
                 in_place: awaited.is_in_place(),
@@ -144,6 +147,7 @@ mod tests {
         assert_eq!(observe(&open, &[image(5, 3), sibling], 1_010), []);
         let restarted = Restart {
             allocation: AllocationId::from_bits(ALLOCATION),
+            before: 3,
             generation: 5,
             took: Duration::from_millis(300),
             in_place: true,

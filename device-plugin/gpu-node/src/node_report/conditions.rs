@@ -204,6 +204,8 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
         refused,
         hung: stuck,
         live: _,
+        readable: _,
+        leases: _,
         uncharged,
     } = kept;
     match (refused.iter().next(), stuck.first()) {

@@ -65,6 +65,8 @@ impl Container {
             unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
             poisoned_images: self.fault_log.poisoned,
             ordered_restarts: self.fault_log.restarted,
+            restarts_in_place: self.fault_log.restarted_in_place,
+            last_fault: self.fault_log.last_fault().cloned(),
         }
     }
 

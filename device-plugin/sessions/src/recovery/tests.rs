@@ -73,6 +73,42 @@ fn default_policy_allows_five_restarts_in_ten_minutes() {
 }
 
 #[test]
+fn last_fault_outlives_the_end_of_its_image() {
+    let mut book = log_with_policy(ContextAction::Restart);
+    assert_eq!(book.last_fault(), None);
+    book.report(1, 0);
+    book.xid(2, 5);
+    book.end(2);
+    book.end(1);
+    assert!(book.faults().is_empty());
+    let written = serde_json::to_string(&book).unwrap();
+    let read: FaultLog = serde_json::from_str(&written).unwrap();
+    let last = read.last_fault().unwrap();
+    assert_eq!((last.image.generation, last.xid), (2, Some(31)));
+    let mut read = read;
+    read.report(3, 9);
+    assert_eq!(read.last_fault().unwrap().image.generation, 3);
+}
+
+#[test]
+fn restarts_in_place_are_counted_if_the_image_followed() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    book.report(1, 0);
+    assert_eq!((book.restarted, book.restarted_in_place), (1, 1));
+    book.record_disconnect(image(1).process, 1);
+    book.end(1);
+    let before = book.clone();
+    book.report(2, 10);
+    assert_eq!((book.restarted, book.restarted_in_place), (2, 2));
+    // The image did not execute its program again: its container is restarted instead.
+    let mut late = book.clone();
+    late.tick(Duration::ZERO, at(20));
+    assert_eq!((late.restarted, late.restarted_in_place), (2, 1));
+    book.roll_back(&before);
+    assert_eq!((book.restarted, book.restarted_in_place), (1, 1));
+}
+
+#[test]
 fn container_is_restarted_when_the_image_cannot_reexec() {
     let mut book = log_with_policy(ContextAction::InPlace);
     assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
