@@ -99,7 +99,7 @@ pub enum Command {
         #[arg(short, long)]
         watch: bool,
     },
-    /// Show retained memory by GPU
+    /// Show retained memory by GPU, and its leases by namespace
     Retained,
     /// Explain why a pod or the pods of a workload run or not
     Explain {

@@ -201,6 +201,15 @@ pub(crate) fn cluster() -> Snapshot {
     a1["spec"]["reservations"] = json!([{ "gpu": "GPU-a1", "waiter": "ml-big-0", "quanta": 50 }]);
     a1["status"]["waiting"] = json!([{ "podUid": "ml-big-0", "namespace": "ml", "pod": "big-0", "container": "main",
         "quanta": 50, "since": ago(42) }]);
+    let lease = |namespace: &str, name: &str, gib: i64, gpu_generation: i64, state: &str| {
+        json!({ "namespace": namespace, "name": name, "gpu": "GPU-a0", "generation": 1_764_000_000_000_001_i64,
+            "gpuGeneration": gpu_generation, "size": format!("{gib}Gi"), "state": state,
+            "ownerUid": format!("{namespace}-serve-0"), "owner": "serve-0", "openers": 1 })
+    };
+    let mut unnamed = lease("shop", "embeddings", 28, 0, "Committed");
+    unnamed["owner"] = json!("");
+    a1["status"]["retained"] = json!([lease("ml", "weights", 12, 1, "Committed"), unnamed]);
+    a1["status"]["retainedCount"] = json!(3);
     let mut draining = gpu("GPU-a2", 0, 79, &[]);
     for (field, value) in [
         ("state", json!("Draining")),
