@@ -290,6 +290,9 @@ pub struct GpuNodeStatus {
     /// The NVIDIA driver's version. Absent while no driver answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
+    /// The key that verifies the memory tokens of this node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_key: Option<TokenKey>,
     /// The size of one quantum, such as `1Gi`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantum: Option<Amount>,
@@ -355,6 +358,19 @@ pub struct NamespaceUse {
     pub poisoned: i64,
     /// Restarts for poisoned contexts, in place or not.
     pub restarts: i64,
+}
+
+/// The public half of a node's key for memory tokens. A reboot replaces the key, and so ends the
+/// tokens; a lost or unreadable key file does so too.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TokenKey {
+    /// The algorithm of the signatures: `Ed25519` (RFC 8032).
+    #[schemars(length(min = 1, max = 32))]
+    pub algorithm: String,
+    /// The public key as hex digits, 64 for `Ed25519`.
+    #[schemars(length(min = 1, max = 128))]
+    pub public_key: String,
 }
 
 /// A container with GPU memory: the generation of its processes, and its restarts after faults.

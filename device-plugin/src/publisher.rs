@@ -15,6 +15,7 @@ use bursar_kubelet::lifecycle::Registration;
 use bursar_node::actor::Snapshot;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
+use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
 use tokio::sync::watch;
@@ -42,6 +43,7 @@ pub(crate) struct StatusPublisher {
     pub(crate) faults: watch::Receiver<Vec<FaultReport>>,
     pub(crate) retained: watch::Receiver<RetainedStatus>,
     pub(crate) owners: watch::Receiver<GpuOwners>,
+    pub(crate) token_key: NodePublicKey,
     pub(crate) node: String,
     pub(crate) client: Option<Client>,
     pub(crate) events: Events,
@@ -117,6 +119,7 @@ impl StatusPublisher {
             faults: self.faults.borrow().clone(),
             retained: self.retained.borrow().clone(),
             owners: self.owners.borrow().clone(),
+            token_key: self.token_key,
         }
     }
 

@@ -45,8 +45,8 @@ use bursar_retained::provisioners::{Program, Provisioners};
 use bursar_retained::scrub_check::ScrubCache;
 use bursar_retained::service::LeaseService;
 use bursar_retained::status::RetainedStatus;
-use bursar_retained::tokens::key;
 use bursar_retained::tokens::seal::{NameTooLong, NodeKey};
+use bursar_retained::tokens::{NodePublicKey, key};
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
 use bursar_sessions::{CgroupResolver, Sessions};
 use bursar_watch::History;
@@ -153,6 +153,7 @@ struct Tenants {
     retained: watch::Receiver<RetainedStatus>,
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
     hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
+    token_key: NodePublicKey,
 }
 
 /// Runs the agent until `shutdown`.
@@ -240,6 +241,7 @@ pub async fn run(
         faults,
         retained: tenants.retained,
         owners,
+        token_key: tenants.token_key,
         node: agent.node.clone(),
         client: agent.client.clone(),
         events: agent.events.clone(),
@@ -358,6 +360,7 @@ impl Agent {
             retained,
             released_gpus: service.released_gpus.subscribe(),
             hung_provisioners: service.provisioners.hung(),
+            token_key: service.key.public(),
         };
         self.spawn("retained memory", service.run(self.stop.clone()));
         Ok(tenants)

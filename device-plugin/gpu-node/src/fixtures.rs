@@ -3,6 +3,7 @@
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::GpuState;
 use bursar_ledger::units::{Bytes, Quanta, Quantum};
+use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
@@ -17,6 +18,7 @@ pub fn report() -> NodeReport {
     NodeReport {
         boot_id: "b007".into(),
         driver_version: Some("580.1".into()),
+        token_key: NodePublicKey([7; 32]),
         quantum: Quantum::Gib1,
         device_memory: MemoryReport {
             allocatable: Quanta(32),

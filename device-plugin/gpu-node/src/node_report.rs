@@ -24,6 +24,7 @@ use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::PodName;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::{LeaseReport, RetainedStatus};
+use bursar_retained::tokens::NodePublicKey;
 
 use self::conditions::{
     accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
@@ -66,6 +67,8 @@ pub struct ReportInputs {
     pub retained: RetainedStatus,
     /// The owners of the GPUs.
     pub owners: GpuOwners,
+    /// The public key of the node's memory tokens.
+    pub token_key: NodePublicKey,
 }
 
 /// Computes the report.
@@ -85,6 +88,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
     NodeReport {
         boot_id: around.boot_id.clone(),
         driver_version,
+        token_key: around.token_key,
         quantum: around.config.quantum,
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),

@@ -10,7 +10,7 @@ use bursar_crds::gpu_node::{
     GpuPod, GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
     MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED,
     MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
-    QuotaStatus, RetainedLease,
+    QuotaStatus, RetainedLease, TokenKey,
 };
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
@@ -28,6 +28,9 @@ use super::report::{
 };
 use crate::quota_overrides::QuotaOutcome;
 
+/// The algorithm of [`TokenKey`].
+const TOKEN_ALGORITHM: &str = "Ed25519";
+
 /// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
 
@@ -43,6 +46,7 @@ pub fn render(
     let NodeReport {
         boot_id,
         driver_version,
+        token_key,
         quantum,
         device_memory,
         managed_memory,
@@ -71,6 +75,10 @@ pub fn render(
         boot_id: Some(boot_id.clone()),
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
+        token_key: Some(TokenKey {
+            algorithm: TOKEN_ALGORITHM.to_owned(),
+            public_key: token_key.to_string(),
+        }),
         quantum: Some(Amount::from_bytes(quantum.bytes())),
         summary: Some(summarize(report)),
         device_memory: memory_status(device_memory),
@@ -497,6 +505,18 @@ mod tests {
     fn unchanged_report_renders_to_the_same_status() {
         let first = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         assert_eq!(render(&report(), &first, Some(1), &at(500)), first);
+    }
+
+    #[test]
+    fn public_key_of_tokens_is_in_the_status() {
+        let mut report = report();
+        let first = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let written = serde_json::to_value(&first.token_key).unwrap();
+        let expected = serde_json::json!({ "algorithm": "Ed25519", "publicKey": "07".repeat(32) });
+        assert_eq!(written, expected);
+        report.token_key.0[0] = 8;
+        let replaced = render(&report, &first, Some(1), &at(20));
+        assert!(is_urgent(&first, &replaced), "a verifier needs it");
     }
 
     fn container(number: usize, generation: u64) -> ContainerReport {

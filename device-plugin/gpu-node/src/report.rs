@@ -9,6 +9,7 @@ use bursar_enforcement::faults::report::FaultReport;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_retained::status::LeaseReport;
+use bursar_retained::tokens::NodePublicKey;
 use bursar_sessions::ProcessHistory;
 use jiff::Timestamp;
 
@@ -24,6 +25,8 @@ pub struct NodeReport {
     pub boot_id: String,
     /// The NVIDIA driver's version, while it answers.
     pub driver_version: Option<String>,
+    /// The public key of the node's memory tokens.
+    pub token_key: NodePublicKey,
     /// The size of one device id.
     pub quantum: Quantum,
     /// Device memory of all healthy GPUs.

@@ -31,6 +31,7 @@
 #![forbid(unsafe_code)]
 
 pub mod retained;
+pub mod signed_token;
 pub mod token;
 
 use retained::{RetainedRequest, RetainedResponse};

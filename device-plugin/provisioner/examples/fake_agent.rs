@@ -3,8 +3,8 @@
 //!
 //! Answers lease requests with the real fd store and real provisioners, for any process of the
 //! machine: there are no containers, quotas or namespaces. As with the agent, a writer that exits
-//! before its commit loses its lease. For tests of the clients and for measurements; no image
-//! contains it.
+//! before its commit loses its lease. The key that signs its memory tokens is known to the tests.
+//! For tests of the clients and for measurements; no image contains it.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -22,8 +22,13 @@ use bursar_protocol::fdstore::{self, Blob, FdStoreRequest, FdStoreResponse};
 use bursar_protocol::messages::retained::{
     Key, LeaseName, RetainedRefusal, RetainedRequest, RetainedResponse,
 };
+use bursar_protocol::messages::signed_token::{NodePublicKey, SignedToken, UnsignedToken};
+use bursar_protocol::messages::token::{
+    Generations, GpuToken, MemoryId, TokenRefusal, TokenRequest, TokenResponse,
+};
 use bursar_protocol::messages::{Account, RejectReason, Request, Response};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair as _, UnparsedPublicKey};
 use rustix::net::sockopt::socket_peercred;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -231,6 +236,52 @@ fn refused(why: RetainedRefusal) -> Response {
     Response::Retained(RetainedResponse::Refused(why))
 }
 
+/// The secret half of the key that signs tokens.
+const TOKEN_SECRET: [u8; 32] = [1; 32];
+
+/// Seals tokens for any memory, and redeems what it has sealed.
+fn answer_token(request: TokenRequest) -> anyhow::Result<TokenResponse> {
+    let pair = Ed25519KeyPair::from_seed_unchecked(&TOKEN_SECRET)
+        .map_err(|error| anyhow::anyhow!("failed to read the seed: {error}"))?;
+    let public = NodePublicKey(pair.public_key().as_ref().try_into()?);
+    Ok(match request {
+        TokenRequest::Seal {
+            account: Account::Device(gpu),
+            lease,
+            block,
+            ..
+        } => {
+            let id = MemoryId {
+                node: "node-1".to_owned(),
+                gpu,
+                container: 1,
+                generations: Generations {
+                    gpu: 1,
+                    process: 1,
+                    lease,
+                },
+                block,
+            };
+            let unsigned = UnsignedToken::new(&public, &id);
+            let signature = pair.sign(&unsigned.signed_bytes());
+            TokenResponse::Sealed(unsigned.with_signature(signature.as_ref())?)
+        }
+        TokenRequest::Seal { .. } => TokenResponse::Refused(TokenRefusal::NoSession),
+        TokenRequest::Redeem { token, .. } => redeem(&token, &public),
+    })
+}
+
+fn redeem(token: &GpuToken, public: &NodePublicKey) -> TokenResponse {
+    let Ok(token) = SignedToken::parse(token) else {
+        return TokenResponse::Refused(TokenRefusal::Malformed);
+    };
+    let key = UnparsedPublicKey::new(&ED25519, public.0);
+    match key.verify(&token.signed_bytes(), token.signature()) {
+        Ok(()) => TokenResponse::Redeemed(token.id),
+        Err(_) => TokenResponse::Refused(TokenRefusal::Forged),
+    }
+}
+
 /// Whether a process runs; zombies do not.
 fn is_running(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -278,10 +329,11 @@ fn main() -> anyhow::Result<()> {
     loop {
         let (client, _) = listener.accept()?;
         client.set_read_timeout(Some(TIMEOUT))?;
-        let Ok((Request::Retained(request), _)) = receive_message(&client) else {
-            continue;
+        let (answer, fd) = match receive_message(&client) {
+            Ok((Request::Retained(request), _)) => agent.answer(request, &client)?,
+            Ok((Request::Token(request), _)) => (Response::Token(answer_token(request)?), None),
+            _ => continue,
         };
-        let (answer, fd) = agent.answer(request, &client)?;
         // The client may have hung up.
         let _ = send_message(&client, &answer, fd.as_ref().map(AsFd::as_fd));
     }

@@ -8,6 +8,9 @@
 //! tenant --Redeem--> the agent checks the seal, the node, the namespace and the generations
 //! ```
 //!
+//! Any program can verify the seal with the node's public key, `status.tokenKey` of its `GpuNode`,
+//! and compare the GPU generation with the node's. The agent alone knows the processes and leases.
+//!
 //! The agent records nothing: a token carries all that it needs, and the agent compares it with the
 //! current state. An answer holds for the moment at which it is given, so a tenant redeems a token
 //! again before each use.
@@ -17,6 +20,8 @@
 
 pub mod key;
 pub mod seal;
+
+pub use bursar_protocol::messages::signed_token::NodePublicKey;
 
 use bursar_ledger::units::{AllocationId, GpuUuid, LeaseId};
 use bursar_sessions::ProcessImage;

@@ -4,8 +4,10 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::messages::token::{Generation, MAX_TOKEN, TokenRefusal};
+use bursar_protocol::messages::token::{Generation, GpuToken, MAX_TOKEN, TokenRefusal};
+use bursar_runtime::memory::gpu_token::verify;
 
+use crate::api::FakeGpuNodeApi;
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::fixture::{Fixture, GIB, open_retrying};
@@ -54,6 +56,19 @@ pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation
     redeemed
         .as_ref()
         .is_err_and(|said| said.starts_with(&begins))
+}
+
+/// Verifies a token as a program on another node does, by the `GpuNode` alone. Returns whether the
+/// GPU has the token's generation, if the node's key has signed the token.
+fn is_current_elsewhere(api: &FakeGpuNodeApi, token: &str) -> Option<bool> {
+    let status = api.status();
+    let key = status["tokenKey"]["publicKey"].as_str()?.parse().ok()?;
+    let (pairs, _) = token.as_bytes().as_chunks::<2>();
+    let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
+    let token = GpuToken::try_from(pairs.iter().map(byte).collect::<Vec<u8>>()).unwrap();
+    let id = verify(&token, &key).ok()?;
+    assert_eq!((id.node.as_str(), id.block), ("node-1", 1));
+    Some(api.gpu(&id.gpu)["generation"].as_u64() == Some(id.generations.gpu))
 }
 
 /// Starts a pod of another namespace.
@@ -148,7 +163,9 @@ async fn token_is_valid_in_its_namespace_until_its_source_ends() {
 
 #[tokio::test]
 async fn token_ends_with_the_gpu_generation_or_process_image() {
-    let fixture = Fixture::new().await;
+    let mut fixture = Fixture::new().await;
+    let api = FakeGpuNodeApi::start(&fixture.machine);
+    fixture.machine.restart_agent().await;
     let (first, second) = (
         fixture.machine.run("a", 4).await,
         fixture.machine.run("b", 4).await,
@@ -156,6 +173,10 @@ async fn token_ends_with_the_gpu_generation_or_process_image() {
     let (mut issuer, mut reader) = (fixture.tenant(&first), fixture.tenant(&second));
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let before = seal(&mut issuer, 0, 1).unwrap();
+    eventually("the public key", || {
+        is_current_elsewhere(&api, &before) == Some(true)
+    })
+    .await;
     assert_eq!(redeem(&mut reader, &before), Ok((0, 1)));
     let (_, gpu) = fixture.allocation_and_gpu(&first);
     fixture.machine.lab.run_simgpu(&["lose", &gpu]).unwrap();
@@ -168,6 +189,11 @@ async fn token_ends_with_the_gpu_generation_or_process_image() {
     .await;
     let after = seal(&mut issuer, 0, 1).unwrap();
     assert_eq!(redeem(&mut reader, &after), Ok((0, 1)));
+    eventually("the generation in the status", || {
+        is_current_elsewhere(&api, &after) == Some(true)
+    })
+    .await;
+    assert_eq!(is_current_elsewhere(&api, &before), Some(false));
 
     let pid = issuer.pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];

@@ -208,7 +208,7 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/c",
-        "libbursar.so matches bursar.h, and a C program finds retained memory again",
+        "libbursar.so matches bursar.h; a C program finds retained memory again, and seals, redeems and verifies tokens",
         &["--test", "header"],
     ),
     test_check(

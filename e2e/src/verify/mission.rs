@@ -73,6 +73,28 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "mission/memory-token",
+        promise: "tokens are signed with a node key whose public half anybody verifies them with; a changed token, another key and a replaced key are told apart",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "memory::gpu_token::tests::changed_token_and_other_key_are_told_apart",
+                "memory::gpu_token::tests::token_is_verified_anywhere_by_the_public_key",
+                "messages::signed_token::tests::public_key_is_written_as_hex",
+                "messages::signed_token::tests::token_parses_to_what_was_signed",
+                "render::tests::public_key_of_tokens_is_in_the_status",
+                "tokens::key::tests::key_is_created_once_with_mode_0600",
+                "tokens::key::tests::malformed_or_readable_key_is_replaced",
+                "tokens::seal::tests::no_changed_bit_is_unsealed",
+                "tokens::seal::tests::seal_is_an_ed25519_signature",
+                "tokens::tests::new_key_refuses_earlier_tokens",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "mission/gpu-ref",
         promise: "a shared reference tells its generation and GPU, and foreign work that is recorded afterwards orders later uses and the free",
         long: false,

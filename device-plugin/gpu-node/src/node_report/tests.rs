@@ -115,6 +115,7 @@ fn inputs() -> ReportInputs {
             ..RetainedStatus::default()
         },
         owners: GpuOwners::BursarAlone,
+        token_key: NodePublicKey([7; 32]),
     }
 }
 

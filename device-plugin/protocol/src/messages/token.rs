@@ -21,7 +21,7 @@ pub const MAX_TOKEN: usize = 512;
 /// The longest name of a node: what Kubernetes allows (RFC 1123 subdomain).
 pub const MAX_NODE: usize = 253;
 
-/// A sealed [`MemoryId`], which only the issuing agent can read.
+/// A [`MemoryId`] that the issuing agent has signed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GpuToken(Vec<u8>);
 
@@ -35,7 +35,7 @@ impl GpuToken {
 impl TryFrom<Vec<u8>> for GpuToken {
     type Error = DecodeError;
 
-    /// Wraps bytes. Only the agent can tell whether they are a token.
+    /// Wraps bytes, without a check that they are a token.
     ///
     /// # Errors
     /// [`DecodeError`] for more than [`MAX_TOKEN`] bytes.
@@ -142,8 +142,10 @@ pub enum TokenRefusal {
     /// The bytes are no token, or of a format that this agent does not know.
     #[error("not a memory token, or one of another version")]
     Malformed,
-    /// The token was changed, or not sealed with the node's key since its boot.
-    #[error("the memory token's seal is wrong: this node did not issue it since its boot")]
+    /// The token was changed, or sealed with another key than the node's present one.
+    #[error(
+        "the memory token's seal is not of this node's present key; ask its issuer for a new token"
+    )]
     Forged,
     /// The token names another node: ask there.
     #[error("the memory is on node {node}: redeem the token there")]

@@ -1,29 +1,14 @@
-//! Seals memory ids, so that only the node's agent can produce a token.
+//! Signs memory ids with the node's key: only its agent can make a token, and any program with the
+//! public half can verify it.
 //!
-//! | bytes | content |
-//! |---|---|
-//! | 1 | the format, 1 |
-//! | 1 + n | the node's name, after its length |
-//! | 1 + n | the GPU's UUID as NVML prints it, after its length |
-//! | 5 x 8 | the container, the GPU, process and lease generations, and the block, little endian |
-//! | 32 | HMAC-SHA-256 of a label and all bytes before |
+//! [`signed_token`](bursar_protocol::messages::signed_token) defines the layout.
 
 use std::fmt;
 
 use bursar_ledger::units::{AllocationId, GpuUuid};
-use bursar_protocol::messages::token::{
-    Generations, GpuToken, MAX_NODE, MAX_TOKEN, MemoryId, TokenRefusal,
-};
-use hmac::{Hmac, KeyInit as _, Mac as _};
-use sha2::Sha256;
-
-const FORMAT: u8 = 1;
-const MAC_LENGTH: usize = 32;
-/// Separates tokens from anything else that the key may seal later.
-const LABEL: &[u8] = b"bursar.dev/gpu-token\0";
-
-// The longest UUID that the parser accepts has 100 bytes.
-const _: () = assert!(1 + 1 + MAX_NODE + 1 + 100 + 5 * 8 + MAC_LENGTH <= MAX_TOKEN);
+use bursar_protocol::messages::signed_token::{NodePublicKey, SignedToken, UnsignedToken};
+use bursar_protocol::messages::token::{Generations, GpuToken, MAX_NODE, MemoryId, TokenRefusal};
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair as _, UnparsedPublicKey};
 
 /// The node's name is too long for a token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,10 +17,10 @@ pub struct NameTooLong(usize);
 
 /// Seals and unseals the tokens of one node. The key can make any token, so it stays within the
 /// agent.
-#[derive(Clone)]
 pub struct NodeKey {
     node: String,
-    mac: Hmac<Sha256>,
+    pair: Ed25519KeyPair,
+    public: NodePublicKey,
 }
 
 impl fmt::Debug for NodeKey {
@@ -55,8 +40,22 @@ impl NodeKey {
         if node.len() > MAX_NODE {
             return Err(NameTooLong(node.len()));
         }
-        let mac = Hmac::new_from_slice(&secret).expect("HMAC takes keys of any length");
-        Ok(NodeKey { node, mac })
+        let pair = Ed25519KeyPair::from_seed_unchecked(&secret).expect("any 32 bytes are a seed");
+        let public: [u8; 32] = pair
+            .public_key()
+            .as_ref()
+            .try_into()
+            .expect("a public key has 32 bytes");
+        Ok(NodeKey {
+            node,
+            pair,
+            public: NodePublicKey(public),
+        })
+    }
+
+    /// The public half.
+    pub fn public(&self) -> NodePublicKey {
+        self.public
     }
 
     /// Seals memory of this node.
@@ -74,11 +73,10 @@ impl NodeKey {
             generations,
             block,
         };
-        let mut bytes = vec![FORMAT];
-        bytes.extend(id.encode());
-        let seal = self.keyed_mac(&bytes).finalize().into_bytes();
-        bytes.extend(seal);
-        GpuToken::try_from(bytes).expect("both names are bounded")
+        let unsigned = UnsignedToken::new(&self.public, &id);
+        let signature = self.pair.sign(&unsigned.signed_bytes());
+        let token = unsigned.with_signature(signature.as_ref());
+        token.expect("both names are bounded")
     }
 
     /// Returns what a token of this node names.
@@ -86,26 +84,18 @@ impl NodeKey {
     /// # Errors
     /// The token is malformed, another node's, or sealed with another key.
     pub fn unseal(&self, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
-        let malformed = TokenRefusal::Malformed;
-        let Some((message, seal)) = token.as_bytes().split_last_chunk::<MAC_LENGTH>() else {
-            return Err(malformed);
-        };
-        let [FORMAT, body @ ..] = message else {
-            return Err(malformed);
-        };
-        let id = MemoryId::decode(body).map_err(|_| malformed)?;
-        // The node's name is not secret, and this node cannot verify tokens of other nodes.
-        if id.node != self.node {
-            return Err(TokenRefusal::Elsewhere { node: id.node });
+        let token = SignedToken::parse(token).map_err(|_| TokenRefusal::Malformed)?;
+        if token.id.node != self.node {
+            return Err(TokenRefusal::Elsewhere {
+                node: token.id.node,
+            });
         }
-        // The comparison takes constant time.
-        let sealed = self.keyed_mac(message).verify_slice(seal);
-        sealed.map_err(|_| TokenRefusal::Forged)?;
-        Ok(id)
-    }
-
-    fn keyed_mac(&self, message: &[u8]) -> Hmac<Sha256> {
-        self.mac.clone().chain_update(LABEL).chain_update(message)
+        let key = UnparsedPublicKey::new(&ED25519, self.public.0);
+        let is_signed = key.verify(&token.signed_bytes(), token.signature()).is_ok();
+        match is_signed && token.names_key(&self.public) {
+            true => Ok(token.id),
+            false => Err(TokenRefusal::Forged),
+        }
     }
 }
 
@@ -120,6 +110,10 @@ mod tests {
         process: 14,
         lease: 2,
     };
+
+    const PUBLIC: &str = "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c";
+    const SIGNATURE: &str = "db17f4c94f73ca32563fd859cd128119d135d4e91ad1423e3ba917e07b2459cc\
+        e2008267198546a4a0458e1fc119e6d5c0917d651a6ef7c4a6c32d110e952e0e";
 
     fn key(node: &str, secret: u8) -> NodeKey {
         NodeKey::new(node.to_owned(), [secret; 32]).expect("a short name")
@@ -154,14 +148,14 @@ mod tests {
     }
 
     #[test]
-    fn seal_is_hmac_sha_256() {
-        // python3: hmac.new(bytes([1])*32, b"bursar.dev/gpu-token\0" + token[:-32], "sha256")
-        let expected = [
-            0x80, 0x18, 0xef, 0x95, 0x4e, 0x5a, 0xa3, 0x80, 0x8f, 0x13, 0x4f, 0xa5, 0xe9, 0x9b,
-            0xf7, 0xf8, 0xb5, 0x9e, 0xc5, 0xf3, 0xc8, 0x57, 0x48, 0x10, 0xcd, 0xb9, 0xef, 0xe4,
-            0x9a, 0xf2, 0x97, 0x3e,
-        ];
-        assert_eq!(token().last_chunk(), Some(&expected));
+    fn seal_is_an_ed25519_signature() {
+        // Of RFC 8032's Python code, over the label and the token without its signature.
+        let key = key("node-a", 1);
+        assert_eq!(key.public().to_string(), PUBLIC);
+        let token = token();
+        let signature = &token[token.len() - 64..];
+        let text: String = signature.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(text, SIGNATURE);
     }
 
     #[test]

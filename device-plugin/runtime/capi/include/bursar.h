@@ -1,5 +1,6 @@
 /*
- * Retained memory: device memory that outlives the process that filled it.
+ * Retained memory: device memory that outlives the process that filled it. Memory tokens: signed
+ * references to memory.
  *
  * A lease of it is found by a name and a key, which is a digest of everything that decides the
  * content. The process that opens a missing lease writes and commits it. From then on the lease is
@@ -101,6 +102,54 @@ bursar_status bursar_discard(bursar_lease *lease);
 
 /* Unmaps a lease. A committed lease stays; an uncommitted one is discarded. Accepts NULL. */
 void bursar_close(bursar_lease *lease);
+
+/* The longest token. */
+#define BURSAR_MAX_TOKEN 512
+
+/*
+ * A memory token: a reference to memory that the node's agent has signed. Send its first `length`
+ * bytes by any channel. A token grants no access to the memory.
+ */
+typedef struct bursar_token {
+    uint64_t length;
+    uint8_t bytes[BURSAR_MAX_TOKEN];
+} bursar_token;
+
+/* What a token names. */
+typedef struct bursar_memory {
+    /* Container whose process has the memory. */
+    uint64_t container;
+    /* The memory exists as long as its generations are current. */
+    uint64_t gpu_generation;
+    uint64_t process_generation;
+    /* Number of the lease; 0 for memory without one. */
+    uint64_t lease;
+    /* The number that the issuer gave to bursar_seal. */
+    uint64_t block;
+    /* Name of the node, and UUID of the GPU as NVML prints it. */
+    char node[256];
+    char gpu[256];
+} bursar_memory;
+
+/*
+ * Seals a token for memory of this process on a device, or for a committed lease that is not NULL.
+ * `socket` is the path of the agent's socket; NULL for the socket of the container.
+ */
+bursar_status bursar_seal(const char *socket, int32_t device, const bursar_lease *lease, uint64_t block,
+                          bursar_token *token);
+
+/*
+ * Returns what a token of this node and namespace names, if the memory still exists. BURSAR_FENCED:
+ * one of its generations has ended. BURSAR_REFUSED: it is another node's or namespace's, or forged.
+ */
+bursar_status bursar_redeem(const char *socket, const bursar_token *token, bursar_memory *memory);
+
+/*
+ * Returns what a token names, if the node with this public key has signed it; BURSAR_REFUSED
+ * otherwise. Needs no agent and no GPU. The node's GpuNode has the key in status.tokenKey.publicKey,
+ * as hex digits, and the present generation of each GPU in status.gpus.
+ */
+bursar_status bursar_verify(const bursar_token *token, const uint8_t public_key[32], bursar_memory *memory);
 
 /* Returns the text of this thread's last failure. Valid until the thread's next failure. */
 const char *bursar_error(void);

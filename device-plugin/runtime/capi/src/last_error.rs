@@ -6,6 +6,8 @@ use std::ffi::{CString, c_char};
 use bursar_protocol::messages::RejectReason;
 use bursar_protocol::messages::retained::RetainedRefusal;
 use bursar_runtime::driver::DriverError;
+use bursar_runtime::error::CudaError;
+use bursar_runtime::memory::gpu_token::{TokenError, TokenRefusal, VerifyError};
 use bursar_runtime::retained::LeaseError;
 
 /// `bursar_status`, documented in the header.
@@ -76,6 +78,60 @@ impl From<LeaseError> for Failure {
         Failure {
             status: status(&error),
             cuda,
+            text: error.to_string(),
+        }
+    }
+}
+
+impl From<DriverError> for Failure {
+    fn from(error: DriverError) -> Failure {
+        Failure::from(LeaseError::Driver(error))
+    }
+}
+
+impl From<CudaError> for Failure {
+    fn from(error: CudaError) -> Failure {
+        Failure::from(LeaseError::Cuda(error))
+    }
+}
+
+impl From<TokenError> for Failure {
+    fn from(error: TokenError) -> Failure {
+        let status = match &error {
+            TokenError::AgentUnreachable { .. }
+            | TokenError::Rejected(RejectReason::Busy)
+            | TokenError::Refused(TokenRefusal::Unavailable) => Status::Busy,
+            TokenError::UnexpectedResponse => Status::Internal,
+            TokenError::Refused(TokenRefusal::Malformed) => Status::Invalid,
+            TokenError::Refused(TokenRefusal::Fenced { .. } | TokenRefusal::AskerFenced) => {
+                Status::Fenced
+            }
+            TokenError::Refused(TokenRefusal::NoLease) => Status::Missing,
+            TokenError::Rejected(_)
+            | TokenError::Refused(
+                TokenRefusal::Forged
+                | TokenRefusal::Elsewhere { .. }
+                | TokenRefusal::Unknown
+                | TokenRefusal::NoSession,
+            ) => Status::Refused,
+        };
+        Failure {
+            status,
+            cuda: 0,
+            text: error.to_string(),
+        }
+    }
+}
+
+impl From<VerifyError> for Failure {
+    fn from(error: VerifyError) -> Failure {
+        let status = match error {
+            VerifyError::Malformed => Status::Invalid,
+            VerifyError::OtherKey | VerifyError::Forged => Status::Refused,
+        };
+        Failure {
+            status,
+            cuda: 0,
             text: error.to_string(),
         }
     }

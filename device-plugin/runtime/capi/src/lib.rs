@@ -1,19 +1,23 @@
-//! Provides retained memory to C: the functions of `bursar.h`, which documents them.
+//! Provides retained memory and memory tokens to C: the functions of `bursar.h`, which documents
+//! them.
 //!
 //! Each function reads its arguments, calls the runtime, and converts a failure to a number and a
 //! text. A panic ends at the function as `BURSAR_INTERNAL`.
 //!
 //! * `last_error` stores a thread's last failure.
 //! * `open_args` reads the arguments of `bursar_open`.
+//! * `tokens` has the functions of memory tokens.
 
 mod last_error;
 mod open_args;
+pub mod tokens;
 
 use std::ffi::c_char;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
 use bursar_runtime::driver::Driver;
+use bursar_runtime::memory::gpu_token::{GpuToken, TokenClient};
 use bursar_runtime::retained::{LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease};
 use last_error::{Failure, Status};
 use open_args::{OpenArgs, RawOpenArgs};
@@ -95,6 +99,18 @@ impl Lease {
             State::Writing(writer) => Ok(writer.write(at, from)?),
             State::Ready(_) => Err(Failure::invalid(
                 "failed to write the lease: it is committed and read-only; open a new lease"
+                    .to_owned(),
+            )),
+            State::Ended => Err(Failure::ended()),
+        }
+    }
+
+    /// Seals a token for the lease.
+    fn seal(&self, client: &TokenClient, block: u64) -> Result<GpuToken, Failure> {
+        match &*self.state() {
+            State::Ready(retained) => Ok(client.seal_retained(retained, block)?),
+            State::Writing(_) => Err(Failure::invalid(
+                "failed to seal a token for the lease: it is not committed; commit it first"
                     .to_owned(),
             )),
             State::Ended => Err(Failure::ended()),

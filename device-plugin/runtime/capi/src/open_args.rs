@@ -58,22 +58,32 @@ impl OpenArgs {
                     )
                 })?
                 .to_owned(),
-            socket: socket.map(|path| PathBuf::from(OsStr::from_bytes(path.to_bytes()))),
+            socket: socket.map(path),
             key: *key,
             bytes: *bytes,
             timeout: Duration::from_millis(*patience_ms),
-            device: u32::try_from(*device).map_err(|_| {
-                Failure::invalid(format!(
-                    "failed to open the lease: there is no device {device}; pass an ordinal from 0"
-                ))
-            })?,
+            device: ordinal(*device)?,
         })
     }
 }
 
+/// Returns the ordinal of a device.
+pub(crate) fn ordinal(device: i32) -> Result<u32, Failure> {
+    u32::try_from(device).map_err(|_| {
+        Failure::invalid(format!(
+            "failed to use device {device}: there is no such device; pass an ordinal from 0"
+        ))
+    })
+}
+
+/// Returns the path in a text of C.
+pub(crate) fn path(text: &CStr) -> PathBuf {
+    PathBuf::from(OsStr::from_bytes(text.to_bytes()))
+}
+
 /// # Safety
 /// The pointer is null, or its text ends with a zero and lives as long as the result.
-unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a CStr> {
+pub(crate) unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a CStr> {
     // SAFETY: not null, and the caller keeps the contract.
     (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
 }

@@ -56,6 +56,35 @@ class _Question(ctypes.Structure):
     ]
 
 
+class Token(ctypes.Structure):
+    """A memory token: bursar_token."""
+
+    _fields_ = [("length", ctypes.c_uint64), ("bytes", ctypes.c_uint8 * 512)]
+
+    @classmethod
+    def of(cls, data):
+        """Returns the structure for a token's bytes."""
+        token = cls(length=len(data))
+        if len(data) > len(token.bytes):
+            raise ValueError(f"failed to read the token: it cannot have {len(data)} bytes; pass what bursar.seal returned")
+        ctypes.memmove(token.bytes, bytes(data), len(data))
+        return token
+
+
+class Memory(ctypes.Structure):
+    """What a token names: bursar_memory."""
+
+    _fields_ = [
+        ("container", ctypes.c_uint64),
+        ("gpu_generation", ctypes.c_uint64),
+        ("process_generation", ctypes.c_uint64),
+        ("lease", ctypes.c_uint64),
+        ("block", ctypes.c_uint64),
+        ("node", ctypes.c_char * 256),
+        ("gpu", ctypes.c_char * 256),
+    ]
+
+
 class View(ctypes.Structure):
     """Description of an open lease: bursar_view."""
 
@@ -78,6 +107,9 @@ def _load():
         "bursar_write": [lease, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
         "bursar_commit": [lease],
         "bursar_discard": [lease],
+        "bursar_seal": [ctypes.c_char_p, ctypes.c_int32, lease, ctypes.c_uint64, ctypes.POINTER(Token)],
+        "bursar_redeem": [ctypes.c_char_p, ctypes.POINTER(Token), ctypes.POINTER(Memory)],
+        "bursar_verify": [ctypes.POINTER(Token), ctypes.POINTER(ctypes.c_uint8 * 32), ctypes.POINTER(Memory)],
     }.items():
         function = getattr(library, name)
         function.argtypes = arguments
@@ -101,13 +133,40 @@ def _check(status):
     raise _KINDS.get(status, Error)(text)
 
 
+def _path(socket):
+    return None if socket is None else os.fsencode(socket)
+
+
+def seal(socket, device, lease, block):
+    """Returns the bytes of a token for a lease, or for memory of this process where `lease` is None."""
+    token = Token()
+    raw = None if lease is None else lease._raw
+    _check(_LIBRARY.bursar_seal(_path(socket), device, raw, block, ctypes.byref(token)))
+    return bytes(token.bytes[: token.length])
+
+
+def redeem(socket, data):
+    """Returns what the agent says that a token names."""
+    memory = Memory()
+    _check(_LIBRARY.bursar_redeem(_path(socket), ctypes.byref(Token.of(data)), ctypes.byref(memory)))
+    return memory
+
+
+def verify(data, key):
+    """Returns what a token names that the node with this public key has signed."""
+    memory = Memory()
+    raw = (ctypes.c_uint8 * 32)(*key)
+    _check(_LIBRARY.bursar_verify(ctypes.byref(Token.of(data)), ctypes.byref(raw), ctypes.byref(memory)))
+    return memory
+
+
 class Lease:
     """Open lease, closed with its last reference. Every array over its memory refers to it."""
 
     def __init__(self, name, key, size, patience, device, socket):
         question = _Question(
             name=name.encode(),
-            socket=None if socket is None else os.fsencode(socket),
+            socket=_path(socket),
             key=(ctypes.c_uint8 * 32)(*key),
             bytes=size,
             patience_ms=max(0, int(patience * 1000)),

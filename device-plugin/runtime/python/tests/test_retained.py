@@ -4,6 +4,7 @@ Run by tests/python.rs of libbursar's package, which starts the agent's stand-in
 """
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import numpy
 from bursar._arrays import NumPy
 
 SOCKET = os.environ["BURSAR_TEST_SOCKET"]
+# The key of the agent's stand-in.
+PUBLIC_KEY = "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c"
 
 
 def retained(name, patience=20.0, **parts):
@@ -188,6 +191,42 @@ with retained("race") as lease:
             bursar.retained("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
         with self.assertRaises(bursar.DriverError):
             bursar.retained("x", bursar.key(), socket=SOCKET, device=9).__enter__()
+
+    def test_a_token_is_redeemed_on_its_node_and_verified_anywhere(self):
+        gpunode = {
+            "metadata": {"name": "node-1"},
+            "status": {"tokenKey": {"algorithm": "Ed25519", "publicKey": PUBLIC_KEY}, "gpus": []},
+        }
+        with retained("tokens") as lease:
+            with self.assertRaises(ValueError):
+                bursar.seal(1, lease, socket=SOCKET)
+            lease.commit({"x": numpy.ones(3)})
+            of_lease = bursar.seal(8, lease, socket=SOCKET)
+            generation = lease.generation
+        own = bursar.seal(9, socket=SOCKET)
+        memory = bursar.redeem(of_lease, socket=SOCKET)
+        self.assertEqual((memory.node, memory.lease, memory.block), ("node-1", generation, 8))
+        self.assertEqual(bursar.redeem(own, socket=SOCKET)._replace(block=8), memory._replace(lease=0))
+        self.assertIsNone(bursar.verify(of_lease, gpunode).current)
+        for now, current in [(memory.gpu_generation, True), (memory.gpu_generation + 1, False)]:
+            gpunode["status"]["gpus"] = [{"uuid": memory.gpu, "generation": now}]
+            self.assertEqual(bursar.verify(of_lease, json.dumps(gpunode)), memory._replace(current=current))
+        changed = of_lease[:-1] + bytes([of_lease[-1] ^ 1])
+        with self.assertRaises(bursar.Refused):
+            bursar.verify(changed, gpunode)
+        with self.assertRaises(bursar.Refused):
+            bursar.redeem(changed, socket=SOCKET)
+        gpunode["metadata"]["name"] = "node-2"
+        with self.assertRaises(bursar.Refused):
+            bursar.verify(of_lease, gpunode)
+        del gpunode["status"]["tokenKey"]
+        with self.assertRaises(bursar.Refused):
+            bursar.verify(of_lease, gpunode)
+        for wrong in (b"", b"x" * 512, b"x" * 513):
+            with self.assertRaises(ValueError):
+                bursar.redeem(wrong, socket=SOCKET)
+        with self.assertRaises(bursar.Busy):
+            bursar.redeem(own, socket="/nowhere")
 
     def test_a_lease_that_is_discarded_is_gone_and_its_successor_is_of_a_higher_generation(self):
         with retained("discard") as lease:

@@ -1,26 +1,35 @@
-//! Requests and redeems tokens: identities of memory that the node's agent seals against forgery.
+//! Requests, redeems and verifies tokens: identities of memory that the node's agent signs.
 //!
 //! ```text
-//! process A -- seal ---> agent     a token: node, GPU, container, generations, lease, block, MAC
-//!     |
+//! process A -- seal ---> agent     a token: node, GPU, container, generations, lease, block
+//!     |                            and the signature of the node's key
 //!     |  the token's bytes, by any channel
 //!     v
 //! process B -- redeem -> agent     the identity, or the reason for which the token is void
+//! program C -- verify              the same identity, anywhere, by the node's public key
 //! ```
 //!
 //! The agent sets the generations of a token from its own records of the calling process. The agent
 //! redeems a token for processes of the same namespace, while GPU, process image and lease are the
 //! same as when the token was sealed. The answer is true only at the moment of the response. A
 //! token grants no access.
+//!
+//! A program without the agent of the token's node, on another node or in no container, calls
+//! [`verify`]. It learns which node signed the token and what the token names. Whether the memory
+//! still exists is known by its GPU generation alone: compare `generations.gpu` with
+//! `status.gpus[].generation` of the node's `GpuNode`.
 #![forbid(unsafe_code)]
 
 use std::io;
 use std::path::Path;
 
 use bursar_protocol::VERSION;
+use bursar_protocol::messages::signed_token::SignedToken;
 use bursar_protocol::messages::token::{TokenRequest, TokenResponse};
 use bursar_protocol::messages::{Account, RejectReason, Request, Response};
+use ring::signature::{ED25519, UnparsedPublicKey};
 
+pub use bursar_protocol::messages::signed_token::NodePublicKey;
 pub use bursar_protocol::messages::token::{
     Generation, Generations, GpuToken, MAX_TOKEN, MemoryId, TokenRefusal,
 };
@@ -79,6 +88,45 @@ impl From<ClientError> for TokenError {
             ClientError::Rejected(reason) => TokenError::Rejected(reason),
         }
     }
+}
+
+/// Reason for which a token is not of the node with a public key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VerifyError {
+    /// The bytes are no token, or one of another version.
+    #[error(
+        "failed to verify the token: it is not a memory token of this version; use one version of \
+         library and agent"
+    )]
+    Malformed,
+    /// Another key signed the token: of another node, or of this node before its key was replaced.
+    #[error(
+        "failed to verify the token: another key signed it; compare its node with the GpuNode, or \
+         ask for a new token if the node has restarted"
+    )]
+    OtherKey,
+    /// The token was changed or forged.
+    #[error("failed to verify the token: its signature is wrong; do not use it")]
+    Forged,
+}
+
+/// Returns the identity in a token that the node with this public key has signed. Needs neither an
+/// agent nor a GPU.
+///
+/// The result is what was true when the token was sealed. Compare its GPU generation with the
+/// node's present one, and its node with the name of the `GpuNode` that has the key.
+///
+/// # Errors
+/// [`VerifyError`] for a token that the key has not signed.
+pub fn verify(token: &GpuToken, key: &NodePublicKey) -> Result<MemoryId, VerifyError> {
+    let token = SignedToken::parse(token).map_err(|_| VerifyError::Malformed)?;
+    if !token.names_key(key) {
+        return Err(VerifyError::OtherKey);
+    }
+    UnparsedPublicKey::new(&ED25519, key.0)
+        .verify(&token.signed_bytes(), token.signature())
+        .map_err(|_| VerifyError::Forged)?;
+    Ok(token.id)
 }
 
 /// Client of the agent's token service.
@@ -159,6 +207,65 @@ impl TokenClient {
         match self.0.request(&Request::Token(request))? {
             (Response::Token(answer), _) => Ok(answer),
             _ => Err(TokenError::UnexpectedResponse),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A key, and a token that it signed, by the Python code of RFC 8032.
+    const KEY: &str = "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c";
+    const TOKEN: &str = "028a88e3dd7409f195066e6f64652d61284750552d30303030303030302d303030302d303030302d3030\
+        30302d303030303030303030303031050000000000000003000000000000000e00000000000000020000\
+        00000000006300000000000000db17f4c94f73ca32563fd859cd128119d135d4e91ad1423e3ba917e07b\
+        2459cce2008267198546a4a0458e1fc119e6d5c0917d651a6ef7c4a6c32d110e952e0e";
+
+    fn token_bytes() -> Vec<u8> {
+        let (pairs, _) = TOKEN.as_bytes().as_chunks::<2>();
+        let digits = pairs.iter().map(|pair| std::str::from_utf8(pair).unwrap());
+        digits
+            .map(|pair| u8::from_str_radix(pair, 16).unwrap())
+            .collect()
+    }
+
+    fn verified(bytes: Vec<u8>, key: &NodePublicKey) -> Result<MemoryId, VerifyError> {
+        verify(&GpuToken::try_from(bytes).unwrap(), key)
+    }
+
+    #[test]
+    fn token_is_verified_anywhere_by_the_public_key() {
+        let id = verified(token_bytes(), &KEY.parse().unwrap()).unwrap();
+        let expected = MemoryId {
+            node: "node-a".to_owned(),
+            gpu: "GPU-00000000-0000-0000-0000-000000000001".to_owned(),
+            container: 5,
+            generations: Generations {
+                gpu: 3,
+                process: 14,
+                lease: 2,
+            },
+            block: 99,
+        };
+        assert_eq!(id, expected);
+    }
+
+    #[test]
+    fn changed_token_and_other_key_are_told_apart() {
+        let key: NodePublicKey = KEY.parse().unwrap();
+        let mut other = key;
+        other.0[0] ^= 1;
+        assert_eq!(verified(token_bytes(), &other), Err(VerifyError::OtherKey));
+        other = key;
+        other.0[31] ^= 1;
+        assert_eq!(verified(token_bytes(), &other), Err(VerifyError::Forged));
+        for place in 0..token_bytes().len() {
+            for bit in 0..8 {
+                let mut bytes = token_bytes();
+                bytes[place] ^= 1 << bit;
+                assert!(verified(bytes, &key).is_err(), "byte {place}, bit {bit}");
+            }
         }
     }
 }
