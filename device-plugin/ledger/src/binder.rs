@@ -88,9 +88,17 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
             bins[bin].free += set_aside;
         }
         let search = |aim| Search::new(&bins, request, &shares, aim).run();
+        let reserved_last = |aim| {
+            let search = Search::new(&bins, request, &shares, aim);
+            own.and_then(|_| search.with_reserved_bin_last().run())
+        };
         // A request that empty bins could hold must fit empty bins: the second search is that of
-        // `fits_when_empty`.
-        let place = search(Aim::BestFit).or_else(|| search(Aim::WorstFit));
+        // `fits_when_empty`. The operator reserves for what fits on no other bin, which the last
+        // two searches place.
+        let place = search(Aim::BestFit)
+            .or_else(|| search(Aim::WorstFit))
+            .or_else(|| reserved_last(Aim::BestFit))
+            .or_else(|| reserved_last(Aim::WorstFit));
         let taken = |place: &Vec<Vec<Part>>, bin| request.taken(place, bin);
         match &place {
             Some(place) => {
@@ -245,6 +253,8 @@ struct Search<'a> {
     request: &'a Request,
     shares: &'a [Vec<u32>],
     aim: Aim,
+    /// Whether the reserved bin is the first choice. Otherwise it is the last one.
+    is_reserved_first: bool,
     placed: Vec<Vec<Part>>,
     tries_left: u32,
 }
@@ -256,8 +266,16 @@ impl<'a> Search<'a> {
             request,
             shares,
             aim,
+            is_reserved_first: true,
             placed: vec![Vec::new(); request.quanta.len()],
             tries_left: MAX_TRIES,
+        }
+    }
+
+    fn with_reserved_bin_last(self) -> Self {
+        Self {
+            is_reserved_first: false,
+            ..self
         }
     }
 
@@ -294,8 +312,8 @@ impl<'a> Search<'a> {
         false
     }
 
-    /// The bins that can take a share of a container, the best first: the reserved one, then by
-    /// `aim`.
+    /// The bins that can take a share of a container, the best first: the reserved one first or
+    /// last, the others by `aim`.
     fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
         let able = self
             .bins
@@ -319,8 +337,8 @@ impl<'a> Search<'a> {
                     Aim::BestFit | Aim::WorstFit => free,
                     Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
                 };
-                let own =
-                    self.aim != Aim::SmallestShortage && self.request.reserved_bin == Some(index);
+                let is_own = self.request.reserved_bin == Some(index);
+                let is_late = self.aim != Aim::SmallestShortage && is_own != self.is_reserved_first;
                 let rank = match self.aim {
                     Aim::BestFit => free,
                     Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
@@ -329,7 +347,7 @@ impl<'a> Search<'a> {
                 // containers do not.
                 let peak = self.request.peak(&self.placed, index);
                 let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
-                (could >= share).then_some((!own, adds, rank, index))
+                (could >= share).then_some((is_late, adds, rank, index))
             })
             .collect();
         ranked.sort_unstable();
@@ -427,6 +445,20 @@ mod tests {
             [Some(vec![(1, 3)]), Some(vec![(0, 8)])]
         );
         assert_eq!(owner.set_aside, [0, 0]);
+    }
+
+    #[test]
+    fn reserved_bin_holds_only_what_fits_on_no_other_bin() {
+        let request = Request {
+            min_bins: 2,
+            reserved_bin: Some(1),
+            ..concurrent(&[11, 6])
+        };
+        // The largest share takes the reserved bin first, and then the other bin has room for one
+        // share only of the second container.
+        let plan = plan(&bins(&[16, 8]), &[0, 8], &[request]);
+        let places = [vec![(0, 6), (1, 5)], vec![(0, 3), (1, 3)]];
+        assert_eq!(plan.places, [Some(places.to_vec())]);
     }
 
     #[test]
