@@ -22,6 +22,26 @@ pub const GPU_MEMORY: &str = "bursar.dev/gpu-memory-gib";
 /// The pause between two polls of a pod.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
+/// The kind of a container besides the pod's main one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Ends before the next container starts.
+    Init,
+    /// An init container that runs as long as the pod (`restartPolicy: Always`).
+    Sidecar,
+    /// Runs beside the main container.
+    Beside,
+}
+
+/// A container besides the pod's main one.
+#[derive(Debug, Clone)]
+struct ContainerPlan {
+    role: Role,
+    name: String,
+    gib: Option<u32>,
+    arguments: Vec<String>,
+}
+
 /// Builds a pod of one container or more.
 #[derive(Debug, Clone)]
 pub struct PodBuilder {
@@ -33,6 +53,9 @@ pub struct PodBuilder {
     init_arguments: Vec<String>,
     sidecar_arguments: Option<Vec<String>>,
     beside: Vec<u32>,
+    others: Vec<ContainerPlan>,
+    annotations: BTreeMap<String, String>,
+    node: Option<String>,
     priority_class: Option<String>,
     security_context: Option<SecurityContext>,
     user_namespace: bool,
@@ -53,6 +76,9 @@ impl PodBuilder {
             init_arguments: vec!["report".to_owned()],
             sidecar_arguments: None,
             beside: Vec::new(),
+            others: Vec::new(),
+            annotations: BTreeMap::new(),
+            node: None,
             priority_class: None,
             security_context: None,
             user_namespace: false,
@@ -102,6 +128,37 @@ impl PodBuilder {
     /// Adds containers with the same arguments, each with a request for GPU memory in GiB.
     pub fn additional_containers(mut self, gib: &[u32]) -> Self {
         self.beside = gib.to_vec();
+        self
+    }
+
+    /// Adds a container of the same image, after those of its kind. Without an amount in GiB it
+    /// requests no GPU memory.
+    pub fn container(
+        mut self,
+        role: Role,
+        name: &str,
+        gib: impl Into<Option<u32>>,
+        arguments: &[&str],
+    ) -> Self {
+        let arguments = arguments.iter();
+        self.others.push(ContainerPlan {
+            role,
+            name: name.to_owned(),
+            gib: gib.into(),
+            arguments: arguments.map(|argument| (*argument).to_owned()).collect(),
+        });
+        self
+    }
+
+    /// Adds an annotation.
+    pub fn annotation(mut self, key: &str, value: &str) -> Self {
+        self.annotations.insert(key.to_owned(), value.to_owned());
+        self
+    }
+
+    /// Lets the scheduler choose only the node with this name.
+    pub fn on_node(mut self, name: &str) -> Self {
+        self.node = Some(name.to_owned());
         self
     }
 
@@ -203,7 +260,7 @@ impl PodBuilder {
         &self.name
     }
 
-    fn container(&self, name: &str, arguments: Vec<String>, gib: Option<u32>) -> Container {
+    fn build_container(&self, name: &str, arguments: Vec<String>, gib: Option<u32>) -> Container {
         let limits =
             gib.map(|gib| BTreeMap::from([(GPU_MEMORY.to_owned(), Quantity(gib.to_string()))]));
         Container {
@@ -231,33 +288,57 @@ impl PodBuilder {
     fn build(&self) -> Pod {
         let sidecar = self.sidecar_arguments.iter().map(|arguments| Container {
             restart_policy: Some("Always".to_owned()),
-            ..self.container("sidecar", arguments.clone(), None)
+            ..self.build_container("sidecar", arguments.clone(), None)
         });
         let init = self.init_gib.iter();
-        let init = init.map(|gib| self.container("init", self.init_arguments.clone(), Some(*gib)));
+        let init =
+            init.map(|gib| self.build_container("init", self.init_arguments.clone(), Some(*gib)));
         let beside = self.beside.iter().enumerate();
         let beside = beside.map(|(number, gib)| {
-            self.container(
+            self.build_container(
                 &format!("beside-{number}"),
                 self.arguments.clone(),
                 Some(*gib),
             )
         });
-        let main = self.container("main", self.arguments.clone(), self.gib);
+        let main = self.build_container("main", self.arguments.clone(), self.gib);
+        let others = self.others.iter().map(|plan| {
+            let container = self.build_container(&plan.name, plan.arguments.clone(), plan.gib);
+            let always = (plan.role == Role::Sidecar).then(|| "Always".to_owned());
+            let container = Container {
+                restart_policy: always,
+                ..container
+            };
+            (plan.role, container)
+        });
+        let (other_beside, other_init): (Vec<_>, Vec<_>) =
+            others.partition(|(role, _)| *role == Role::Beside);
+        let container = |(_, container)| container;
         Pod {
             metadata: ObjectMeta {
                 name: Some(self.name.clone()),
+                annotations: Some(self.annotations.clone()),
                 ..ObjectMeta::default()
             },
             spec: Some(PodSpec {
-                containers: [main].into_iter().chain(beside).collect(),
-                init_containers: Some(sidecar.chain(init).collect()),
+                containers: [main]
+                    .into_iter()
+                    .chain(beside)
+                    .chain(other_beside.into_iter().map(container))
+                    .collect(),
+                init_containers: Some(
+                    sidecar
+                        .chain(init)
+                        .chain(other_init.into_iter().map(container))
+                        .collect(),
+                ),
                 volumes: Some(
                     self.volumes
                         .iter()
                         .map(|(_, volume)| volume.clone())
                         .collect(),
                 ),
+                node_selector: self.node.as_deref().map(hostname),
                 priority_class_name: self.priority_class.clone(),
                 restart_policy: Some(if self.restarts { "Always" } else { "Never" }.to_owned()),
                 automount_service_account_token: Some(false),
@@ -270,6 +351,11 @@ impl PodBuilder {
             status: None,
         }
     }
+}
+
+/// Returns the node selector that only this node satisfies.
+fn hostname(node: &str) -> BTreeMap<String, String> {
+    BTreeMap::from([("kubernetes.io/hostname".to_owned(), node.to_owned())])
 }
 
 /// Returns Kubernetes' restricted profile with a read-only root file system.
@@ -660,6 +746,18 @@ impl Pods {
         self.read_log(name, LogParams::default()).await
     }
 
+    /// Returns the log of one of the pod's containers.
+    ///
+    /// # Errors
+    /// When the log cannot be read.
+    pub async fn container_log(&self, name: &str, container: &str) -> Result<String, PodError> {
+        let params = LogParams {
+            container: Some(container.to_owned()),
+            ..LogParams::default()
+        };
+        self.read_log(name, params).await
+    }
+
     /// Returns the node's time of the first line in the container's log, if there is one.
     ///
     /// # Errors
@@ -689,8 +787,34 @@ impl Pods {
         bound: Duration,
         wanted: impl Fn(&str) -> Option<T>,
     ) -> Result<T, PodError> {
+        self.wait_for_line(name, bound, async || self.log(name).await, wanted)
+            .await
+    }
+
+    /// Waits for a line of a container's log as [`Self::wait_for_log_line`] does.
+    ///
+    /// # Errors
+    /// After `bound`, with the last line of the log.
+    pub async fn wait_for_container_log_line<T>(
+        &self,
+        name: &str,
+        container: &str,
+        bound: Duration,
+        wanted: impl Fn(&str) -> Option<T>,
+    ) -> Result<T, PodError> {
+        let log = async || self.container_log(name, container).await;
+        self.wait_for_line(name, bound, log, wanted).await
+    }
+
+    async fn wait_for_line<T>(
+        &self,
+        name: &str,
+        bound: Duration,
+        log: impl AsyncFn() -> Result<String, PodError>,
+        wanted: impl Fn(&str) -> Option<T>,
+    ) -> Result<T, PodError> {
         let what = format!("a line in the log of pod {}/{name}", self.namespace);
-        let poll = async || match self.log(name).await {
+        let poll = async || match log().await {
             Ok(log) => match log.lines().find_map(&wanted) {
                 Some(found) => Poll::Ready(found),
                 None => Poll::Pending(format!(

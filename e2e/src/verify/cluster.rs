@@ -58,6 +58,26 @@ pub const TRIALS: &[ClusterTrial] = &[
         "memory that an init container retained or exported counts against the main container's quota, once and at most up to it, whichever of the two quotas is larger",
     ),
     trial(
+        "pods/cluster/init",
+        "init containers of every size before one or more containers get their requests in the memory that the pod then uses, and no pod waits",
+    ),
+    trial(
+        "pods/cluster/sidecars",
+        "sidecars before and after init containers keep their memory beside the main containers, and no pod waits",
+    ),
+    trial(
+        "pods/cluster/gpus",
+        "a container is spread over two GPUs by its size or by annotation, beside others and after an init container, or waits for room on both",
+    ),
+    trial(
+        "pods/cluster/budget",
+        "a budget counts pods with init containers and sidecars as the scheduler does, to the last GiB",
+    ),
+    trial(
+        "pods/cluster/restarts",
+        "sidecars and containers that restart on their own, a killed agent and a killed sandbox change no binding of their pod",
+    ),
+    trial(
         "main/cluster/budgets",
         "the operator accepts a valid budget, and refuses an invalid one with the reason",
     ),

@@ -30,6 +30,7 @@ mod resize;
 mod restarts;
 mod rights;
 mod scripted_program;
+mod shapes;
 mod shared_cluster;
 mod status;
 mod together;
@@ -50,10 +51,11 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 25] = [
+    let groups: [Vec<Trial>; 26] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
+        shapes::trials(),
         budgets::trials(),
         input::trials(),
         memory_release::trials(),

@@ -52,7 +52,8 @@ impl PodRecord {
                 state.waiting_reason
             ));
         }
-        for container in containers {
+        let inits = status.init_container_statuses.unwrap_or_default();
+        for container in containers.into_iter().chain(inits) {
             let ids = self.containers.entry(container.name).or_default();
             ids.extend(container.container_id);
         }

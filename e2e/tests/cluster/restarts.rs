@@ -178,7 +178,7 @@ fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {
     Ok(Timestamp::try_from(time)?)
 }
 
-fn kill_agent(context: &mut TrialContext) -> Result<(), Failed> {
+pub(crate) fn kill_agent(context: &mut TrialContext) -> Result<(), Failed> {
     let agents = context.local()?.processes_named("bursar-agent");
     let [agent] = agents[..] else {
         return Err(format!("processes of the agent: {agents:?}").into());
