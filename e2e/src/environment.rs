@@ -13,12 +13,12 @@ use kube::api::{Api, ListParams, LogParams, ObjectList};
 use crate::artifacts::Artifacts;
 use crate::chart::{self, Chart, ChartError};
 use crate::cluster::{
-    Cluster, ClusterOptions, ClusterScope, KubeconfigError, LocalCluster, LocalError,
+    Cluster, ClusterOptions, ClusterScope, KubeconfigError, LocalCluster, LocalError, WorkerNode,
 };
 use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
-use crate::sim::{SimError, SimulatedGpus};
+use crate::sim::{Layout, SimError, SimulatedGpus};
 use crate::wait::{self, Poll, WaitError};
 
 /// The timeout of the chart's start, for images that are local or pulled once.
@@ -47,6 +47,9 @@ pub enum EnvironmentError {
     /// The local cluster did not start.
     #[error(transparent)]
     Local(#[from] LocalError),
+    /// The cluster is not on this machine.
+    #[error("failed to add a node: the cluster is the user's")]
+    NotLocal,
     /// The user's cluster cannot be used.
     #[error(transparent)]
     Kubeconfig(#[from] KubeconfigError),
@@ -138,12 +141,17 @@ impl Environment {
             None
         } else {
             let (count, gib) = SIMULATED_GPUS;
+            let layout = Layout {
+                node: 1,
+                count,
+                gib,
+                mig_gib: None,
+            };
             let gpus = SimulatedGpus::set_up(
                 artifacts.simulated_driver.clone(),
                 &local.host_path("/"),
                 &local.folder().configs(),
-                count,
-                gib,
+                layout,
             )?;
             progress.report(format_args!(
                 "{count} simulated GPUs of {gib} GiB are laid out"
@@ -155,6 +163,32 @@ impl Environment {
             simulated_gpus: gpus,
             probe_image: probe,
         })
+    }
+
+    /// Adds a node with simulated GPUs and the images to a local cluster.
+    ///
+    /// # Errors
+    /// When a step fails or times out; the node is taken down again.
+    pub async fn add_node(
+        &self,
+        artifacts: &Artifacts,
+        layout: Layout,
+        progress: &Progress,
+    ) -> Result<WorkerNode, EnvironmentError> {
+        let Cluster::Local(local) = &self.cluster else {
+            return Err(EnvironmentError::NotLocal);
+        };
+        let node = WorkerNode::join(local, &artifacts.harness, layout.node, progress).await?;
+        for archive in artifacts.images.values() {
+            node.import_image(&archive.path).await?;
+        }
+        SimulatedGpus::set_up(
+            artifacts.simulated_driver.clone(),
+            &node.host_path("/"),
+            &node.folder().configs(),
+            layout,
+        )?;
+        Ok(node)
     }
 
     /// Uses the cluster of `kubeconfig`, whose nodes can pull `images`, and installs Bursar unless

@@ -50,27 +50,82 @@ pub enum SimError {
     },
 }
 
-/// Returns the configuration of `count` GPUs of `gib` GiB each.
-fn config(count: u32, gib: u32) -> String {
-    let mut text = String::new();
-    for gpu in 0..count {
-        // Writing to a string cannot fail.
-        let _ = write!(
-            text,
-            "[[gpu]]\nname = \"Simulated GPU\"\nuuid = \"GPU-00000000-0000-4000-8000-{gpu:012x}\"\n\
-             memory = \"{gib}Gi\"\nminor = {gpu}\n\n"
-        );
-    }
-    text
+/// The simulated GPUs of one node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// The node's number, from 1 on, which is part of the UUIDs.
+    pub node: u8,
+    /// The number of GPUs.
+    pub count: u32,
+    /// The memory of each GPU, in GiB.
+    pub gib: u32,
+    /// The memory of each of two MIG instances of the last GPU, in GiB.
+    pub mig_gib: Option<u32>,
 }
 
-/// Returns the UUID of the simulated GPU with this index.
+impl Layout {
+    /// Returns the configuration for `simgpu`.
+    fn config(self) -> String {
+        let mut text = String::new();
+        for gpu in 0..self.count {
+            let (uuid, gib) = (self.uuid(gpu), self.gib);
+            // Writing to a string cannot fail.
+            let _ = write!(
+                text,
+                "[[gpu]]\nname = \"Simulated GPU\"\nuuid = \"{uuid}\"\n\
+                 memory = \"{gib}Gi\"\nminor = {gpu}\n\n"
+            );
+            if let Some(gib) = self.mig_gib.filter(|_| gpu + 1 == self.count) {
+                for instance in 0..MIG_INSTANCES {
+                    let uuid = self.mig_uuid(instance);
+                    let _ = write!(
+                        text,
+                        "[[gpu.mig]]\nprofile = \"3g.{gib}gb\"\nuuid = \"{uuid}\"\n\
+                         memory = \"{gib}Gi\"\n\n"
+                    );
+                }
+            }
+        }
+        text
+    }
+
+    /// Returns the UUID of the simulated GPU with this index.
+    pub fn uuid(self, gpu: u32) -> String {
+        let node = 0x8000 + u16::from(self.node) - 1;
+        format!("GPU-00000000-0000-4000-{node:04x}-{gpu:012x}")
+    }
+
+    /// Returns the UUID of the MIG instance with this index.
+    pub fn mig_uuid(self, instance: u32) -> String {
+        let node = 0x8000 + u16::from(self.node) - 1;
+        format!("MIG-00000000-0000-4000-{node:04x}-{instance:012x}")
+    }
+
+    /// Returns the device memory that the node offers, in GiB.
+    pub fn total_gib(self) -> u32 {
+        match self.mig_gib {
+            None => self.count * self.gib,
+            Some(gib) => (self.count - 1) * self.gib + MIG_INSTANCES * gib,
+        }
+    }
+}
+
+/// The MIG instances of a GPU in MIG mode.
+pub const MIG_INSTANCES: u32 = 2;
+
+/// Returns the UUID of the first node's simulated GPU with this index.
 pub fn uuid(gpu: u32) -> String {
-    format!("GPU-00000000-0000-4000-8000-{gpu:012x}")
+    let first = Layout {
+        node: 1,
+        count: 0,
+        gib: 0,
+        mig_gib: None,
+    };
+    first.uuid(gpu)
 }
 
 impl SimulatedGpus {
-    /// Sets up `count` GPUs of `gib` GiB in [`FOLDER`] of a node. `root` is the node's root folder
+    /// Sets up the GPUs in [`FOLDER`] of a node. `root` is the node's root folder
     /// as this process can open it, `configs` the folder of the configuration file.
     ///
     /// # Errors
@@ -79,11 +134,10 @@ impl SimulatedGpus {
         driver: SimulatedDriver,
         root: &Path,
         configs: &Path,
-        count: u32,
-        gib: u32,
+        layout: Layout,
     ) -> Result<Self, SimError> {
         let path = configs.join("simgpu.toml");
-        std::fs::write(&path, config(count, gib)).map_err(|source| SimError::File {
+        std::fs::write(&path, layout.config()).map_err(|source| SimError::File {
             path: path.clone(),
             source,
         })?;

@@ -8,7 +8,8 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, SanType,
 };
 
-use crate::node::{ADDRESS, SERVICE_ADDRESS};
+use super::components::node_name;
+use crate::node::{MAX_NODES, SERVICE_ADDRESS, address};
 
 /// PEM files by name: `ca.crt`, and `<subject>.crt` with `<subject>.key` for each subject.
 pub(super) type PemFiles = BTreeMap<String, String>;
@@ -32,7 +33,7 @@ const SUBJECTS: &[(&str, &str, &str)] = &[
 ///
 /// # Errors
 /// When the cryptography library fails.
-pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
+pub(super) fn issue() -> Result<PemFiles, rcgen::Error> {
     let mut files = PemFiles::new();
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -47,12 +48,14 @@ pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
     files.insert("ca.crt".to_owned(), authority.pem());
 
-    let kubelet = format!("system:node:{node}");
+    let kubelets = (1..=MAX_NODES).map(|number| {
+        let user = format!("system:node:{}", node_name(number));
+        (kubelet(number), user, "system:nodes")
+    });
     let parties = SUBJECTS
         .iter()
-        .copied()
-        .chain([("kubelet", kubelet.as_str(), "system:nodes")]);
-    for (party, user, group) in parties {
+        .map(|(party, user, group)| ((*party).to_owned(), (*user).to_owned(), *group));
+    for (party, user, group) in parties.chain(kubelets) {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, user);
@@ -69,7 +72,7 @@ pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
             ExtendedKeyUsagePurpose::ClientAuth,
             ExtendedKeyUsagePurpose::ServerAuth,
         ];
-        params.subject_alt_names = subject_alt_names(node)?;
+        params.subject_alt_names = subject_alt_names()?;
         let key = KeyPair::generate()?;
         files.insert(
             format!("{party}.crt"),
@@ -83,21 +86,25 @@ pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
     Ok(files)
 }
 
-fn subject_alt_names(node: &str) -> Result<Vec<SanType>, rcgen::Error> {
+/// Returns the name of the kubelet's certificate on the node with this number.
+pub(super) fn kubelet(number: u8) -> String {
+    format!("kubelet-{number}")
+}
+
+fn subject_alt_names() -> Result<Vec<SanType>, rcgen::Error> {
     let hosts = [
         "localhost",
         "kubernetes",
         "kubernetes.default",
         "kubernetes.default.svc",
-        node,
     ];
-    let addresses = [
-        IpAddr::from([127, 0, 0, 1]),
-        IpAddr::V4(ADDRESS),
-        IpAddr::V4(SERVICE_ADDRESS),
-    ];
-    let mut names: Vec<SanType> = addresses.into_iter().map(SanType::IpAddress).collect();
-    for host in hosts {
+    let nodes = 1..=MAX_NODES;
+    let addresses = [IpAddr::from([127, 0, 0, 1]), IpAddr::V4(SERVICE_ADDRESS)]
+        .into_iter()
+        .chain(nodes.clone().map(|number| IpAddr::V4(address(number))));
+    let mut names: Vec<SanType> = addresses.map(SanType::IpAddress).collect();
+    let hosts = hosts.into_iter().map(str::to_owned);
+    for host in hosts.chain(nodes.map(node_name)) {
         names.push(SanType::DnsName(host.try_into()?));
     }
     Ok(names)
@@ -109,11 +116,13 @@ mod tests {
 
     #[test]
     fn issue_returns_a_certificate_and_key_per_subject() {
-        let files = issue("node-1").unwrap();
+        let files = issue().unwrap();
         for (party, ..) in SUBJECTS {
             assert!(files[&format!("{party}.crt")].starts_with("-----BEGIN CERTIFICATE"));
             assert!(files[&format!("{party}.key")].contains("PRIVATE KEY"));
         }
-        assert!(files.contains_key("kubelet.key"));
+        for number in 1..=MAX_NODES {
+            assert!(files.contains_key(&format!("{}.key", kubelet(number))));
+        }
     }
 }

@@ -10,10 +10,16 @@ use super::certs;
 use super::local::ClusterScope;
 use super::run_folder::RunFolder;
 use crate::kube::Toolbox;
-use crate::node::{ADDRESS, API_PORT, SERVICE_ADDRESS};
+use crate::node::{ADDRESS, API_PORT, KUBELET_PORT, SERVICE_ADDRESS, address};
 
-/// The node's name in Kubernetes.
+/// The first node's name in Kubernetes.
 pub(super) const NODE_NAME: &str = "node-1";
+
+/// Returns the name in Kubernetes of the node with this number, from 1 on.
+pub(super) fn node_name(number: u8) -> String {
+    format!("node-{number}")
+}
+
 /// containerd's socket, in the node's mount namespace.
 pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 /// The image of the container that holds a pod's namespaces.
@@ -31,6 +37,10 @@ pub(super) struct Component {
 #[derive(Debug, Clone)]
 pub(super) struct ClusterConfig {
     pub(super) folder: RunFolder,
+    /// The run folder with the cluster's certificates: that of the first node.
+    pub(super) certificates: RunFolder,
+    /// The node's number, from 1 on.
+    pub(super) number: u8,
     pub(super) toolbox: Toolbox,
     pub(super) scope: ClusterScope,
     /// Whether the node's only cgroup hierarchy is v2.
@@ -45,17 +55,29 @@ impl ClusterConfig {
     /// # Errors
     /// When a file cannot be written.
     pub(super) fn write_files(&self) -> io::Result<()> {
-        for (name, text) in certs::issue(NODE_NAME).map_err(io::Error::other)? {
+        for (name, text) in certs::issue().map_err(io::Error::other)? {
             fs::write(self.folder.config(&name), text)?;
         }
-        let inside = format!("https://{ADDRESS}:{API_PORT}");
-        for party in ["controller-manager", "scheduler", "kubelet", "admin"] {
-            let config = self.kubeconfig(party, &inside);
-            fs::write(
-                self.folder.config(&format!("{party}.kubeconfig")),
-                to_json(&config)?,
-            )?;
+        for party in ["controller-manager", "scheduler", "admin"] {
+            self.write_kubeconfig(party, party)?;
         }
+        self.write_node_files()
+    }
+
+    fn write_kubeconfig(&self, name: &str, party: &str) -> io::Result<()> {
+        let config = self.kubeconfig(party, &format!("https://{ADDRESS}:{API_PORT}"));
+        fs::write(
+            self.folder.config(&format!("{name}.kubeconfig")),
+            to_json(&config)?,
+        )
+    }
+
+    /// Writes the configuration files of the kubelet and of containerd.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub(super) fn write_node_files(&self) -> io::Result<()> {
+        self.write_kubeconfig("kubelet", &certs::kubelet(self.number))?;
         fs::write(
             self.folder.config("kubelet.json"),
             to_json(&self.kubelet_config())?,
@@ -67,7 +89,10 @@ impl ClusterConfig {
         )?;
         let cni = self.folder.config("cni");
         fs::create_dir_all(&cni)?;
-        fs::write(cni.join("10-bridge.conflist"), to_json(&cni_config())?)
+        fs::write(
+            cni.join("10-bridge.conflist"),
+            to_json(&cni_config(self.number))?,
+        )
     }
 
     /// Writes the administrator's kubeconfig with the host's port of the API server.
@@ -83,13 +108,17 @@ impl ClusterConfig {
         self.folder.config(name).display().to_string()
     }
 
+    fn certificate_path(&self, name: &str) -> String {
+        self.certificates.config(name).display().to_string()
+    }
+
     fn kubeconfig(&self, party: &str, server: &str) -> Value {
         json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "bursar",
-            "clusters": [{"name": "bursar", "cluster": {"server": server, "certificate-authority": self.config_path("ca.crt")}}],
+            "clusters": [{"name": "bursar", "cluster": {"server": server, "certificate-authority": self.certificate_path("ca.crt")}}],
             "users": [{"name": party, "user": {
-                "client-certificate": self.config_path(&format!("{party}.crt")),
-                "client-key": self.config_path(&format!("{party}.key")),
+                "client-certificate": self.certificate_path(&format!("{party}.crt")),
+                "client-key": self.certificate_path(&format!("{party}.key")),
             }}],
             "contexts": [{"name": "bursar", "context": {"cluster": "bursar", "user": party}}],
         })
@@ -213,20 +242,24 @@ impl ClusterConfig {
             flags(&[
                 ("config", &self.config_path("kubelet.json")),
                 ("kubeconfig", &self.config_path("kubelet.kubeconfig")),
-                ("hostname-override", NODE_NAME),
-                ("node-ip", &ADDRESS.to_string()),
+                ("hostname-override", &node_name(self.number)),
+                ("node-ip", &address(self.number).to_string()),
             ]),
         )
     }
 
     fn kubelet_config(&self) -> Value {
+        let certificate = certs::kubelet(self.number);
+        let path = |suffix: &str| self.certificate_path(&format!("{certificate}.{suffix}"));
         let mut config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
             "containerRuntimeEndpoint": format!("unix://{CONTAINERD_SOCKET}"),
             "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true},
-                               "x509": {"clientCAFile": self.config_path("ca.crt")}},
+                               "x509": {"clientCAFile": self.certificate_path("ca.crt")}},
+            // The forwarders to other nodes listen on their addresses.
+            "address": address(self.number).to_string(), "port": KUBELET_PORT,
             "authorization": {"mode": "Webhook"},
-            "tlsCertFile": self.config_path("kubelet.crt"), "tlsPrivateKeyFile": self.config_path("kubelet.key"),
+            "tlsCertFile": path("crt"), "tlsPrivateKeyFile": path("key"),
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": self.cgroup_root,
             "enforceNodeAllocatable": [],
@@ -286,13 +319,14 @@ conf_dir = "{cni}"
     }
 }
 
-/// Connects pods by one bridge, whose address is their gateway to the node.
-fn cni_config() -> Value {
+/// Connects the pods of a node by one bridge, whose address is their gateway to the node. Pods of
+/// different nodes do not reach each other.
+fn cni_config(number: u8) -> Value {
     json!({
         "cniVersion": "1.0.0", "name": "bursar-e2e",
         "plugins": [{
             "type": "bridge", "bridge": "cni0", "isGateway": true,
-            "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/16"}]], "routes": [{"dst": "0.0.0.0/0"}],
+            "ipam": {"type": "host-local", "ranges": [[{"subnet": format!("10.88.{number}.0/24")}]], "routes": [{"dst": "0.0.0.0/0"}],
                      "dataDir": "/run/cni"},
         }],
     })

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,11 +12,11 @@ use k8s_openapi::api::core::v1::{Namespace, Node, ServiceAccount};
 use kube::Client;
 use kube::api::Api;
 
-use super::components::{CONTAINERD_SOCKET, ClusterConfig, Component, NODE_NAME};
+use super::components::{CONTAINERD_SOCKET, ClusterConfig, Component, NODE_NAME, node_name};
 use super::control::ControlClient;
 use super::run_folder::{RunFolder, RunFolderError};
 use crate::kube::Toolbox;
-use crate::node::{CgroupError, HostPort, Request};
+use crate::node::{CgroupError, Network, PortForward, Request};
 use crate::progress::Progress;
 use crate::wait::{self, Poll, WaitError};
 
@@ -89,7 +90,7 @@ pub enum LocalError {
     },
 }
 
-fn step_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> LocalError {
+pub(super) fn step_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> LocalError {
     let step = what.into();
     move |source| LocalError::Step { step, source }
 }
@@ -124,6 +125,8 @@ impl LocalCluster {
             scope: options.scope,
             cgroup_v2: cgroup.is_v2(),
             cgroup_root: cgroup.root(),
+            certificates: folder.clone(),
+            number: 1,
             folder: folder.clone(),
         };
         layout
@@ -357,8 +360,34 @@ impl LocalCluster {
     ///
     /// # Errors
     /// When the node's network cannot be entered, or the port is in use there.
-    pub fn expose_host_port(&self, port: u16) -> Result<HostPort, LocalError> {
-        HostPort::open(self.node_process.id(), port).map_err(step_error("port on the node"))
+    pub fn expose_host_port(&self, port: u16) -> Result<PortForward, LocalError> {
+        let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, port);
+        PortForward::open((self.network(), address), (Network::Own, address))
+            .map_err(step_error("port on the node"))
+    }
+
+    /// Kills every process of the node, and removes what a machine loses with its power.
+    pub(super) async fn cut_power(&mut self) -> Result<(), LocalError> {
+        let cut = self.control()?.call(&Request::PowerOff).await;
+        cut.map(drop).map_err(step_error("loss of power"))
+    }
+
+    /// Starts containerd and the kubelet.
+    pub(super) async fn start_node_components(&mut self) -> Result<(), LocalError> {
+        for component in [self.layout.containerd(), self.layout.kubelet()] {
+            self.start_component(&component).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the decisions about the cluster and its node.
+    pub(super) fn config(&self) -> &ClusterConfig {
+        &self.layout
+    }
+
+    /// Returns the network of the node.
+    pub(super) fn network(&self) -> Network {
+        Network::Of(self.node_process.id())
     }
 
     /// Returns the references of the images that the node has.
@@ -467,7 +496,7 @@ pub async fn down(name: &str) -> Result<(), LocalError> {
 }
 
 /// A cluster that is being started. Dropping it takes the cluster down.
-struct Startup {
+pub(super) struct Startup {
     layout: ClusterConfig,
     node: Option<Child>,
     control: Option<ControlClient>,
@@ -475,7 +504,10 @@ struct Startup {
 
 impl Startup {
     /// Starts the node process and takes ownership of it.
-    async fn start_node_process(layout: ClusterConfig, harness: &Path) -> Result<Self, LocalError> {
+    pub(super) async fn start_node_process(
+        layout: ClusterConfig,
+        harness: &Path,
+    ) -> Result<Self, LocalError> {
         let folder = layout.folder.clone();
         let log =
             File::create(folder.log("node")).map_err(step_error("log of the node process"))?;
@@ -531,11 +563,30 @@ impl Startup {
         self.control.as_mut().ok_or_else(gone)
     }
 
+    /// Returns the network of the node process.
+    pub(super) fn network(&self) -> Result<Network, LocalError> {
+        let gone = || step_error("node process")(io::Error::other("it was not started"));
+        let node = self.node.as_ref().ok_or_else(gone)?;
+        Ok(Network::Of(node.id()))
+    }
+
+    /// Starts containerd and the kubelet.
+    pub(super) async fn start_node_components(&mut self) -> Result<(), LocalError> {
+        self.spawn(&self.layout.containerd()).await?;
+        self.spawn(&self.layout.kubelet()).await
+    }
+
+    async fn spawn(&mut self, component: &Component) -> Result<(), LocalError> {
+        let path = self.layout.toolbox.path().to_string_lossy().into_owned();
+        let log = self.layout.folder.log(component.name);
+        let spawned = self.control()?.spawn(component, &path, &log).await;
+        spawned.map_err(step_error(format!("start of {}", component.name)))
+    }
+
     /// Starts every component. They wait for each other by themselves, except the API server, which
     /// needs etcd.
     async fn start_components(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let layout = self.layout.clone();
-        let path = layout.toolbox.path().to_string_lossy().into_owned();
         let folder = layout.folder.clone();
         let port =
             fs::read_to_string(folder.port()).map_err(step_error("port of the API server"))?;
@@ -559,9 +610,7 @@ impl Startup {
             if component.name == "kube-controller-manager" {
                 self.wait_for_api_server(progress).await?;
             }
-            let log = folder.log(component.name);
-            let spawned = self.control()?.spawn(&component, &path, &log).await;
-            spawned.map_err(step_error(format!("start of {}", component.name)))?;
+            self.spawn(&component).await?;
         }
         Ok(())
     }
@@ -635,24 +684,25 @@ impl Startup {
         .await
     }
 
-    async fn wait_for_node(
+    pub(super) async fn wait_for_node(
         &mut self,
         client: &Client,
         progress: &Progress,
     ) -> Result<(), LocalError> {
         let nodes: Api<Node> = Api::all(client.clone());
-        let node = async || match nodes.get_opt(NODE_NAME).await {
+        let name = node_name(self.layout.number);
+        let node = async || match nodes.get_opt(&name).await {
             Ok(Some(node)) => node_readiness(&node),
             Ok(None) => Poll::Pending("it has not registered".to_owned()),
             Err(error) => Poll::Pending(error.to_string()),
         };
         self.wait_for_components("the node to be Ready", &["containerd", "kubelet"], node)
             .await?;
-        progress.report("node is Ready");
+        progress.report(format_args!("{name} is Ready"));
         Ok(())
     }
 
-    fn finish(mut self, client: Client) -> LocalCluster {
+    pub(super) fn finish(mut self, client: Client) -> LocalCluster {
         let node = self
             .node
             .take()

@@ -5,6 +5,7 @@ mod components;
 mod control;
 mod local;
 mod run_folder;
+mod worker;
 
 use std::path::{Path, PathBuf};
 
@@ -13,6 +14,7 @@ use kube::{Client, Config};
 
 pub use local::{ClusterOptions, ClusterScope, LocalCluster, LocalError, down};
 pub use run_folder::{RunFolder, RunFolderError};
+pub use worker::WorkerNode;
 
 /// The cluster of a run.
 pub enum Cluster {

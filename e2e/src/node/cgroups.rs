@@ -159,6 +159,22 @@ impl Cgroup {
         Ok(())
     }
 
+    /// Removes every child of the cgroup except `leaf`.
+    ///
+    /// # Errors
+    /// When a child has processes.
+    pub fn remove_children_except(&self, leaf: &str) -> Result<(), CgroupError> {
+        for hierarchy in &self.mounts {
+            let folder = hierarchy.mount.join(&self.path);
+            for child in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                if child.file_name() != leaf && child.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    remove_tree(&child.path()).map_err(CgroupError::at(&child.path()))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Returns whether the cgroup exists in some hierarchy.
     pub fn exists(&self) -> bool {
         self.mounts

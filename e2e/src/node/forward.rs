@@ -1,50 +1,69 @@
-//! Forwards connections from the host's loopback to the API server in the node's network, and from
-//! the node's loopback to a port of the host.
+//! Forwards TCP connections from one network namespace to another.
 
 use std::fs::File;
 use std::io;
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::thread;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-/// A port of the host that the node has on its loopback too, until this value is dropped.
-#[derive(Debug)]
-pub struct HostPort(Arc<TcpListener>);
+/// The network namespace of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Network {
+    /// That of the calling thread.
+    Own,
+    /// That of this process.
+    Of(u32),
+}
 
-impl HostPort {
-    /// Forwards connections to `port` of the loopback in the network of `process` to the same port
-    /// of the caller's loopback.
+impl Network {
+    /// Runs `act` on a thread of its own in this network.
+    fn run<T: Send + 'static>(
+        self,
+        act: impl FnOnce() -> io::Result<T> + Send + 'static,
+    ) -> io::Result<thread::JoinHandle<io::Result<T>>> {
+        let network = match self {
+            Self::Own => None,
+            Self::Of(process) => Some(File::open(format!("/proc/{process}/ns/net"))?),
+        };
+        Ok(thread::spawn(move || {
+            if let Some(network) = network {
+                move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?;
+            }
+            act()
+        }))
+    }
+}
+
+/// Forwards the connections to a port, until this value is dropped.
+#[derive(Debug)]
+pub struct PortForward(Arc<TcpListener>);
+
+impl PortForward {
+    /// Forwards connections to `address` in the network `from` to `target` in the network `to`.
     ///
     /// # Errors
-    /// When the network cannot be entered, or the port is in use there.
-    pub(crate) fn open(process: u32, port: u16) -> io::Result<Self> {
-        let network = File::open(format!("/proc/{process}/ns/net"))?;
-        // Only a thread of its own enters the network. The listener stays there, whatever thread
-        // accepts its connections.
-        let bind = move || {
-            move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?;
-            TcpListener::bind((Ipv4Addr::LOCALHOST, port))
-        };
-        let panicked = |_| io::Error::other("the thread in the node's network panicked");
-        let listener = Arc::new(thread::spawn(bind).join().map_err(panicked)??);
+    /// When a network cannot be entered, or the address is in use.
+    pub(crate) fn open(
+        (from, address): (Network, SocketAddrV4),
+        (to, target): (Network, SocketAddrV4),
+    ) -> io::Result<Self> {
+        let panicked = |_| io::Error::other("the thread in the other network panicked");
+        // The listener stays in its network, whatever thread accepts its connections.
+        let bound = from.run(move || TcpListener::bind(address))?;
+        let listener = Arc::new(bound.join().map_err(panicked)??);
         let accepts = Arc::clone(&listener);
-        thread::spawn(move || {
-            for client in accepts.incoming().map_while(Result::ok) {
-                thread::spawn(move || {
-                    if let Ok(server) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
-                        let _ = join(client, server);
-                    }
-                });
-            }
-        });
+        to.run(move || {
+            forward(&accepts, target);
+            Ok(())
+        })?;
         Ok(Self(listener))
     }
 }
 
-impl Drop for HostPort {
+impl Drop for PortForward {
     fn drop(&mut self) {
         // This ends the accepting thread.
         let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
@@ -54,10 +73,19 @@ impl Drop for HostPort {
 /// Accepts on `listener`, which was opened in the host's network. Each connection is joined to the
 /// API server in the network of the calling thread.
 pub(super) fn serve(listener: TcpListener) {
-    for client in listener.incoming().flatten() {
+    forward(
+        &listener,
+        SocketAddrV4::new(super::ADDRESS, super::API_PORT),
+    );
+}
+
+/// Joins each connection to `target` in the network of the calling thread, until the listener is
+/// shut down.
+fn forward(listener: &TcpListener, target: SocketAddrV4) {
+    for client in listener.incoming().map_while(Result::ok) {
         thread::spawn(move || {
             // Without a server the client's connection closes, as it would without a forwarder.
-            if let Ok(server) = TcpStream::connect((super::ADDRESS, super::API_PORT)) {
+            if let Ok(server) = TcpStream::connect(target) {
                 let _ = join(client, server);
             }
         });

@@ -23,14 +23,26 @@ mod server;
 use std::net::Ipv4Addr;
 
 pub use cgroups::{Cgroup, CgroupError};
-pub use forward::HostPort;
+pub use forward::{Network, PortForward};
 pub use protocol::{Reply, Request};
 pub use server::{NodeError, run};
 
-/// The node's own address, on its loopback link. Pods reach the address through their gateway.
-pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+/// The most nodes of a cluster. Each has an address of its own.
+pub const MAX_NODES: u8 = 3;
+
+/// Returns the address of the node with this number, from 1 on. Each node has the addresses of all
+/// nodes on its loopback link: a forwarder leads from the address of another node to that node.
+/// Pods reach the addresses through their gateway.
+pub const fn address(number: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 77, 0, number)
+}
+
+/// The address of the first node, which has the control plane.
+pub const ADDRESS: Ipv4Addr = address(1);
 /// The address of the Service `kubernetes`. The API server listens on the address itself, so that
 /// pods need no kube-proxy.
 pub const SERVICE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 /// The API server's port on every address of the node.
 pub const API_PORT: u16 = 443;
+/// The kubelet's port on the node's address.
+pub const KUBELET_PORT: u16 = 10250;

@@ -1,9 +1,11 @@
 //! Sets up the node's mount and network namespaces.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
 use rustix::mount::{
     MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, unmount,
 };
@@ -26,6 +28,16 @@ const PRIVATE_FOLDERS: &[&str] = &[
     "/run/simgpu",
     "/var/log/containers",
     "/var/log/pods",
+];
+
+/// The folders of [`PRIVATE_FOLDERS`] whose content a reboot removes. Those of the simulated GPUs
+/// stay: their memory belongs to processes.
+const VOLATILE_FOLDERS: &[&str] = &[
+    "/run/bursar",
+    "/run/cdi",
+    "/run/cni",
+    "/run/containerd",
+    "/run/netns",
 ];
 
 /// The file systems mounted in `/dev`.
@@ -72,8 +84,58 @@ pub(super) fn enter(scratch: &Path) -> Result<(), NamespaceError> {
     set_up_mounts(scratch)?;
     let network = |source| at("the node's loopback link")(source);
     netlink::set_link_up(netlink::LOOPBACK).map_err(network)?;
-    for address in [super::ADDRESS, super::SERVICE_ADDRESS] {
+    let nodes = (1..=super::MAX_NODES).map(super::address);
+    for address in nodes.chain([super::SERVICE_ADDRESS]) {
         netlink::add_address(netlink::LOOPBACK, address).map_err(network)?;
+    }
+    Ok(())
+}
+
+/// The ids of the mounts of this process (proc_pid_mountinfo(5)).
+pub(super) type MountIds = BTreeSet<String>;
+
+/// Returns the id and the mount point of each mount of this process.
+fn mounts() -> io::Result<Vec<(String, String)>> {
+    let text = fs::read_to_string("/proc/self/mountinfo")?;
+    let parse = |line: &str| {
+        let mut fields = line.split(' ');
+        let id = fields.next()?.to_owned();
+        Some((id, fields.nth(3)?.to_owned()))
+    };
+    Ok(text.lines().filter_map(parse).collect())
+}
+
+/// Returns the mounts of this process.
+///
+/// # Errors
+/// When they cannot be read.
+pub(super) fn mount_ids() -> io::Result<MountIds> {
+    Ok(mounts()?.into_iter().map(|(id, _)| id).collect())
+}
+
+/// Removes what a machine loses with its power: all mounts except `kept`, and the content of
+/// [`VOLATILE_FOLDERS`].
+///
+/// # Errors
+/// When a mount or a file cannot be removed.
+pub(super) fn forget_volatile_state(kept: &MountIds) -> io::Result<()> {
+    for (id, mount_point) in mounts()?.iter().rev() {
+        if !kept.contains(id) {
+            match unmount(mount_point.as_str(), UnmountFlags::DETACH) {
+                // A mount of another peer of the group was unmounted with it.
+                Err(Errno::INVAL | Errno::NOENT) => {}
+                other => other?,
+            }
+        }
+    }
+    for folder in VOLATILE_FOLDERS {
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            match entry.file_type()?.is_dir() {
+                true => fs::remove_dir_all(entry.path())?,
+                false => fs::remove_file(entry.path())?,
+            }
+        }
     }
     Ok(())
 }

@@ -112,6 +112,20 @@ impl Processes {
         ))
     }
 
+    /// Waits until every program has ended, whatever ends it.
+    ///
+    /// # Errors
+    /// When one lives on after `patience`.
+    pub(super) fn wait_for_all(&self, patience: Duration) -> io::Result<()> {
+        let names: Vec<String> = self.states().keys().cloned().collect();
+        for name in names {
+            self.wait(&name, patience).ok_or_else(|| {
+                io::Error::new(io::ErrorKind::TimedOut, format!("{name} lives on"))
+            })?;
+        }
+        Ok(())
+    }
+
     fn wait(&self, name: &str, patience: Duration) -> Option<String> {
         let until = Instant::now() + patience;
         let mut states = self.states();

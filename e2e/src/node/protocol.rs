@@ -37,6 +37,9 @@ pub enum Request {
         /// Its name.
         name: String,
     },
+    /// Kills every process of the node and removes what a machine loses with its power. Its disks
+    /// stay.
+    PowerOff,
     /// Takes everything down and exits.
     Stop {
         /// Whether the run folder stays with its logs.

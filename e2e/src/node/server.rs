@@ -11,9 +11,9 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use super::cgroups::CgroupError;
+use super::cgroups::{Cgroup, CgroupError};
 use super::forward;
-use super::namespace::{self, NamespaceError};
+use super::namespace::{self, MountIds, NamespaceError};
 use super::processes::{ProcessState, Processes};
 use super::protocol::{Reply, Request};
 use crate::cluster::RunFolder;
@@ -23,6 +23,9 @@ use crate::cluster::RunFolder;
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The node process exits unless an owner connects within this time.
 const OWNER_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The child cgroup of the node process itself.
+const LEAF: &str = "node";
 
 /// The error of a node process that fails.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +68,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     lock.try_lock()
         .map_err(|_| NodeError::InUse(folder.path().to_path_buf()))?;
     let cgroup = folder.cgroup()?;
-    cgroup.enter("node")?;
+    cgroup.enter(LEAF)?;
     // Both sockets are opened before the namespaces change, because they face the host.
     let api = TcpListener::bind(("127.0.0.1", 0)).map_err(file(Path::new("127.0.0.1")))?;
     let port = api
@@ -75,6 +78,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     fs::write(folder.port(), port.to_string()).map_err(file(&folder.port()))?;
     fs::write(folder.pid(), std::process::id().to_string()).map_err(file(&folder.pid()))?;
     namespace::enter(&folder.scratch())?;
+    let mounts = namespace::mount_ids().map_err(file(Path::new("/proc/self/mountinfo")))?;
     // Orphans (container shims) become children of the node process, which reaps them.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .map_err(|error| file(Path::new("subreaper"))(error.into()))?;
@@ -85,7 +89,11 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     let reaper = Arc::clone(&processes);
     thread::spawn(move || reaper.reap_forever());
     thread::spawn(move || forward::serve(api));
-    let keep_logs = match serve(control, processes) {
+    let power = Power {
+        cgroup: cgroup.clone(),
+        mounts,
+    };
+    let keep_logs = match serve(control, processes, power) {
         StopCause::OwnerGone => false,
         StopCause::Requested { keep_logs } => keep_logs,
     };
@@ -100,8 +108,26 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     Ok(())
 }
 
+/// The processes that a power loss ends, and the mounts that outlive it.
+struct Power {
+    cgroup: Cgroup,
+    mounts: MountIds,
+}
+
+impl Power {
+    /// Kills every process, and removes what a machine loses with its power.
+    fn cut(&self, processes: &Processes) -> io::Result<()> {
+        self.cgroup.kill(KILL_TIMEOUT).map_err(io::Error::other)?;
+        processes.wait_for_all(KILL_TIMEOUT)?;
+        let children = self.cgroup.remove_children_except(LEAF);
+        children.map_err(io::Error::other)?;
+        namespace::forget_volatile_state(&self.mounts)
+    }
+}
+
 /// Answers requests until one of them stops the node, or its owner disconnects.
-fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
+fn serve(control: UnixListener, processes: Arc<Processes>, power: Power) -> StopCause {
+    let power = Arc::new(power);
     let (ends, end) = mpsc::channel();
     let owned = Arc::new(AtomicBool::new(false));
     let kept = Arc::new(AtomicBool::new(false));
@@ -118,6 +144,7 @@ fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
         for stream in control.incoming().flatten() {
             let session = Session {
                 processes: Arc::clone(&processes),
+                power: Arc::clone(&power),
                 stop_sender: ends.clone(),
                 has_owner: Arc::clone(&owned),
                 detached: Arc::clone(&kept),
@@ -131,6 +158,7 @@ fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
 /// One connection to the control socket.
 struct Session {
     processes: Arc<Processes>,
+    power: Arc<Power>,
     stop_sender: Sender<StopCause>,
     /// Whether some connection has taken ownership.
     has_owner: Arc<AtomicBool>,
@@ -201,6 +229,12 @@ impl Session {
                 Some(ProcessState::Ended(how)) => Reply::Ended { how },
                 None => Reply::Failed {
                     why: format!("{name} was never started"),
+                },
+            },
+            Request::PowerOff => match self.power.cut(&self.processes) {
+                Ok(()) => Reply::Done,
+                Err(error) => Reply::Failed {
+                    why: error.to_string(),
                 },
             },
             Request::Stop { keep_logs } => {

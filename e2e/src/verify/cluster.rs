@@ -222,6 +222,38 @@ pub const TRIALS: &[ClusterTrial] = &[
         "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
     ),
     trial(
+        "pods/nodes/steering",
+        "on three nodes with kubelets of their own, a pod of 8 is scheduled to the one node with room",
+    ),
+    trial(
+        "pods/nodes/instances",
+        "containers have one MIG instance each; a pod larger than an instance waits for a whole GPU",
+    ),
+    trial(
+        "pods/nodes/tokens",
+        "the token of each of three agents writes its own node's GpuNode and no other one",
+    ),
+    trial(
+        "pods/nodes/loss",
+        "a node that loses its power and boots has its pods again, with true bindings, generations and budget; other nodes notice nothing",
+    ),
+    long_trial(
+        "pods/nodes/moved",
+        "without steering a waiting pod is relocated to another node once that takes pods",
+    ),
+    long_trial(
+        "pods/nodes/drain",
+        "kubectl drain moves the pods of a node to the others, and leaves no memory bound on it",
+    ),
+    long_trial(
+        "pods/nodes/owners",
+        "3 times two owners get a GPU each from the borrowers that hold all whole GPUs of three nodes",
+    ),
+    long_trial(
+        "pods/nodes/owners-long",
+        "100 times two owners get a GPU each from the borrowers that hold all whole GPUs of three nodes",
+    ),
+    trial(
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind on the machine, twice",
     ),

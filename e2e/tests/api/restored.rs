@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use bursar_e2e::sim::{self, SimulatedDriver, SimulatedGpus};
+use bursar_e2e::sim::{self, Layout, SimulatedDriver, SimulatedGpus};
 use bursar_e2e::workspace::{self, Binaries, Profile};
 use bursar_sim_api::WatchFault;
 use futures::try_join;
@@ -172,7 +172,13 @@ impl AgentProcess {
         {
             fs::copy(library, root.join("shim").join(name))?;
         }
-        let gpus = SimulatedGpus::set_up(driver, root, root, GPUS, 16)?;
+        let layout = Layout {
+            node: 1,
+            count: GPUS,
+            gib: 16,
+            mig_gib: None,
+        };
+        let gpus = SimulatedGpus::set_up(driver, root, root, layout)?;
         let machine = root.join(sim::FOLDER.trim_start_matches('/'));
         let config = root.join("agent.toml");
         fs::write(&config, configuration(root, &machine))?;

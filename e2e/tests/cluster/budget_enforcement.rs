@@ -319,7 +319,7 @@ async fn service_accounts_are_limited(context: &mut TrialContext) -> Result<(), 
     Ok(())
 }
 
-fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
+pub(crate) fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
     match result {
         Err(kube::Error::Api(status)) => Ok(status.message.clone()),
         Err(other) => Err(other.into()),
@@ -328,7 +328,7 @@ fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
 }
 
 /// Returns a client with a token of one of Bursar's accounts, bound to `pod`.
-async fn as_account(
+pub(crate) async fn as_account(
     context: &TrialContext,
     part: &str,
     pod: Option<&Pod>,

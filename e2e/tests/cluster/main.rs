@@ -20,6 +20,7 @@ mod lifecycle;
 mod maintenance;
 mod memory_release;
 mod monitoring;
+mod nodes;
 mod on_node;
 mod operator;
 mod placement;
@@ -51,7 +52,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 26] = [
+    let groups: [Vec<Trial>; 27] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         poison::last_trials(),
         installation::trials(),
         demo::trials(),
+        nodes::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

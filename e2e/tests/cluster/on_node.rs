@@ -38,9 +38,12 @@ pub(crate) struct PodStateOnNode {
 
 impl NodeFiles {
     pub(crate) fn of(local: &LocalCluster) -> Self {
-        Self {
-            root: local.host_path("/"),
-        }
+        Self::at(local.host_path("/"))
+    }
+
+    /// Returns the files of the node with this root folder.
+    pub(crate) fn at(root: PathBuf) -> Self {
+        Self { root }
     }
 
     fn path(&self, path: &str) -> PathBuf {

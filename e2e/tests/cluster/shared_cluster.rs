@@ -1,4 +1,4 @@
-//! Shares one cluster between the trials. The first trial starts it, and `main` takes it down.
+//! Shares a cluster between trials. The first of them starts it, and `main` takes it down.
 //!
 //! The harness catches panics of trials, so that `main` always reaches its end. If this process is
 //! killed, its connection closes and the node process takes the cluster down.
@@ -11,14 +11,16 @@ use std::time::{Duration, Instant};
 
 use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{self, Chart};
-use bursar_e2e::cluster::LocalCluster;
-use bursar_e2e::environment::Environment;
+use bursar_e2e::cluster::{LocalCluster, WorkerNode};
+use bursar_e2e::environment::{Environment, SIMULATED_GPUS};
 use bursar_e2e::kube::{self, Toolbox};
 use bursar_e2e::paths;
 use bursar_e2e::pods::Pods;
 use bursar_e2e::progress::Progress;
+use bursar_e2e::sim::Layout;
 use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
+use futures::future::try_join_all;
 use libtest_mimic::{Failed, Trial};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
@@ -28,8 +30,10 @@ use crate::on_node::NodeFiles;
 use crate::pod_history::PodHistory;
 use crate::scripted_program::ScriptedProgram;
 
-/// The cluster's name.
+/// The name of the cluster with one node.
 const CLUSTER: &str = "checks";
+/// The name of the cluster with three nodes.
+const NODES_CLUSTER: &str = "nodes";
 /// The namespace of the trials' pods.
 pub(crate) const NAMESPACE: &str = "trials";
 /// The probe's path in its image.
@@ -43,8 +47,23 @@ pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(180);
 /// is 60 s old. Other bookings are released when the pod's cgroup is removed.
 pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(150);
 
+/// The GPUs of the second and the third node. The last GPU of the third one has MIG instances.
+pub(crate) const MORE_NODES: [Layout; 2] = [layout(2, None), layout(3, Some(7))];
+
+const fn layout(node: u8, mig_gib: Option<u32>) -> Layout {
+    let (count, gib) = SIMULATED_GPUS;
+    Layout {
+        node,
+        count,
+        gib,
+        mig_gib,
+    }
+}
+
 /// The environment and the pods of one trial.
 pub(crate) struct TrialContext {
+    /// The nodes besides the first one.
+    pub(crate) workers: Vec<WorkerNode>,
     /// The cluster with Bursar.
     pub(crate) environment: Environment,
     /// kubectl and helm.
@@ -65,17 +84,39 @@ enum SharedCluster {
     Broken(String),
 }
 
-static SHARED_CLUSTER: Mutex<SharedCluster> = Mutex::new(SharedCluster::NotStarted);
+/// The cluster of most trials, with one node.
+static ONE_NODE: Mutex<SharedCluster> = Mutex::new(SharedCluster::NotStarted);
+/// The cluster of the trials of several nodes.
+static THREE_NODES: Mutex<SharedCluster> = Mutex::new(SharedCluster::NotStarted);
 
-/// Makes a trial on the shared cluster.
+/// Makes a trial on the cluster of one node, or on the user's.
 pub(crate) fn trial(
     name: &'static str,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
 ) -> Trial {
+    trial_on(&ONE_NODE, start, name, act)
+}
+
+/// Makes a trial on the cluster of three nodes. The cluster of one node is taken down before.
+pub(crate) fn nodes_trial(
+    name: &'static str,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
+) -> Trial {
+    let start = || {
+        end(&ONE_NODE);
+        start_three_nodes()
+    };
+    trial_on(&THREE_NODES, start, name, act).with_ignored_flag(kubeconfig().is_some())
+}
+
+fn trial_on(
+    cluster: &'static Mutex<SharedCluster>,
+    start: impl FnOnce() -> Result<SharedCluster, Failed> + Send + 'static,
+    name: &'static str,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
+) -> Trial {
     Trial::test(name, move || {
-        let mut state = SHARED_CLUSTER
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut state = cluster.lock().unwrap_or_else(PoisonError::into_inner);
         if let SharedCluster::NotStarted = *state {
             *state = start().unwrap_or_else(|failed| {
                 SharedCluster::Broken(failed.message().unwrap_or("no reason").to_owned())
@@ -100,11 +141,14 @@ pub(crate) fn node_trial(
     trial(name, act).with_ignored_flag(kubeconfig().is_some())
 }
 
-/// Takes the cluster down, if it is up.
+/// Takes the clusters down that are up.
 pub(crate) fn take_down() {
-    let mut state = SHARED_CLUSTER
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
+    end(&ONE_NODE);
+    end(&THREE_NODES);
+}
+
+fn end(cluster: &Mutex<SharedCluster>) {
+    let mut state = cluster.lock().unwrap_or_else(PoisonError::into_inner);
     *state = SharedCluster::NotStarted;
 }
 
@@ -121,16 +165,26 @@ fn start() -> Result<SharedCluster, Failed> {
                 (artifacts.toolbox, environment)
             }
         };
-        let client = environment.cluster.client();
-        let pods = Pods::in_namespace(&client, NAMESPACE).await?;
-        let history = PodHistory::of(&client, NAMESPACE);
-        Ok::<_, Failed>(TrialContext {
-            environment,
-            toolbox,
-            pods,
-            history,
-            progress: progress.clone(),
-        })
+        TrialContext::of(environment, Vec::new(), toolbox, &progress).await
+    })?;
+    Ok(SharedCluster::Up(Box::new((runtime, context))))
+}
+
+fn start_three_nodes() -> Result<SharedCluster, Failed> {
+    let runtime = Runtime::new()?;
+    let progress = Progress::start();
+    let context = runtime.block_on(async {
+        let artifacts = Artifacts::from_workspace(Profile::Dev, crate::harness(), &progress)?;
+        let environment = Environment::without_bursar(&artifacts, NODES_CLUSTER, &progress).await?;
+        let workers = MORE_NODES.map(|layout| environment.add_node(&artifacts, layout, &progress));
+        let workers = try_join_all(workers).await?;
+        environment.install_bursar(&artifacts, &progress).await?;
+        let (count, gib) = SIMULATED_GPUS;
+        let more = MORE_NODES.map(Layout::total_gib).iter().sum::<u32>();
+        let all = i64::from(count * gib + more);
+        let offered = environment.wait_for_allocatable(|quanta| quanta == all, 2 * START_TIMEOUT);
+        offered.await?;
+        TrialContext::of(environment, workers, artifacts.toolbox, &progress).await
     })?;
     Ok(SharedCluster::Up(Box::new((runtime, context))))
 }
@@ -152,6 +206,25 @@ pub(crate) fn kubeconfig() -> Option<PathBuf> {
 }
 
 impl TrialContext {
+    async fn of(
+        environment: Environment,
+        workers: Vec<WorkerNode>,
+        toolbox: Toolbox,
+        progress: &Progress,
+    ) -> Result<Self, Failed> {
+        let client = environment.cluster.client();
+        let pods = Pods::in_namespace(&client, NAMESPACE).await?;
+        let history = PodHistory::of(&client, NAMESPACE);
+        Ok(Self {
+            workers,
+            environment,
+            toolbox,
+            pods,
+            history,
+            progress: progress.clone(),
+        })
+    }
+
     async fn run(
         &mut self,
         name: &str,
@@ -175,13 +248,17 @@ impl TrialContext {
         outcome.and(cleared)
     }
 
-    /// Deletes the trial's pods, and waits until the node has no state of them.
+    /// Deletes the trial's pods, and waits until no node has state of them.
     pub(crate) async fn clear(&mut self) -> Result<(), Failed> {
         self.pods.delete_all().await?;
         if self.environment.cluster.local().is_some() {
             self.node_files()?
                 .wait_until_no_pod_state(RECLAIM_TIMEOUT)
                 .await?;
+        }
+        for worker in &self.workers {
+            let files = NodeFiles::at(worker.host_path("/"));
+            files.wait_until_no_pod_state(RECLAIM_TIMEOUT).await?;
         }
         Ok(())
     }
@@ -282,7 +359,15 @@ impl TrialContext {
         self.run_kubectl(&apply, objects).await.map(drop)
     }
 
-    async fn run_kubectl(&self, arguments: &[&str], input: Vec<u8>) -> Result<Vec<u8>, Failed> {
+    /// Runs kubectl with an administrator's rights, and returns its standard output.
+    ///
+    /// # Errors
+    /// When kubectl fails, with its standard error.
+    pub(crate) async fn run_kubectl(
+        &self,
+        arguments: &[&str],
+        input: Vec<u8>,
+    ) -> Result<Vec<u8>, Failed> {
         let mut kubectl = Command::new(self.toolbox.program("kubectl"));
         kubectl
             .args(arguments)

@@ -25,7 +25,7 @@ use crate::status;
 const PAUSE: Duration = Duration::from_millis(200);
 /// A node that exists in the API server only, to which pods can be scheduled.
 const ELSEWHERE: &str = "elsewhere";
-const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
+pub(crate) const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
 /// The time that the chart grants to disruption budgets before preemption.
 const GRACE: Duration = Duration::from_secs(bursar_e2e::chart::DISRUPTION_GRACE_SECONDS);
 /// The operator is killed after each such number of pairs of owners.
@@ -52,7 +52,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-async fn kill_operator(context: &TrialContext) -> Result<(), Failed> {
+pub(crate) async fn kill_operator(context: &TrialContext) -> Result<(), Failed> {
     operator::kill(&context.environment.cluster.client()).await
 }
 
@@ -61,7 +61,7 @@ fn nodes(context: &TrialContext) -> Api<Node> {
 }
 
 /// Waits until a label of a node has this value, and returns the duration.
-async fn wait_for_label(
+pub(crate) async fn wait_for_label(
     context: &TrialContext,
     node: &str,
     label: &str,
@@ -151,7 +151,7 @@ async fn remove_elsewhere(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Deletes the workload objects, which create pods.
-async fn remove_workloads(context: &TrialContext) -> Result<(), Failed> {
+pub(crate) async fn remove_workloads(context: &TrialContext) -> Result<(), Failed> {
     let client = context.environment.cluster.client();
     let (delete, all) = (DeleteParams::background(), ListParams::default());
     let sets = Api::<ReplicaSet>::namespaced(client.clone(), NAMESPACE);
@@ -166,7 +166,13 @@ async fn remove_workloads(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Makes a pod template that holds 1 GiB of its request.
-fn template(context: &TrialContext, app: &str, gib: u32, borrows: bool, restart: &str) -> Value {
+pub(crate) fn template(
+    context: &TrialContext,
+    app: &str,
+    gib: u32,
+    borrows: bool,
+    restart: &str,
+) -> Value {
     let class = borrows.then_some("bursar-borrowed");
     json!({
         "metadata": { "labels": { "app": app } },
@@ -198,7 +204,7 @@ async fn replicas(
 }
 
 /// Waits until the pods of an app that are not being deleted satisfy `wanted`.
-async fn wait_for_pods(
+pub(crate) async fn wait_for_pods(
     context: &TrialContext,
     app: &str,
     what: &str,
@@ -225,7 +231,7 @@ async fn wait_for_pods(
     Ok(wait::poll_until(what, Duration::from_secs(90), PAUSE, poll).await?)
 }
 
-async fn wait_until_running(
+pub(crate) async fn wait_until_running(
     context: &TrialContext,
     app: &str,
     count: usize,
