@@ -40,6 +40,14 @@ fn pod(asks: Value, init: Value, annotations: Value) -> Value {
     })
 }
 
+/// Makes a pod whose host memory is scheduled for less than its managed memory.
+fn requesting_less() -> Value {
+    let asks = json!({ DEVICE: "4", MANAGED: "2", "memory": "4Gi" });
+    let mut pod = pod(asks, json!({}), json!({}));
+    pod["spec"]["containers"][0]["resources"]["requests"] = json!({ "memory": "1Gi" });
+    pod
+}
+
 /// Makes a pod with GPU memory that mounts a volume at `path`.
 fn mounting(path: &str) -> Value {
     let mut pod = pod(json!({ DEVICE: "16" }), json!({}), json!({}));
@@ -62,6 +70,12 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
     let none = || json!({});
     let tokens = |container: &str, resource: &str, write: u32, not: &str| {
         format!("container {container}: {resource} counts tokens of 1Gi: write {write}, not {not}")
+    };
+    let backs = |container: &str, quanta: u32, mib: u32| {
+        format!(
+            "container {container} asks for {quanta} of {MANAGED}, which its host memory must back: \
+             write limits.memory of at least {mib}Mi"
+        )
     };
     let ours = "an annotation cdi.k8s.io/ names a device of bursar.dev";
     let covers =
@@ -86,6 +100,39 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         (
             pod(json!({ DEVICE: "4", MANAGED: "4Gi" }), none(), none()),
             tokens("c", MANAGED, 4, "4Gi"),
+        ),
+        (
+            pod(
+                json!({ DEVICE: "4", MANAGED: "64", "memory": "70Gi" }),
+                none(),
+                none(),
+            ),
+            String::new(),
+        ),
+        (
+            pod(json!({ DEVICE: "4", MANAGED: "64" }), none(), none()),
+            backs("c", 64, 65_536),
+        ),
+        (
+            pod(
+                json!({ DEVICE: "4", MANAGED: "2", "memory": "2047Mi" }),
+                none(),
+                none(),
+            ),
+            backs("c", 2, 2_048),
+        ),
+        (
+            pod(
+                none(),
+                json!({ DEVICE: "4", MANAGED: "2", "memory": "1Gi" }),
+                none(),
+            ),
+            backs("init", 2, 2_048),
+        ),
+        (requesting_less(), backs("c", 2, 2_048)),
+        (
+            pod(json!({ DEVICE: "4", MANAGED: "0" }), none(), none()),
+            String::new(),
         ),
         (
             pod(json!({ DEVICE: "4" }), json!({ DEVICE: "8Gi" }), none()),
