@@ -226,10 +226,6 @@ pub const TRIALS: &[ClusterTrial] = &[
         "on three nodes with kubelets of their own, a pod of 8 is scheduled to the one node with room",
     ),
     trial(
-        "pods/nodes/instances",
-        "containers have one MIG instance each; a pod larger than an instance waits for a whole GPU",
-    ),
-    trial(
         "pods/nodes/tokens",
         "the token of each of three agents writes its own node's GpuNode and no other one",
     ),

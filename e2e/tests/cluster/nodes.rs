@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use bursar_crds::{GpuMemoryBudget, GpuNode, GpuNodeStatus};
 use bursar_e2e::chart;
-use bursar_e2e::pods::{PodBuilder, Role};
 use bursar_e2e::wait::{self, Poll};
 use futures::future::try_join_all;
 use k8s_openapi::api::apps::v1::ReplicaSet;
@@ -13,12 +12,11 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::ResourceExt as _;
 use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
 use libtest_mimic::{Failed, Trial};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::budget_enforcement::{as_account, refused};
 use crate::placement::{holder, run_each};
-use crate::quota::event_line;
-use crate::shared_cluster::{MORE_NODES, NAMESPACE, START_TIMEOUT, TrialContext, nodes_trial};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, nodes_trial};
 use crate::status;
 use crate::waiters::{
     LARGEST_FREE, kill_operator, remove_workloads, template, wait_for_label, wait_for_pods,
@@ -26,7 +24,6 @@ use crate::waiters::{
 };
 
 const PAUSE: Duration = Duration::from_millis(200);
-const GIB: u64 = 1 << 30;
 const NODES: [&str; 3] = ["node-1", "node-2", "node-3"];
 /// The node that loses its power.
 const LOST: &str = NODES[1];
@@ -36,7 +33,6 @@ const WITH_MIG: &str = NODES[2];
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         nodes_trial("pods/nodes/steering", pod_is_steered_to_the_node_with_room),
-        nodes_trial("pods/nodes/instances", containers_have_one_instance_each),
         nodes_trial("pods/nodes/tokens", token_of_a_node_serves_that_node_only),
         nodes_trial("pods/nodes/loss", node_returns_after_a_loss_of_power),
         nodes_trial("pods/nodes/moved", waiter_is_moved_to_a_node_with_room),
@@ -85,68 +81,6 @@ async fn pod_is_steered_to_the_node_with_room(context: &mut TrialContext) -> Res
         NODES[2],
         begin.elapsed()
     ));
-    context.history.check_none_failed_or_restarted()
-}
-
-/// Waits for a container's report of its memory, and returns the device.
-async fn device(context: &TrialContext, pod: &str, container: &str) -> Result<Value, Failed> {
-    let holding = event_line("holding");
-    let pods = &context.pods;
-    let line = pods.wait_for_container_log_line(pod, container, START_TIMEOUT, holding);
-    Ok(line.await?["device"].clone())
-}
-
-async fn containers_have_one_instance_each(context: &mut TrialContext) -> Result<(), Failed> {
-    run_on(context, &[(WITH_MIG, "whole", 16)]).await?;
-    let hold = ["hold", "--bytes=256Mi"];
-    let plan = PodBuilder::new("pair", &context.environment.probe_image)
-        .on_node(WITH_MIG)
-        .arguments(&hold)
-        .gib(7)
-        .container(
-            Role::Init,
-            "init",
-            7,
-            &["hold", "--bytes=1Gi", "--then=exit"],
-        )
-        .container(Role::Beside, "beside", 5, &hold)
-        .container(Role::Sidecar, "sidecar", 2, &hold);
-    context.pods.create(&plan).await?;
-    let all = "to run all of its containers";
-    let complete = context
-        .pods
-        .wait_until("pair", all, START_TIMEOUT, |state| state.all_running);
-    complete.await?;
-    let mut instances = BTreeMap::new();
-    for (container, gib) in [("main", 7), ("beside", 5), ("sidecar", 2)] {
-        let device = device(context, "pair", container).await?;
-        assert_eq!(device["total"], gib * GIB, "{container}: {device}");
-        let uuid = device["uuid"].as_str().unwrap_or_default().to_owned();
-        instances.insert(container, uuid);
-    }
-    let layout = MORE_NODES[1];
-    let both: BTreeSet<String> = (0..2).map(|one| layout.mig_uuid(one)).collect();
-    let used: BTreeSet<String> = instances.values().cloned().collect();
-    assert_eq!(used, both, "{instances:?}");
-    assert_eq!(instances["beside"], instances["sidecar"]);
-    context.pods.delete("pair").await?;
-    context
-        .pods
-        .wait_until_deleted("pair", START_TIMEOUT)
-        .await?;
-
-    // Both instances together have as much, but a program opens one.
-    let large = holder(context, "large", 14).on_node(WITH_MIG);
-    context.pods.create(&large).await?;
-    let waits = status::wait_for_event(context, "large", "WaitingForGpuMemory", "instance").await?;
-    context.progress.report(format_args!("{}", waits.1));
-    context.pods.delete("whole").await?;
-    context
-        .pods
-        .wait_until_running("large", START_TIMEOUT)
-        .await?;
-    let device = device(context, "large", "main").await?;
-    assert_eq!(device["uuid"], layout.uuid(0), "{device}");
     context.history.check_none_failed_or_restarted()
 }
 

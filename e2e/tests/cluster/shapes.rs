@@ -175,13 +175,13 @@ async fn containers_are_spread_over_gpus(context: &mut TrialContext) -> Result<(
     let reports: &[&str] = &["report"];
     let shapes = [
         (spread("two-by-size", 20), vec![10, 10]),
-        (spread("two-by-name", 8).annotation(GPUS, "2"), vec![4, 4]),
+        (spread("two-by-name", 4).annotation(GPUS, "2"), vec![2, 2]),
         (
-            spread("two-and-init", 2)
+            spread("two-and-init", 4)
                 .annotation(GPUS, "2")
-                .container(Role::Init, "init", 2, reports)
-                .container(Role::Beside, "beside", 2, HOLD),
-            vec![1, 1],
+                .container(Role::Init, "init", 4, reports)
+                .container(Role::Beside, "beside", 4, HOLD),
+            vec![2, 2],
         ),
     ];
     for (plan, sees) in &shapes {
@@ -205,7 +205,7 @@ async fn containers_are_spread_over_gpus(context: &mut TrialContext) -> Result<(
         START_TIMEOUT,
         event_line("report"),
     );
-    assert_eq!(sizes(&init.await?), [1, 1]);
+    assert_eq!(sizes(&init.await?), [2, 2]);
     let waited = status::events(context, "WaitingForGpuMemory").await?;
     let waited = waited.iter().filter_map(status::pod_of);
     let waited: Vec<_> = waited.filter(|name| name.starts_with("two-")).collect();
