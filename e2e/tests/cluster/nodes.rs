@@ -170,7 +170,7 @@ async fn lose_power(context: &mut TrialContext) -> Result<(), Failed> {
     });
     let budget = serde_json::from_value(budget)?;
     budgets.create(&PostParams::default(), &budget).await?;
-    run_on(context, &[(NODES[0], "witness", 8)]).await?;
+    run_on(context, &[(NODES[0], "neighbour", 8)]).await?;
     replicas(context, "stays", 3, 6, false, Some(LOST)).await?;
     let before = wait_until_running(context, "stays", 3).await?;
     let of_all = "the node to report its pods";
@@ -241,8 +241,11 @@ async fn lose_power(context: &mut TrialContext) -> Result<(), Failed> {
         uids.keys().filter(|uid| !old.contains(*uid)).count(),
         begin.elapsed()
     ));
-    let witness = context.pods.state("witness").await?;
-    assert!(witness.running && witness.restarts == 0, "{witness:?}");
+    let neighbour = context.pods.state("neighbour").await?;
+    assert!(
+        neighbour.running && neighbour.restarts == 0,
+        "{neighbour:?}"
+    );
     Ok(())
 }
 
