@@ -83,7 +83,8 @@ impl Shape {
     }
 }
 
-/// Creates the pods at once. Checks that none waits, and that each container sees its request.
+/// Creates the pods at once, which together have room on one GPU, so that the order of their starts
+/// does not matter. Checks that none waits, and that each container sees its request.
 async fn run_together(context: &TrialContext, pods: &Pods, shapes: &[Shape]) -> Result<(), Failed> {
     for shape in shapes {
         pods.create(&shape.plan).await?;
@@ -118,22 +119,22 @@ async fn run_together(context: &TrialContext, pods: &Pods, shapes: &[Shape]) -> 
 
 async fn init_containers_lend_their_memory(context: &mut TrialContext) -> Result<(), Failed> {
     let shapes = [
-        shape(context, "init-equal", 6).init("init", 6),
-        shape(context, "init-larger", 4).init("init", 10),
-        shape(context, "init-smaller", 6).init("init", 2),
-        shape(context, "init-several", 4)
-            .init("first", 3)
-            .init("second", 5)
-            .beside("beside", 4),
+        shape(context, "init-equal", 3).init("init", 3),
+        shape(context, "init-larger", 2).init("init", 5),
+        shape(context, "init-smaller", 3).init("init", 1),
+        shape(context, "init-several", 2)
+            .init("first", 1)
+            .init("second", 3)
+            .beside("beside", 2),
     ];
     run_together(context, &context.pods.clone(), &shapes).await?;
     context.clear().await?;
     let shapes = [
-        shape(context, "init-alone", None).init("init", 12),
-        shape(context, "init-without", 16),
+        shape(context, "init-alone", None).init("init", 6),
+        shape(context, "init-without", 5),
         shape(context, "init-two", 2)
-            .init("first", 4)
-            .init("second", 4),
+            .init("first", 3)
+            .init("second", 3),
     ];
     run_together(context, &context.pods.clone(), &shapes).await?;
     context.history.check_none_failed_or_restarted()
@@ -141,18 +142,18 @@ async fn init_containers_lend_their_memory(context: &mut TrialContext) -> Result
 
 async fn sidecars_keep_their_memory(context: &mut TrialContext) -> Result<(), Failed> {
     let shapes = [
-        shape(context, "sidecar-plain", 4).sidecar("sidecar", 2),
-        shape(context, "sidecar-first", 4)
-            .sidecar("sidecar", 2)
-            .init("init", 6),
-        shape(context, "sidecar-last", 4)
-            .init("init", 6)
-            .sidecar("sidecar", 2),
-        shape(context, "sidecar-two", 3)
-            .sidecar("one", 1)
+        shape(context, "sidecar-plain", 2).sidecar("sidecar", 1),
+        shape(context, "sidecar-first", 2)
+            .sidecar("sidecar", 1)
+            .init("init", 3),
+        shape(context, "sidecar-last", 2)
             .init("init", 3)
-            .sidecar("two", 2)
-            .beside("beside", 3),
+            .sidecar("sidecar", 1),
+        shape(context, "sidecar-two", 1)
+            .sidecar("one", 1)
+            .init("init", 2)
+            .sidecar("two", 1)
+            .beside("beside", 1),
     ];
     run_together(context, &context.pods.clone(), &shapes).await?;
     context.history.check_none_failed_or_restarted()
