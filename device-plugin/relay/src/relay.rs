@@ -272,20 +272,29 @@ impl Relay {
                 // Both channels close only with the resource.
                 Ok(()) = link.changed() => {}
                 Ok(()) = registration.changed() => { registration.mark_unchanged(); }
-                () = expired => break,
+                () = expired => if self.withdraw(name) {
+                    return self.save_registrations();
+                },
             }
+        }
+    }
+
+    /// Withdraws a resource, unless an agent has come back at the last moment.
+    fn withdraw(&self, name: &str) -> bool {
+        let mut resources = lock(&self.resources);
+        let is_away = |it: &RelayedResource| it.link.borrow().number().is_none();
+        if !resources.get(name).is_some_and(is_away) {
+            return false;
         }
         warn!(
             resource = name,
             "no agent has come back: the resource is withdrawn"
         );
-        let mut resources = lock(&self.resources);
         if let Some(gone) = resources.remove(name) {
             gone.withdraw.cancel();
         }
         self.save_offers(&resources);
-        drop(resources);
-        self.save_registrations();
+        true
     }
 
     fn mark_away(&self, name: &str, number: u64) {
