@@ -221,15 +221,15 @@ pub const TRIALS: &[ClusterTrial] = &[
         "surface/cluster/demo",
         "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
     ),
-    trial(
+    long_trial(
         "pods/nodes/steering",
         "on three nodes with kubelets of their own, a pod of 8 is scheduled to the one node with room",
     ),
-    trial(
+    long_trial(
         "pods/nodes/tokens",
         "the token of each of three agents writes its own node's GpuNode and no other one",
     ),
-    trial(
+    long_trial(
         "pods/nodes/loss",
         "a node that loses its power and boots has its pods again, with true bindings, generations and budget; other nodes notice nothing",
     ),
