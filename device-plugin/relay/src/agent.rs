@@ -48,6 +48,13 @@ impl AgentLink {
             Self::Away(_) => None,
         }
     }
+
+    fn client(&self) -> Option<DevicePluginClient<Channel>> {
+        match self {
+            Self::Up(_, channel) => Some(DevicePluginClient::new(channel.clone())),
+            Self::Away(_) => None,
+        }
+    }
 }
 
 /// Connects to the plugin's socket, and asks for its options as the kubelet does.
@@ -105,13 +112,6 @@ pub(crate) struct Forwarder {
 }
 
 impl Forwarder {
-    fn client(&self) -> Option<DevicePluginClient<Channel>> {
-        match &*self.link.borrow() {
-            AgentLink::Up(_, channel) => Some(DevicePluginClient::new(channel.clone())),
-            AgentLink::Away(_) => None,
-        }
-    }
-
     fn away(&self, now: Instant) -> Duration {
         match *self.link.borrow() {
             AgentLink::Up(..) => Duration::ZERO,
@@ -135,7 +135,8 @@ impl Allocator for Forwarder {
         _: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
         let id = AllocationId::from_bits(rand::random());
-        if let Some(mut client) = self.client() {
+        let client = self.link.borrow().client();
+        if let Some(mut client) = client {
             let mut request = Request::new(AllocateRequest {
                 container_requests: vec![ContainerAllocateRequest {
                     devices_ids: ids(resource, &tokens),
@@ -161,12 +162,10 @@ impl Allocator for Forwarder {
         let mut link = self.link.clone();
         loop {
             let up = link.wait_for(|link| matches!(link, AgentLink::Up(..)));
-            // The channel closes only with the relay.
-            let connected = tokio::time::timeout_at(deadline, up).await;
-            let Some(mut client) = connected.ok().and_then(|_| self.client()) else {
-                if Instant::now() < deadline {
-                    continue;
-                }
+            let up = tokio::time::timeout_at(deadline, up).await;
+            // The relay closes the channel when it withdraws the resource.
+            let Some(mut client) = up.ok().and_then(Result::ok).and_then(|link| link.client())
+            else {
                 return Err(PrepareError::AgentAway(self.away(Instant::now())));
             };
             let mut request = Request::new(PreStartContainerRequest {
@@ -187,4 +186,31 @@ impl Allocator for Forwarder {
 /// Whether the agent has stopped, or the connection has ended, before an answer.
 fn is_lost(status: &Status) -> bool {
     status.code() == Code::Unavailable || status.source().is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn container_waits_no_longer_once_the_resource_is_withdrawn() {
+        let (link, linked) = watch::channel(AgentLink::Away(Instant::now()));
+        let forwarder = Forwarder {
+            link: linked,
+            away_timeout: Duration::from_secs(20),
+        };
+        let tokens = DeviceIdSet::from_indexes([3]).unwrap();
+        let begun = Instant::now();
+        let prepared = forwarder.prepare(Resource::DeviceMemory, tokens);
+        let withdrawn = async {
+            tokio::task::yield_now().await;
+            drop(link);
+        };
+        let (prepared, ()) = tokio::join!(prepared, withdrawn);
+        assert!(
+            matches!(prepared, Err(PrepareError::AgentAway(_))),
+            "{prepared:?}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(10));
+    }
 }
