@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_quantum_is_written_as_the_quantity_that_it_is() {
-        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+        for quantum in Quantum::ALL {
             let text = quantum.to_string();
             assert_eq!(parse_bytes(&text), Ok(quantum.bytes()));
             assert_eq!(text.parse(), Ok(quantum));
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn labels_end_as_the_resource_does() {
-        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+        for quantum in Quantum::ALL {
             let name = quantum
                 .device_memory()
                 .strip_prefix("bursar.dev/gpu-memory-");

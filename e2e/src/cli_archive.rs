@@ -94,17 +94,17 @@ pub fn default_target() -> String {
 /// Compiles the program in the release profile for a target, linked statically.
 ///
 /// # Errors
-/// As [`build_static`].
+/// As [`static_program`].
 pub fn build(target: &str) -> Result<PathBuf, CliArchiveError> {
     platform(target)?;
-    build_static(PACKAGE, PROGRAM, target)
+    static_program(PACKAGE, PROGRAM, target)
 }
 
 /// Compiles a package's program in the release profile for a target, linked statically.
 ///
 /// # Errors
 /// When it does not compile, or is not static.
-pub(crate) fn build_static(
+pub(crate) fn static_program(
     package: &str,
     program: &'static str,
     target: &str,

@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn maximum_is_a_valid_kubernetes_quantity() {
-        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+        for quantum in Quantum::ALL {
             let most = Quanta::new(u64::MAX).plus(Quanta::MAX).counted(quantum);
             assert_eq!(
                 most.bytes.bytes(),

@@ -279,22 +279,11 @@ impl Agent {
         devices: Devices,
         bind_wait: Duration,
     ) -> Self {
-        Self::start_at(dir, dir, ledger, devices, bind_wait)
+        Self::start_as(GPU, dir, dir, ledger, devices, bind_wait)
     }
 
-    /// Starts an agent that registers in `registration_dir`, and reads the checkpoint of the
-    /// kubelet in `dir`.
-    pub fn start_at(
-        registration_dir: &Path,
-        dir: &Path,
-        ledger: Ledger,
-        devices: Devices,
-        bind_wait: Duration,
-    ) -> Self {
-        Self::start_as(GPU, registration_dir, dir, ledger, devices, bind_wait)
-    }
-
-    /// Starts an agent as [`start_at`](Self::start_at) does, with another name of its resource.
+    /// Starts an agent that registers the resource `name` in `registration_dir`, and reads the
+    /// checkpoint of the kubelet in `dir`.
     pub fn start_as(
         name: &str,
         registration_dir: &Path,

@@ -94,7 +94,7 @@ impl Node {
 
     fn start_agent(&mut self, ledger: bursar_ledger::Ledger) {
         let kubelet = self.kubelet.dir();
-        let agent = Agent::start_at(&self.dir(), kubelet, ledger, devices(8, 8), WAIT);
+        let agent = Agent::start_as(GPU, &self.dir(), kubelet, ledger, devices(8, 8), WAIT);
         self.agent = Some(agent);
     }
 
@@ -145,7 +145,8 @@ async fn pod_admitted_without_an_agent_starts_with_the_next_one() {
         let started = node.kubelet.start_container(&pod, "main");
         let (started, ()) = tokio::join!(started, async {
             tokio::time::sleep(Duration::from_millis(300)).await;
-            node.agent = Some(Agent::start_at(
+            node.agent = Some(Agent::start_as(
+                GPU,
                 &node.root.path().join("relay"),
                 node.kubelet.dir(),
                 state,
@@ -258,19 +259,15 @@ async fn restarted_kubelet_gets_the_devices_without_an_agent() {
 #[tokio::test]
 async fn resource_is_withdrawn_when_no_agent_comes_back() {
     let mut node = Node::withdrawing_after(Duration::from_millis(500)).await;
-    let registered = || state::load_registrations(&node.root.path().join("relay")).unwrap();
+    let dir = node.dir();
+    let registered = || state::load_registrations(&dir).unwrap();
     eventually("a record of the registration", || {
         registered().get(GPU) == Some(&None)
     })
     .await;
     let state = node.agent.take().unwrap().kill();
     node.kubelet.until_allocatable(GPU, 0).await;
-    eventually("an empty record", || {
-        state::load_registrations(&node.root.path().join("relay"))
-            .unwrap()
-            .is_empty()
-    })
-    .await;
+    eventually("an empty record", || registered().is_empty()).await;
     node.start_agent(state);
     node.kubelet.until_allocatable(GPU, 8).await;
 }

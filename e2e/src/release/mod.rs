@@ -133,7 +133,7 @@ pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
     let binaries = workspace::build_packages(workspace::Profile::Release, &packages)?;
     let target = cli_archive::default_target();
     let plugin = cli_archive::build(&target)?;
-    let operator = cli_archive::build_static(OPERATOR, OPERATOR, &target)?;
+    let operator = cli_archive::static_program(OPERATOR, OPERATOR, &target)?;
     Ok(binaries
         .with(cli_archive::PROGRAM, plugin)
         .with(OPERATOR, operator))

@@ -4,14 +4,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bursar_e2e::chart;
+use bursar_e2e::wait::{self, Poll};
 use futures::future::{try_join, try_join_all};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, DeleteParams, ListParams};
 use libtest_mimic::{Failed, Trial};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 
 use crate::placement::holder;
-use crate::restarts::percentile;
+use crate::restarts::{agent_pid, percentile};
 use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
 /// The time for which a stopped agent answers nothing.
@@ -33,7 +34,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// The way in which the agent goes away.
 #[derive(Clone, Copy)]
-enum Way {
+enum Outage {
     Killed,
     PodDeleted,
     Hung,
@@ -106,46 +107,39 @@ async fn create_pods(
 
 /// Ends or stops the agent so many times, each time after a pod has started since the time before.
 async fn end_agents(context: &TrialContext, times: usize, ran: &AtomicUsize) -> Result<(), Failed> {
-    let ways = [Way::Killed, Way::PodDeleted, Way::Hung];
-    for way in ways.into_iter().cycle().take(times) {
-        let (begin, already) = (Instant::now(), ran.load(Ordering::Relaxed));
-        while ran.load(Ordering::Relaxed) == already {
-            if begin.elapsed() > START_TIMEOUT {
-                return Err("no pod has started with the agent".into());
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
+    let outages = [Outage::Killed, Outage::PodDeleted, Outage::Hung];
+    for outage in outages.into_iter().cycle().take(times) {
+        let already = ran.load(Ordering::Relaxed);
+        let has_started = async || match ran.load(Ordering::Relaxed) > already {
+            true => Poll::Ready(()),
+            false => Poll::Pending("none has".to_owned()),
+        };
+        wait::poll_until(
+            "a pod to start with the agent",
+            START_TIMEOUT,
+            PAUSE,
+            has_started,
+        )
+        .await?;
         let before = agent_pid(context)?;
-        match way {
-            Way::Killed => kill_process(before, Signal::KILL)?,
-            Way::PodDeleted => delete_agent(context).await?,
-            Way::Hung => {
+        match outage {
+            Outage::Killed => kill_process(before, Signal::KILL)?,
+            Outage::PodDeleted => delete_agent(context).await?,
+            Outage::Hung => {
                 kill_process(before, Signal::STOP)?;
                 tokio::time::sleep(HUNG).await;
                 kill_process(before, Signal::CONT)?;
                 continue;
             }
         }
-        let begin = Instant::now();
-        while agent_pid(context).ok().is_none_or(|pid| pid == before) {
-            if begin.elapsed() > START_TIMEOUT {
-                return Err("no agent has started again".into());
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
+        let is_replaced = async || match agent_pid(context) {
+            Ok(pid) if pid != before => Poll::Ready(()),
+            Ok(_) => Poll::Pending("the former one runs".to_owned()),
+            Err(failed) => Poll::Pending(format!("{failed:?}")),
+        };
+        wait::poll_until("another agent", START_TIMEOUT, PAUSE, is_replaced).await?;
     }
     Ok(())
-}
-
-fn agent_pid(context: &TrialContext) -> Result<Pid, Failed> {
-    let local = context.environment.cluster.local();
-    let agents = local
-        .ok_or("no cluster of our own")?
-        .processes_named("bursar-agent");
-    match agents[..] {
-        [agent] => Ok(Pid::from_raw(agent).ok_or("no pid")?),
-        _ => Err(format!("processes of the agent: {agents:?}").into()),
-    }
 }
 
 async fn delete_agent(context: &TrialContext) -> Result<(), Failed> {

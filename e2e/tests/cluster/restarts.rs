@@ -178,13 +178,20 @@ fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {
     Ok(Timestamp::try_from(time)?)
 }
 
-pub(crate) fn kill_agent(context: &mut TrialContext) -> Result<(), Failed> {
-    let agents = context.local()?.processes_named("bursar-agent");
-    let [agent] = agents[..] else {
-        return Err(format!("processes of the agent: {agents:?}").into());
-    };
-    let pid = Pid::from_raw(agent).ok_or("no pid")?;
-    Ok(kill_process(pid, Signal::KILL)?)
+pub(crate) fn kill_agent(context: &TrialContext) -> Result<(), Failed> {
+    Ok(kill_process(agent_pid(context)?, Signal::KILL)?)
+}
+
+/// Returns the process of the node's only agent.
+pub(crate) fn agent_pid(context: &TrialContext) -> Result<Pid, Failed> {
+    let local = context.environment.cluster.local();
+    let agents = local
+        .ok_or("this needs a cluster of our own")?
+        .processes_named("bursar-agent");
+    match agents[..] {
+        [agent] => Ok(Pid::from_raw(agent).ok_or("no pid")?),
+        _ => Err(format!("processes of the agent: {agents:?}").into()),
+    }
 }
 
 /// Times in the log of a running agent or relay.

@@ -77,6 +77,12 @@ impl Objects {
         self.get("DaemonSet", "bursar-agent")
     }
 
+    /// The agent's configuration file.
+    pub(crate) fn agent_config(&self) -> &str {
+        let config = self.get("ConfigMap", "bursar-agent");
+        config["data"]["agent.toml"].as_str().unwrap()
+    }
+
     pub(crate) fn fdstore(&self) -> &Value {
         self.get("DaemonSet", "bursar-fdstore")
     }

@@ -138,9 +138,7 @@ fn node_folders_are_mounted_and_configured_alike() {
             .unwrap()
             .clone()
     };
-    let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
-        .as_str()
-        .unwrap();
+    let config = objects.agent_config();
     for (name, folder) in [("state", state), ("run", run)] {
         assert_eq!(of(&spec["volumes"], name)["hostPath"]["path"], folder);
         let mounts = &spec["containers"][0]["volumeMounts"];
@@ -197,15 +195,10 @@ fn agent_port_is_not_dcgm_exporters() {
 
 #[test]
 fn agent_registers_with_the_relay_unless_it_is_off() {
-    let config = |values: &[&str]| {
-        let objects = render(values);
-        let config = objects.get("ConfigMap", "bursar-agent");
-        config["data"]["agent.toml"].as_str().unwrap().to_owned()
-    };
     let line = r#"relay-dir = "/run/bursar/relay""#;
-    assert!(config(&[]).contains(line));
-    assert!(!config(&["relay.enabled=false"]).contains("relay-dir"));
+    assert!(render(&[]).agent_config().contains(line));
     let off = render(&["relay.enabled=false"]);
+    assert!(!off.agent_config().contains("relay-dir"));
     assert!(off.find("DaemonSet", "bursar-relay").is_none());
 
     let objects = render(&[r#"node.kubeletDir="/k""#, "relay.withdrawAfterSeconds=60"]);

@@ -38,9 +38,8 @@ fn agents_read_the_folder_of_the_simulated_driver() {
     assert_eq!(host_path(agent, "simulated-driver"), folder);
     assert_eq!(host_path(agent, "driver-root"), format!("{folder}/driver"));
     assert_eq!(host_path(agent, "dev-root"), format!("{folder}/dev"));
-    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
     let mount = format!("host-path = \"{folder}\"\n    container-path");
-    let config = config.as_str().unwrap().replace('\n', "\n    ");
+    let config = objects.agent_config().replace('\n', "\n    ");
     assert!(config.contains(&mount), "{config}");
     // Both run on every node, which has no label of a GPU.
     for workload in [driver, agent] {
@@ -73,8 +72,7 @@ fn driver_containers_files_are_read_and_its_upgrades_followed() {
     let agent = objects.agent();
     assert_eq!(host_path(agent, "driver-root"), "/run/nvidia/driver");
     assert_eq!(host_path(agent, "dev-root"), "/run/nvidia/driver/dev");
-    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
-    let config = config.as_str().unwrap();
+    let config = objects.agent_config();
     for line in [
         "host-root = \"/run/nvidia/driver\"",
         "refuse-beside-other-plugins = true",
@@ -95,13 +93,10 @@ fn driver_containers_files_are_read_and_its_upgrades_followed() {
 #[test]
 fn host_programs_are_allowed_by_name() {
     let objects = render(&[r#"audit={"hostPrograms":["Xorg","nvidia-persistenced"]}"#]);
-    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
+    let config = objects.agent_config();
     let line = r#"host-programs = ["Xorg","nvidia-persistenced"]"#;
-    assert!(config.as_str().unwrap().contains(line), "{config}");
+    assert!(config.contains(line), "{config}");
     let by_default = render(&[]);
-    let config = &by_default.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
-    assert!(
-        config.as_str().unwrap().contains("host-programs = []"),
-        "{config}"
-    );
+    let config = by_default.agent_config();
+    assert!(config.contains("host-programs = []"), "{config}");
 }

@@ -20,9 +20,6 @@ use crate::quanta::Quanta;
 /// How long a small change has to last before it is written.
 const STABLE_FOR: Duration = Duration::from_secs(10);
 
-/// Every quantum that an operator may have written labels for.
-const QUANTA: [Quantum; 3] = [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1];
-
 /// The nodes to label now, the most wrong first, within the rate.
 pub(super) fn plan(
     snapshot: &Snapshot<'_>,
@@ -32,7 +29,7 @@ pub(super) fn plan(
 ) -> Vec<Step> {
     let names = label_names(options.quantum);
     // An operator with another quantum wrote these.
-    let others = QUANTA.into_iter();
+    let others = Quantum::ALL.into_iter();
     let others = others.filter(|quantum| *quantum != options.quantum);
     let old_names: Vec<String> = others.flat_map(label_names).collect();
     let (mut wrong, mut since) = (Vec::new(), BTreeMap::new());
