@@ -26,7 +26,7 @@ from table import Table, milliseconds, percentile
 
 GIB = 1 << 30
 # The goals of rows in milliseconds.
-LEASE_OF_64_GIB = 2.5
+LEASE_BEYOND_DRIVER = 0.65
 FIRST_KERNEL_P99 = 400.0
 FAULTS = ("fault", "trap", "misaligned")
 STEPS = ("exec", "init", "context", "attach", "verify", "whole")
@@ -123,13 +123,15 @@ def lease(machine, table, options):
     table.add("(b) a connection, two that sleep, and back, p50 / p99", milliseconds(woken), "")
     for gib in options.sizes:
         with machine.fake_agent():
-            bare = [row["ns"] for row in machine.lines("bare", gib * GIB, 20)]
-            leases = [row["ns"] for row in machine.lines("lease", machine.socket, gib * GIB, 20)]
+            rounds = machine.lines("lease", machine.socket, gib * GIB, 30)
+        bare = [row["bare_ns"] for row in rounds]
+        leases = [row["lease_ns"] for row in rounds]
+        beyond = [lease - bare for lease, bare in zip(leases, bare)]
         table.add(f"(b) {gib} GiB: cuMemCreate and map, p50 / p99", milliseconds(bare), "")
-        bound = LEASE_OF_64_GIB if gib == 64 else None
-        wanted = f"p50 <= {bound} ms" if bound else ""
-        late = bound is not None and statistics.median(leases) > bound * 1e6
-        table.add(f"(b) {gib} GiB: lease and map, p50 / p99", milliseconds(leases), wanted, wrong=late)
+        table.add(f"(b) {gib} GiB: lease and map, by turns, p50 / p99", milliseconds(leases), "")
+        late = statistics.median(beyond) > LEASE_BEYOND_DRIVER * 1e6
+        wanted = f"p50 <= {LEASE_BEYOND_DRIVER} ms"
+        table.add(f"(b) {gib} GiB: the lease's time beyond the driver's", milliseconds(beyond), wanted, wrong=late)
 
 
 def images(machine, table, options, name, orders):

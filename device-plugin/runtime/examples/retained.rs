@@ -2,9 +2,9 @@
 //! JSON.
 //!
 //! ```text
-//! retained bare BYTES ROUNDS        cuMemCreate and map, with a scrub wait between rounds
 //! retained lease SOCKET BYTES ROUNDS
-//!                                   the same by a lease that is created and discarded unwritten
+//!                                   by turns: cuMemCreate and map, and a lease that is created
+//!                                   and discarded unwritten; a scrub wait after each
 //! retained wakes ROUNDS             the system's part of that: a connection, two wake-ups and back
 //! retained image SOCKET BYTES [SINCE]
 //!                                   finds or commits a lease, verifies it, and prints the time of
@@ -91,7 +91,6 @@ fn main() -> Done {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments.as_slice() {
-        ["bare", bytes, rounds] => bare(bytes.parse()?, rounds.parse()?),
         ["lease", socket, bytes, rounds] => lease(socket, bytes.parse()?, rounds.parse()?),
         ["wakes", rounds] => wakes(rounds.parse()?),
         ["image", socket, bytes] => image(socket, bytes.parse()?, now()),
@@ -129,31 +128,24 @@ fn wait_for_scrub(context: &Context, bytes: u64) -> Result<(), CudaError> {
     context.device().create(GRANULARITY).map(drop)
 }
 
-fn bare(bytes: u64, rounds: u32) -> Done {
-    let context = context()?;
-    wait_for_scrub(&context, bytes)?;
-    for _ in 0..rounds {
-        let since = Instant::now();
-        let memory = create_and_map(&context, bytes)?;
-        println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
-        drop(memory);
-        wait_for_scrub(&context, bytes)?;
-    }
-    Ok(())
-}
-
 fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
     let context = context()?;
     let client = LeaseClient::with_socket(&context, Path::new(socket));
     wait_for_scrub(&context, bytes)?;
     for _ in 0..rounds {
         let since = Instant::now();
+        let memory = create_and_map(&context, bytes)?;
+        let bare = since.elapsed().as_nanos();
+        drop(memory);
+        wait_for_scrub(&context, bytes)?;
+        let since = Instant::now();
         let opened = client.open("lease", &[1; 32], bytes, PATIENCE)?;
-        println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
+        let leased = since.elapsed().as_nanos();
         match opened {
             LeaseState::Writing(writer) => writer.discard()?,
             LeaseState::Ready(_) => return Err("the lease was there".into()),
         }
+        println!(r#"{{"bare_ns": {bare}, "lease_ns": {leased}}}"#);
         // The provisioner releases its own handle only then.
         std::thread::sleep(Duration::from_millis(10));
         wait_for_scrub(&context, bytes)?;
