@@ -7,8 +7,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::packages::{self, PackageError};
-use super::parts::{CRANE, PARTS, Part};
+use super::parts::{self, COSIGN, CRANE, PARTS, Part};
 use super::toolbox::Toolbox;
+use super::version::{KubernetesVersion, UnknownVersion};
 use crate::cache::{self, CacheError};
 use crate::paths;
 use crate::progress::Progress;
@@ -29,6 +30,9 @@ pub enum BuildError {
         /// The system's error.
         source: io::Error,
     },
+    /// No pins of the chosen Kubernetes are there.
+    #[error(transparent)]
+    Version(#[from] UnknownVersion),
     /// A Debian package is missing.
     #[error(transparent)]
     Package(#[from] PackageError),
@@ -51,7 +55,10 @@ pub enum BuildError {
 /// # Errors
 /// When Go, a Debian package or the network is missing, or a part does not compile.
 pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
-    build_parts(PARTS, progress)
+    let version = KubernetesVersion::chosen().map_err(|error| CacheError::Make(error.into()))?;
+    let mut programs = build_parts(&[parts::kubernetes(version)], progress)?;
+    programs.extend(build_parts(PARTS, progress)?);
+    Ok(Toolbox::new(programs))
 }
 
 /// Builds `crane`, the client of registries, unless the cache has it.
@@ -59,10 +66,21 @@ pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
 /// # Errors
 /// As [`build`].
 pub fn build_crane(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
-    build_parts(&[CRANE], progress)
+    Ok(Toolbox::new(build_parts(&[CRANE], progress)?))
 }
 
-fn build_parts(parts: &[Part], progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
+/// Builds `cosign`, the signer of releases, unless the cache has it. It takes minutes.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_cosign(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
+    Ok(Toolbox::new(build_parts(&[COSIGN], progress)?))
+}
+
+fn build_parts(
+    parts: &[Part],
+    progress: &Progress,
+) -> Result<Vec<PathBuf>, CacheError<BuildError>> {
     let version = go_version().map_err(CacheError::Make)?;
     let root = paths::cache().join("kube");
     let mut found = Vec::new();
@@ -78,7 +96,7 @@ fn build_parts(parts: &[Part], progress: &Progress) -> Result<Toolbox, CacheErro
             compile(part, &sources, out, progress)
         })?);
     }
-    Ok(Toolbox::new(found))
+    Ok(found)
 }
 
 fn go_version() -> Result<String, BuildError> {

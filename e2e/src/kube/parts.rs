@@ -7,12 +7,10 @@ use std::path::Path;
 use sha2::{Digest, Sha256};
 
 use super::packages::Package;
-
-/// The Kubernetes release of `e2e/kube/kubernetes/go.mod`; a test compares both.
-pub(crate) const KUBERNETES_VERSION: &str = "1.36.3";
+use super::version::KubernetesVersion;
 
 /// One folder of `e2e/kube`, which one `go build` compiles.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Part {
     /// Its folder below `e2e/kube`.
     pub(crate) name: &'static str,
@@ -27,12 +25,14 @@ pub(crate) struct Part {
     pub(crate) links: &'static [&'static str],
     /// The Debian packages that the build needs.
     pub(crate) packages: &'static [Package],
+    /// The release of Kubernetes that its programs report, if they are Kubernetes.
+    version: Option<KubernetesVersion>,
 }
 
-/// Every part, the slowest first.
-pub(crate) const PARTS: &[Part] = &[
+/// Kubernetes itself, the slowest part.
+pub(crate) fn kubernetes(version: KubernetesVersion) -> Part {
     Part {
-        name: "kubernetes",
+        name: version.folder(),
         target: ".",
         cgo: false,
         tags: "",
@@ -46,7 +46,12 @@ pub(crate) const PARTS: &[Part] = &[
             "kubectl",
         ],
         packages: &[],
-    },
+        version: Some(version),
+    }
+}
+
+/// Every other part.
+pub(crate) const PARTS: &[Part] = &[
     Part {
         name: "containerd",
         target: "tool",
@@ -55,6 +60,7 @@ pub(crate) const PARTS: &[Part] = &[
         programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
         links: &[],
         packages: &[],
+        version: None,
     },
     Part {
         name: "runc",
@@ -65,6 +71,7 @@ pub(crate) const PARTS: &[Part] = &[
         programs: &["runc"],
         links: &[],
         packages: &[Package::GCC, Package::SECCOMP],
+        version: None,
     },
     Part {
         name: "cni",
@@ -74,6 +81,7 @@ pub(crate) const PARTS: &[Part] = &[
         programs: &["bridge", "host-local", "loopback"],
         links: &[],
         packages: &[],
+        version: None,
     },
     Part {
         name: "helm",
@@ -83,6 +91,7 @@ pub(crate) const PARTS: &[Part] = &[
         programs: &["helm"],
         links: &[],
         packages: &[],
+        version: None,
     },
 ];
 
@@ -95,6 +104,14 @@ pub(crate) const CRANE: Part = Part {
     programs: &["crane"],
     links: &[],
     packages: &[],
+    version: None,
+};
+
+/// The signer of releases with a key.
+pub(crate) const COSIGN: Part = Part {
+    name: "cosign",
+    programs: &["cosign"],
+    ..CRANE
 };
 
 impl Part {
@@ -119,12 +136,11 @@ impl Part {
         if self.cgo {
             flags.push_str(" -extldflags -static");
         }
-        if self.name == "kubernetes" {
-            let version = "k8s.io/component-base/version";
-            let mut numbers = KUBERNETES_VERSION.split('.');
-            let (major, minor) = (numbers.next().unwrap_or(""), numbers.next().unwrap_or(""));
+        if let Some(version) = self.version {
+            let minor = version.minor();
+            let package = "k8s.io/component-base/version";
             flags.push_str(&format!(
-                " -X {version}.gitVersion=v{KUBERNETES_VERSION} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
+                " -X {package}.gitVersion=v{version} -X {package}.gitMajor=1 -X {package}.gitMinor={minor}"
             ));
         }
         flags
@@ -164,24 +180,18 @@ impl Part {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::paths;
-
-    #[test]
-    fn stamped_version_equals_the_pinned_version() {
-        let pins =
-            fs::read_to_string(paths::repository().join("e2e/kube/kubernetes/go.mod")).unwrap();
-        assert!(pins.contains(&format!("k8s.io/kubernetes v{KUBERNETES_VERSION}\n")));
-    }
+    use crate::kube::KUBERNETES_VERSIONS;
 
     #[test]
     fn cache_key_changes_with_the_pinned_version() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("go.mod"), "one").unwrap();
         fs::write(folder.path().join("go.sum"), "").unwrap();
-        let before = PARTS[0].key(folder.path(), "go1").unwrap();
-        assert_eq!(before, PARTS[0].key(folder.path(), "go1").unwrap());
-        assert_ne!(before, PARTS[0].key(folder.path(), "go2").unwrap());
+        let part = kubernetes(KUBERNETES_VERSIONS[0]);
+        let before = part.key(folder.path(), "go1").unwrap();
+        assert_eq!(before, part.key(folder.path(), "go1").unwrap());
+        assert_ne!(before, part.key(folder.path(), "go2").unwrap());
         fs::write(folder.path().join("go.mod"), "two").unwrap();
-        assert_ne!(before, PARTS[0].key(folder.path(), "go1").unwrap());
+        assert_ne!(before, part.key(folder.path(), "go1").unwrap());
     }
 }

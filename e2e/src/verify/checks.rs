@@ -9,7 +9,7 @@ use super::{
     surface,
 };
 use crate::cargo;
-use crate::kube;
+use crate::kube::{self, KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::paths;
 use crate::pictures;
 use crate::progress::Progress;
@@ -35,6 +35,8 @@ enum Runner {
     Waiting(&'static [&'static str]),
     /// Runs a trial on the cluster that all trials share, in one background job.
     ClusterTrial { long: bool },
+    /// Runs the trials of the default tier on a cluster of another release of Kubernetes.
+    Kubernetes(&'static KubernetesVersion),
     /// Runs these tests and no others, and fails unless all of them ran.
     Named(&'static [TestSelection]),
     /// Runs tests as `Named` does, in the long tier.
@@ -395,6 +397,11 @@ const CHECKS: &[Check] = &[
 /// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`,
 /// and last the cluster's trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
+    let releases = KUBERNETES_VERSIONS.iter().skip(1).map(|version| Check {
+        name: version.check(),
+        promise: "the trials of the default tier hold on a cluster of this release of Kubernetes; what the release lacks is named",
+        runner: Runner::Kubernetes(version),
+    });
     let trials = cluster::TRIALS.iter().map(|trial| Check {
         name: trial.name,
         promise: trial.promise,
@@ -425,11 +432,11 @@ pub(super) fn all() -> Vec<Check> {
         }
     });
     let checks = CHECKS.iter().copied();
-    checks.chain(named).chain(trials).collect()
+    checks.chain(named).chain(trials).chain(releases).collect()
 }
 
-/// Returns the background jobs of these checks.
-pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
+/// Returns the background jobs of these checks. Trials run on `version` of Kubernetes.
+pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> Vec<BackgroundJob> {
     let (mut jobs, mut trials) = (Vec::new(), Vec::new());
     for check in checks {
         match check.runner {
@@ -439,6 +446,11 @@ pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
                 command: test_command(targets),
             }),
             Runner::ClusterTrial { .. } => trials.push(check.name),
+            Runner::Kubernetes(version) => jobs.push(BackgroundJob {
+                name: check.name,
+                promise: check.promise.to_owned(),
+                command: cluster::command(*version, &cluster::default_tier()),
+            }),
             Runner::Cargo(_)
             | Runner::Test(_)
             | Runner::Function(_)
@@ -450,7 +462,7 @@ pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
         let cluster = BackgroundJob {
             name: "main/cluster",
             promise: format!("on a real cluster: {}", trials.join(", ")),
-            command: cluster::command(&trials),
+            command: cluster::command(version, &trials),
         };
         // The trials with the most waits run beside the checks that compute most.
         jobs.insert(0, cluster);
@@ -464,7 +476,9 @@ impl Check {
             Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
             Runner::Test(targets) | Runner::Waiting(targets) => succeed(&mut test_command(targets)),
             Runner::Function(function) => function(),
-            Runner::ClusterTrial { .. } => succeed(&mut cluster::command(&[self.name])),
+            Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
+                unreachable!("background_jobs runs the clusters' trials")
+            }
             Runner::Named(tests) => named::run(tests, Some(CHECK_TIMEOUT)),
             Runner::Long(tests) => named::run(tests, None),
         }
@@ -474,15 +488,20 @@ impl Check {
     pub(super) fn is_long(&self) -> bool {
         matches!(
             self.runner,
-            Runner::Long(_) | Runner::ClusterTrial { long: true }
+            Runner::Long(_) | Runner::ClusterTrial { long: true } | Runner::Kubernetes(_)
         )
+    }
+
+    /// Returns whether the check is a trial on a cluster.
+    pub(super) fn is_trial(&self) -> bool {
+        matches!(self.runner, Runner::ClusterTrial { .. })
     }
 
     /// Returns whether the check runs in the background.
     pub(super) fn runs_in_background(&self) -> bool {
         matches!(
             self.runner,
-            Runner::Waiting(_) | Runner::ClusterTrial { .. }
+            Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_)
         )
     }
 }

@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use crate::cargo;
+use crate::kube::{KUBERNETES_VARIABLE, KubernetesVersion};
 use crate::paths;
 
 /// A trial of `e2e/tests/cluster`.
@@ -14,6 +15,16 @@ pub struct ClusterTrial {
     pub promise: &'static str,
     /// Whether the trial runs only in the long tier.
     pub long: bool,
+    /// The first minor version of Kubernetes that has what the trial needs, and what that is.
+    needs: Option<(u32, &'static str)>,
+}
+
+impl ClusterTrial {
+    /// Returns what this release of Kubernetes lacks for the trial.
+    fn lacks(&self, version: KubernetesVersion) -> Option<&'static str> {
+        let (minor, what) = self.needs?;
+        (version.minor() < minor).then_some(what)
+    }
 }
 
 const fn trial(name: &'static str, promise: &'static str) -> ClusterTrial {
@@ -21,6 +32,15 @@ const fn trial(name: &'static str, promise: &'static str) -> ClusterTrial {
         name,
         promise,
         long: false,
+        needs: None,
+    }
+}
+
+/// A trial that needs policies which change pods.
+const fn mutating_trial(name: &'static str, promise: &'static str) -> ClusterTrial {
+    ClusterTrial {
+        needs: Some((36, "MutatingAdmissionPolicy as v1")),
+        ..trial(name, promise)
     }
 }
 
@@ -217,6 +237,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "install/cluster/upgrade",
         "an upgrade to another version of the chart, its rollback, an uninstall and a new installation change what the guide says in cluster and node, restart no pod, and leave quotas in force; retained memory stays over upgrade and rollback",
     ),
+    long_trial(
+        "install/cluster/signatures-long",
+        "a release with a key signs checksums, images and chart, and attests bills of materials and provenance: cosign verifies each by the public key, and refuses another key and a changed file",
+    ),
     trial(
         "surface/cluster/demo",
         "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
@@ -259,16 +283,34 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
 ];
 
-/// Returns the command that runs these trials on one cluster.
-pub(super) fn command(names: &[&str]) -> Command {
+/// Returns the trials of the default tier.
+pub(super) fn default_tier() -> Vec<&'static str> {
+    let trials = TRIALS.iter().filter(|trial| !trial.long);
+    trials.map(|trial| trial.name).collect()
+}
+
+/// Returns the command that runs these trials on one cluster of a release of Kubernetes. Prints the
+/// trials that do not apply to it, with the reason.
+pub(super) fn command(version: KubernetesVersion, names: &[&str]) -> Command {
     let mut command = cargo::command();
     // Other tests are selected alike, so that no crate is compiled with other features.
     command.args(["test", "--quiet", "--locked", "--workspace"]);
     command.args(["--test", "cluster", "--", "--exact"]);
-    let others = TRIALS.iter().filter(|trial| !names.contains(&trial.name));
-    for trial in others {
-        command.args(["--skip", trial.name]);
+    for trial in TRIALS {
+        let is_chosen = names.contains(&trial.name);
+        let lacks = trial.lacks(version);
+        if let (true, Some(what)) = (is_chosen, lacks) {
+            println!(
+                "{}: skipped, Kubernetes {version} has no {what}",
+                trial.name
+            );
+        }
+        if !is_chosen || lacks.is_some() {
+            command.args(["--skip", trial.name]);
+        }
     }
-    command.current_dir(paths::repository());
+    command
+        .env(KUBERNETES_VARIABLE, version.to_string())
+        .current_dir(paths::repository());
     command
 }

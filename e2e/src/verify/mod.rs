@@ -36,6 +36,7 @@ pub use self::cluster::{ClusterTrial, TRIALS};
 pub use self::surface::DashboardQueries;
 
 use self::checks::{BackgroundJob, Check};
+use crate::kube::{KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::progress::Progress;
 
 /// The last check that has the processors to itself; background jobs start after it.
@@ -53,6 +54,9 @@ pub struct VerifyArgs {
     /// Run the long tier too: histories at full length, soaks, fuzzing.
     #[arg(long)]
     long: bool,
+    /// Run trials on a cluster of this release, such as 1.34, and no other checks.
+    #[arg(long, value_name = "RELEASE")]
+    kubernetes: Option<KubernetesVersion>,
 }
 
 /// The error of a run. A failed check is no error but an outcome.
@@ -72,7 +76,10 @@ pub enum VerifyError {
 /// When `args` name an unknown check, or no temporary file can be created.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let all = checks::all();
-    let chosen = select(&all, &args.only, args.long || args.list)?;
+    let mut chosen = select(&all, &args.only, args.long || args.list)?;
+    if args.kubernetes.is_some() {
+        chosen.retain(|check| check.is_trial());
+    }
     if args.list {
         let width = chosen
             .iter()
@@ -86,7 +93,8 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
-    let mut jobs = checks::background_jobs(&chosen);
+    let version = args.kubernetes.unwrap_or(KUBERNETES_VERSIONS[0]);
+    let mut jobs = checks::background_jobs(&chosen, version);
     let (mut outcomes, mut running) = (Vec::new(), Vec::new());
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run());
@@ -327,7 +335,7 @@ mod tests {
         let all = checks::all();
         let jobs = |only: &str| {
             let chosen = select(&all, &[only.to_owned()], false).unwrap();
-            let jobs = checks::background_jobs(&chosen);
+            let jobs = checks::background_jobs(&chosen, KUBERNETES_VERSIONS[0]);
             jobs.iter().map(|job| job.name).collect::<Vec<_>>()
         };
         assert!(jobs("enforcement/quota").is_empty());
