@@ -92,6 +92,10 @@ pub(crate) struct ReleaseArgs {
     /// several times. Nothing is built then.
     #[arg(long = "from", value_name = "FOLDER")]
     parts: Vec<PathBuf>,
+    /// The private key of `cosign generate-key-pair` that signs the release: a file, or env://NAME.
+    /// COSIGN_PASSWORD has its password.
+    #[arg(long, value_name = "FILE|env://NAME")]
+    key: Option<String>,
 }
 
 impl ReleaseArgs {
@@ -100,11 +104,13 @@ impl ReleaseArgs {
             version,
             destinations,
             parts,
+            key,
         } = self;
         ReleaseOptions {
             version,
             destinations,
             parts,
+            key,
         }
     }
 }

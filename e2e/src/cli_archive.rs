@@ -23,7 +23,7 @@ const PACKAGE: &str = "bursar-cli";
 pub const PROGRAM: &str = "kubectl-bursar";
 /// The version of an archive that belongs to no release.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
-const HOMEPAGE: &str = "https://github.com/bursar/bursar";
+pub(crate) const HOMEPAGE: &str = "https://github.com/bursar/bursar";
 /// The file name of the manifest, which krew requires to be the plugin's name.
 pub const MANIFEST: &str = "bursar.yaml";
 

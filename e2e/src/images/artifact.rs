@@ -147,6 +147,20 @@ fn write_blob(folder: &Path, digest: &str, data: &[u8]) -> io::Result<()> {
     fs::write(path, data)
 }
 
+/// Returns the digest of the index in a layout, and the descriptors of its manifests.
+///
+/// # Errors
+/// When a file cannot be read, or the layout has no index.
+pub fn read_index(layout: &Path) -> io::Result<(String, Vec<Value>)> {
+    let read = |path: &Path| -> io::Result<Value> { Ok(serde_json::from_slice(&fs::read(path)?)?) };
+    let no_index = || io::Error::other(format!("{} has no index of images", layout.display()));
+    let entry = read(&layout.join("index.json"))?["manifests"][0]["digest"].clone();
+    let entry = entry.as_str().ok_or_else(no_index)?;
+    let index = read(&layout.join("blobs").join(entry.replace(':', "/")))?;
+    let manifests = index["manifests"].as_array().ok_or_else(no_index)?;
+    Ok((entry.to_owned(), manifests.clone()))
+}
+
 /// Copies the blobs of another layout into `folder`, and returns the descriptors of the manifests
 /// in its index.
 ///
@@ -154,19 +168,14 @@ fn write_blob(folder: &Path, digest: &str, data: &[u8]) -> io::Result<()> {
 /// When a file cannot be read or written, when the layout has no index, or when a blob has another
 /// digest than its name.
 pub fn take_over(layout: &Path, folder: &Path) -> io::Result<Vec<Value>> {
-    let read = |path: &Path| -> io::Result<Value> { Ok(serde_json::from_slice(&fs::read(path)?)?) };
-    let entry = read(&layout.join("index.json"))?["manifests"][0]["digest"].clone();
-    let no_index = || io::Error::other(format!("{} has no index of images", layout.display()));
-    let entry = entry.as_str().ok_or_else(no_index)?.replace(':', "/");
-    let index = read(&layout.join("blobs").join(&entry))?;
-    let manifests = index["manifests"].as_array().ok_or_else(no_index)?;
+    let (entry, manifests) = read_index(layout)?;
     for file in fs::read_dir(layout.join("blobs/sha256"))? {
         let (path, name) = {
             let file = file?;
             (file.path(), file.file_name())
         };
         let name = format!("sha256:{}", name.to_string_lossy());
-        if name.replace(':', "/") == entry {
+        if name == entry {
             continue;
         }
         let data = fs::read(&path)?;
@@ -176,7 +185,7 @@ pub fn take_over(layout: &Path, folder: &Path) -> io::Result<Vec<Value>> {
         }
         write_blob(folder, &name, &data)?;
     }
-    Ok(manifests.clone())
+    Ok(manifests)
 }
 
 #[cfg(test)]

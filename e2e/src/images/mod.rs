@@ -12,7 +12,7 @@ use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
-pub use artifact::{Artifact, Blob, digest, take_over, write_index, write_layout};
+pub use artifact::{Artifact, Blob, digest, read_index, take_over, write_index, write_layout};
 pub use closure::ClosureError;
 pub(crate) use closure::libraries;
 pub use oci::{Entry, Image, Layer, architecture};

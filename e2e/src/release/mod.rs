@@ -7,30 +7,35 @@
 //!       /values-gpu-operator.yaml  values for nodes with NVIDIA's driver container
 //!       /values-simulated.yaml  values for clusters without GPUs
 //!       /<image>-<version>-<architecture>.cdx.json
+//!       /provenance-<version>-<architecture>.json
 //!       /kubectl-bursar_<version>_<platform>.tar.gz, with a file .sha256 beside it
 //!       /bursar.yaml            krew's manifest of these archives
 //!       /images.txt             the reference of each image, with its digest
 //!       /notes.md               the entry of the changelog
 //!       /SHA256SUMS             the checksums of the files above
+//!       /SHA256SUMS.sigstore.json  their signature, if there is a key
 //! ```
 
 mod changelog;
 mod chart;
 mod destination;
+mod provenance;
 mod registry;
 mod sbom;
+mod signing;
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
+use jiff::Timestamp;
 use serde_json::Value;
 
 pub use destination::{Destination, Version, VersionError};
 
 use self::chart::ImageReferences;
+use self::signing::{Predicate, Signer};
 use crate::cache::CacheError;
 use crate::cli_archive::{self, CliArchiveError};
 use crate::images::{self, ImageError, Layer, RECIPES, Recipe};
@@ -58,6 +63,8 @@ pub struct ReleaseOptions {
     pub destinations: Vec<Destination>,
     /// Folders of releases of single architectures. If there are any, nothing is built.
     pub parts: Vec<PathBuf>,
+    /// The key that signs the release: a file, or `env://NAME`.
+    pub key: Option<String>,
 }
 
 /// A release that was made.
@@ -106,6 +113,9 @@ pub enum ReleaseError {
     /// A registry refused.
     #[error(transparent)]
     Push(#[from] registry::PushError),
+    /// A signature could not be made.
+    #[error(transparent)]
+    Signing(#[from] signing::SigningError),
     /// A file cannot be read or written.
     #[error("failed to write the release: {path}: {source}")]
     File {
@@ -162,8 +172,10 @@ pub fn make(
         version,
         destinations,
         parts,
+        key,
     } = options;
     let version = version.as_str();
+    let begun = Timestamp::now();
     let mut folders = destinations
         .iter()
         .filter_map(|destination| match destination {
@@ -182,6 +194,8 @@ pub fn make(
     }
     let notes = changelog_entry(version)?;
     let toolbox = kube::build(progress)?;
+    let signer = key.as_deref().map(|key| Signer::new(key, progress));
+    let signer = signer.transpose()?;
 
     let folder = folders.next().unwrap_or_else(|| default_folder(version));
     match fs::remove_dir_all(folder.join(LAYOUTS)) {
@@ -193,7 +207,11 @@ pub fn make(
     let digests = match programs {
         Some(programs) => {
             write_bills(programs, version, &folder, progress)?;
-            write_images(programs, version, &folder, progress)?
+            let digests = write_images(programs, version, &folder, progress)?;
+            let path = folder.join(file_of_provenance(version, images::architecture()));
+            let provenance = provenance::predicate(version, begun).map_err(file_error(&path))?;
+            write_json(&path, &provenance)?;
+            digests
         }
         None => join_images(parts, &folder)?,
     };
@@ -225,17 +243,19 @@ pub fn make(
         // The archives come with the parts.
         None => cli_archive::write_manifest(version, &folder)?,
     }
-    write_checksums(&folder)?;
+    let checksums = write_checksums(&folder)?;
+    if let Some(signer) = &signer {
+        signer.sign_file(&checksums)?;
+    }
 
     for registry in &registries {
-        publish(
-            registry,
-            version,
-            &folder,
-            &digests,
-            artifact.digest(),
-            progress,
-        )?;
+        let chart = artifact.digest();
+        publish(registry, version, &folder, &digests, chart, progress)?;
+        if let Some(signer) = &signer {
+            sign(
+                signer, registry, version, &folder, &digests, chart, progress,
+            )?;
+        }
     }
     let chart = registries.first();
     Ok(Release {
@@ -264,14 +284,18 @@ fn write_bills(
     for recipe in RECIPES {
         let libraries = recipe.system_libraries(programs)?;
         let bill = bills.of_image(recipe, version, &libraries)?;
-        let name = format!(
-            "{}-{version}-{}.cdx.json",
-            recipe.name,
-            images::architecture()
-        );
+        let name = file_of_bill(recipe.name, version, images::architecture());
         write_json(&folder.join(name), &bill)?;
     }
     Ok(())
+}
+
+fn file_of_bill(image: &str, version: &str, architecture: &str) -> String {
+    format!("{image}-{version}-{architecture}.cdx.json")
+}
+
+fn file_of_provenance(version: &str, architecture: &str) -> String {
+    format!("provenance-{version}-{architecture}.json")
 }
 
 fn write_json(path: &Path, value: &Value) -> Result<(), ReleaseError> {
@@ -316,14 +340,7 @@ fn labels(recipe: &Recipe, version: &str) -> BTreeMap<&'static str, String> {
         ("org.opencontainers.image.licenses", "Apache-2.0".to_owned()),
         ("org.opencontainers.image.vendor", "Bursar".to_owned()),
     ]);
-    let revision = Command::new("git")
-        .args(["rev-parse", "HEAD"])
-        .current_dir(paths::repository())
-        .output();
-    if let Ok(revision) = revision
-        && revision.status.success()
-    {
-        let revision = String::from_utf8_lossy(&revision.stdout).trim().to_owned();
+    if let Some(revision) = provenance::revision() {
         labels.insert("org.opencontainers.image.revision", revision);
     }
     labels
@@ -358,11 +375,11 @@ fn join_images(
     Ok(digests)
 }
 
-/// Whether a part's file goes into the joined release as it is: a bill of materials, or an archive
-/// of the command-line program.
+/// Whether a part's file goes into the joined release as it is: a bill of materials, a provenance,
+/// or an archive of the command-line program.
 fn is_of_one_architecture(name: &str) -> bool {
     let is_archive = name.starts_with(cli_archive::PROGRAM) && name.ends_with(".tar.gz");
-    is_archive || name.ends_with(".cdx.json")
+    is_archive || name.ends_with(".cdx.json") || name.starts_with("provenance-")
 }
 
 /// Writes the notes, the list of images and the files of the chart.
@@ -392,19 +409,20 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>, ReleaseError> {
     Ok(files)
 }
 
-/// Writes the checksums of all files in the format of `sha256sum`.
-fn write_checksums(folder: &Path) -> Result<(), ReleaseError> {
+/// Writes the checksums of all files in the format of `sha256sum`, and returns their file.
+fn write_checksums(folder: &Path) -> Result<PathBuf, ReleaseError> {
     let mut text = String::new();
     for path in files(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name != CHECKSUMS {
+        if !name.starts_with(CHECKSUMS) {
             let bytes = fs::read(&path).map_err(file_error(&path))?;
             let digest = images::digest(&bytes).replace("sha256:", "");
             text.push_str(&format!("{digest}  {name}\n"));
         }
     }
     let path = folder.join(CHECKSUMS);
-    fs::write(&path, text).map_err(file_error(&path))
+    fs::write(&path, text).map_err(file_error(&path))?;
+    Ok(path)
 }
 
 /// Pushes the images and then the chart, which names them.
@@ -429,8 +447,40 @@ fn publish(
     Ok(())
 }
 
+/// Signs the images and the chart of a registry. Attests the bill of materials and the provenance of
+/// each architecture's image.
+fn sign(
+    signer: &Signer<'_>,
+    registry: &str,
+    version: &str,
+    folder: &Path,
+    digests: &BTreeMap<&'static str, String>,
+    chart: &str,
+    progress: &Progress,
+) -> Result<(), ReleaseError> {
+    progress.report(format_args!("signing what {registry} has"));
+    for (name, digest) in digests {
+        signer.sign(&format!("{registry}/{name}@{digest}"))?;
+        let layout = folder.join(LAYOUTS).join(name);
+        let (_, manifests) = images::read_index(&layout).map_err(file_error(&layout))?;
+        for manifest in &manifests {
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+            let architecture = text(&manifest["platform"]["architecture"]);
+            let reference = format!("{registry}/{name}@{}", text(&manifest["digest"]));
+            let bill = folder.join(file_of_bill(name, version, &architecture));
+            signer.attest(&reference, Predicate::CycloneDx, &bill)?;
+            let provenance = folder.join(file_of_provenance(version, &architecture));
+            signer.attest(&reference, Predicate::Provenance, &provenance)?;
+        }
+    }
+    signer.sign(&format!("{registry}/charts/bursar@{chart}"))?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -459,8 +509,14 @@ mod tests {
             let layout = part.join(LAYOUTS).join(recipe.name);
             images::write_index(&layout, &[]).unwrap();
         }
-        fs::write(part.join("agent-1-arm64.cdx.json"), "{}").unwrap();
-        fs::write(part.join("kubectl-bursar_1_linux_arm64.tar.gz"), "").unwrap();
+        let of_one_architecture = [
+            "agent-1-arm64.cdx.json",
+            "kubectl-bursar_1_linux_arm64.tar.gz",
+            "provenance-1-arm64.json",
+        ];
+        for name in of_one_architecture {
+            fs::write(part.join(name), "{}").unwrap();
+        }
         for of_the_whole in ["notes.md", "bursar.yaml", "bursar-1.tgz"] {
             fs::write(part.join(of_the_whole), "").unwrap();
         }
@@ -468,10 +524,6 @@ mod tests {
         let digests = join_images(&[part], &joined).unwrap();
         assert_eq!(digests.len(), RECIPES.len());
         let copied = files(&joined).unwrap();
-        let expected = [
-            "agent-1-arm64.cdx.json",
-            "kubectl-bursar_1_linux_arm64.tar.gz",
-        ];
-        assert_eq!(copied, expected.map(|name| joined.join(name)));
+        assert_eq!(copied, of_one_architecture.map(|name| joined.join(name)));
     }
 }

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -20,19 +19,19 @@ use bursar_e2e::paths;
 use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
 use bursar_e2e::release::{self, Destination, ReleaseOptions};
-use bursar_e2e::tools;
-use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::workspace::{self, Profile};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Api, ListParams, PostParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 
 use crate::cluster_state::{ClusterState, call};
 use crate::quota::event_line;
+use crate::registry::Registry;
 use crate::shared_cluster;
+use crate::signatures;
 use crate::upgrade;
 
 const GIB: u64 = 1 << 30;
@@ -49,6 +48,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         Trial::test("install/cluster/release", || run(install_from_registry)),
         Trial::test("install/cluster/uninstall", || run(uninstall)),
         Trial::test("install/cluster/upgrade", || run(upgrade::keeps_pods)),
+        Trial::test("install/cluster/signatures-long", || {
+            run(signatures::verify)
+        }),
     ];
     let yours = shared_cluster::kubeconfig().is_some();
     let ignored = |trial: Trial| trial.with_ignored_flag(yours);
@@ -61,58 +63,12 @@ fn run(act: impl AsyncFnOnce(&Progress) -> Result<(), Failed>) -> Result<(), Fai
     tokio::runtime::Runtime::new()?.block_on(act(&Progress::start()))
 }
 
-/// A registry on the host's loopback.
-struct Registry {
-    port: u16,
-    _process: Child,
-    _folder: tempfile::TempDir,
-}
-
-impl Registry {
-    async fn start() -> Result<Self, Failed> {
-        let program = tools::registry()?;
-        let folder = tempfile::tempdir()?;
-        // Another process could take the port before the registry does, which then fails to start.
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?
-            .local_addr()?
-            .port();
-        let config = json!({
-            "version": "0.1", "log": {"level": "error", "accesslog": {"disabled": true}},
-            "storage": {"filesystem": {"rootdirectory": folder.path().join("data")}},
-            "http": {"addr": format!("127.0.0.1:{port}")},
-        });
-        let path = folder.path().join("config.yml");
-        fs::write(&path, config.to_string())?;
-        let mut process = Command::new(program)
-            .arg("serve")
-            .arg(&path)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()?;
-        let answers =
-            async || match tokio::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
-                Ok(_) => Poll::Ready(()),
-                Err(error) => match process.try_wait() {
-                    Ok(None) => Poll::Pending(error.to_string()),
-                    ended => Poll::Failed(format!("the registry ended: {ended:?}")),
-                },
-            };
-        wait::poll_until("the registry", TIMEOUT, PAUSE, answers).await?;
-        Ok(Self {
-            port,
-            _process: process,
-            _folder: folder,
-        })
-    }
-}
-
 async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     let toolbox = parts::build(progress)?;
     let programs = workspace::build(Profile::Dev, false)?;
     let registry = Registry::start().await?;
     let folder = tempfile::tempdir()?;
-    let address = format!("127.0.0.1:{}/bursar", registry.port);
+    let address = registry.address();
     let options = ReleaseOptions {
         version: VERSION.parse()?,
         destinations: vec![
@@ -120,6 +76,7 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
             Destination::Folder(folder.path().join("release")),
         ],
         parts: Vec::new(),
+        key: None,
     };
     let begin = Instant::now();
     let made = release::make(&options, Some(&programs), progress)?;
