@@ -278,8 +278,8 @@ fn watch_gpus(config: &Config, options: &RunOptions) -> Result<Gpus, AgentError>
     let generations = GpuGenerations::load(file(run_dir), file(state_dir), clock::boot_id())
         .map_err(AgentError::Thread)?;
     let persisted = generations.persisted_gpus();
-    let drained = persisted.iter().filter(|(_, gpu)| gpu.health.drained);
-    let drain = drain::initial_state(drained.map(|(gpu, _)| gpu.clone()).collect());
+    let records = persisted.iter().map(|(gpu, record)| (gpu, record.health));
+    let drain = watch::Sender::new(drain::initial_state(records));
     // The driver's root is the host's, with the tokens of all pods. An agent outside of a container
     // has no other root.
     let root = Some(config.driver.root.clone());

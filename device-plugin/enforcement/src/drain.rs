@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A withdrawn order needs no step of its own: NVML is asked about the GPU again, its generation
-//! grows as for every GPU that was absent, and it takes pods once it is healthy. Only the fact that
-//! a GPU is drained is persisted (`PersistedHealth::drained`); an agent that starts during a drain
-//! begins with the first step.
+//! grows as for every GPU that was absent, and it takes pods once it is healthy. The health record has
+//! which GPUs are to be drained, and which are; an agent that starts during a drain begins with the
+//! first step, also without the API server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use bursar_apiserver::ParsedSpec;
 use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;
+use bursar_gpu::health::PersistedHealth;
 use bursar_ledger::units::GpuUuid;
 use bursar_sessions::Sessions;
 use tokio::sync::watch;
@@ -45,15 +46,9 @@ struct DrainPlan {
 }
 
 impl DrainPlan {
-    /// Starts with the GPUs that the previous agent drained.
-    fn new(drained: BTreeSet<GpuUuid>) -> Self {
-        let drain = DrainState {
-            requested: drained.clone(),
-            in_use: BTreeSet::new(),
-            released: drained,
-        };
+    fn new(state: DrainState) -> Self {
         Self {
-            state: drain,
+            state,
             idle_since: BTreeMap::new(),
         }
     }
@@ -104,9 +99,20 @@ pub struct DrainInputs {
     pub released_by_leases: watch::Receiver<BTreeSet<GpuUuid>>,
 }
 
-/// The initial state, with the GPUs that the previous agent `drained`.
-pub fn initial_state(drained: BTreeSet<GpuUuid>) -> watch::Sender<DrainState> {
-    watch::Sender::new(DrainPlan::new(drained).state)
+/// The initial state, by the records of the previous agent.
+pub fn initial_state<'a>(
+    persisted: impl Iterator<Item = (&'a GpuUuid, PersistedHealth)>,
+) -> DrainState {
+    let mut state = DrainState::default();
+    for (gpu, health) in persisted {
+        if health.draining || health.drained {
+            state.requested.insert(gpu.clone());
+        }
+        if health.drained {
+            state.released.insert(gpu.clone());
+        }
+    }
+    state
 }
 
 /// Drains GPUs until `stop` and publishes the state in `drain`.
@@ -115,7 +121,7 @@ pub async fn run(
     drain: watch::Sender<DrainState>,
     stop: CancellationToken,
 ) {
-    let mut plan = DrainPlan::new(drain.borrow().requested.clone());
+    let mut plan = DrainPlan::new(drain.borrow().clone());
     let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -171,7 +177,7 @@ mod tests {
     impl Fixture {
         fn new() -> Self {
             Self {
-                plan: DrainPlan::new(BTreeSet::new()),
+                plan: DrainPlan::new(DrainState::default()),
                 start: Instant::now(),
             }
         }
@@ -226,13 +232,29 @@ mod tests {
     }
 
     #[test]
-    fn drained_gpu_stays_drained_until_orders_are_known() {
-        let drained = gpus(&["GPU-a"]);
-        let mut plan = DrainPlan::new(drained.clone());
-        let requested_by =
-            |orders: Option<&ParsedSpec>| requested_gpus(orders, &Inventory::Starting, &drained);
+    fn recorded_drain_goes_on_until_orders_are_known() {
+        let drained = PersistedHealth {
+            drained: true,
+            ..PersistedHealth::default()
+        };
+        let draining = PersistedHealth {
+            draining: true,
+            ..PersistedHealth::default()
+        };
+        let records = [
+            ("GPU-a", drained),
+            ("GPU-b", draining),
+            ("GPU-c", PersistedHealth::default()),
+        ]
+        .map(|(gpu, health)| (gpu.parse::<GpuUuid>().unwrap(), health));
+        let state = initial_state(records.iter().map(|(gpu, health)| (gpu, *health)));
+        let mut plan = DrainPlan::new(state.clone());
+        let requested_by = |orders: Option<&ParsedSpec>| {
+            requested_gpus(orders, &Inventory::Starting, &state.requested)
+        };
         plan.update(requested_by(None), &BTreeSet::new(), Instant::now());
-        assert_eq!(plan.state.released, drained);
+        assert_eq!(plan.state.requested, gpus(&["GPU-a", "GPU-b"]));
+        assert_eq!(plan.state.released, gpus(&["GPU-a"]));
         plan.update(
             requested_by(Some(&ParsedSpec::default())),
             &BTreeSet::new(),

@@ -331,16 +331,19 @@ mod tests {
     const HEALTHY: PersistedHealth = PersistedHealth {
         away: false,
         awaits_reset: None,
+        draining: false,
         drained: false,
     };
     const ABSENT: PersistedHealth = PersistedHealth {
         away: true,
         awaits_reset: None,
+        draining: false,
         drained: false,
     };
     const AWAITS_RESET: PersistedHealth = PersistedHealth {
         away: false,
         awaits_reset: Some(48),
+        draining: false,
         drained: false,
     };
 

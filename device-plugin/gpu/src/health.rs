@@ -139,6 +139,8 @@ pub struct PersistedHealth {
     pub away: bool,
     /// The XID that only a reset cures, until the GPU was absent.
     pub awaits_reset: Option<u64>,
+    /// Whether the GPU is to be drained: its drain goes on while no order of an admin is known.
+    pub draining: bool,
     /// Whether the GPU is absent because it is drained.
     pub drained: bool,
 }
@@ -238,6 +240,11 @@ impl HealthMonitor {
     /// The record for the next agent.
     pub(crate) fn memory(&self) -> PersistedHealth {
         self.memory
+    }
+
+    /// Records whether the GPU is to be drained, and returns whether that is new.
+    pub(crate) fn set_draining(&mut self, draining: bool) -> bool {
+        std::mem::replace(&mut self.memory.draining, draining) != draining
     }
 
     pub(crate) fn record(&mut self, event: HealthEvent, now: Instant) {
@@ -507,6 +514,7 @@ mod tests {
         let memory = PersistedHealth {
             away: true,
             awaits_reset: Some(48),
+            draining: false,
             drained: true,
         };
         assert_eq!(bed.monitor.memory(), memory);

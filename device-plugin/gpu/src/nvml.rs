@@ -617,9 +617,17 @@ impl NvmlWatcher {
         }
     }
 
-    /// Stops the processes of drained GPUs, and publishes the drain after their end.
+    /// Records the requested drains, stops the processes of drained GPUs, and publishes the drain
+    /// after their end.
     fn apply_drain(&mut self) {
-        let released = self.drain.borrow_and_update().released.clone();
+        let DrainState {
+            requested,
+            released,
+            ..
+        } = self.drain.borrow_and_update().clone();
+        if self.registry.set_draining(&requested) {
+            self.publish_inventory();
+        }
         if released == *self.registry.drained() {
             return;
         }

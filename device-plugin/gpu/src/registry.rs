@@ -174,6 +174,15 @@ impl GpuRegistry {
         gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
     }
 
+    /// Records the GPUs that are to be drained, and returns whether that changes a record.
+    pub(crate) fn set_draining(&mut self, requested: &BTreeSet<GpuUuid>) -> bool {
+        let mut changed = false;
+        for entry in &mut self.entries {
+            changed |= entry.monitor.set_draining(entry.gpu.is_in(requested));
+        }
+        changed
+    }
+
     /// Replaces the set of drained GPUs, which the agent neither probes nor holds.
     pub(crate) fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
         for entry in &mut self.entries {
@@ -540,6 +549,7 @@ mod tests {
         let awaits = PersistedHealth {
             away: false,
             awaits_reset: Some(48),
+            draining: false,
             drained: false,
         };
         let persisted = PersistedGpu {
@@ -713,6 +723,26 @@ mod tests {
             .map(|gpu| gpu.persisted)
             .collect();
         assert_eq!(memories, [PersistedHealth::default(); 3]);
+    }
+
+    #[test]
+    fn requested_drain_is_on_record_until_it_is_withdrawn() {
+        let mut roster = registry();
+        let now = Instant::now();
+        let gpus = [mig("MIG-1", "GPU-a"), gpu("GPU-b")];
+        roster.record_probe(listed(&gpus), now);
+        let records = |roster: &GpuRegistry| -> Vec<bool> {
+            let inventory = roster.inventory();
+            let gpus = inventory.gpus().iter();
+            gpus.map(|gpu| gpu.persisted.draining).collect()
+        };
+        assert!(roster.set_draining(&BTreeSet::from([uuid("GPU-a")])));
+        assert!(!roster.set_draining(&BTreeSet::from([uuid("GPU-a")])));
+        roster.record_probe(listed(&gpus), now);
+        roster.record_xid(&uuid("GPU-a"), 79, now);
+        assert_eq!(records(&roster), [true, false]);
+        assert!(roster.set_draining(&BTreeSet::new()));
+        assert_eq!(records(&roster), [false, false]);
     }
 
     #[test]

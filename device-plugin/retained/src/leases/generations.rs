@@ -121,16 +121,19 @@ fn event_moves_only_the_generations_that_it_ends() {
 const PRESENT: PersistedHealth = PersistedHealth {
     away: false,
     awaits_reset: None,
+    draining: false,
     drained: false,
 };
 const DRAINED: PersistedHealth = PersistedHealth {
     away: true,
     awaits_reset: None,
+    draining: false,
     drained: true,
 };
 const AWAY: PersistedHealth = PersistedHealth {
     away: true,
     awaits_reset: None,
+    draining: false,
     drained: false,
 };
 
