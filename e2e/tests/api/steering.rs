@@ -15,6 +15,8 @@ use crate::server::{Server, acquire_permit};
 const REQUESTED_GIB: i64 = 12;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const BORROWED_CLASS: &str = "bursar-borrowed";
+/// The class that the chart's values call the cluster's default.
+const DEFAULT_CLASS: &str = "everyday";
 const LARGEST_FREE_LABEL: &str = "bursar.dev/largest-free-gib";
 const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
 /// The page that shows the policy's additions for manual use, and the request of its example in
@@ -281,11 +283,14 @@ fn has_room(label: &str, labels: &Labels) -> bool {
 async fn mode(server: &Server, at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let chart = server
         .control_plane
-        .chart_without_workloads(&[&format!("--set=steering.mode={mode}")])
+        .chart_without_workloads(&[
+            &format!("--set=steering.mode={mode}"),
+            &format!("--set=policies.defaultPriorityClass={DEFAULT_CLASS}"),
+        ])
         .await?;
     let steers = |object: &Value| {
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        name.ends_with("-steering")
+        name.ends_with("-steering") || name.ends_with("-overflow")
     };
     server
         .control_plane
@@ -478,7 +483,35 @@ async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Resu
         at.merge(policy, another).await?;
         sleep(2 * POLL_INTERVAL).await;
     }
+    check_default_class_counts_as_none(at).await?;
     at.delete(&quota).await
+}
+
+/// Checks that a pod with the cluster's default class borrows, and a pod with another class does not.
+async fn check_default_class_counts_as_none(at: &IsolatedScope) -> Result<(), Failed> {
+    for (class, expected) in [(DEFAULT_CLASS, BORROWED_CLASS), ("urgent", "urgent")] {
+        let classes = "/apis/scheduling.k8s.io/v1/priorityclasses";
+        let object = json!({ "metadata": { "name": class }, "value": 7 });
+        at.create(classes, object).await?;
+        let mut asking = pod(&Value::Null, &[("c", REQUESTED_GIB)], json!({}));
+        asking["spec"]["priorityClassName"] = json!(class);
+        let begin = Instant::now();
+        let admitted_class = loop {
+            // The API server knows a new class a moment later.
+            match admitted(at, asking.clone()).await {
+                Ok(mut spec) => break spec["priorityClassName"].take(),
+                // The quota refuses an owner.
+                Err(refusal) if format!("{refusal:?}").contains("exceeded quota") => {
+                    break json!(class);
+                }
+                Err(error) if begin.elapsed() > IN_FORCE => return Err(error),
+                Err(_) => sleep(POLL_INTERVAL).await,
+            }
+        };
+        assert_eq!(admitted_class, json!(expected), "class {class}");
+        at.delete(&format!("{classes}/{class}")).await?;
+    }
+    Ok(())
 }
 
 /// Checks that the policy's additions equal the manual ones in
