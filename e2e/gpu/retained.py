@@ -25,7 +25,7 @@ import zipfile
 from table import Table, milliseconds, percentile
 
 GIB = 1 << 30
-# The goals of rows in milliseconds.
+# The goals of rows in milliseconds. The first is that of a lease of 64 GiB.
 LEASE_BEYOND_DRIVER = 0.65
 FIRST_KERNEL_P99 = 400.0
 FAULTS = ("fault", "trap", "misaligned")
@@ -129,8 +129,8 @@ def lease(machine, table, options):
         beyond = [lease - bare for lease, bare in zip(leases, bare)]
         table.add(f"(b) {gib} GiB: cuMemCreate and map, p50 / p99", milliseconds(bare), "")
         table.add(f"(b) {gib} GiB: lease and map, by turns, p50 / p99", milliseconds(leases), "")
-        late = statistics.median(beyond) > LEASE_BEYOND_DRIVER * 1e6
-        wanted = f"p50 <= {LEASE_BEYOND_DRIVER} ms"
+        late = gib == 64 and statistics.median(beyond) > LEASE_BEYOND_DRIVER * 1e6
+        wanted = f"p50 <= {LEASE_BEYOND_DRIVER} ms" if gib == 64 else ""
         table.add(f"(b) {gib} GiB: the lease's time beyond the driver's", milliseconds(beyond), wanted, wrong=late)
 
 

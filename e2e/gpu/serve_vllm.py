@@ -1,11 +1,12 @@
 """Shows on a real GPU that vLLM serves under a quota as on a GPU of that size, what this costs, and how soon it is back.
 
-usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|recovery|in-place...] [--seconds N] [--turns N]
+usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|examples|recovery|in-place...] [--seconds N] [--turns N]
 
 ARCHIVE is the output of `cargo e2e pack`, SITE a folder with vLLM and the packages of serve_vllm.txt, WHEEL the package
 bursar. Needs root, an NVIDIA driver, and a Python with torch and transformers; no network. The model is a Llama of 1.2
 billion random weights, which the script makes once in FOLDER together with a tokenizer. Servers run in pods of a
-cluster of one node with Bursar, whose audit kills, and directly on the machine. Each part prints its table, and the
+cluster of one node with Bursar, whose audit kills, and directly on the machine. `examples` applies the
+Deployments of docs/examples/vllm-two-models.yaml, with this machine's image, model and files. Each part prints its table, and the
 script exits with 1 if a row fails. After N seconds what is left is not run, and fails.
 
 The file is not called vllm.py, since other scripts of this folder import vLLM.
@@ -28,7 +29,7 @@ import traceback
 import zipfile
 
 import image
-from cluster import PYTHON, REFERENCE, Cluster, pod
+from cluster import PYTHON, REFERENCE, RESOURCE, Cluster, pod
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -40,6 +41,8 @@ UTILIZATION = 0.9
 # The bounds in seconds of a start with an empty cache, and of one with vLLM's compiled graphs.
 COLD, WARM = 240, 150
 SLEEPS = 20
+# The seconds for which a greedy neighbour allocates.
+GREEDY = 12
 LEAST, MOST = 0.99, 1.01
 # Lines of vLLM's log.
 KV_CACHE = r"Available KV cache memory: (-?[\d.]+) GiB"
@@ -118,13 +121,18 @@ class Bench:
         flags = ["--disable-uvicorn-access-log", "--no-enable-prefix-caching"]
         return [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *flat, *flags, *map(str, more)]
 
-    def pod(self, name, gib, command, environment, restart="Never"):
-        """Starts a pod in which the folders have the same paths as on this machine."""
+    def manifest(self, name, gib, command, environment):
+        """Makes a pod in which the folders have the same paths as on this machine."""
         manifest = pod(name, gib, command, f"{self.work}/programs", environment.items())
         (container,) = manifest["spec"]["containers"]
         for volume, path, read_only in ("site", self.site, True), ("work", self.work, False):
             container["volumeMounts"].append({"name": volume, "mountPath": path, "readOnly": read_only})
             manifest["spec"]["volumes"].append({"name": volume, "hostPath": {"path": path, "type": "Directory"}})
+        return manifest
+
+    def pod(self, name, gib, command, environment, restart="Never"):
+        """Starts such a pod."""
+        manifest = self.manifest(name, gib, command, environment)
         manifest["spec"]["restartPolicy"] = restart
         self.keep(f"{name}.json", json.dumps(manifest, indent=1))
         self.cluster.apply(manifest)
@@ -240,13 +248,11 @@ class Native(Server):
 class Pod(Server):
     """A server that runs in a pod."""
 
-    def __init__(self, bench, gib, utilization, *more, cache=None, bursar=False, restart="Never", model=None):
+    def __init__(self, bench, name):
         super().__init__(bench)
         self.cluster = bench.cluster
         # The expected number of the container's restarts.
-        self.pod, self.expected = bench.name("server"), 0
-        environment = bench.environment(cache or f"{bench.work}/cache", bursar)
-        bench.pod(self.pod, gib, bench.command(self.port, utilization, *more, model=model), environment, restart)
+        self.pod, self.expected = name, 0
         with open(os.path.join(os.path.dirname(self.cluster.kubeconfig), "pid"), encoding="ascii") as file:
             self.netns = f"/proc/{file.read().strip()}/ns/net"
         deadline = time.monotonic() + bench.bound(60)
@@ -255,6 +261,14 @@ class Pod(Server):
                 self.fail(f"no address:\n{self.cluster.kubectl('describe', 'pod', self.pod, check=False)[-1500:]}")
             time.sleep(0.2)
         self.address = address
+
+    @classmethod
+    def start(cls, bench, gib, utilization, *more, cache=None, bursar=False, restart="Never", model=None):
+        """Starts a pod with a server."""
+        name = bench.name("server")
+        environment = bench.environment(cache or f"{bench.work}/cache", bursar)
+        bench.pod(name, gib, bench.command(cls.port, utilization, *more, model=model), environment, restart)
+        return cls(bench, name)
 
     def field(self, path):
         """Returns a field of the pod."""
@@ -322,7 +336,7 @@ def gib(mib):
 
 def quota(bench, table):
     """Serves in a quota, sleeps and wakes, and is refused memory."""
-    with ended(Pod(bench, QUOTA, UTILIZATION, "--enable-sleep-mode")) as server:
+    with ended(Pod.start(bench, QUOTA, UTILIZATION, "--enable-sleep-mode")) as server:
         took = server.first(COLD)
         table.add("the first token after the start of the pod, nothing compiled before", f"{took:.1f} s", "")
         awake = server.call("bursar_memory")
@@ -337,9 +351,9 @@ def quota(bench, table):
         table.add("CUDA graphs by vLLM's log", f"{graphs} GiB", "captured", wrong=graphs is None)
         before = server.answer()
         refused = [
-            (Pod(bench, QUOTA, 1.0, "--enforce-eager"), "gpu_memory_utilization 1.0", TOO_FULL),
+            (Pod.start(bench, QUOTA, 1.0, "--enforce-eager"), "gpu_memory_utilization 1.0", TOO_FULL),
             (
-                Pod(bench, QUOTA, 0.2, "--max-model-len", 131072, "--enforce-eager"),
+                Pod.start(bench, QUOTA, 0.2, "--max-model-len", 131072, "--enforce-eager"),
                 "a KV cache for 131072 tokens in a fifth of the quota",
                 TOO_LONG,
             ),
@@ -482,6 +496,74 @@ def by_turns(bench, table, what, native, pods, requests, turns, reserve):
     return ours
 
 
+class GreedyPod:
+    """A pod of 4 GiB that allocates in a loop until it is refused."""
+
+    quota_mib = 4 * MIB_OF_GIB
+
+    def __init__(self, bench):
+        self.bench, self.pod = bench, bench.name("greedy")
+        bench.pod(self.pod, 4, [PYTHON, f"{bench.work}/programs/greedy.py", str(GREEDY)], {})
+
+    def log(self):
+        return self.bench.cluster.kubectl("logs", self.pod, check=False, stderr=subprocess.DEVNULL)
+
+    def running(self):
+        return self.bench.cluster.kubectl("get", "pod", self.pod, "--output", "jsonpath={.status.phase}") == "Running"
+
+    def answer(self):
+        """Waits for its end, and returns its answer, or None after a failure."""
+        phase, said, _ = self.bench.cluster.answer(self.pod, self.bench.bound(60))
+        return said if phase == "Succeeded" else None
+
+
+class GreedyProcess:
+    """The same program directly on this machine."""
+
+    quota_mib = None
+
+    def __init__(self, bench):
+        self.bench, self.path = bench, f"{bench.work}/logs/{bench.name('greedy')}.log"
+        with open(self.path, "wb") as out:
+            command = [PYTHON, f"{bench.work}/programs/greedy.py", str(GREEDY)]
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+
+    def log(self):
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def running(self):
+        return self.process.poll() is None
+
+    def answer(self):
+        code = self.process.wait(self.bench.bound(60))
+        return json.loads(self.log().splitlines()[-1]) if code == 0 else None
+
+
+def beside_greedy(bench, table, native, pods, requests, both, turns=2):
+    """Loads two servers while a program allocates in a loop: natively and in pods by turns."""
+    rows = {GreedyProcess: [], GreedyPod: []}
+    for turn in range(turns):
+        for make in list(rows)[:: -1 if turn % 2 else 1]:
+            greedy = make(bench)
+            deadline = time.monotonic() + bench.bound(60)
+            while "begun" not in greedy.log() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            rows[make].append(together(native if make is GreedyProcess else pods, bench, requests, 50 + turn))
+            still, said, most = greedy.running(), greedy.answer(), greedy.quota_mib
+            right = still and said and (most is None or said["got_mib"] <= most == said["sees_mib"])
+            where = "without Bursar" if most is None else f"in a pod of {most // MIB_OF_GIB} GiB"
+            cell = json.dumps(said)
+            table.add(f"the program that allocates, {where}", cell, "its quota" if most else "", wrong=None if right else greedy.log()[-1500:])
+    table.add("two servers beside it without Bursar", figures(rows[GreedyProcess]), "", wrong=unanswered(rows[GreedyProcess]))
+    table.add("two servers beside it in pods", figures(rows[GreedyPod]), "all answered", wrong=unanswered(rows[GreedyPod]))
+    native_sum, beside, alone = (
+        statistics.median(sum(server["tokens_per_s"] for server in row) for row in part) for part in (*rows.values(), both)
+    )
+    table.add("tokens/s beside it: in pods over without Bursar", f"{beside / native_sum:.3f}", f">= {LEAST}", wrong=beside / native_sum < LEAST)
+    table.add("tokens/s in pods: beside it over without it", f"{beside / alone:.3f}", "")
+
+
 def cost(bench, table, turns):
     """Compares servers in pods with servers without Bursar, alone and together."""
     total = subprocess.run(
@@ -494,7 +576,7 @@ def cost(bench, table, turns):
         for number in range(2):
             native.append(running.enter_context(ended(Native(bench, 8100 + number, share))))
             starts.append(("without Bursar", native[-1].first(COLD)))
-        pods += [running.enter_context(ended(Pod(bench, SHARE, UTILIZATION))) for _ in range(2)]
+        pods += [running.enter_context(ended(Pod.start(bench, SHARE, UTILIZATION))) for _ in range(2)]
         starts += [(f"in a pod of {SHARE} GiB, two at the same time", server.first(COLD)) for server in pods]
         for where, took in starts:
             table.add(f"the first token after a start {where}", f"{took:.1f} s", "")
@@ -506,26 +588,7 @@ def cost(bench, table, turns):
         requests = max(128, min(4000, int(4 * said["tokens_per_s"] / 64)))
         by_turns(bench, table, "one server", native[:1], pods[:1], requests, turns, 150)
         both = by_turns(bench, table, "two servers at the same time", native, pods, requests // 2, turns, 60)
-        greedy = bench.name("greedy")
-        bench.pod(greedy, 4, [PYTHON, f"{bench.work}/programs/greedy.py", "25"], {})
-        deadline = time.monotonic() + bench.bound(60)
-        phase_of = "get", "pod", greedy, "--output", "jsonpath={.status.phase}"
-        while "begun" not in bench.cluster.kubectl("logs", greedy, check=False, stderr=subprocess.DEVNULL):
-            if time.monotonic() > deadline or bench.cluster.kubectl(*phase_of) == "Failed":
-                break
-            time.sleep(0.2)
-        beside = [together(pods, bench, requests // 2, 50)]
-        running_still = bench.cluster.kubectl(*phase_of) == "Running"
-        phase, said, log = bench.cluster.answer(greedy, bench.bound(60))
-        table.add("two servers beside a pod that allocates in a loop", figures(beside), "all answered", wrong=unanswered(beside))
-        mine, alone = (
-            statistics.median(sum(server["tokens_per_s"] for server in row) for row in rows) for rows in (beside, both)
-        )
-        table.add("tokens/s beside it over without it", f"{mine / alone:.3f}", "")
-        right = (
-            phase == "Succeeded" and said is not None and said["got_mib"] <= 4 * MIB_OF_GIB == said["sees_mib"] and running_still
-        )
-        table.add("this pod of 4 GiB", json.dumps(said), "at most 4 GiB", wrong=None if right else f"{phase}: {log[-1500:]}")
+        beside_greedy(bench, table, native, pods, requests // 2, both)
         for server in pods:
             said = bench.cluster.findings(about=server.pod)
             wrong = said or server.restarts()
@@ -535,6 +598,45 @@ def cost(bench, table, turns):
                 "0, 0",
                 wrong=str(said) if wrong else None,
             )
+
+
+def examples(bench, table):
+    """Applies the example of two servers on one GPU, with this machine's image, model and files."""
+    import yaml
+
+    with open(os.path.join(HERE, "../../docs/examples/vllm-two-models.yaml"), encoding="utf-8") as file:
+        deployments = list(yaml.safe_load_all(file))
+    with contextlib.ExitStack() as running:
+        servers = []
+        for deployment in deployments:
+            name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
+            (container,) = template["spec"]["containers"]
+            size = container["resources"]["limits"][RESOURCE]
+            more = [argument for argument in container["args"] if not argument.startswith("--model=")]
+            ours = bench.manifest(name, size, bench.command(Pod.port, UTILIZATION, *more), bench.environment(f"{bench.work}/cache"))
+            container |= {key: value for key, value in ours["spec"]["containers"][0].items() if key not in ("name", "resources")}
+            container.pop("args")
+            template["spec"]["volumes"] = ours["spec"]["volumes"]
+            bench.keep(f"{name}.json", json.dumps(deployment, indent=1))
+            bench.cluster.apply(deployment)
+            running.callback(bench.cluster.kubectl, "delete", "deployment", name, "--wait=true", "--timeout=30s", check=False)
+            app = "--selector=app=" + deployment["spec"]["selector"]["matchLabels"]["app"]
+            deadline = time.monotonic() + bench.bound(30)
+            while not (pods := bench.cluster.kubectl("get", "pods", app, "--output", "name").split()):
+                if time.monotonic() > deadline:
+                    raise Failure(f"{name} made no pod")
+                time.sleep(0.2)
+            servers.append((name, size, Pod(bench, pods[0].removeprefix("pod/"))))
+        for name, size, server in servers:
+            took, sees = server.first(COLD), server.call("bursar_memory")["total_mib"]
+            cell = f"{took:.1f} s; {gib(sees)}; KV cache {server.found(KV_CACHE)} GiB"
+            table.add(f"{name}: the first token; its GPU", cell, f"{size} GiB", wrong=sees != size * MIB_OF_GIB)
+        said = [together([server for _, _, server in servers], bench, 500, 7)]
+        table.add("both serve 500 requests at the same time", figures(said), "all answered", wrong=unanswered(said))
+        for name, _, server in servers:
+            found = bench.cluster.findings(about=server.pod)
+            bad = found or server.restarts()
+            table.add(f"findings and restarts of {name}", f"{len(found)}, {server.restarts()}", "0, 0", wrong=str(found) if bad else None)
 
 
 def recovery(bench, table):
@@ -586,7 +688,7 @@ def cold(bench, table, bars):
     subprocess.run(["sync"], check=False)
     with contextlib.suppress(OSError), open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
         file.write("3")
-    with ended(Pod(bench, QUOTA, 0.8, "--enable-sleep-mode", cache=f"{bench.work}/cold", restart="Always")) as server:
+    with ended(Pod.start(bench, QUOTA, 0.8, "--enable-sleep-mode", cache=f"{bench.work}/cold", restart="Always")) as server:
         bars["cold start"] = round(server.first(COLD), 2)
         table.add("a cold start: no compiled graphs, no file in the page cache", f"{bars['cold start']:.1f} s", "")
         weights, answer = server.call("bursar_checksum"), server.answer()
@@ -611,7 +713,7 @@ def cold(bench, table, bars):
 def retained(bench, table, bars):
     """Measures restarts with the load format `bursar`."""
     options = ["--load-format", "bursar", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    with ended(Pod(bench, QUOTA, 0.8, *options, bursar=True, restart="Always")) as server:
+    with ended(Pod.start(bench, QUOTA, 0.8, *options, bursar=True, restart="Always")) as server:
         took = server.first(COLD)
         bars["start that commits its weights"] = round(took, 2)
         said = re.search(f".*({NOT_RETAINED}).*", server.log())
@@ -650,7 +752,7 @@ def in_place(bench, table, bars):
 
 def quantized(bench, table, bars):
     """Loads FP8 weights with the load format `bursar`, which vLLM 0.26 cannot attach."""
-    with ended(Pod(bench, QUOTA, 0.8, "--load-format", "bursar", bursar=True, model=bench.quantized)) as server:
+    with ended(Pod.start(bench, QUOTA, 0.8, "--load-format", "bursar", bursar=True, model=bench.quantized)) as server:
         bars["FP8, loaded"] = round(server.first(COLD), 2)
         said = re.search(f".*({NOT_RETAINED}).*", server.log())
         load = server.ask("load", "--requests", 64)
@@ -663,7 +765,7 @@ def quantized(bench, table, bars):
         )
 
 
-PARTS = {"quota": quota, "cost": cost, "recovery": recovery, "in-place": other_loads}
+PARTS = {"quota": quota, "cost": cost, "examples": examples, "recovery": recovery, "in-place": other_loads}
 
 
 def prepare(arguments):

@@ -1,9 +1,9 @@
 """Shows on two real GPUs that pods over both compute, that each GPU's quota holds, and what drains and waits do.
 
-usage: two_gpus.py ARCHIVE [--seconds N] [--peers PROGRAM]
+usage: two_gpus.py ARCHIVE [--seconds N] [--peers PROGRAM] [--retained PROGRAM]
 
-ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
-peers`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
+ARCHIVE is the output of `cargo e2e pack`, each PROGRAM that of `cargo build --release --package bursar-runtime
+--example NAME`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
 Bursar under `audit.policy: kill`, and prints one table. It exits with 1 if a row fails.
 """
 
@@ -105,6 +105,22 @@ def refused_alone(gib):
     return judge
 
 
+def copied(answer):
+    """Checks that no copy was wrong, and that a child process redeemed the token of each GPU."""
+    if answer["wrong"]:
+        return "wrong bytes"
+    return None if answer.get("redeemed") == answer.get("gpus") else "a child redeemed other GPUs"
+
+
+def told_of_refusal(answer):
+    """Checks that rank 0 was refused, and that NCCL told every other rank."""
+    first, *others = answer["ranks"]
+    if not first["told"].startswith("OutOfMemoryError"):
+        return f"rank 0 was told {first['told']}"
+    deaf = [rank for rank in others if not rank["told"].startswith("Dist")]
+    return f"a rank was not told: {deaf}" if deaf else None
+
+
 def without_bursar(table, programs, seconds):
     """Runs DDP on the machine itself, and returns its answer."""
     native = subprocess.run([PYTHON, f"{programs}/ranks.py", "ddp", str(seconds)], capture_output=True, text=True, timeout=180)
@@ -122,7 +138,9 @@ def programs_over_two(cluster, table, gaps, programs, seconds, alone):
         ("DDP, as user 1000", 24, "ddp", {"user": 1000}, None),
         ("tensor parallel", 24, "tensor", {}, None),
         ("DDP, expandable segments", 24, "ddp", {"env": expandable}, None),
+        ("symmetric memory", 24, "symmetric", {}, None),
         ("rank 0 allocates until it is refused", 24, "greedy", {}, refused_alone(24)),
+        ("rank 0 ends by a refusal", 24, "refused", {}, told_of_refusal),
     ):
         name = title.lower().replace(", ", "-").replace(" ", "-")
         cluster.apply(ranks(name, gib, programs, mode, seconds, **options))
@@ -180,6 +198,30 @@ def waits_and_drains(cluster, table, gaps, programs):
     finish(cluster, table, gaps, "the pod on the other GPU computed throughout", "fill-1", most, 120, lambda answer: f"{answer['wrong']} wrong" if answer["wrong"] else None)
 
 
+def faults_beside(cluster, table, gaps, programs, times=20):
+    """Lets a pod on each GPU compute while a third faults, and is restarted in place each time."""
+    policy = {"action": "InPlace", "maxRestarts": 100, "windowSeconds": 86400}
+    budget = {"apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": {"name": "default"}}
+    cluster.apply(budget | {"spec": {"deviceMemory": {"guaranteed": "1Ti"}, "contextPolicy": policy}})
+    node = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]
+    most = min(gpu["capacity"] for gpu in node["status"]["gpus"]) * 5 // 8
+    steady = [f"steady-{number}" for number in range(GPUS)]
+    for name in steady:
+        cluster.apply(pod(name, most, [PYTHON, "/programs/steady.py", "45"], programs))
+    cluster.kubectl("wait", *(f"pod/{name}" for name in steady), "--for=condition=Ready", "--timeout=60s")
+    manifest = pod("faults", 8, ["/programs/retained", "restarted", "/state/faults", str(4 << 30), str(times)], programs)
+    manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})
+    manifest["spec"]["volumes"].append({"name": "state", "emptyDir": {}})
+    cluster.apply(manifest)
+    phase, _, log = cluster.answer("faults", 90)
+    images = log.count('"checksum"')
+    table.add(f"{times} faults on one GPU, restarted in place", 8, f"{images} images found their memory", wrong=f"{phase}: {log[-800:]}" if phase != "Succeeded" else None)
+    cluster.kubectl("delete", "pod", "faults", "--now", "--wait=true")
+    for number, name in enumerate(steady):
+        finish(cluster, table, gaps, f"a pod computed beside the faults, GPU {number}", name, most, 90, lambda answer: f"{answer['wrong']} wrong" if answer["wrong"] or not answer["rounds"] else None)
+    cluster.kubectl("delete", "gpumemorybudget", "default")
+
+
 def agent_processor(cluster, table, seconds=20):
     """Measures the processor time of the agent's container while the GPUs are idle."""
     pods = json.loads(cluster.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "json"))["items"]
@@ -211,6 +253,7 @@ def main():
     parser.add_argument("archive")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--peers")
+    parser.add_argument("--retained")
     arguments = parser.parse_args()
     table = Table("program", "quota GiB", "answer")
     with tempfile.TemporaryDirectory() as scratch:
@@ -219,9 +262,10 @@ def main():
         os.mkdir(programs)
         for name in "ranks.py", "steady.py", "quota.py", "peer_copy.py":
             shutil.copy(os.path.join(HERE, "programs", name), programs)
-        if arguments.peers:
-            shutil.copy(arguments.peers, f"{programs}/peers")
-            os.chmod(f"{programs}/peers", 0o755)
+        for name in "peers", "retained":
+            if program := getattr(arguments, name):
+                shutil.copy(program, f"{programs}/{name}")
+                os.chmod(f"{programs}/{name}", 0o755)
         alone = without_bursar(table, programs, arguments.seconds)
         archive = image.write(REFERENCE, scratch)
         with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
@@ -238,7 +282,9 @@ def main():
                 manifest = pod(f"peers-{number}", 24, command, programs)
                 manifest["metadata"]["annotations"] = {"bursar.dev/gpus": str(GPUS)}
                 cluster.apply(manifest)
-                finish(cluster, table, gaps, title, f"peers-{number}", 24, 90, lambda answer: "wrong bytes" if answer["wrong"] else None)
+                finish(cluster, table, gaps, title, f"peers-{number}", 24, 90, copied)
+            if arguments.retained:
+                faults_beside(cluster, table, gaps, programs)
             waits_and_drains(cluster, table, gaps, programs)
             programs_over_two(cluster, table, gaps, programs, arguments.seconds, alone)
             gaps.look()

@@ -1,14 +1,20 @@
 //! Copies typed memory between two GPUs, checks the content, and measures the copies.
 //!
 //! `cargo run --release --package bursar-runtime --example peers [MIB]` copies MIB (1,024) in each
-//! direction, without peer access and with it. It prints one JSON object: wrong copies, and the
-//! median bandwidths in GB/s. `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
+//! direction, without peer access and with it. It prints one JSON object: wrong copies, the median
+//! bandwidths in GB/s, and the GPUs whose tokens a child process could redeem (in a container of
+//! Bursar). `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
+//!
+//! `peers redeem TOKEN...` is that child: it prints the GPU of each token.
 
 use std::error::Error;
+use std::process::Command;
 use std::time::Instant;
 
+use bursar_runtime::memory::gpu_token::TokenError;
+use bursar_runtime::memory::peer_copy;
 use bursar_runtime::{
-    DeviceChecksum, DeviceRuntime, Tag, TrackedSlice, checksum, memory::peer_copy,
+    DeviceChecksum, DeviceRuntime, GpuToken, Tag, TokenClient, TrackedSlice, checksum,
 };
 
 type Done<T> = Result<T, Box<dyn Error>>;
@@ -59,10 +65,49 @@ impl Peers<'_> {
     }
 }
 
+/// Lets a child process redeem a token of each GPU, and returns the GPUs that it read.
+fn redeemed_by_child(runtimes: [&DeviceRuntime; 2]) -> Done<Vec<String>> {
+    let agent = TokenClient::in_container();
+    let mut child = Command::new(std::env::current_exe()?);
+    child.arg("redeem");
+    for runtime in runtimes {
+        match agent.seal_allocation(runtime.context().uuid(), 1) {
+            Ok(token) => child.arg(hex(token.as_bytes())),
+            Err(TokenError::AgentUnreachable { .. }) => return Ok(Vec::new()),
+            Err(error) => return Err(error.into()),
+        };
+    }
+    let output = child.output()?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into());
+    }
+    let gpus = String::from_utf8(output.stdout)?;
+    Ok(gpus.lines().map(str::to_owned).collect())
+}
+
+fn redeem(tokens: &[String]) -> Done<()> {
+    let agent = TokenClient::in_container();
+    for token in tokens {
+        let (pairs, _) = token.as_bytes().as_chunks::<2>();
+        let bytes = pairs
+            .iter()
+            .map(|pair| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?))
+            .collect::<Done<Vec<u8>>>()?;
+        println!("{}", agent.redeem(&GpuToken::try_from(bytes)?)?.gpu);
+    }
+    Ok(())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn main() -> Done<()> {
-    let mebibytes: usize = std::env::args()
-        .nth(1)
-        .map_or(Ok(1024), |word| word.parse())?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(("redeem", tokens)) = arguments.split_first().map(|(word, rest)| (&**word, rest)) {
+        return redeem(tokens);
+    }
+    let mebibytes: usize = arguments.first().map_or(Ok(1024), |word| word.parse())?;
     let (one, other) = (
         DeviceRuntime::for_ordinal(0)?,
         DeviceRuntime::for_ordinal(1)?,
@@ -86,11 +131,13 @@ fn main() -> Done<()> {
     one.context().enable_peer_access(other.context())?;
     other.context().enable_peer_access(one.context())?;
     let with_access = peers.bandwidth()?;
+    let gpus = [&one, &other].map(|runtime| runtime.context().uuid().to_string());
     println!(
         "{{\"copies\": {}, \"wrong\": {}, \"without_access_gb_per_s\": {without_access:.1}, \
-         \"with_access_gb_per_s\": {with_access:.1}}}",
+         \"with_access_gb_per_s\": {with_access:.1}, \"gpus\": {gpus:?}, \"redeemed\": {:?}}}",
         2 * ROUNDS,
         peers.wrong,
+        redeemed_by_child([&one, &other])?,
     );
     Ok(())
 }

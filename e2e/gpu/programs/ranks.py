@@ -1,10 +1,11 @@
 """Runs one PyTorch process for each GPU of the container over NCCL. Prints one JSON object.
 
-usage: ranks.py ddp|tensor|greedy [SECONDS]
+usage: ranks.py ddp|tensor|symmetric|greedy|refused [SECONDS]
 
 `ddp` trains a model for SECONDS and compares its weights on all ranks. `tensor` splits two matrix products over the
 ranks and compares the result with the whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks
-continue.
+continue. `symmetric` reads the memory of the next rank by torch's symmetric memory, and adds all ranks' in one kernel.
+`refused` ends rank 0 by the refusal, and prints what NCCL tells the other ranks.
 """
 
 import datetime
@@ -15,11 +16,14 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as multiprocessing
 
 MIB = 1 << 20
 STEP = 64 * MIB
 PATIENCE = datetime.timedelta(seconds=30)
+# After this time NCCL's watchdog gives up a collective call that a rank does not join.
+ABANDONED = datetime.timedelta(seconds=10)
 
 
 def bandwidth(rank, world):
@@ -82,6 +86,47 @@ def split(rank, world, seconds):
     return {"rounds": rounds, "wrong": wrong}
 
 
+def share(rank, world, seconds):
+    """Reads the next rank's symmetric memory and adds all ranks', and returns the rounds with a wrong result."""
+    group = dist.group.WORLD.group_name
+    count = 4 * MIB
+    block = symmetric_memory.empty(count, dtype=torch.float32, device=f"cuda:{rank}")
+    handle = symmetric_memory.rendezvous(block, group)
+    neighbour = handle.get_buffer((rank + 1) % world, (count,), torch.float32)
+    rounds, wrong, deadline = 0, 0, time.monotonic() + seconds
+    more = torch.ones(1, device=rank)
+    while more.item():
+        block.fill_(rounds * world + rank)
+        handle.barrier()
+        wrong += not bool((neighbour == rounds * world + (rank + 1) % world).all())
+        total = torch.ops.symm_mem.one_shot_all_reduce(block, "sum", group)
+        wrong += not bool((total == sum(rounds * world + other for other in range(world))).all())
+        handle.barrier()
+        rounds += 1
+        more.fill_(time.monotonic() < deadline)
+        dist.broadcast(more, 0)
+    return {"rounds": rounds, "wrong": wrong}
+
+
+def refuse(rank, answers):
+    """Allocates on rank 0 until the driver's refusal ends it, and puts the error of every rank into the queue."""
+    dist.all_reduce(torch.ones(1, device=rank))
+    torch.cuda.synchronize()
+    begun, held = time.monotonic(), []
+    try:
+        while rank == 0:
+            held.append(torch.empty(STEP, dtype=torch.uint8, device="cuda"))
+        dist.all_reduce(torch.ones(1, device=rank))
+        torch.cuda.synchronize()
+        told = "nothing"
+    except (torch.OutOfMemoryError, dist.DistError) as error:
+        told = f"{type(error).__name__}: {error}"
+    answers.put({"rank": rank, "told": told[:200], "seconds": round(time.monotonic() - begun, 1)})
+    answers.close()
+    answers.join_thread()
+    os._exit(1)
+
+
 def take():
     """Allocates until the driver refuses, and returns the MiB that were allocated."""
     held = []
@@ -99,14 +144,19 @@ def work(rank, world, mode, seconds, answers):
     """Runs one rank, and puts its answer into the queue."""
     torch.cuda.set_device(rank)
     answer = {"rank": rank, "sees_mib": torch.cuda.mem_get_info()[1] // MIB}
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=PATIENCE, device_id=torch.device(rank))
-    if mode == "greedy":
+    timeout = ABANDONED if mode == "refused" else PATIENCE
+    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timeout, device_id=torch.device(rank))
+    if mode == "refused":
+        refuse(rank, answers)
+    elif mode == "greedy":
         answer["got_mib"] = take() if rank == 0 else 0
         ones = torch.ones(1, device=rank)
         dist.all_reduce(ones)
         answer["sum"] = ones.item()
     elif mode == "ddp":
         answer |= train(rank, world, seconds)
+    elif mode == "symmetric":
+        answer |= share(rank, world, seconds)
     else:
         answer |= split(rank, world, seconds)
     answer["gb_per_s"] = round(bandwidth(rank, world), 1)
@@ -119,6 +169,8 @@ def main():
     mode, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 5
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if mode == "refused":
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     world = torch.cuda.device_count()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
