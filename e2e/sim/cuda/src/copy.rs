@@ -40,6 +40,7 @@ impl CurrentContext {
             Endpoint::Device(address)
                 if lock(&self.process.space).is_accessible(address, len, write) =>
             {
+                self.process.populate_managed(self.unit(), address, len);
                 Ok(address)
             }
             Endpoint::Device(_) => Err(Code::INVALID_VALUE),

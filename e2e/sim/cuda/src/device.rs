@@ -85,6 +85,7 @@ impl Process {
             40 => 3,                // copy engines
             75 => gpu_config.compute_capability.major,
             76 => gpu_config.compute_capability.minor,
+            88 | 100 => i32::from(self.sim.config.pageable_memory), // access to all host memory
             78 | 83 | 89 | 90 | 95 => 1, // priorities, managed, concurrent managed, preemption, cooperative
             81 => 228 << 10,             // shared memory per multiprocessor
             97 => 227 << 10,             // shared memory per block, opted in

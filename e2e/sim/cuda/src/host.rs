@@ -1,8 +1,9 @@
 //! Implements managed memory (`cuMemAllocManaged`) and page-locked host memory (`cuMemHost*`),
 //! which no GPU is charged for.
 //!
-//! Managed memory is never resident on a device. Prefetches and advice are recorded per page and
-//! can be queried.
+//! Managed memory becomes resident on a device by a prefetch or an access, until other memory
+//! displaces it; it also stays on the device when it is prefetched to the host. Prefetches and
+//! advice are recorded per page and can be queried.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context_stack::current_context;
@@ -85,10 +86,18 @@ fn prefetch(
     len: u64,
     at: impl FnOnce(&Process) -> Result<i32, Code>,
 ) -> DriverResult {
+    let mut to = DEVICE_CPU;
+    let at = |process: &Process| at(process).inspect(|at| to = *at);
     update_hints(address, len, at, |hints, at| {
         hints.prefetched = at;
         Ok(())
-    })
+    })?;
+    let process = healthy_process()?;
+    let device = usize::try_from(to).ok();
+    if let Some(device) = device.and_then(|device| process.devices.get(device)) {
+        process.populate_managed(device.unit, address, len);
+    }
+    Ok(())
 }
 
 /// Implements `CUmem_advise`. Advice about read-mostly memory ignores the location.

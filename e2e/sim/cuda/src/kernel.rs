@@ -105,6 +105,16 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 64 << 10,
         run: |_, _, _| Ok(()),
     },
+    // touch(uint8_t *at, size_t len): accesses memory without a change
+    Kernel {
+        name: "touch",
+        local_bytes: 0,
+        run: |current, arguments, _| {
+            let (at, len): (u64, u64) = (arguments.get(0)?, arguments.get(1)?);
+            current.check_access(at, len, false);
+            Ok(())
+        },
+    },
     // fault(): writes to address 0
     Kernel {
         name: "fault",
@@ -168,7 +178,9 @@ impl CurrentContext {
     /// Whether a kernel may access a range. If not, poisons the image with an illegal address.
     fn check_access(&self, address: u64, len: u64, write: bool) -> bool {
         let allowed = lock(&self.process.space).is_accessible(address, len, write);
-        if !allowed {
+        if allowed {
+            self.process.populate_managed(self.unit(), address, len);
+        } else {
             self.process.poison(self.device, Code::ILLEGAL_ADDRESS, 31);
         }
         allowed

@@ -9,8 +9,10 @@ use crate::abi::{Code, DriverResult, Out};
 use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::{charged_bytes, round_up};
-use crate::process::{Process, healthy_process, lock};
+use crate::process::{Process, device_dir, healthy_process, lock};
 use crate::tables::address_space::{Allocation, AllocationKind};
+
+use std::os::fd::AsRawFd as _;
 
 const PAGE: u64 = 4096;
 
@@ -32,6 +34,36 @@ pub(crate) fn map_pages(len: u64) -> Result<u64, Code> {
     } else {
         Ok(address as u64)
     }
+}
+
+/// Maps address space for managed memory: the driver's node, which no forked child has.
+fn map_managed(len: u64) -> Result<u64, Code> {
+    let Ok(node) = std::fs::File::open(device_dir().join("nvidia-uvm")) else {
+        return map_pages(len);
+    };
+    let len = len
+        .checked_next_multiple_of(PAGE)
+        .and_then(|len| usize::try_from(len).ok());
+    let len = len.ok_or(Code::OUT_OF_MEMORY)?;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+    // SAFETY: the kernel chooses the address of the new mapping.
+    let address = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            access,
+            flags,
+            node.as_raw_fd(),
+            0,
+        )
+    };
+    if address == libc::MAP_FAILED {
+        return Err(Code::OUT_OF_MEMORY);
+    }
+    // SAFETY: the range is the mapping just made.
+    unsafe { libc::madvise(address, len, libc::MADV_DONTFORK) };
+    Ok(address as u64)
 }
 
 /// Unmaps address space.
@@ -66,7 +98,10 @@ impl Process {
         len: u64,
         kind: AllocationKind,
     ) -> Result<u64, Code> {
-        let address = map_pages(len)?;
+        let address = match kind {
+            AllocationKind::Managed => map_managed(len)?,
+            _ => map_pages(len)?,
+        };
         if matches!(kind, AllocationKind::Linear | AllocationKind::Pool(_)) {
             let old = residue::load(&self.sim, current.unit(), len);
             // SAFETY: the new mapping has at least `len` bytes, and `old` is no longer than that.
@@ -163,7 +198,10 @@ impl Process {
             AllocationKind::Shared(object)
             | AllocationKind::IpcOpened(object)
             | AllocationKind::Mapped(object) => object.free_if_unreferenced(&self.sim),
-            AllocationKind::Managed => lock(&self.residency).forget(address, removed.len),
+            AllocationKind::Managed => {
+                lock(&self.residency).forget(address, removed.len);
+                lock(&self.chunks).free(&self.image, address);
+            }
             AllocationKind::Captured | AllocationKind::Host | AllocationKind::HostRegistered => {}
         }
     }

@@ -1,24 +1,53 @@
 //! Implements modules (`cuModule*`) with their functions (`cuFunc*`).
 //!
-//! Any image loads, unread. Every module has the same functions: the kernels of [`crate::kernel`].
+//! Any image loads. Every module has the same functions: the kernels of [`crate::kernel`]. A module
+//! whose image begins with `managed BYTES` has a variable `managed` of that size in managed memory.
 
 use crate::abi::{Code, DriverResult, In, Out, Text};
 use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::kernel::{KERNELS, Kernel};
 use crate::process::{healthy_process, lock};
+use crate::tables::address_space::AllocationKind;
 
 const FIRST: u64 = 0x5187_0000_0000;
 const STEP: u64 = 0x10;
 
-fn load(module: &Out<u64>) -> DriverResult {
+fn load(module: &Out<u64>, image: Option<&In<u8>>) -> DriverResult {
     let current = current_context()?;
+    let variable = match image.and_then(managed_variable) {
+        Some(len) => {
+            let address = current
+                .process
+                .map_allocation(&current, len, AllocationKind::Managed)?;
+            // The real driver has initialised the variable on the device.
+            current
+                .process
+                .populate_managed(current.unit(), address, len);
+            Some(address)
+        }
+        None => None,
+    };
     let mut modules = lock(&current.process.modules);
     modules.handle_count += 1;
     let handle = FIRST + modules.handle_count * STEP;
     module.set(handle)?;
-    modules.loaded.insert(handle);
+    modules.loaded.insert(handle, variable);
     Ok(())
+}
+
+/// The size of an image's variable in managed memory.
+fn managed_variable(image: &In<u8>) -> Option<u64> {
+    const PREFIX: &[u8] = b"managed ";
+    let byte = |at: usize| image.at(at).ok();
+    // Each byte is read only if the ones before it match, since the image may be shorter.
+    if !(0..PREFIX.len()).all(|at| byte(at) == Some(PREFIX[at])) {
+        return None;
+    }
+    let digits = (PREFIX.len()..PREFIX.len() + 20).map_while(byte);
+    let digits: Vec<u8> = digits.take_while(u8::is_ascii_digit).collect();
+    let len = std::str::from_utf8(&digits).ok()?.parse().ok()?;
+    (len > 0).then_some(len)
 }
 
 /// A function's handle, which encodes the kernel's index.
@@ -60,7 +89,9 @@ pub(crate) fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
 
 /// Fails when no such module is loaded.
 fn check_loaded(module: u64) -> DriverResult {
-    let known = lock(&healthy_process()?.modules).loaded.contains(&module);
+    let known = lock(&healthy_process()?.modules)
+        .loaded
+        .contains_key(&module);
     if known {
         Ok(())
     } else {
@@ -71,23 +102,28 @@ fn check_loaded(module: u64) -> DriverResult {
 exports! {
     fn cuModuleLoad(module: Out<u64>, path: Text) = {
         std::fs::metadata(path.get()?).map_err(|_| Code(301))?; // FILE_NOT_FOUND
-        load(&module)
+        load(&module, None)
     };
     fn cuModuleLoadData(module: Out<u64>, image: In<u8>) = {
         image.get()?;
-        load(&module)
+        load(&module, Some(&image))
     };
     fn cuModuleLoadDataEx(module: Out<u64>, image: In<u8>, _count: u32, _options: u64, _values: u64) = {
         image.get()?;
-        load(&module)
+        load(&module, Some(&image))
     };
     fn cuModuleLoadFatBinary(module: Out<u64>, image: In<u8>) = {
         image.get()?;
-        load(&module)
+        load(&module, Some(&image))
     };
     fn cuModuleUnload(module: u64) = {
-        let known = lock(&healthy_process()?.modules).loaded.remove(&module);
-        if known { Ok(()) } else { Err(Code::INVALID_HANDLE) }
+        let process = healthy_process()?;
+        let variable = lock(&process.modules).loaded.remove(&module).ok_or(Code::INVALID_HANDLE)?;
+        if let Some(address) = variable {
+            let removed = process.remove_allocation(address, |kind| *kind == AllocationKind::Managed)?;
+            process.free_allocation(address, removed);
+        }
+        Ok(())
     };
     fn cuModuleGetFunction(out: Out<u64>, module: u64, name: Text) = {
         check_loaded(module)?;
@@ -101,9 +137,16 @@ exports! {
         check_loaded(module)?;
         out.set_all(function_handles().take(room as usize))
     };
-    fn cuModuleGetGlobal_v2(_address: Out<u64>, _len: Out<u64>, module: u64, _name: Text) = {
-        let known = lock(&healthy_process()?.modules).loaded.contains(&module);
-        Err(if known { Code::NOT_FOUND } else { Code::INVALID_HANDLE })
+    fn cuModuleGetGlobal_v2(address: Out<u64>, len: Out<u64>, module: u64, name: Text) = {
+        let process = healthy_process()?;
+        let variable = lock(&process.modules).loaded.get(&module).copied().ok_or(Code::INVALID_HANDLE)?;
+        let variable = variable.filter(|_| name.get().is_ok_and(|name| name == "managed"));
+        let at = variable.ok_or(Code::NOT_FOUND)?;
+        let found = lock(&process.space).find_containing(at);
+        let (_, found) = found.ok_or(Code::NOT_FOUND)?;
+        address.set_if_not_null(at);
+        len.set_if_not_null(found.len);
+        Ok(())
     };
     fn cuFuncGetAttribute(value: Out<i32>, which: i32, function: u64) = {
         healthy_process()?;

@@ -5,9 +5,10 @@
 use bursar_sim_state::{Image, Sim, xid::Xid};
 
 use crate::abi::Code;
-use crate::tables::address_space::AddressSpace;
+use crate::tables::address_space::{AddressSpace, AllocationKind};
 use crate::tables::arrays::Arrays;
 use crate::tables::captures::Captures;
+use crate::tables::chunks::Chunks;
 use crate::tables::contexts::Contexts;
 use crate::tables::devices::{Device, visible_devices};
 use crate::tables::graphs::Graphs;
@@ -41,6 +42,7 @@ pub(crate) struct Process {
     pub(crate) libraries: Mutex<Libraries>,
     pub(crate) captures: Mutex<Captures>,
     pub(crate) residency: Mutex<Residency>,
+    pub(crate) chunks: Mutex<Chunks>,
     pid: u32,
     /// The sticky error; 0 for none. Only `execve` clears it (F1 in docs/facts.md).
     sticky: AtomicI32,
@@ -60,7 +62,7 @@ pub(crate) fn machine_dir() -> PathBuf {
 }
 
 /// The directory of device nodes: `SIMGPU_DEV`, or `/dev`.
-fn device_dir() -> PathBuf {
+pub(crate) fn device_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
 }
 
@@ -153,12 +155,24 @@ impl Process {
             libraries: Mutex::default(),
             captures: Mutex::default(),
             residency: Mutex::default(),
+            chunks: Mutex::default(),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,
             image,
             devices,
         })
+    }
+
+    /// Moves the managed memory of a range to a unit, as an access of the unit does.
+    pub(crate) fn populate_managed(&self, unit: usize, address: u64, len: u64) {
+        let found = lock(&self.space).find_containing(address);
+        let Some((base, found)) = found.filter(|(_, found)| found.kind == AllocationKind::Managed)
+        else {
+            return;
+        };
+        let len = len.min(found.len - (address - base));
+        lock(&self.chunks).populate(&self.image, unit, base, address, len);
     }
 
     /// Fails with the sticky error, if there is one.

@@ -7,15 +7,18 @@ use crate::table::{RawObject, TableGuard};
 use std::sync::atomic::Ordering::Relaxed;
 
 impl TableGuard<'_> {
-    /// Reserves `bytes` of a unit, and collects garbage first when they do not fit.
+    /// Reserves `bytes` of a unit. Collects garbage, and then evicts managed memory, when they do
+    /// not fit.
     ///
     /// The caller adds the bytes to an image or an object before it releases the table's lock.
     pub(crate) fn reserve(&self, sim: &Sim, unit: usize, bytes: u64) -> Result<(), SimError> {
         let used = &self.raw().units[unit].used;
-        let total = sim.units[unit].total;
-        let free = || total.saturating_sub(used.load(Relaxed));
+        let free = || self.free(sim, unit);
         if free() < bytes {
             self.collect(sim);
+        }
+        if free() < bytes && sim.config.uvm_oversubscription {
+            self.evict_managed(unit, bytes - free());
         }
         if free() < bytes {
             return Err(SimError::OutOfMemory {
@@ -50,6 +53,7 @@ impl TableGuard<'_> {
         }
         if died {
             self.recompute_usage();
+            self.drop_unused_caches();
         }
     }
 

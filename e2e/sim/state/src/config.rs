@@ -27,6 +27,13 @@ pub struct Config {
     /// `simgpu scrub` changes the setting at run time.
     #[serde(default = "yes")]
     pub scrub: bool,
+    /// Whether other memory displaces managed memory (`uvm_global_oversubscription` of the driver's
+    /// kernel module).
+    #[serde(default = "yes")]
+    pub uvm_oversubscription: bool,
+    /// Whether devices say that they access all host memory (HMM). None of it moves to a device.
+    #[serde(default)]
+    pub pageable_memory: bool,
     /// Whether NVML supports utilization samples of processes.
     #[serde(default = "yes")]
     pub process_utilization: bool,

@@ -171,13 +171,15 @@ impl MachineDir {
             let node = format!("nvidia{}", gpu.minor);
             create_node(&self.dev().join(node), gpu_device_number(gpu.minor))?;
         }
-        // The node has the device number of `/dev/zero`, because libcuda opens and maps it in
-        // `cuInit`.
-        create_node(&self.dev().join("nvidiactl"), libc::makedev(1, 5))?;
-        let others = ["nvidia-uvm", "nvidia-uvm-tools"];
-        for (node, minor) in others.into_iter().zip(0..) {
-            create_node(&self.dev().join(node), libc::makedev(UVM_MAJOR, minor))?;
+        // These nodes have the device number of `/dev/zero`, because libcuda opens and maps them:
+        // the first in `cuInit`, the other for managed memory.
+        for node in ["nvidiactl", "nvidia-uvm"] {
+            create_node(&self.dev().join(node), libc::makedev(1, 5))?;
         }
+        create_node(
+            &self.dev().join("nvidia-uvm-tools"),
+            libc::makedev(UVM_MAJOR, 1),
+        )?;
         libraries
             .iter()
             .try_for_each(|library| self.install(library, parsed.cuda_version))

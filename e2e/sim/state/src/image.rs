@@ -1,5 +1,6 @@
 //! Registers a process image in a table slot that the kernel frees with the process.
 
+use crate::managed::CHUNK;
 use crate::sim::{Sim, SimError};
 use crate::table::{MAX_IMAGES, RawImage, TableGuard};
 use std::fs::File;
@@ -112,12 +113,41 @@ impl Image {
         debug_assert_eq!(freed, bytes, "more is released than was charged");
         charged.fetch_sub(freed, Relaxed);
         table.raw().units[unit].used.fetch_sub(freed, Relaxed);
+        if charge == Charge::Context {
+            table.drop_unused_caches();
+        }
         Ok(())
     }
 
     /// The bytes of a unit that are charged to this image for one purpose.
     pub fn charged(&self, unit: usize, charge: Charge) -> u64 {
         self.raw().charges[unit][charge as usize].load(Relaxed)
+    }
+
+    /// Moves chunks of this image's managed memory to a unit. Returns the number of those that
+    /// found room; the others stay on the host.
+    pub fn populate_managed(&self, unit: usize, chunks: u64) -> u64 {
+        let table = self.sim.table.lock();
+        match self.check_registered(&table) {
+            Ok(()) => {
+                let managed = &self.raw().managed[unit];
+                table.populate_managed(&self.sim, unit, managed, chunks)
+            }
+            Err(_) => 0,
+        }
+    }
+
+    /// Frees chunks of this image's managed memory on a unit.
+    pub fn free_managed(&self, unit: usize, chunks: u64) {
+        let table = self.sim.table.lock();
+        if self.check_registered(&table).is_ok() {
+            table.free_managed(&self.raw().managed[unit], chunks);
+        }
+    }
+
+    /// The number of this image's chunks that were evicted from a unit so far.
+    pub fn evicted_chunks(&self, unit: usize) -> u64 {
+        self.raw().managed[unit].evicted.load(Relaxed) / CHUNK
     }
 
     fn check_registered(&self, _table: &TableGuard<'_>) -> Result<(), SimError> {
@@ -137,6 +167,7 @@ impl Drop for Image {
         if self.check_registered(&table).is_ok() {
             self.raw().used.store(0, Relaxed);
             table.recompute_usage();
+            table.drop_unused_caches();
         }
     }
 }
@@ -144,6 +175,11 @@ impl Drop for Image {
 fn reset_row(raw: &RawImage, serial: u64, namespace: u64) {
     for part in raw.charges.iter().flatten() {
         part.store(0, Relaxed);
+    }
+    for managed in &raw.managed {
+        managed.resident.store(0, Relaxed);
+        managed.evicted.store(0, Relaxed);
+        managed.since.store(0, Relaxed);
     }
     raw.pid.store(std::process::id(), Relaxed);
     raw.namespace.store(namespace, Relaxed);

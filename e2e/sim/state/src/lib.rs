@@ -30,6 +30,7 @@ pub mod ffi;
 pub mod folder;
 pub mod image;
 pub mod lock;
+pub mod managed;
 pub mod object;
 pub mod residue;
 pub mod sim;

@@ -43,7 +43,10 @@ impl Sim {
     }
 
     fn sum_used(&self, table: &TableGuard<'_>, unit: usize) -> u64 {
-        let used = |unit: usize| table.raw().units[unit].used.load(Relaxed);
+        let used = |unit: usize| {
+            let charged = table.raw().units[unit].used.load(Relaxed);
+            charged + table.managed_bytes(unit)
+        };
         match self.units[unit].mig {
             Some(_) => used(unit),
             None => self

@@ -18,7 +18,7 @@ pub(crate) enum AllocationKind {
     /// An address that a captured allocation returned; no memory exists before the graph is
     /// launched.
     Captured,
-    /// Managed memory, which no GPU is charged for.
+    /// Managed memory, which no process is charged for.
     Managed,
     /// Pinned host memory, which no GPU is charged for.
     Host,

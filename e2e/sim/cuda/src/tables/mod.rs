@@ -6,6 +6,7 @@
 pub(crate) mod address_space;
 pub(crate) mod arrays;
 pub(crate) mod captures;
+pub(crate) mod chunks;
 pub(crate) mod contexts;
 pub(crate) mod devices;
 pub(crate) mod graphs;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
 pub use raw::{MAX_IMAGES, MAX_OBJECTS, MAX_UNITS, MAX_XIDS};
-pub(crate) use raw::{RawImage, RawObject, RawTable};
+pub(crate) use raw::{RawImage, RawManaged, RawObject, RawTable};
 
 /// The shared mapping of `state/table`.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ pub const MAX_OBJECTS: usize = 16384;
 /// Capacity of the ring of XID events; a reader further behind misses the oldest.
 pub const MAX_XIDS: usize = 256;
 /// Identifies the layout; to be incremented with every change of it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0004;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0005;
 
 /// The table's file. In a new file all fields are zero.
 ///
@@ -44,6 +44,10 @@ pub(crate) struct RawTable {
 pub(crate) struct RawUnit {
     /// The sum of all images' charges and objects' sizes.
     pub(crate) used: AtomicU64,
+    /// Free bytes that the driver keeps for managed memory, and that NVML reports as used.
+    pub(crate) managed_cache: AtomicU64,
+    /// Counts the populations of managed memory, for their order.
+    pub(crate) populations: AtomicU64,
     /// Lock-free: whether the GPU fell off the bus.
     pub(crate) lost: AtomicU32,
     /// Lock-free: whether NVML's calls about the GPU hang.
@@ -77,6 +81,20 @@ pub(crate) struct RawImage {
     pub(crate) sm_percent: AtomicU32,
     /// Indexed by unit, then by [`crate::Charge`].
     pub(crate) charges: [[AtomicU64; 3]; MAX_UNITS],
+    /// Indexed by unit.
+    pub(crate) managed: [RawManaged; MAX_UNITS],
+}
+
+/// The managed memory of an image on a unit.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct RawManaged {
+    /// The bytes on the unit, in whole chunks.
+    pub(crate) resident: AtomicU64,
+    /// The bytes that were evicted so far.
+    pub(crate) evicted: AtomicU64,
+    /// The number of the population since which the image has had some on the unit.
+    pub(crate) since: AtomicU64,
 }
 
 #[repr(C)]
