@@ -57,6 +57,7 @@ pub struct AccountSlot {
     siblings: AtomicU32,
     exported: AtomicU32,
     context: AtomicU32,
+    evictable: AtomicU32,
 }
 
 impl AccountSlot {
@@ -137,6 +138,17 @@ impl AccountSlot {
         self.context.store(units.0, Ordering::Release);
     }
 
+    /// Returns the managed memory on this GPU that the driver moves away for device memory. The
+    /// driver's figure of free memory lacks these bytes.
+    pub fn evictable(&self) -> Units {
+        Units(self.evictable.load(Ordering::Acquire)).min(Units::MAX)
+    }
+
+    /// Writes the managed memory that the driver moves away (agent).
+    pub fn set_evictable(&self, units: Units) {
+        self.evictable.store(units.0, Ordering::Release);
+    }
+
     /// Returns how much of its usage the process says it has exported: memory that descriptors or
     /// other processes may keep after its exit (facts F4, F13).
     pub fn exported(&self) -> Units {
@@ -167,6 +179,7 @@ impl AccountSlot {
         self.set_others(Units::ZERO, 0);
         self.set_exported(Units::ZERO);
         self.set_context(Units::ZERO);
+        self.set_evictable(Units::ZERO);
     }
 
     fn update_exported(&self, step: impl Fn(Units) -> Units) {

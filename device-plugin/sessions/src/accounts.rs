@@ -2,6 +2,10 @@
 //!
 //! Pure. The sum of granted, exited and leased bytes never exceeds the quota, and the last unit of
 //! a quota can be granted.
+//!
+//! Managed memory is covered while the pod has no quota of it: its units then count against the
+//! quota of every GPU, because its pages may go to each of them. Its account stays apart, since the
+//! driver charges managed memory to no process.
 
 use std::collections::BTreeMap;
 
@@ -26,6 +30,8 @@ pub(super) type AmountsByPid = BTreeMap<u32, Vec<Units>>;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CreditAccounts {
     quotas: Vec<Units>,
+    /// The account of managed memory, while the quotas of the other accounts cover it.
+    covered: Option<usize>,
     granted: AmountsByPid,
     exited: AmountsByPid,
     /// The bytes of untracked processes by account and pid, as the driver reports them.
@@ -60,9 +66,36 @@ impl CreditAccounts {
         }
     }
 
-    /// The quota of an account; zero for an account that does not exist.
+    /// The quota of an account; zero for an account that does not exist. Covered managed memory has
+    /// at most the least quota of a GPU.
     pub(crate) fn quota(&self, account: usize) -> Units {
-        self.quotas.get(account).copied().unwrap_or(Units::ZERO)
+        let own = self.quotas.get(account).copied().unwrap_or(Units::ZERO);
+        if self.covered != Some(account) {
+            return own;
+        }
+        let least = self.covering().map(|gpu| self.quota(gpu)).min();
+        least.map_or(Units::ZERO, |least| own.min(least))
+    }
+
+    /// Lets the quotas of all other accounts cover an account; `None` covers none.
+    pub(crate) fn set_covered(&mut self, account: Option<usize>) {
+        self.covered = account;
+    }
+
+    /// The account that the quotas of the others cover.
+    pub(crate) fn covered(&self) -> Option<usize> {
+        self.covered
+    }
+
+    /// The covered account, as seen from another one.
+    pub(crate) fn covered_by(&self, account: usize) -> Option<usize> {
+        self.covered.filter(|covered| *covered != account)
+    }
+
+    /// The accounts whose quotas cover another one; none while no account is covered.
+    pub(crate) fn covering(&self) -> impl Iterator<Item = usize> {
+        let count = self.covered.map_or(0, |_| self.quotas.len());
+        (0..count).filter(|account| self.covered != Some(*account))
     }
 
     /// Changes the quota of an account. Granted units stay granted.
@@ -97,10 +130,26 @@ impl CreditAccounts {
         self.peaks.get(account).copied().unwrap_or(Units::ZERO)
     }
 
+    /// The units of exited processes that count against an account's quota.
+    pub(crate) fn exited_against(&self, account: usize) -> Units {
+        let own = self.exited(account);
+        if let Some(covered) = self.covered_by(account) {
+            return own.saturating_add(self.exited(covered));
+        }
+        let least = self.covering().map(|gpu| self.exited(gpu)).min();
+        own.saturating_add(least.unwrap_or(Units::ZERO))
+    }
+
     /// The units that can still be granted.
     pub(crate) fn free(&self, account: usize) -> Units {
-        self.quota(account)
-            .saturating_sub(self.total_charged(account))
+        let own = self
+            .quota(account)
+            .saturating_sub(self.total_charged(account));
+        if self.covered != Some(account) {
+            return own;
+        }
+        let least = self.covering().map(|gpu| self.free(gpu)).min();
+        least.map_or(Units::ZERO, |least| own.min(least))
     }
 
     /// The charged units beyond the quota, as after the quota was lowered.
@@ -114,7 +163,8 @@ impl CreditAccounts {
             .saturating_add(self.sibling_charges(account))
     }
 
-    /// The units of an account that this container has: live, exited, leased and untracked.
+    /// The units of an account that this container has: live, exited, leased, untracked, and
+    /// covered managed memory.
     pub(super) fn own_charged(&self, account: usize) -> Units {
         self.tracked_charged(account)
             .saturating_add(self.untracked(account))
@@ -154,7 +204,11 @@ impl CreditAccounts {
     /// The charged units of an account, without untracked processes.
     fn tracked_charged(&self, account: usize) -> Units {
         let processes = self.granted(account).saturating_add(self.exited(account));
-        processes.saturating_add(self.leased(account))
+        let own = processes.saturating_add(self.leased(account));
+        let covered = self.covered_by(account);
+        covered.map_or(own, |covered| {
+            own.saturating_add(self.tracked_charged(covered))
+        })
     }
 
     pub(super) fn leases(&self) -> &BTreeMap<u64, (usize, Units)> {
@@ -233,7 +287,8 @@ impl CreditAccounts {
         }
     }
 
-    /// Grants `need`, and a prefetch where enough is free. Returns the granted units.
+    /// Grants `need`, and a prefetch where enough is free. Returns the granted units. Covered
+    /// managed memory gets no prefetch, which would take room from every GPU.
     ///
     /// # Errors
     /// The missing units.
@@ -242,7 +297,11 @@ impl CreditAccounts {
         if need > free {
             return Err(need.saturating_sub(free));
         }
-        let amount = need.saturating_add(prefetch(free.saturating_sub(need)));
+        let prefetched = match self.covered == Some(account) {
+            true => Units::ZERO,
+            false => prefetch(free.saturating_sub(need)),
+        };
+        let amount = need.saturating_add(prefetched);
         self.add_grant(pid, account, amount);
         Ok(amount)
     }
@@ -350,9 +409,15 @@ impl CreditAccounts {
     }
 
     fn update_peak(&mut self, account: usize) {
-        let now = self.tracked_charged(account);
-        if let Some(peak) = self.peaks.get_mut(account) {
-            *peak = now.max(*peak);
+        let covering: Vec<_> = match self.covered == Some(account) {
+            true => self.covering().collect(),
+            false => Vec::new(),
+        };
+        for account in covering.into_iter().chain([account]) {
+            let now = self.tracked_charged(account);
+            if let Some(peak) = self.peaks.get_mut(account) {
+                *peak = now.max(*peak);
+            }
         }
     }
 }
@@ -523,6 +588,24 @@ mod tests {
     }
 
     #[test]
+    fn covered_memory_needs_room_on_every_gpu() {
+        let mut credit = CreditAccounts::new(vec![Units(8), Units(6), Units::MAX]);
+        credit.set_covered(Some(2));
+        assert_eq!(credit.quota(2), Units(6));
+        assert_eq!(credit.grant(1, 2, Units(7)), Err(Units(1)));
+        assert_eq!(credit.grant(1, 2, Units(4)), Ok(Units(4)));
+        assert_eq!((credit.free(0), credit.free(1)), (Units(4), Units(2)));
+        assert_eq!(credit.grant(1, 0, Units(4)), Ok(Units(4)));
+        assert_eq!(credit.free(2), Units::ZERO, "GPU 0 is full");
+        assert_eq!(credit.grant(1, 1, Units(3)), Err(Units(1)));
+        assert_eq!((credit.peak(0), credit.peak(1)), (Units(8), Units(4)));
+        credit.mark_exited(1, &[]);
+        assert_eq!(credit.exited_against(2), Units(4));
+        credit.release_exited(1);
+        assert_eq!(credit.free(2), Units(6));
+    }
+
+    #[test]
     fn an_account_that_does_not_exist_grants_nothing() {
         let mut credit = CreditAccounts::new(vec![Units(10)]);
         assert_eq!(credit.grant(1, 1, Units(1)), Err(Units(1)));
@@ -596,6 +679,32 @@ mod tests {
                     Step::Resize(quota) => credit.set_quota(0, Units(quota.max(before.0 + credit.exited(0).0))),
                 }
                 prop_assert!(credit.granted(0).0 + credit.exited(0).0 <= credit.quota(0).0);
+            }
+        }
+
+        /// Whatever the order of grants and frees, the quota of each GPU bounds its own memory and
+        /// the covered managed memory together. A request within all of them is granted.
+        #[test]
+        fn covered_memory_never_exceeds_a_quota(
+            quotas in prop::array::uniform2(1..64_u32),
+            steps in prop::collection::vec((1..4_u32, 0..3_usize, 0..40_u32, any::<bool>()), 0..80),
+        ) {
+            let [first, second] = quotas;
+            let mut credit = CreditAccounts::new(vec![Units(first), Units(second), Units::MAX]);
+            credit.set_covered(Some(2));
+            for (pid, account, units, is_grant) in steps {
+                let room = |gpu: usize| quotas[gpu] - credit.granted(gpu).0 - credit.granted(2).0;
+                let most = if account == 2 { room(0).min(room(1)) } else { room(account) };
+                match is_grant {
+                    true => {
+                        let granted = credit.grant(pid, account, Units(units));
+                        prop_assert_eq!(granted.is_ok(), units <= most);
+                    }
+                    false => drop(credit.revoke(pid, account, Units(units))),
+                }
+                for (gpu, quota) in quotas.into_iter().enumerate() {
+                    prop_assert!(credit.granted(gpu).0 + credit.granted(2).0 <= quota);
+                }
             }
         }
     }

@@ -29,7 +29,7 @@ use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::accounts::AmountsByPid;
+use super::accounts::{AmountsByPid, NO_PID};
 use super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
 use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
@@ -77,6 +77,8 @@ pub(super) struct Container {
     requested: Vec<Units>,
     /// The lower quotas that the operator has ordered since, by account.
     overrides: Vec<Option<Units>>,
+    /// The managed memory that the driver moves away for device memory, by account.
+    evictable: Vec<Units>,
     /// When the last image exited.
     last_exit: Option<Instant>,
     /// The process generation of the last image that said hello.
@@ -207,6 +209,7 @@ impl Container {
             requests: 0,
             requested,
             overrides,
+            evictable: Vec::new(),
             last_exit: None,
             generation: match content.generation {
                 // Generations issued since the boot are lower, since a container has at most one
@@ -412,7 +415,8 @@ impl Container {
             .exited(index)
             .saturating_add(self.credit.untracked(index))
             .saturating_add(self.credit.leased(index))
-            .saturating_add(self.credit.sibling_charges(index));
+            .saturating_add(self.credit.sibling_charges(index))
+            .saturating_add(self.covered_use(index));
         let mut processes = Vec::new();
         for (pid, state) in &self.processes {
             let units = self.used_by(*pid, state, index);
@@ -467,6 +471,7 @@ impl Container {
             };
             slot.set_quota(self.credit.quota(index));
             slot.set_context(self.context_charge(account));
+            slot.set_evictable(amount_of(&self.evictable, index));
             slot.set_exported(amount_of(exported, index));
             slot.set(CreditWord {
                 granted: granted.0,
@@ -536,8 +541,8 @@ impl Container {
         let free = self
             .credit
             .free(index)
-            .saturating_add(self.idle_credit_of_others(pid, index));
-        let exited = self.credit.exited(index);
+            .saturating_add(self.idle_credit_for(pid, index));
+        let exited = self.credit.exited_against(index);
         let with_exited = free
             .saturating_add(exited)
             .saturating_add(self.credit.sibling_charges(index));
@@ -563,11 +568,7 @@ impl Container {
         }
         self.update_from_siblings();
         if self.credit.free(index) < need {
-            let missing = need.saturating_sub(self.credit.free(index));
-            // Reclaiming idle credit helps only if it is enough.
-            if self.idle_credit_of_others(pid, index) >= missing {
-                self.reclaim_idle(pid, index, missing);
-            }
+            self.reclaim_for(pid, index, need);
         }
         let granted = self.credit.grant(pid, index, need);
         granted.map_err(|_| RefusalReason::Quota)
@@ -592,6 +593,10 @@ impl Container {
             granted
         });
         if granted {
+            if self.credit.covered() == Some(index) {
+                // The pages of the GPUs' accounts must show the bytes.
+                self.refresh_pages();
+            }
             return Ok(units);
         }
         self.credit.revoke(pid, index, units);
@@ -744,6 +749,12 @@ impl Container {
             let all = all.saturating_add(self.credit.untracked(index));
             let all = all.saturating_add(self.credit.leased(index));
             let all = all.saturating_add(self.credit.sibling_charges(index));
+            let all = all.saturating_add(self.covered_use(index));
+            // A process whose covered managed memory changes must ask for the figure.
+            let covered = self.credit.covered_by(index);
+            let has_covered =
+                covered.is_some_and(|covered| self.credit.granted(covered) > Units::ZERO);
+            let siblings = siblings.saturating_add(u32::from(has_covered));
             for (state, used) in uses {
                 if let Some(slot) = state.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
@@ -790,6 +801,60 @@ impl Container {
                 Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
             })
             .sum()
+    }
+
+    /// The covered managed memory that counts against an account.
+    fn covered_use(&self, account: usize) -> Units {
+        let Some(covered) = self.credit.covered_by(account) else {
+            return Units::ZERO;
+        };
+        let members = self.processes.iter();
+        let live: Units = members
+            .map(|(pid, state)| self.used_by(*pid, state, covered))
+            .sum();
+        live.saturating_add(self.credit.exited(covered))
+    }
+
+    /// The idle credit that may be taken for a request: that of the account's other processes, and
+    /// that of all processes in accounts that share its quota.
+    fn idle_credit_for(&self, pid: u32, account: usize) -> Units {
+        let own = self.idle_credit_of_others(pid, account);
+        let of_all = |account| self.idle_credit_of_others(NO_PID, account);
+        let sharing = match self.credit.covered_by(account) {
+            Some(covered) => Some(of_all(covered)),
+            None if self.credit.covered() == Some(account) => {
+                self.credit.covering().map(of_all).min()
+            }
+            None => None,
+        };
+        own.saturating_add(sharing.unwrap_or(Units::ZERO))
+    }
+
+    /// Takes back idle credit until an account has `need` free, if there is enough of it. Managed
+    /// memory that is covered needs room on every GPU.
+    fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
+        let covered = self.credit.covered();
+        let limiting: Vec<_> = match covered == Some(account) {
+            true => self.credit.covering().collect(),
+            false => vec![account],
+        };
+        // The process has used up its idle credit of the account itself.
+        let asker = |of: usize| if of == account { pid } else { NO_PID };
+        let idle = |of: usize| self.idle_credit_of_others(asker(of), of);
+        let shared = covered.map_or(Units::ZERO, idle);
+        let missing = |credit: &CreditAccounts, of: usize| need.saturating_sub(credit.free(of));
+        let is_enough = |of: &usize| idle(*of).saturating_add(shared) >= missing(&self.credit, *of);
+        if !limiting.iter().all(is_enough) {
+            return;
+        }
+        if let Some(covered) = covered {
+            let most = limiting.iter().map(|of| missing(&self.credit, *of)).max();
+            self.reclaim_idle(asker(covered), covered, most.unwrap_or(Units::ZERO));
+        }
+        for of in limiting {
+            let left = missing(&self.credit, of);
+            self.reclaim_idle(asker(of), of, left);
+        }
     }
 
     fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
@@ -871,16 +936,18 @@ impl ProcessState {
         self.page.as_ref().filter(|_| self.has_adopted_page)
     }
 
-    /// The bytes that the process has exported, by account; empty where it never did. The figure
-    /// never falls: a tenant process may lower its page while others hold its exports.
+    /// The bytes that the process has exported, by GPU; empty where it never did. Managed memory,
+    /// the last account, ends with its process, whatever the page says. The figure never falls: a
+    /// tenant process may lower its page while others hold its exports.
     fn current_exports(&self) -> Vec<Units> {
         let Some(page) = self.adopted_page() else {
             return self.exported.clone();
         };
         let on_record = |index| self.exported.get(index).copied().unwrap_or(Units::ZERO);
-        let exported: Vec<_> = (0..)
+        let mut exported: Vec<_> = (0..)
             .map_while(|index| Some(page.slot(index)?.exported().max(on_record(index))))
             .collect();
+        exported.pop();
         if exported.iter().all(|units| *units == Units::ZERO) {
             return Vec::new();
         }

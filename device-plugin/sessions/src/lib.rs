@@ -662,6 +662,14 @@ impl Sessions {
         });
     }
 
+    /// Tells the processes of all containers with a GPU how much managed memory the driver moves
+    /// away there for device memory.
+    pub fn set_evictable(&self, gpu: &GpuUuid, bytes: Bytes) {
+        for running in lock(&self.shared.containers).values() {
+            lock(&running.container).set_evictable(gpu, bytes);
+        }
+    }
+
     /// The usage of every served allocation.
     pub fn container_usage(&self) -> Vec<ContainerUsage> {
         let running = lock(&self.shared.containers);

@@ -374,6 +374,9 @@ mod tests {
         Parked(u64),
         /// A live process maps orphaned exports, and the driver charges it for them.
         Mapped(u32, u64),
+        /// Managed memory of live processes becomes resident, or is evicted: this amount is on the
+        /// GPU now, which the driver charges to no process.
+        Managed(u64),
         Look,
     }
 
@@ -384,25 +387,26 @@ mod tests {
             1 => pid.clone().prop_map(Step::Dies),
             1 => bytes.clone().prop_map(|blocks| Step::Parked(blocks * 2 * MIB)),
             1 => (pid, bytes).prop_map(|(pid, blocks)| Step::Mapped(pid, blocks * 2 * MIB)),
+            2 => (0..256_u64).prop_map(|chunks| Step::Managed(chunks * 2 * MIB)),
             24 => Just(Step::Look),
         ]
     }
 
     proptest! {
         /// Holders of orphaned exports only become fewer, as no process can start to hold them. The
-        /// bound never falls below the orphaned bytes, but for noise, and reaches zero once all
-        /// holders have exited.
+        /// bound never falls below the orphaned bytes, but for noise, whatever managed memory comes
+        /// and goes. It reaches zero once all holders have exited and no managed memory is left.
         #[test]
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
-            let mut parked = 256 * MIB;
+            let (mut parked, mut managed) = (256 * MIB, 0);
             let mut samples = SampleWindow::default();
-            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
+            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, unlisted: u64| {
                 let charged: Vec<(u32, u64)> = has
                     .iter()
                     .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
                     .collect();
-                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + parked;
+                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + unlisted;
                 let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
                 samples.push((), &sample_of(used, &charged), &self::own(&own), &BTreeMap::new());
             };
@@ -419,7 +423,8 @@ mod tests {
                         parked -= moved;
                         *mapped.entry(pid).or_default() += moved;
                     },
-                    Step::Look => take(&mut samples, &has, &mapped, parked),
+                    Step::Managed(bytes) => managed = bytes,
+                    Step::Look => take(&mut samples, &has, &mapped, parked + managed),
                 }
                 if let Some(bound) = samples.bound().map(|(_, bound)| bound.for_container(None)) {
                     // Each live process may have this margin beyond its charge, which may also hide

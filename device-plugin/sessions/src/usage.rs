@@ -124,6 +124,9 @@ pub struct AccountBalance {
     pub exported: Bytes,
     /// The bytes of the leases that the container owns.
     pub leased: Bytes,
+    /// The bytes of managed memory that the quota of this GPU covers, because the pod has no quota
+    /// of managed memory.
+    pub managed: Bytes,
     /// The bytes of untracked processes, as the driver reports them.
     pub untracked: Bytes,
     /// The largest sum of granted, exited and leased bytes so far.
@@ -133,7 +136,13 @@ pub struct AccountBalance {
 impl AccountBalance {
     /// The bytes that count as used.
     pub fn in_use(&self) -> Bytes {
-        let amounts = [self.used, self.exited, self.leased, self.untracked];
+        let amounts = [
+            self.used,
+            self.exited,
+            self.leased,
+            self.managed,
+            self.untracked,
+        ];
         let sum = amounts
             .iter()
             .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
@@ -188,6 +197,7 @@ impl AccountBalance {
             exited: Bytes::ZERO,
             exported: Bytes::ZERO,
             leased: Bytes::ZERO,
+            managed: Bytes::ZERO,
             untracked: Bytes::ZERO,
             peak: Bytes::ZERO,
         }

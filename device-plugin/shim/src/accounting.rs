@@ -283,6 +283,14 @@ pub(crate) fn report_poison(
     })
 }
 
+/// Returns the managed memory on a device that the driver moves away for other memory, and does not
+/// report as free.
+pub(crate) fn evictable(device: i32) -> u64 {
+    let state = session_state::state();
+    let slot = state.and_then(|state| slot(state, index_of(state, Account::Device(device))?));
+    slot.map_or(0, |slot| slot.evictable().bytes())
+}
+
 /// Returns the bytes that the container may still use of a device, and its quota; `None` without a
 /// session. The caller has reconciled the pools.
 pub(crate) fn free_and_quota(device: i32) -> Option<(u64, u64)> {

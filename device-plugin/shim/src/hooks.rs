@@ -5,6 +5,7 @@
 //! another hook only forwards, because the driver calls its own exported functions.
 //!
 //! * [`linear`] linear, pitched and managed memory
+//! * [`managed_variables`] variables in managed memory
 //! * [`arrays`] arrays and mipmapped arrays
 //! * [`rounding`] the size that the driver takes for a request
 //! * [`pools`] stream-ordered memory
@@ -15,6 +16,7 @@
 //! * [`graphs`] graphs with memory nodes
 //! * [`ctx_limits`] and [`kernels`] stacks and kernels' local memory
 //! * [`mem_info`] the memory sizes that programs query
+//! * [`device_attributes`] the attributes of devices that lead programs past every charge
 //! * [`init`] `cuInit`
 //! * [`proc_address`] the addresses that `cuGetProcAddress` returns
 
@@ -23,11 +25,13 @@ mod captures;
 pub(crate) mod context_registry;
 pub(crate) mod contexts;
 mod ctx_limits;
+mod device_attributes;
 mod graphs;
 mod init;
 mod ipc;
 mod kernels;
 mod linear;
+pub(crate) mod managed_variables;
 mod mem_info;
 mod pools;
 mod proc_address;

@@ -56,13 +56,14 @@ mod vmm;
 
 /// The functions by which a forked child resets state of its parent. [`session_state`] calls them
 /// once in each process.
-static FORK_RESETS: [fn(); 7] = [
+static FORK_RESETS: [fn(); 8] = [
     accounting::reset,
     deferred_free::reset,
     pools::reset,
     hooks::vmm::reset,
     hooks::contexts::reset,
     hooks::context_registry::reset,
+    hooks::managed_variables::reset,
     graphs::reset,
 ];
 

@@ -393,7 +393,8 @@ fn host_pools_are_free_and_managed_pools_use_their_quota() {
         program.ok(format!("pooldestroy {host}"));
     }
     for managed in [program.ok("pool 2 1 0")[0], program.ok("defaultpool 2")[0]] {
-        assert_eq!(program.call(format!("poolalloc {managed} 1")), "err 2");
+        let beyond = format!("poolalloc {managed} {}", QUOTA + 1);
+        assert_eq!(program.call(beyond), "err 2", "the GPU's quota covers it");
     }
     container.resize(&Account::Managed, Bytes(64 * MIB));
     let managed = program.ok("defaultpool 2")[0];

@@ -12,7 +12,6 @@ use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::fd_passing::send_with_fd;
 use bursar_protocol::messages::{self, Message, Quota, Response};
 use bursar_protocol::units::Units;
-use bursar_sessions::Account;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -323,21 +322,6 @@ fn garbage_on_the_socket_does_not_slow_programs() {
     assert_eq!(program.ok(format!("greedy {MIB}")), [256, 2]);
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     drop(hostile);
-}
-
-#[test]
-fn managed_memory_has_a_quota_of_its_own() {
-    let container = Container::with_quota(QUOTA);
-    let mut program = container.program();
-    assert_eq!(program.call(format!("managed {MIB}")), "err 2");
-    container.resize(&Account::Managed, Bytes(64 * MIB));
-    let answer = program.call(format!("managed {}", 64 * MIB));
-    // The simulated driver may not support managed memory; its own answer is returned.
-    assert!(answer.starts_with("ok") || answer == "err 801", "{answer}");
-    if answer.starts_with("ok") {
-        assert_eq!(program.call("managed 1"), "err 2");
-    }
-    assert_eq!(container.usage().used, Bytes::ZERO);
 }
 
 #[test]

@@ -75,8 +75,8 @@ fn read_task_file(task: &Path, name: &str) -> String {
     fs::read_to_string(task.join(name)).unwrap_or_default()
 }
 
-/// The amount that a session record charges to the container's GPU, at most its quota. The other
-/// accounts have no quota.
+/// The amount that a session record charges to the container, at most the quota of its GPU, which
+/// covers its managed memory too.
 fn charged_units(record: &Value) -> Result<u64, String> {
     let list = |name: &str| {
         let list = record[name].as_array();
@@ -98,15 +98,12 @@ fn charged_units(record: &Value) -> Result<u64, String> {
         let account = lease[1].as_u64().unwrap_or_default();
         *sums.entry(account).or_default() += lease[2].as_u64().unwrap_or(u64::MAX / 2);
     }
-    let of_gpu = sums.remove(&0).unwrap_or_default();
-    let others: u64 = sums.values().sum();
-    if of_gpu > QUOTA.0.into() || others > 0 {
+    let charged: u64 = sums.values().sum();
+    if charged > QUOTA.0.into() {
         let quota = QUOTA.0;
-        return Err(format!(
-            "{of_gpu} and {others} units of {quota} and 0: {record}"
-        ));
+        return Err(format!("{sums:?} units of {quota}: {record}"));
     }
-    Ok(of_gpu)
+    Ok(charged)
 }
 
 /// Whether `/proc` shows a thread of the runtime that sleeps while the kernel releases a file.
@@ -211,8 +208,8 @@ mod tests {
                 "{parts:?}"
             );
         }
-        let other = json!({ "processes": [{ "granted": [0, 1] }], "exited": [], "orphaned": [], "leases": [] });
-        assert!(charged_units(&other).is_err());
+        let both = json!({ "processes": [{ "granted": [QUOTA.0, 1] }], "exited": [], "orphaned": [], "leases": [] });
+        assert!(charged_units(&both).is_err(), "with managed memory");
     }
 
     #[test]

@@ -207,7 +207,10 @@ impl AuditFigures {
                 let amounts = [
                     ("quota", account.quota),
                     ("granted", account.granted),
-                    ("used", account.used),
+                    (
+                        "used",
+                        Bytes(account.used.0.saturating_add(account.managed.0)),
+                    ),
                     ("exited", account.exited),
                     ("leased", account.leased),
                     ("untracked", account.untracked),

@@ -60,13 +60,15 @@ impl Container {
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
         self.update_from_siblings();
-        let idle = self.idle_credit_of_others(NO_PID, index);
+        let idle = self.idle_credit_for(NO_PID, index);
         let free = self.credit.free(index);
         let missing = need.saturating_sub(free);
         if missing > idle {
             return Err(Bytes(free.saturating_add(idle).bytes()));
         }
-        self.reclaim_idle(NO_PID, index, missing);
+        if missing > Units::ZERO {
+            self.reclaim_for(NO_PID, index, need);
+        }
         let leased = self.credit.charge_lease(lease.0, index, need);
         leased.map_err(|free| Bytes(free.bytes()))?;
         if !self.write_checkpoint() {

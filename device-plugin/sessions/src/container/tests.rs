@@ -913,6 +913,7 @@ fn request_is_refused_when_the_checkpoint_fails() {
 }
 
 mod events;
+mod managed;
 mod poisoned;
 mod recording;
 mod siblings;

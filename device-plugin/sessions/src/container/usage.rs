@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use bursar_ledger::units::Bytes;
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 use bursar_protocol::units::Units;
 
+use super::super::accounts::NO_PID;
 use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
 use super::denials::SharedLogLimiter;
@@ -27,20 +28,27 @@ impl Container {
     /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
         let bytes = |units: Units| Bytes(units.bytes());
+        let covered = self.credit.covered();
+        // The accounts of the GPUs have the bytes of covered managed memory.
+        let shown = |index: usize, bytes: Bytes| match covered == Some(index) {
+            true => Bytes::ZERO,
+            false => bytes,
+        };
         let accounts = self
             .account_usage()
             .into_iter()
             .enumerate()
             .map(|(index, usage)| AccountBalance {
                 account: usage.account,
-                quota: usage.quota,
-                granted: usage.granted,
-                used: usage.used,
-                exited: usage.exited,
+                quota: shown(index, usage.quota),
+                granted: shown(index, usage.granted),
+                used: shown(index, usage.used),
+                exited: shown(index, usage.exited),
                 exported: bytes(self.live_exports(index)),
                 leased: bytes(self.credit.leased(index)),
+                managed: bytes(self.covered_use(index)),
                 untracked: bytes(self.credit.untracked(index)),
-                peak: usage.peak,
+                peak: shown(index, usage.peak),
             });
         let granted = |pid| {
             let accounts = 0..self.accounts.len();
@@ -119,6 +127,27 @@ impl Container {
         }
     }
 
+    /// Tells all processes how much managed memory the driver moves away from a GPU for device
+    /// memory.
+    pub(in super::super) fn set_evictable(&mut self, gpu: &GpuUuid, bytes: Bytes) {
+        let Some(index) = self.account_index(gpu) else {
+            return;
+        };
+        let units = Units::within(bytes.0);
+        self.evictable.resize(self.accounts.len(), Units::ZERO);
+        match self.evictable.get_mut(index) {
+            Some(before) if *before != units => *before = units,
+            _ => return,
+        }
+        for slot in self
+            .processes
+            .values()
+            .filter_map(|state| state.page.as_ref()?.slot(index))
+        {
+            slot.set_evictable(units);
+        }
+    }
+
     /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
     /// holds the override.
     pub(in super::super) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
@@ -145,8 +174,10 @@ impl Container {
             let excess = self.credit.excess(index);
             if excess > Units::ZERO {
                 let before = self.credit.granted(index);
-                // No process has the pid 0, so the call reclaims from every process.
-                self.reclaim_idle(0, index, excess);
+                self.reclaim_idle(NO_PID, index, excess);
+                if let Some(covered) = self.credit.covered_by(index) {
+                    self.reclaim_idle(NO_PID, covered, self.credit.excess(index));
+                }
                 changed |= self.credit.granted(index) != before;
             }
         }
@@ -159,14 +190,24 @@ impl Container {
     pub(super) fn apply_quota(&mut self, index: usize) {
         let requested = self.requested.get(index).copied().unwrap_or(Units::ZERO);
         let ordered = self.overrides.get(index).copied().flatten();
-        let quota = ordered.map_or(requested, |ordered| ordered.min(requested));
+        let mut quota = ordered.map_or(requested, |ordered| ordered.min(requested));
+        if self.accounts.get(index) == Some(&Account::Managed) {
+            let is_covered = requested == Units::ZERO;
+            self.credit.set_covered(is_covered.then_some(index));
+            if is_covered {
+                quota = ordered.unwrap_or(Units::MAX);
+            }
+        }
         self.credit.set_quota(index, quota);
-        for slot in self
-            .processes
-            .values()
-            .filter_map(|state| state.page.as_ref()?.slot(index))
-        {
-            slot.set_quota(quota);
+        // The quota of covered managed memory follows those of the GPUs.
+        for index in 0..self.accounts.len() {
+            for slot in self
+                .processes
+                .values()
+                .filter_map(|state| state.page.as_ref()?.slot(index))
+            {
+                slot.set_quota(self.credit.quota(index));
+            }
         }
         self.reclaim_excess();
     }

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::MutexGuard;
 
-use super::{allocate, context_registry, hooks};
+use super::{allocate, context_registry, hooks, managed_variables};
 use crate::accounting::{self, ALLOC_TABLE, Account, Denied, PendingCharge};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::{device_count, driver};
@@ -86,6 +86,9 @@ fn destroy(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
         context_registry::remove(context),
     );
     let answer = graphs::with_trim(call);
+    if answer == curesult::SUCCESS {
+        managed_variables::end_context(context);
+    }
     match itself {
         Some(itself) if answer == curesult::SUCCESS => itself.discharge(),
         Some(itself) => context_registry::reinsert(itself),
@@ -139,6 +142,7 @@ fn discharge_context(context: u64) {
     if crate::session_state::state().is_none() {
         return;
     }
+    managed_variables::end_context(context);
     for (_, charge) in ALLOC_TABLE.remove_context(context) {
         accounting::discharge(charge);
     }

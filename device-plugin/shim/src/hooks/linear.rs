@@ -80,8 +80,8 @@ hooks! {
         answer
     };
 
-    /// `cuMemAllocManaged`: charged to the container's managed quota. Without such a quota the call
-    /// fails.
+    /// `cuMemAllocManaged`: charged to the container's managed quota. Without such a quota that of
+    /// each GPU covers it, by the agent's accounts.
     fn cuMemAllocManaged(pointer: *mut u64, bytes: usize, flags: c_uint) = |driver_call| {
         if pointer.is_null() || bytes == 0 || accounting::before_cuinit() {
             return driver_call(pointer, bytes, flags);

@@ -31,9 +31,11 @@ hooks! {
         };
         // Without a session nothing can be allocated.
         let (room, quota) = free_and_quota(device).unwrap_or((0, 0));
+        let evictable = usize::try_from(accounting::evictable(device)).unwrap_or(usize::MAX);
         // SAFETY: neither is null, and the driver has just written both.
         unsafe {
-            *free = (*free).min(usize::try_from(room).unwrap_or(usize::MAX));
+            let obtainable = (*free).saturating_add(evictable);
+            *free = obtainable.min(usize::try_from(room).unwrap_or(usize::MAX));
             *total = usize::try_from(quota).unwrap_or(usize::MAX);
         }
         answer

@@ -144,6 +144,7 @@ impl Machine {
             forked: false,
             has_shim: shim,
             device_mappings: Default::default(),
+            managed_mapped: 0,
         };
         let containers = AttestedState {
             allocations: [(home, ALLOCATION)].into(),

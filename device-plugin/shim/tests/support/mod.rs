@@ -92,7 +92,7 @@ impl Container {
                 )
             })
             .collect();
-        std::fs::write(&config, gpus).unwrap();
+        std::fs::write(&config, format!("pageable-memory = true\n{gpus}")).unwrap();
         MachineDir::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();

@@ -222,6 +222,17 @@ impl Cuda {
         answer(code, handles.iter().filter(|handle| **handle != 0).count())
     }
 
+    /// Launches a kernel that accesses memory, as kernels move managed memory to the device.
+    fn touch(&self, pointer: u64, bytes: u64) -> Result<(), i32> {
+        let function = self.kernel(false, "touch")?;
+        let arguments = [&raw const pointer, &raw const bytes];
+        let code = call!(self, c"cuLaunchKernel", (
+            function => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
+            arguments.as_ptr() => *const *const u64, 0 => u64
+        ));
+        answer(code, ())
+    }
+
     /// Launches a kernel without arguments.
     fn launch(&self, function: u64) -> i32 {
         call!(self, c"cuLaunchKernel", (
@@ -362,6 +373,33 @@ fn run(cuda: &Cuda, line: &str) -> String {
             let mut pointer = 0_u64;
             let code = call!(cuda, c"cuMemAllocManaged", (&raw mut pointer => *mut u64, number(1) => u64, 1 => u32));
             say(answer(code, pointer.to_string()))
+        }
+        "touch" => say(cuda.touch(number(1), number(2)).map(|()| String::new())),
+        "variable" => {
+            let (mut module, image) = (0_u64, format!("managed {}\0", number(1)));
+            let code = call!(cuda, c"cuModuleLoadData", (
+                &raw mut module => *mut u64, image.as_ptr() => *const u8
+            ));
+            say(answer(code, module.to_string()))
+        }
+        "global" => {
+            let (mut pointer, mut bytes) = (0_u64, 0_u64);
+            let code = call!(cuda, c"cuModuleGetGlobal_v2", (
+                &raw mut pointer => *mut u64, &raw mut bytes => *mut u64, number(1) => u64,
+                c"managed".as_ptr() => *const libc::c_char
+            ));
+            say(answer(code, format!("{pointer} {bytes}")))
+        }
+        "unload" => say(answer(
+            call!(cuda, c"cuModuleUnload", (number(1) => u64)),
+            String::new(),
+        )),
+        "attribute" => {
+            let mut value = -1_i32;
+            let code = call!(cuda, c"cuDeviceGetAttribute", (
+                &raw mut value => *mut i32, number(1) as i32 => i32, 0 => i32
+            ));
+            say(answer(code, value.to_string()))
         }
         "pitch" => {
             let (mut pointer, mut pitch) = (0_u64, 0_u64);
