@@ -26,6 +26,8 @@ mod findings;
 mod honest;
 #[path = "audit/large.rs"]
 mod large;
+#[path = "audit/managed.rs"]
+mod managed;
 #[path = "audit/programs.rs"]
 mod programs;
 #[path = "audit/reclaim.rs"]

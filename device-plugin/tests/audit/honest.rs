@@ -16,6 +16,7 @@ pub(crate) async fn check_no_findings(machine: &Machine) {
         "intruder",
         "forged-page",
         "holder",
+        "over-managed",
         "unaccounted",
     ] {
         assert_eq!(count_findings(machine, kind).await, 0, "{kind}");

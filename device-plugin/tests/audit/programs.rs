@@ -178,7 +178,11 @@ impl<'a> HonestPrograms<'a> {
 }
 
 /// Starts the program of the shim's tests in its container's device cgroup, with a context.
-async fn start_client(machine: &Machine, devices: &mut DeviceCgroups, pod: &Pod) -> Container {
+pub(crate) async fn start_client(
+    machine: &Machine,
+    devices: &mut DeviceCgroups,
+    pod: &Pod,
+) -> Container {
     let mut client = Container::client(machine, pod).await;
     devices.add_container(machine, pod, &client);
     assert_eq!(client.call("go"), "ready");

@@ -188,6 +188,8 @@ pub(crate) struct DriverUse {
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
+    /// The bytes of its mappings of managed memory.
+    pub managed_mapped: u64,
     /// The process's use of the driver that bypasses the shim.
     pub gap: Option<EnforcementGap>,
 }

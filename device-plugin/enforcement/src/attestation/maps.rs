@@ -71,6 +71,21 @@ pub(crate) fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
     devices.extend(start.and_then(|start| u64::from_str_radix(start, 16).ok()));
 }
 
+/// The node through which the driver maps managed memory.
+const UVM_NODE: &str = "/dev/nvidia-uvm";
+
+/// The bytes of a line that maps managed memory; none for other lines. Managed memory exists only
+/// as long as its mapping does (`uvm_mmap`).
+pub(crate) fn managed_bytes(line: &str) -> Option<u64> {
+    let path = line.find('/').and_then(|at| line.get(at..))?;
+    let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+    if path != UVM_NODE {
+        return None;
+    }
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    number(end)?.checked_sub(number(start)?)
+}
+
 /// `7f00-7f01 r-xp 00000000 08:01 1234 /usr/lib/libcuda.so.1`: range, access, offset, device,
 /// inode, path.
 fn parse_line(line: &str) -> Option<MappedFile> {
@@ -154,6 +169,23 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn managed_bytes_are_those_of_mappings_of_the_uvm_node() {
+        let line = |access, path| format!("7f0000000000-7f0040000000 {access} 0 00:05 79 {path}");
+        assert_eq!(managed_bytes(&line("rw-s", UVM_NODE)), Some(1 << 30));
+        assert_eq!(managed_bytes(&line("---s", UVM_NODE)), Some(1 << 30));
+        for other in [
+            line("rw-s", "/dev/nvidia-uvm-tools"),
+            line("rw-s", "/tmp/dev/nvidia-uvm"),
+            line("rw-s", ""),
+            format!("7f01-7f00 rw-s 0 00:05 79 {UVM_NODE}"),
+            format!("x-y rw-s 0 00:05 79 {UVM_NODE}"),
+            String::new(),
+        ] {
+            assert_eq!(managed_bytes(&other), None, "{other}");
+        }
+    }
+
+    #[test]
     fn file_is_no_driver_when_only_its_folder_prefix_matches() {
         assert_eq!(kind_of("/opt/bursar/drv/cuda.so.1"), Some(FileKind::Driver));
         assert_eq!(kind_of("/opt/bursar/drv2/cuda.so.1"), None);
@@ -176,6 +208,7 @@ pub(crate) mod tests {
         #[test]
         fn no_text_makes_it_panic(text in "\\PC{0,100}\n?/?\\PC{0,40}(libcuda.so)?") {
             let _ = files(&text);
+            let _ = managed_bytes(&text);
         }
     }
 }

@@ -96,6 +96,8 @@ pub struct AttestedProcess {
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
+    /// The bytes of its mappings of managed memory, which no process can have more of.
+    pub managed_mapped: u64,
 }
 
 /// Attests the containers of a pod, and caches what it has read.
@@ -593,6 +595,7 @@ impl PodAttestor {
                         forked: stat.forked,
                         has_shim: uses.has_shim,
                         device_mappings: uses.device_mappings.clone(),
+                        managed_mapped: uses.managed_mapped,
                     };
                     running.insert(*pid, process);
                     gap = gap.or_else(|| uses.gap.clone());
@@ -628,14 +631,16 @@ impl PodAttestor {
         host: &HostView,
     ) -> io::Result<Option<(DriverUse, u64)>> {
         let mut files = DriverFiles::default();
-        let mut devices = BTreeSet::new();
+        let (mut devices, mut managed) = (BTreeSet::new(), 0_u64);
         let read = procfs::for_each_line(&self.proc_path(pid, "maps"), MAPS_BOUNDS, |line| {
             files.add_line(line);
             maps::add_device_mapping(line, &mut devices);
+            managed = managed.saturating_add(maps::managed_bytes(line).unwrap_or_default());
         })?;
         let files = files.get().ok_or(ErrorKind::FileTooLarge)?;
         let of_process = |mounts: &MountTable, installed: &InstalledShim| DriverUse {
             device_mappings: devices.clone(),
+            managed_mapped: managed,
             ..evaluate::check_process(files, mounts, installed)
         };
         if files.is_empty() {

@@ -35,6 +35,13 @@
 //! A holder may be killed if no other container has such a process. Of several one may be innocent,
 //! for example where a container has a shim from before this agent.
 //!
+//! The driver charges managed memory on a GPU to no process, and says neither whose it is nor on
+//! which GPU. A process cannot have more of it than it has mapped. So a container's accounts
+//! explain what it was charged and has mapped. A container with more mapped than charged is
+//! [`Finding::OverManaged`] while its GPU has unaccounted memory: its module has variables in
+//! managed memory, or it allocated past the shim. Address ranges that a managed pool reserves are
+//! mapped as well, so the agent kills no process for this finding.
+//!
 //! A process with a session can hold such memory too, by a descriptor. Nothing distinguishes this
 //! process from honest ones, so none is accused: the finding is [`Finding::Unaccounted`], with the
 //! container if only one uses the driver.
@@ -95,6 +102,8 @@ pub struct AttestedState {
     pub processes: BTreeMap<u32, (AllocationId, AttestedProcess)>,
     /// Pids of exited processes that the accounts still charged before the driver was asked.
     pub exited_pids: BTreeSet<u32>,
+    /// The GPUs on which the driver may keep free memory for managed memory.
+    pub managed_gpus: BTreeSet<GpuUuid>,
     /// The agent's start in clock ticks since boot: the sessions of older processes may be lost.
     pub agent_start: u64,
 }
@@ -149,6 +158,20 @@ pub enum Finding {
         /// Whether no other container has such a process.
         is_only_suspect: bool,
     },
+    /// A container has more managed memory mapped than it was charged, and its GPU has unaccounted
+    /// memory.
+    OverManaged {
+        /// The container's allocation.
+        allocation: AllocationId,
+        /// The GPU's UUID.
+        gpu: GpuUuid,
+        /// The bytes of managed memory that the container was charged.
+        charged: Bytes,
+        /// The bytes of managed memory that its processes have mapped.
+        mapped: Bytes,
+        /// The unaccounted bytes that may be its managed memory.
+        bytes: Bytes,
+    },
     /// A GPU has memory in use that neither the driver nor the accounts charge.
     Unaccounted {
         /// The GPU's UUID.
@@ -162,22 +185,31 @@ pub enum Finding {
 
 impl Finding {
     /// Every kind.
-    pub const KINDS: [&'static str; 5] = [
+    pub const KINDS: [&'static str; 6] = [
         "over-quota",
         "intruder",
         "forged-page",
         "holder",
+        "over-managed",
         "unaccounted",
     ];
 
     /// The kind of the finding, for metrics.
     pub fn kind(&self) -> &'static str {
-        let [over_quota, intruder, forged_page, holder, unaccounted] = Self::KINDS;
+        let [
+            over_quota,
+            intruder,
+            forged_page,
+            holder,
+            over_managed,
+            unaccounted,
+        ] = Self::KINDS;
         match self {
             Self::OverQuota { .. } => over_quota,
             Self::UntrackedProcess { .. } => intruder,
             Self::ForgedPage { .. } => forged_page,
             Self::Holder { .. } => holder,
+            Self::OverManaged { .. } => over_managed,
             Self::Unaccounted { .. } => unaccounted,
         }
     }
@@ -199,6 +231,9 @@ pub struct AuditResult {
     pub unaccounted: BTreeMap<GpuUuid, Bytes>,
     /// The number of processes that use a GPU without a session.
     pub untracked_processes: BTreeMap<GpuUuid, usize>,
+    /// The GPU's bytes in use that the driver moves away for device memory: managed memory, at most
+    /// what containers were charged, and what the driver keeps for it.
+    pub evictable: BTreeMap<GpuUuid, Bytes>,
     /// The bytes that processes without a session have of a container's account.
     pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
@@ -294,18 +329,68 @@ impl AuditResult {
         self.unattributed_signed.insert(gpu.clone(), *residual);
         let known = books
             .iter()
-            .map(|books| known_unattributed(books, gpu, processes, limits))
+            .map(|books| known_unattributed(books, gpu, processes, containers, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
+        let kept = match containers.managed_gpus.contains(gpu) {
+            true => MANAGED_CACHE.0,
+            false => 0,
+        };
+        let known = known.saturating_add(kept);
+        let managed = books.iter().filter_map(|books| {
+            let (_, account) = account_of(books, gpu)?;
+            Some(known_managed(books, account, containers))
+        });
+        let evictable = managed.fold(kept, u64::saturating_add);
+        let evictable = Bytes(unlisted.unwrap_or_default().0.min(evictable));
+        self.evictable.insert(gpu.clone(), evictable);
         // The driver lists an exited process while another has its open files. Most such processes
         // are just ending, so they are no finding.
         let of_nobody = unlisted.map(|bytes| bytes.0.saturating_add(of_dead));
         let unaccounted = of_nobody.map(|bytes| Bytes(bytes.saturating_sub(known)));
         self.unaccounted
             .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
-        if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
+        let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) else {
+            return;
+        };
+        let explained = self.over_managed(gpu, Bytes(bytes.0 - known), books, containers);
+        if bytes.0 - known > explained {
             self.unaccounted(seen, bytes, books, containers);
         }
+    }
+
+    /// Finds containers that may have `excess` bytes of a GPU as managed memory beyond their
+    /// charges. Returns the bytes that they may have together.
+    fn over_managed(
+        &mut self,
+        gpu: &GpuUuid,
+        excess: Bytes,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+    ) -> u64 {
+        let mut explained = 0_u64;
+        for of_it in books {
+            let Some((_, account)) = account_of(of_it, gpu) else {
+                continue;
+            };
+            let charged = managed_charge(of_it, account);
+            let mapped = managed_mapped(of_it, containers);
+            let beyond = mapped
+                .sum
+                .saturating_sub(charged)
+                .saturating_sub(mapped.slack);
+            if beyond > 0 {
+                explained = explained.saturating_add(beyond);
+                self.findings.push(Finding::OverManaged {
+                    allocation: of_it.allocation,
+                    gpu: gpu.clone(),
+                    charged: Bytes(charged),
+                    mapped: Bytes(mapped.sum),
+                    bytes: Bytes(excess.0.min(beyond)),
+                });
+            }
+        }
+        explained
     }
 
     /// Finds processes that may hold unaccounted memory.
@@ -549,11 +634,80 @@ fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
     each.min(most)
 }
 
+/// The free memory that the driver keeps on a GPU once managed memory was there: it takes 64 chunks
+/// of 2 MiB at a time, and has them until the GPU's last context ends.
+const MANAGED_CACHE: Bytes = Bytes::mib(128);
+
+/// What a process has mapped of the driver's node of managed memory without any of it. A context
+/// has 2 MiB.
+const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
+
+/// The mappings of managed memory of a container's processes.
+struct ManagedMappings {
+    /// Their bytes.
+    sum: u64,
+    /// The part that is no managed memory.
+    slack: u64,
+    /// Whether the mappings of all processes with a session are known.
+    is_complete: bool,
+}
+
+fn managed_mapped(books: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
+    let processes = containers.processes.iter();
+    let of_it = processes.filter(|(_, (allocation, _))| *allocation == books.allocation);
+    let (mut sum, mut slack) = (0_u64, 0_u64);
+    for (_, (_, running)) in of_it {
+        sum = sum.saturating_add(running.managed_mapped);
+        slack = slack.saturating_add(UNMANAGED_MAPPING.0);
+    }
+    let is_known = |member: &ProcessCredit| {
+        let known = containers.processes.get(&member.process.pid);
+        known.is_some_and(|(_, running)| running.start == member.process.start)
+    };
+    ManagedMappings {
+        sum,
+        slack,
+        is_complete: books.processes.iter().all(is_known),
+    }
+}
+
+/// The managed memory that a container was charged, whether the quota of the GPU covers it or not.
+fn managed_charge(books: &ContainerUsage, of_gpu: &AccountBalance) -> u64 {
+    let managed = books.accounts.iter();
+    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
+    managed.fold(of_gpu.managed.0, |sum, managed| {
+        sum.saturating_add(managed.used.0)
+    })
+}
+
+/// The most managed memory of a GPU that a container's accounts explain: what it was charged, and
+/// its processes have mapped.
+fn known_managed(
+    books: &ContainerUsage,
+    of_gpu: &AccountBalance,
+    containers: &AttestedState,
+) -> u64 {
+    let charged = managed_charge(books, of_gpu);
+    let mapped = managed_mapped(books, containers);
+    match mapped.is_complete {
+        true => charged.min(mapped.sum),
+        false => charged,
+    }
+}
+
+/// Whether a container has managed memory, or its processes have it mapped.
+pub(crate) fn has_managed(books: &ContainerUsage, containers: &AttestedState) -> bool {
+    let mapped = managed_mapped(books, containers);
+    let charged = |account: &AccountBalance| managed_charge(books, account) > 0;
+    mapped.sum > mapped.slack || books.accounts.iter().any(charged)
+}
+
 /// The most that a container's accounts explain of the memory that the driver lists for no process.
 fn known_unattributed(
     books: &ContainerUsage,
     gpu: &GpuUuid,
     listed: &[ListedProcess],
+    containers: &AttestedState,
     limits: &AuditConfig,
 ) -> u64 {
     let Some((index, account)) = account_of(books, gpu) else {
@@ -580,10 +734,7 @@ fn known_unattributed(
     let has = of_dead
         .saturating_add(account.used.0)
         .saturating_add(allowance_of(of_it.len(), account.quota, limits));
-    let managed = books.accounts.iter();
-    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
-    // Managed memory on a GPU is charged to no process, and the driver does not say on which GPU.
-    let managed = managed.fold(0, |sum: u64, managed| sum.saturating_add(managed.used.0));
+    let managed = known_managed(books, account, containers);
     may.min(has.saturating_sub(charged)).saturating_add(managed)
 }
 

@@ -13,6 +13,7 @@ enum FindingKey {
     Intruder(GpuUuid, u32, u64),
     ForgedPage(AllocationId, u32, u64),
     Holder(GpuUuid, u32, u64),
+    OverManaged(AllocationId, GpuUuid),
     Unaccounted(GpuUuid),
 }
 
@@ -32,6 +33,9 @@ impl FindingKey {
             Finding::Holder { gpu, process, .. } => {
                 Self::Holder(gpu.clone(), process.pid, process.start)
             }
+            Finding::OverManaged {
+                allocation, gpu, ..
+            } => Self::OverManaged(*allocation, gpu.clone()),
             Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
         }
     }
@@ -39,7 +43,7 @@ impl FindingKey {
     /// The number of audits for which a finding is remembered while it is absent.
     fn window(&self) -> u32 {
         match self {
-            Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
+            Self::OverManaged(..) | Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
             _ => 1,
         }
     }
@@ -49,6 +53,7 @@ impl FindingKey {
             Self::OverQuota(_, gpu)
             | Self::Intruder(gpu, ..)
             | Self::Holder(gpu, ..)
+            | Self::OverManaged(_, gpu)
             | Self::Unaccounted(gpu) => Some(gpu),
             Self::ForgedPage(..) => None,
         }

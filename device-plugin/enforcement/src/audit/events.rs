@@ -17,6 +17,7 @@ pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[
         Finding::UntrackedProcess { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
         Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
         Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
+        Finding::OverManaged { allocation, .. } => (Reason::OverQuota, Some(allocation)),
         Finding::Unaccounted {
             only_container: only,
             ..
@@ -32,7 +33,7 @@ pub(crate) fn publish_kill(events: &Events, finding: &Finding, containers: &[Bou
         | Finding::ForgedPage { allocation, .. }
         | Finding::Holder { allocation, .. } => Some(allocation),
         Finding::UntrackedProcess { allocation, .. } => allocation.as_ref(),
-        Finding::Unaccounted { .. } => None,
+        Finding::OverManaged { .. } | Finding::Unaccounted { .. } => None,
     };
     let message = format!("a process was killed: {}", message(finding));
     publish(events, Reason::Killed, message, allocation, containers);
@@ -97,6 +98,18 @@ fn message(finding: &Finding) -> String {
         Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
         Finding::Holder { gpu, bytes, .. } => format!(
             "a process uses {gpu} past the shim and without a context, and {} of the GPU is in use and charged to no process",
+            whole_mib(*bytes)
+        ),
+        Finding::OverManaged {
+            gpu,
+            charged,
+            mapped,
+            bytes,
+            ..
+        } => format!(
+            "has {} of managed memory mapped and is charged {}, and {} of {gpu} is in use and charged to no process",
+            whole_mib(*mapped),
+            whole_mib(*charged),
             whole_mib(*bytes)
         ),
         Finding::Unaccounted {

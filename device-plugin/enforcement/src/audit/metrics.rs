@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, gauge_value,
     seconds_histogram,
@@ -213,6 +213,7 @@ impl AuditFigures {
                     ),
                     ("exited", account.exited),
                     ("leased", account.leased),
+                    ("managed", account.managed),
                     ("untracked", account.untracked),
                     ("peak", account.peak),
                 ];

@@ -191,10 +191,7 @@ impl NamespaceUsage {
 fn device_memory(books: &ContainerUsage) -> u64 {
     let of_gpus = books.accounts.iter();
     let of_gpus = of_gpus.filter(|of_it| matches!(of_it.account, Account::Gpu(_)));
-    let amounts = of_gpus.flat_map(|of_it| {
-        let amounts = [of_it.used, of_it.exited, of_it.leased, of_it.untracked];
-        amounts.map(|Bytes(bytes)| bytes)
-    });
+    let amounts = of_gpus.map(|of_it| of_it.in_use().0);
     amounts.fold(0, u64::saturating_add)
 }
 

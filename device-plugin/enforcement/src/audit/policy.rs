@@ -47,7 +47,9 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
             HOLDER_AFTER,
             alone.then_some(*process).into_iter().collect(),
         ),
-        Finding::Unaccounted { .. } => (UNACCOUNTED_AFTER, Vec::new()),
+        Finding::OverManaged { .. } | Finding::Unaccounted { .. } => {
+            (UNACCOUNTED_AFTER, Vec::new())
+        }
     };
     let kills = match config.policy {
         AuditPolicy::Report => false,

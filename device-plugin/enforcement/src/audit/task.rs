@@ -31,7 +31,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::collect::{SampleRequests, identify, is_running};
-use super::compare::{AttestedState, AuditResult, Finding, GpuSample, compare_accounts};
+use super::compare::{
+    AttestedState, AuditResult, Finding, GpuSample, compare_accounts, has_managed,
+};
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::events;
@@ -99,6 +101,8 @@ pub struct Auditor {
     attestations: BTreeMap<PodUid, PodAttestation>,
     consecutive: ConsecutiveFindings,
     withheld: WithheldMemory,
+    /// The GPUs on which the driver may keep free memory for managed memory.
+    managed_gpus: BTreeSet<GpuUuid>,
     /// The time of each GPU's last answer; before the first answer, of its first sight.
     last_answers: BTreeMap<GpuUuid, Instant>,
     /// The last published gap of each running container.
@@ -175,6 +179,7 @@ impl Auditor {
             attestations: BTreeMap::new(),
             consecutive: ConsecutiveFindings::default(),
             withheld: WithheldMemory::default(),
+            managed_gpus: BTreeSet::new(),
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
             denials: DenialEvents::default(),
@@ -247,8 +252,12 @@ impl Auditor {
         known
             .processes
             .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
+        known.managed_gpus = self.managed_gpus(&seen, &books, &known);
         let result = compare_accounts(&seen, &books, &known, &self.config);
         self.charge_untracked(&books, &seen, &result);
+        for (gpu, bytes) in &result.evictable {
+            self.sessions.set_evictable(gpu, *bytes);
+        }
         self.update_withheld(&seen, &result, &gpus);
         let stale = self.stale_gpus(&gpus, &seen, begun);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
@@ -360,6 +369,25 @@ impl Auditor {
             *before = after;
             changed
         });
+    }
+
+    /// Updates the GPUs on which the driver may keep free memory for managed memory: those of
+    /// containers with managed memory, and those that had some since the driver last listed no
+    /// process there.
+    fn managed_gpus(
+        &mut self,
+        seen: &[GpuSample],
+        books: &[ContainerUsage],
+        known: &AttestedState,
+    ) -> BTreeSet<GpuUuid> {
+        let idle = seen.iter().filter(|seen| seen.processes.is_empty());
+        for seen in idle {
+            self.managed_gpus.remove(&seen.gpu);
+        }
+        let users = books.iter().filter(|books| has_managed(books, known));
+        let gpus = users.flat_map(|books| books.gpus().cloned());
+        self.managed_gpus.extend(gpus);
+        self.managed_gpus.clone()
     }
 
     fn stale_gpus(
@@ -593,6 +621,7 @@ fn attested_state(
             .map(|(of, pid, running)| (*pid, (of, running.clone())))
             .collect(),
         exited_pids: exited,
+        managed_gpus: BTreeSet::new(),
         agent_start: since,
     }
 }

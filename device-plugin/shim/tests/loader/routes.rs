@@ -296,6 +296,12 @@ const CITED: &[Cited] = &[
         test: "uncharged_memory_is_withheld",
     },
     Cited {
+        route: "variables in managed memory that the program never looks up",
+        comes_to: "detected (over-managed) while the GPU has unaccounted memory",
+        file: "device-plugin/tests/audit/managed.rs",
+        test: "pod_with_more_managed_memory_than_charged_is_named",
+    },
+    Cited {
         route: "an init container exports memory, and the main container takes its whole quota besides",
         comes_to: "prevented: one account for the containers of a claim",
         file: "device-plugin/sessions/src/container/tests/siblings.rs",

@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 mod interleavings;
+mod managed;
 
 use bursar_config::AuditPolicy;
 use bursar_sessions::ProcessCredit;
@@ -100,6 +101,7 @@ fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>
             forked: false,
             has_shim: shim,
             device_mappings: devices.iter().copied().collect(),
+            managed_mapped: 0,
         };
         (pid, (AllocationId::from_bits(number), running))
     };
