@@ -72,6 +72,13 @@ pub mod gpu_node {
     /// No other device plugin offers the node's GPUs; does not count for `Ready`.
     pub const SOLE_OWNER: &str = "SoleOwner";
 
+    /// The node offers managed memory beside the quotas of GPUs; does not count for `Ready`.
+    pub const MANAGED_MEMORY: &str = "ManagedMemory";
+
+    /// The driver may move host memory of programs to GPUs, where no quota counts it; does not
+    /// count for `Ready`.
+    pub const PAGEABLE_MEMORY_ON_GPU: &str = "PageableMemoryOnGpu";
+
     /// The condition holds.
     pub const OK: &str = "Ok";
     /// The agent has not checked yet.
@@ -122,6 +129,12 @@ pub mod gpu_node {
     pub const OTHER_PLUGIN: &str = "OtherPlugin";
     /// The driver refused a memory limit.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
+    /// The driver cannot always move managed memory out of a neighbour's way.
+    pub const EVICTION_UNSAFE: &str = "EvictionUnsafe";
+    /// The driver's heterogeneous memory management (HMM) is on.
+    pub const HMM_ENABLED: &str = "HmmEnabled";
+    /// The driver may use address translation services (ATS) of the platform.
+    pub const ATS_ENABLED: &str = "AtsEnabled";
 }
 
 /// A condition without its transition time and observed generation.
@@ -155,13 +168,15 @@ impl ConditionUpdate {
 
     /// Whether the condition keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        const SPARED: [&str; 6] = [
+        const SPARED: [&str; 8] = [
             gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,
             gpu_node::RETAINED_MEMORY,
             gpu_node::MEMORY_SCRUBBED,
             gpu_node::ACCEPTED,
             gpu_node::SOLE_OWNER,
+            gpu_node::MANAGED_MEMORY,
+            gpu_node::PAGEABLE_MEMORY_ON_GPU,
         ];
         self.holds != Some(true) && !SPARED.contains(&self.type_)
     }

@@ -336,7 +336,7 @@ pub struct GpuNodeStatus {
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
     /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,
-    /// Accepted, SoleOwner.
+    /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

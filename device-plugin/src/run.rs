@@ -20,8 +20,10 @@ use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::HealthThresholds;
 use bursar_gpu::nvml::{self, NvmlHandle, PollIntervals};
+use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::xid::RecentXids;
 use bursar_gpu_node::NodeReport;
+use bursar_gpu_node::node_report::ManagedOffer;
 use bursar_gpu_node::publish::{Publisher, Rate};
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
 use bursar_host::checkpoint::Checkpoint;
@@ -156,6 +158,22 @@ struct Tenants {
     token_key: NodePublicKey,
 }
 
+/// Takes managed memory out of the configuration where a neighbour's allocation could fail because
+/// of it. The driver's parameters change only with a new load of its modules.
+fn check_managed_memory(mut config: Config) -> (Config, ManagedOffer) {
+    let module = UvmModule::read(&config.paths.sys, &config.paths.proc);
+    let managed = ManagedOffer {
+        configured: config.resources.managed_capacity,
+        refused: module.check_eviction().err(),
+        module,
+    };
+    if let (Some(why), true) = (managed.refused, managed.configured > Bytes::ZERO) {
+        warn!(%why, "managed memory is not offered");
+        config.resources.managed_capacity = Bytes::ZERO;
+    }
+    (config, managed)
+}
+
 /// Runs the agent until `shutdown`.
 pub async fn run(
     config: Config,
@@ -164,6 +182,7 @@ pub async fn run(
 ) -> Result<(), AgentError> {
     let metrics = Metrics::new();
     let (events, event_sender) = Events::new(metrics.api.clone());
+    let (config, managed) = check_managed_memory(config);
     let Gpus {
         inventory,
         xids,
@@ -242,6 +261,8 @@ pub async fn run(
         retained: tenants.retained,
         owners,
         token_key: tenants.token_key,
+        managed,
+        paths: agent.config.paths.clone(),
         node: agent.node.clone(),
         client: agent.client.clone(),
         events: agent.events.clone(),

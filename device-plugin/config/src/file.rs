@@ -88,6 +88,7 @@ struct Paths {
     cgroup_root: PathBuf,
     shim_dir: PathBuf,
     proc: PathBuf,
+    sys: PathBuf,
     kernel_log: PathBuf,
 }
 
@@ -171,6 +172,7 @@ impl Default for Paths {
             cgroup_root: "/sys/fs/cgroup".into(),
             shim_dir: "/opt/bursar/shim".into(),
             proc: "/proc".into(),
+            sys: "/sys".into(),
             kernel_log: "/dev/kmsg".into(),
         }
     }
@@ -340,6 +342,7 @@ impl Paths {
             cgroup_root,
             shim_dir,
             proc,
+            sys,
             kernel_log,
         } = self;
         Ok(PathsConfig {
@@ -349,6 +352,7 @@ impl Paths {
             cgroup_root: require_absolute("paths.cgroup-root", cgroup_root)?,
             shim_dir: require_absolute("paths.shim-dir", shim_dir)?,
             proc: require_absolute("paths.proc", proc)?,
+            sys: require_absolute("paths.sys", sys)?,
             kernel_log: require_absolute("paths.kernel-log", kernel_log)?,
         })
     }

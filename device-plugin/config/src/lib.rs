@@ -145,6 +145,8 @@ pub struct PathsConfig {
     pub shim_dir: PathBuf,
     /// The mount point of the host's procfs.
     pub proc: PathBuf,
+    /// The mount point of the host's sysfs.
+    pub sys: PathBuf,
     /// The kernel log, from which the agent learns the process of an XID.
     pub kernel_log: PathBuf,
 }
@@ -308,6 +310,7 @@ mod tests {
             cgroup-root = "/g"
             shim-dir = "/h"
             proc = "/p"
+            sys = "/y"
             kernel-log = "/k"
             [binding]
             wait = "2s 500ms"
@@ -360,6 +363,7 @@ mod tests {
                 cgroup_root: "/g".into(),
                 shim_dir: "/h".into(),
                 proc: "/p".into(),
+                sys: "/y".into(),
                 kernel_log: "/k".into(),
             },
             bind_wait: Duration::from_millis(2_500),

@@ -13,6 +13,7 @@ use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::health::{Health, UnhealthyReason};
+use bursar_gpu::uvm::{EvictionUnsafe, UvmModule};
 use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::disk::LateWrite;
@@ -28,7 +29,8 @@ use bursar_retained::tokens::NodePublicKey;
 
 use self::conditions::{
     accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
-    driver_limits_condition, gpus_found_condition, memory_scrubbed_condition, registered_condition,
+    driver_limits_condition, gpus_found_condition, managed_memory_condition,
+    memory_scrubbed_condition, pageable_memory_condition, registered_condition,
     retained_memory_condition, sole_owner_condition, state_written_condition,
     token_limit_condition,
 };
@@ -69,6 +71,19 @@ pub struct ReportInputs {
     pub owners: GpuOwners,
     /// The public key of the node's memory tokens.
     pub token_key: NodePublicKey,
+    /// What the node offers of managed memory.
+    pub managed: ManagedOffer,
+}
+
+/// What a node offers of managed memory, and how the driver treats it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ManagedOffer {
+    /// The capacity in the agent's configuration.
+    pub configured: Bytes,
+    /// The reason why the node offers none of it.
+    pub refused: Option<EvictionUnsafe>,
+    /// The driver's kernel module.
+    pub module: UvmModule,
 }
 
 /// Computes the report.
@@ -129,6 +144,8 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             memory_scrubbed_condition(snapshot, &around.retained),
             accepted_condition(&around.overrides),
             sole_owner_condition(&around.owners),
+            managed_memory_condition(&around.managed),
+            pageable_memory_condition(&around.managed.module, cfg!(target_arch = "aarch64")),
         ],
     }
 }

@@ -11,6 +11,7 @@
 //! | [`drain`] | decides and carries out the drain of GPUs |
 //! | [`generations`] | counts how often each GPU's memory was lost |
 //! | [`nvml`] | asks NVML, through a process for each GPU |
+//! | [`uvm`] | reads how the kernel module for managed memory is configured |
 //! | [`xid`] | lists the remedy of each XID: a table |
 
 pub(crate) mod cgroup_limit;
@@ -23,6 +24,7 @@ pub mod mig;
 pub mod nvml;
 pub mod pci;
 pub mod registry;
+pub mod uvm;
 pub mod xid;
 
 use std::collections::BTreeSet;

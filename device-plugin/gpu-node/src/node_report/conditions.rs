@@ -3,14 +3,17 @@
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::{LimitState, Limits};
+use bursar_gpu::uvm::{PageableMemory, UvmModule};
 use bursar_gpu::{Inventory, NoDriver};
 use bursar_host::checkpoint::disk::LateWrite;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
+use bursar_ledger::units::Bytes;
 use bursar_node::actor::Snapshot;
 use bursar_node::host::Subsystem;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
 
+use super::ManagedOffer;
 use crate::quota_overrides::AppliedSpec;
 
 pub(super) fn gpus_found_condition(snapshot: &Snapshot) -> ConditionUpdate {
@@ -264,6 +267,50 @@ pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
                 "another device plugin offers {devices} {resource} too, and gives out the same GPUs; label the \
                  node nvidia.com/gpu.deploy.device-plugin=false, or bursar.dev/agent=false"
             ),
+        ),
+    }
+}
+
+pub(super) fn managed_memory_condition(managed: &ManagedOffer) -> ConditionUpdate {
+    let says = |holds, reason, message: String| {
+        ConditionUpdate::new(names::MANAGED_MEMORY, holds, reason, message)
+    };
+    match managed.refused {
+        _ if managed.configured == Bytes::ZERO => says(
+            false,
+            names::SWITCHED_OFF,
+            "managedMemory.capacity is 0; the quotas of GPUs cover managed memory".to_owned(),
+        ),
+        Some(why) => says(false, names::EVICTION_UNSAFE, why.to_string()),
+        None => says(
+            true,
+            names::OK,
+            "pods may request managed memory beside the quotas of GPUs".to_owned(),
+        ),
+    }
+}
+
+pub(super) fn pageable_memory_condition(module: &UvmModule, has_ats: bool) -> ConditionUpdate {
+    let says = |holds, reason, message| {
+        ConditionUpdate::new(names::PAGEABLE_MEMORY_ON_GPU, holds, reason, message)
+    };
+    match module.pageable_memory(has_ats) {
+        PageableMemory::Unknown => pending_condition(
+            names::PAGEABLE_MEMORY_ON_GPU,
+            "the driver's module nvidia_uvm is not loaded",
+        ),
+        PageableMemory::OnHost => says(false, names::OK, "host memory stays on the host"),
+        PageableMemory::Hmm => says(
+            true,
+            names::HMM_ENABLED,
+            "the driver may move host memory of programs to GPUs, where no quota counts it; load \
+             nvidia_uvm with uvm_disable_hmm=1",
+        ),
+        PageableMemory::Ats => says(
+            true,
+            names::ATS_ENABLED,
+            "GPUs may access host memory of programs, and hold it, where no quota counts it; use the \
+             driver's coherent memory management (CDMM)",
         ),
     }
 }

@@ -116,6 +116,18 @@ fn inputs() -> ReportInputs {
         },
         owners: GpuOwners::BursarAlone,
         token_key: NodePublicKey([7; 32]),
+        managed: ManagedOffer {
+            configured: Bytes::gib(8),
+            ..ManagedOffer::default()
+        },
+    }
+}
+
+/// Whether a condition says nothing amiss: host memory on GPUs is amiss where it holds.
+fn is_well(said: &ConditionUpdate) -> bool {
+    match said.type_ {
+        names::PAGEABLE_MEMORY_ON_GPU => said.holds != Some(true),
+        _ => said.holds == Some(true),
     }
 }
 
@@ -151,12 +163,7 @@ fn only_claims_for_device_memory_are_reported_waiting() {
 #[test]
 fn working_node_reports_gpus_room_and_waiting_pods() {
     let report = node_report(&snapshot(), &inputs());
-    assert!(
-        report
-            .conditions
-            .iter()
-            .all(|said| said.holds == Some(true))
-    );
+    assert!(report.conditions.iter().all(is_well));
     assert_eq!(report.boot_id, "boot-1");
     assert_eq!(report.driver_version.as_deref(), Some("580.1"));
     assert_eq!(report.device_memory.allocatable, Quanta(16));
@@ -393,10 +400,7 @@ fn problems_appear_in_the_condition_of_their_subsystem() {
     ] {
         let report = troubled(troubles);
         assert_eq!(condition(&report, type_), said);
-        let amiss = report
-            .conditions
-            .iter()
-            .filter(|said| said.holds != Some(true));
+        let amiss = report.conditions.iter().filter(|said| !is_well(said));
         assert!(amiss.count() <= 1, "one trouble is said once");
     }
 }
@@ -631,4 +635,61 @@ fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
         assert_eq!(condition(&report, names::SOLE_OWNER), said);
         assert!(report.conditions.iter().all(|said| !said.is_amiss()));
     }
+}
+
+#[test]
+fn managed_memory_is_offered_only_where_eviction_is_safe() {
+    let said = |configured, refused| {
+        let managed = ManagedOffer {
+            configured,
+            refused,
+            ..ManagedOffer::default()
+        };
+        let report = node_report(
+            &snapshot(),
+            &ReportInputs {
+                managed,
+                ..inputs()
+            },
+        );
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
+        condition(&report, names::MANAGED_MEMORY)
+    };
+    let pinned = Some(EvictionUnsafe::Pinned);
+    assert_eq!(said(Bytes::ZERO, None), (Some(false), names::SWITCHED_OFF));
+    assert_eq!(
+        said(Bytes::ZERO, pinned),
+        (Some(false), names::SWITCHED_OFF)
+    );
+    assert_eq!(said(Bytes::gib(8), None), (Some(true), names::OK));
+    assert_eq!(
+        said(Bytes::gib(8), pinned),
+        (Some(false), names::EVICTION_UNSAFE)
+    );
+}
+
+#[test]
+fn host_memory_on_gpus_is_a_condition() {
+    let said = |module: UvmModule, has_ats| {
+        let told = conditions::pageable_memory_condition(&module, has_ats);
+        (told.holds, told.reason)
+    };
+    let module = |hmm_disabled, ats| UvmModule {
+        hmm_disabled,
+        ats,
+        ..UvmModule::default()
+    };
+    assert_eq!(said(module(None, None), false), (None, names::PENDING));
+    assert_eq!(
+        said(module(Some(true), None), false),
+        (Some(false), names::OK)
+    );
+    assert_eq!(
+        said(module(Some(false), None), false),
+        (Some(true), names::HMM_ENABLED)
+    );
+    assert_eq!(
+        said(module(Some(false), Some(true)), true),
+        (Some(true), names::ATS_ENABLED)
+    );
 }

@@ -43,7 +43,7 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
         for held in &status.conditions {
             let (level, remedy) = match held.reason.as_str() {
                 _ if held.status != "False" => continue,
-                names::NOT_READY | names::NOT_OFFERED | names::SWITCHED_OFF => continue,
+                names::NOT_READY | names::NOT_OFFERED | names::SWITCHED_OFF | names::OK => continue,
                 // `owners` says it with the remedy of the node.
                 names::OTHER_PLUGIN => continue,
                 names::DRIVER_MISSING if status.gpus.is_empty() => (
