@@ -5,6 +5,12 @@ use super::named::{NamedCheck, TestSelection};
 /// The runtime's examples, a module for each system, over the simulated driver.
 const EXAMPLES: &[&str] = &["--test", "mission"];
 
+/// The shim's tests of managed memory.
+const MANAGED: &[&str] = &["--test", "managed"];
+
+/// The audit's tests with an agent and programs.
+const AUDIT: &[&str] = &["--test", "audit"];
+
 /// Unit tests of the libraries.
 const LIB: &[&str] = &["--lib"];
 
@@ -123,6 +129,113 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "managed::writer_waits_for_the_readers_locks",
                 "managed::memory_is_freed_with_the_last_clone_after_its_work",
                 "managed::shared_managed_memory_is_inert_after_a_shutdown",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/managed-covered",
+        promise: "managed memory, also that of variables, runs within the quota of each of the pod's GPUs, or within a quota of its own",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: MANAGED,
+                names: &[
+                    "covered_memory_needs_room_on_every_gpu",
+                    "gpus_quota_covers_managed_memory_without_a_quota",
+                    "managed_memory_has_a_quota_of_its_own",
+                    "managed_variable_is_charged_until_its_module_is_unloaded",
+                    "programs_are_told_that_host_memory_stays_on_the_host",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "accounts::tests::covered_memory_needs_room_on_every_gpu",
+                    "accounts::tests::covered_memory_never_exceeds_a_quota",
+                    "container::tests::managed::exited_process_frees_its_covered_memory",
+                    "container::tests::managed::freed_managed_memory_is_given_to_the_gpus_account",
+                    "container::tests::managed::lower_quota_of_the_gpu_lowers_that_of_covered_memory",
+                    "container::tests::managed::managed_memory_outlives_no_process_whatever_its_page_says",
+                    "container::tests::managed::managed_quota_of_the_pod_ends_the_cover",
+                    "container::tests::managed::programs_see_covered_memory_as_used",
+                    "container::tests::managed::quota_of_the_gpu_covers_managed_memory",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "mission/managed-audit",
+        promise: "resident managed memory refuses no neighbour, is no finding on honest pods and never counts as free; a pod that has more than its charge is named",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: AUDIT,
+                names: &[
+                    "managed::pod_with_more_managed_memory_than_charged_is_named",
+                    "managed::resident_managed_memory_refuses_no_neighbour",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "attestation::maps::tests::managed_bytes_are_those_of_mappings_of_the_uvm_node",
+                    "audit::compare::tests::managed::charge_without_a_mapping_explains_nothing",
+                    "audit::compare::tests::managed::chunks_that_the_driver_keeps_are_no_finding",
+                    "audit::compare::tests::managed::container_with_more_mapped_than_charged_is_named",
+                    "audit::compare::tests::managed::evictable_memory_is_what_is_in_use_and_charged",
+                    "audit::compare::tests::managed::honest_managed_memory_is_no_finding",
+                    "audit::compare::tests::managed::residency_is_a_finding_only_beyond_the_charges",
+                    "container::tests::managed::processes_are_told_what_can_be_evicted_before_and_after_hello",
+                    "managed::tests::device_memory_displaces_managed_memory",
+                    "managed::tests::free_chunks_stay_in_use_until_the_last_context_ends",
+                    "managed::tests::managed_memory_never_counts_as_free_or_refuses",
+                    "managed::tests::neighbour_is_never_refused_beside_managed_memory",
+                    "managed::tests::oldest_owner_loses_its_memory_first",
+                    "managed::tests::pinned_managed_memory_refuses_a_neighbour",
+                    "orphan_bound::tests::bound_never_falls_below_orphaned_bytes_and_reaches_zero",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: MANAGED,
+                names: &["managed_memory_on_a_gpu_is_in_use_and_charged_to_no_process"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "mission/managed-audit-long",
+        promise: "a neighbour of 64 GiB of managed memory allocates its whole quota 1,000 times, without a refusal and without a finding",
+        long: true,
+        tests: &[TestSelection {
+            target: AUDIT,
+            names: &["managed::resident_managed_memory_refuses_no_neighbour"],
+            ignored: false,
+            env: &[("BURSAR_LONG", "1")],
+        }],
+    },
+    NamedCheck {
+        name: "mission/managed-offer",
+        promise: "a node offers managed memory beside quotas only where the driver can always evict it and the pod pays for its host memory; conditions have the reason",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "node_report::tests::host_memory_on_gpus_is_a_condition",
+                "node_report::tests::managed_memory_is_offered_only_where_eviction_is_safe",
+                "uvm::tests::ats_counts_only_where_the_platform_has_it",
+                "uvm::tests::eviction_is_unsafe_when_pinned_or_uncharged",
+                "uvm::tests::hmm_is_known_by_the_modules_parameter",
             ],
             ignored: false,
             env: &[],
