@@ -16,7 +16,7 @@ fn budget(guaranteed: &str, limit: Option<&str>) -> GpuMemoryBudget {
         per_container: None,
         cohort: "default".to_owned(),
         overflow: Overflow::default(),
-        context_policy: ContextPolicy::default(),
+        context_policy: None,
         overrides: Vec::new(),
     };
     GpuMemoryBudget::new("default", spec)
@@ -139,4 +139,7 @@ fn missing_fields_have_defaults() {
     let spec: GpuMemoryBudgetSpec =
         serde_json::from_str(r#"{"deviceMemory":{"guaranteed":0}}"#).unwrap();
     assert_eq!(spec, budget("0", None).spec);
+    let policy: ContextPolicy = serde_json::from_str("{}").unwrap();
+    assert_eq!(policy, ContextPolicy::default());
+    assert_eq!(policy.action, None, "the cluster's default");
 }

@@ -13,7 +13,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::budget::ContextAction;
+use crate::budget::{ContextAction, default_grace_seconds};
 use crate::{Amount, schema};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
@@ -153,8 +153,8 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOverride>,
-    /// Context policies of namespaces. In every other namespace the agent restarts a container
-    /// whose context is poisoned, at most 5 times in 10 minutes.
+    /// Context policies of namespaces. In every other namespace the cluster's default applies, with
+    /// at most 5 restarts in 10 minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
@@ -178,8 +178,8 @@ pub struct GpuNodeSpec {
     pub drain: Vec<String>,
 }
 
-/// An order to restart a container whose context is poisoned. The process generation makes the
-/// order idempotent.
+/// An order to end poisoned process images of a container, by the unit of its context policy. The
+/// process generation makes the order idempotent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestartRequest {
@@ -219,15 +219,22 @@ pub struct ContextPolicyEntry {
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
     /// The first measure against a poisoned context. `InPlace`: the shim executes the program again
-    /// in its process. `Restart`: the agent kills the container, and the kubelet restarts it.
-    /// `Evict`: the operator evicts the pod. `Report`: the agent only reports the fault.
+    /// in its process. `Process`: the agent kills the process whose context is poisoned, and other
+    /// processes of the container go on. `Restart`: the agent kills the container, and the kubelet
+    /// restarts it. `Evict`: the operator evicts the pod. `Report`: the agent only reports the
+    /// fault.
     pub action: ContextAction,
-    /// How many restarts, in place or not, a container has within the window.
+    /// How many restarts, in place or not, a container has within the window, and how many of its
+    /// processes end alone.
     #[schemars(range(min = 0, max = 100))]
     pub max_restarts: i32,
     /// The window of `maxRestarts`, in seconds.
     #[schemars(range(min = 1, max = 86_400))]
     pub window_seconds: i32,
+    /// How long a process may take to end by itself after its error.
+    #[serde(default = "default_grace_seconds")]
+    #[schemars(range(min = 0, max = 300))]
+    pub grace_seconds: i32,
 }
 
 /// The quota of one account of a running container.
@@ -299,6 +306,10 @@ pub struct GpuNodeStatus {
     /// The node in short, for the columns of `kubectl get`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<NodeSummary>,
+    /// The context actions that the agent carries out. The operator writes no other one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(min = 1, max = 32)), extend("x-kubernetes-list-type" = "set"))]
+    pub context_actions: Vec<String>,
     /// Device memory of the healthy GPUs together, in quanta.
     pub device_memory: NodeMemory,
     /// Managed memory, in quanta. Zero where the node offers none.
@@ -765,12 +776,15 @@ pub enum FaultKind {
 }
 
 /// The measure against the fault; absent while the agent has not decided. Of a context: `InPlace`,
-/// `Restart`, `Evict` and `Report` as in `spec.contextPolicies`, `BeyondMaximum` after too many
-/// restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may come back.
+/// `Process`, `Restart`, `Evict` and `Report` as in `spec.contextPolicies`, `BeyondMaximum` after
+/// too many restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may come
+/// back.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultAction {
     /// For a context: the process executes its program again.
     InPlace,
+    /// For a context: the agent kills the process, and the container goes on.
+    Process,
     /// For a context: the agent kills the container, and the kubelet restarts it.
     Restart,
     /// For a context: the container was restarted too often. The agent kills it, and the operator

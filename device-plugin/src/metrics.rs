@@ -55,6 +55,7 @@ const fn fault_action(action: Option<FaultAction>) -> &'static str {
     match action {
         None => "undecided",
         Some(FaultAction::InPlace) => "in-place",
+        Some(FaultAction::Process) => "process",
         Some(FaultAction::Restart) => "restart",
         Some(FaultAction::BeyondMaximum) => "beyond-maximum",
         Some(FaultAction::Evict) => "evict",
@@ -533,6 +534,8 @@ mod tests {
             decided: None,
             executed: false,
             ended: false,
+            root: None,
+            held_since: None,
         }
     }
 

@@ -50,7 +50,7 @@ use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::seal::{NameTooLong, NodeKey};
 use bursar_retained::tokens::{NodePublicKey, key};
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
-use bursar_sessions::{CgroupResolver, Sessions};
+use bursar_sessions::{CgroupResolver, RecoveryPolicy, Sessions};
 use bursar_watch::History;
 use futures::future::BoxFuture;
 use kube::Client;
@@ -245,6 +245,7 @@ pub async fn run(
         xids,
         disconnected_since,
         events: agent.events.clone(),
+        default_action: agent.config.default_context_action,
         metrics: agent.metrics.audit.clone(),
     });
     let ordered = agent.start_quota_overrides(sessions, &node, spec.clone());
@@ -343,6 +344,9 @@ impl Agent {
         let (live_sender, live_leases) = watch::channel(LiveLeases::new());
         let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
             .with_leases(leases.clone(), live_leases)
+            .with_default_policy(RecoveryPolicy::with_action(
+                self.config.default_context_action,
+            ))
             // Sizes measured by earlier versions of the agent came from tenants: they lie in the
             // state directory.
             .with_context_sizes(paths.run_dir.join("contexts.json"));

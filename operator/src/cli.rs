@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
+use bursar_crds::budget::ContextAction;
 use clap::{ArgAction, Parser};
 
 use crate::leader::{Election, LeaseName};
@@ -44,6 +45,10 @@ pub struct Args {
     /// Name of this replica in the lease: its pod's
     #[arg(long, value_name = "NAME")]
     pub identity: Option<String>,
+    /// Action for poisoned contexts in namespaces whose budget names none, the same as the agents':
+    /// InPlace, Process, Restart or Report
+    #[arg(long, value_name = "ACTION", default_value = "Process")]
+    pub context_policy_default: ContextAction,
     /// Log filter, as tracing directives
     #[arg(
         long,
@@ -101,6 +106,7 @@ mod tests {
             "--lease=bursar-system/bursar-operator",
             "--identity=bursar-operator-0",
             "--log-format=json",
+            "--context-policy-default=Report",
             "--log=info,kube=warn",
         ]);
         let args = args.unwrap();
@@ -114,6 +120,17 @@ mod tests {
             drain_for_nvidia: false,
         };
         assert_eq!(args.placement_options(), placement_options);
+        assert_eq!(args.context_policy_default, ContextAction::Report);
+    }
+
+    #[test]
+    fn default_action_that_needs_a_budget_is_refused() {
+        let args = ["bursar-operator", "--context-policy-default=Evict"];
+        let refusal = Args::try_parse_from(args).unwrap_err().to_string();
+        assert!(
+            refusal.contains("write InPlace, Process, Restart or Report"),
+            "{refusal}"
+        );
     }
 
     #[test]

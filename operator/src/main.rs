@@ -41,6 +41,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         client,
         listeners,
         args.placement_options(),
+        args.context_policy_default,
         Timestamp::now,
         args.election(),
         shutdown,

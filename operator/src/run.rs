@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bursar_crds::budget::ContextAction;
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
 use k8s_openapi::jiff::Timestamp;
@@ -47,11 +48,13 @@ pub enum OperatorError {
 }
 
 /// Runs until `shutdown`, and finishes the writes that have begun. Returns early when a task does.
+/// `default_action` is the agents' action for poisoned contexts by default.
 /// With an `election`, the operator works only while it holds the lease, and then returns an error.
 pub async fn run(
     client: Client,
     listeners: Listeners,
     options: PlacementOptions,
+    default_action: ContextAction,
     clock: Clock,
     election: Option<Election>,
     shutdown: CancellationToken,
@@ -72,7 +75,15 @@ pub async fn run(
         None => true,
     };
     if leads {
-        spawn_work(&mut tasks, client, options, clock, &sources, &shutdown);
+        spawn_work(
+            &mut tasks,
+            client,
+            options,
+            default_action,
+            clock,
+            &sources,
+            &shutdown,
+        );
         if let Some(candidate) = candidate.clone() {
             let shutdown = shutdown.clone();
             tasks.spawn(async move {
@@ -94,13 +105,15 @@ fn spawn_work(
     tasks: &mut JoinSet<&'static str>,
     client: Client,
     options: PlacementOptions,
+    default_action: ContextAction,
     clock: Clock,
     sources: &ReplicaSources,
     shutdown: &CancellationToken,
 ) {
     let quantum = options.quantum;
     let (budgets, writer) = reflector::store();
-    let (index_sender, index) = watch::channel(ClusterIndex::new(quantum));
+    let index = ClusterIndex::new(quantum).with_default_action(default_action);
+    let (index_sender, index) = watch::channel(index);
     let liveness = WatchLiveness::default();
     let drains_for_nvidia = options.drain_for_nvidia;
     let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
+use bursar_crds::budget::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, Clock, OperatorError};
@@ -72,6 +73,7 @@ impl Running {
                 disruption_grace: Duration::from_secs(60),
                 drain_for_nvidia: true,
             },
+            ContextAction::default(),
             clock,
             None,
             shutdown.clone(),
@@ -392,15 +394,16 @@ async fn every_node_gets_context_policies_that_are_not_default() {
         budget["spec"]["contextPolicy"] = policy;
         budget
     };
-    let usual = json!({ "action": "Restart", "maxRestarts": 5, "windowSeconds": 600 });
-    running.api.put(BUDGETS, with("team", usual));
+    let default =
+        json!({ "action": "Process", "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
+    running.api.put(BUDGETS, with("team", default));
     sleep(Duration::from_millis(1500)).await;
     assert_eq!(running.orders_written(), 0);
     running
         .api
         .put(BUDGETS, with("a", json!({ "action": "InPlace" })));
-    let order =
-        json!({ "namespace": "a", "action": "InPlace", "maxRestarts": 5, "windowSeconds": 600 });
+    let order = json!({ "namespace": "a", "action": "InPlace", "maxRestarts": 5, "windowSeconds": 600,
+        "graceSeconds": 10 });
     running.until_ordered("n", json!([order])).await;
     running.api.put("gpunodes", gpu_node("m", 8));
     running.until_ordered("m", json!([order])).await;

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bursar_crds::budget::ContextAction;
 use bursar_crds::quantity;
 use bursar_ledger::units::Bytes;
 use jiff::SignedDuration;
@@ -34,6 +35,7 @@ pub(super) struct ConfigFile {
     paths: Paths,
     binding: Binding,
     audit: Audit,
+    context_policy: ContextPolicy,
     retained_memory: RetainedMemory,
     sharing: Sharing,
     http: Http,
@@ -106,6 +108,12 @@ struct Audit {
     process_allowance: String,
     kill_after: u32,
     host_programs: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct ContextPolicy {
+    default: String,
 }
 
 #[derive(Deserialize)]
@@ -210,6 +218,14 @@ impl Default for Audit {
     }
 }
 
+impl Default for ContextPolicy {
+    fn default() -> Self {
+        Self {
+            default: ContextAction::default().as_str().into(),
+        }
+    }
+}
+
 impl Default for Http {
     fn default() -> Self {
         Self {
@@ -229,6 +245,7 @@ impl ConfigFile {
             paths,
             binding,
             audit,
+            context_policy: ContextPolicy { default },
             retained_memory,
             sharing:
                 Sharing {
@@ -245,6 +262,7 @@ impl ConfigFile {
             bind_wait: parse_bind_wait(binding.wait)?,
             host_programs: parse_programs(&audit.host_programs)?,
             audit: audit.resolve()?,
+            default_context_action: parse_context_action(default)?,
             retained: retained_memory.resolve()?,
             allow_unscrubbed,
             refuse_beside_other_plugins,
@@ -419,6 +437,14 @@ fn parse_programs(names: &[String]) -> Result<BTreeSet<String>, InvalidField> {
         }),
         None => Ok(names.iter().cloned().collect()),
     }
+}
+
+fn parse_context_action(value: String) -> Result<ContextAction, InvalidField> {
+    value.parse().map_err(|_| InvalidField {
+        field: "context-policy.default",
+        value,
+        problem: "is not one of InPlace, Process, Restart, Report".into(),
+    })
 }
 
 fn parse_bytes(field: &'static str, value: String) -> Result<Bytes, InvalidField> {

@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bursar_crds::budget::ContextAction;
 use bursar_ledger::units::{Bytes, Quantum};
 use clap::Parser;
 
@@ -67,6 +68,8 @@ pub struct Config {
     pub audit: AuditConfig,
     /// The names of programs that may use GPUs outside of pods.
     pub host_programs: BTreeSet<String>,
+    /// The reaction to poisoned contexts in namespaces without a context policy.
+    pub default_context_action: ContextAction,
     /// Retained memory.
     pub retained: RetainedConfig,
     /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
@@ -277,6 +280,7 @@ mod tests {
         assert_eq!(config.http_listen.port(), 9445);
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
+        assert_eq!(config.default_context_action, ContextAction::Process);
         assert!(config.retained.enabled);
         assert!(!config.allow_unscrubbed && !config.refuse_beside_other_plugins);
         assert_eq!(
@@ -320,6 +324,8 @@ mod tests {
             process-allowance = "512Mi"
             kill-after = 5
             host-programs = ["nvidia-persistenced", "Xorg"]
+            [context-policy]
+            default = "Report"
             [retained-memory]
             enabled = false
             fdstore-socket = "/v/fdstore.sock"
@@ -374,6 +380,7 @@ mod tests {
                 process_allowance: Bytes::mib(512),
                 kill_after: 5,
             },
+            default_context_action: ContextAction::Report,
             retained: RetainedConfig {
                 enabled: false,
                 fdstore_socket: "/v/fdstore.sock".into(),
@@ -385,6 +392,13 @@ mod tests {
             http_probes: "[::1]:10".parse().unwrap(),
         };
         assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn default_context_action_is_none_that_needs_a_budget() {
+        let refused = error("[context-policy]\ndefault = \"Evict\"");
+        let told = "context-policy.default = \"Evict\": is not one of InPlace, Process";
+        assert!(refused.contains(told), "{refused}");
     }
 
     #[test]

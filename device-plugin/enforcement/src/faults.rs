@@ -10,6 +10,8 @@
 //! | module | job |
 //! |---|---|
 //! | [`confirmation`] | decides which XIDs of the kernel's log NVML confirms: pure |
+//! | [`forked_children`] | finds the forked children that share a process's GPU memory |
+//! | [`killer`] | kills the processes that the sessions condemn |
 //! | [`kmsg`] | finds XIDs with pids in the kernel's log |
 //! | [`policy`] | decides what follows a fault in which container: pure |
 //! | `restarts` | detects that a program runs again after a fault: pure |
@@ -19,6 +21,8 @@
 
 pub mod confirmation;
 pub mod events;
+mod forked_children;
+pub mod killer;
 pub mod kmsg;
 pub mod policy;
 pub mod report;

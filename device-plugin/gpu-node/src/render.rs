@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
+use bursar_crds::budget::ContextAction;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{
     EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus,
@@ -81,6 +82,9 @@ pub fn render(
         }),
         quantum: Some(Amount::from_bytes(quantum.bytes())),
         summary: Some(summarize(report)),
+        context_actions: ContextAction::ALL
+            .map(|action| action.as_str().to_owned())
+            .to_vec(),
         device_memory: memory_status(device_memory),
         managed_memory: memory_status(managed_memory),
         gpus: gpus
@@ -570,6 +574,8 @@ mod tests {
             )),
             executed: true,
             ended: true,
+            root: None,
+            held_since: None,
         });
         report.containers = vec![faulty, container(2, 1)];
         let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));

@@ -38,10 +38,14 @@ pub mod units;
 ///
 /// * 1: credit, reports
 /// * 2: the welcome has a generation; a process reports sticky errors
-pub const VERSION: u16 = 2;
+/// * 3: the agent answers a report with the time until it kills the process
+pub const VERSION: u16 = 3;
 
 /// The first version whose agent accepts reports of sticky errors.
 pub const POISON_SINCE: u16 = 2;
+
+/// The first version whose shim reads [`messages::Recovery::End`].
+pub const END_SINCE: u16 = 3;
 
 /// The folder of the agent's socket in a container.
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";

@@ -19,7 +19,7 @@
 //!   ContextMade {account}             ->          (the agent asks the driver)
 //!                                     <-  ContextSize {account, units}
 //!   Poisoned {account, code, can_reexec} ->                      (since version 2)
-//!                                     <-  Recovery {re-exec | continue}
+//!                                     <-  Recovery {re-exec | continue | end {seconds}}
 //!
 //!   Query {version, account}          ->          (a connection of its own)
 //!                                     <-  Usage {quota, used, processes} or Rejected {reason}
@@ -222,6 +222,11 @@ pub enum Recovery {
     Reexec,
     /// Return the error to the program. The agent may kill the container.
     Continue,
+    /// Return the error to the program, which the agent kills after this time. Since version 3.
+    End {
+        /// The time in seconds.
+        seconds: u16,
+    },
 }
 
 /// Why the agent closes a connection.
@@ -475,11 +480,15 @@ impl Message for Response {
             }
             Response::Fenced { account } => out.extend_from_slice(&[9, *account]),
             Response::Recovery(verdict) => {
-                let verdict = match verdict {
-                    Recovery::Reexec => 1,
-                    Recovery::Continue => 2,
-                };
-                out.extend_from_slice(&[10, verdict]);
+                out.push(10);
+                match verdict {
+                    Recovery::Reexec => out.push(1),
+                    Recovery::Continue => out.push(2),
+                    Recovery::End { seconds } => {
+                        out.push(3);
+                        out.extend_from_slice(&seconds.to_le_bytes());
+                    }
+                }
             }
         }
         out
@@ -536,6 +545,9 @@ impl Message for Response {
             10 => Response::Recovery(match decoder.u8()? {
                 1 => Recovery::Reexec,
                 2 => Recovery::Continue,
+                3 => Recovery::End {
+                    seconds: decoder.u16()?,
+                },
                 _ => return Err(DecodeError::BadValue("verdict")),
             }),
             other => return Err(DecodeError::UnknownMessage(other)),
@@ -761,8 +773,12 @@ mod tests {
                 }),
             slot.clone()
                 .prop_map(|account| Response::Fenced { account }),
-            prop_oneof![Just(Recovery::Reexec), Just(Recovery::Continue)]
-                .prop_map(Response::Recovery),
+            prop_oneof![
+                Just(Recovery::Reexec),
+                Just(Recovery::Continue),
+                any::<u16>().prop_map(|seconds| Recovery::End { seconds }),
+            ]
+            .prop_map(Response::Recovery),
             (slot.clone(), units())
                 .prop_map(|(account, units)| Response::Granted { account, units }),
             (slot.clone(), units())

@@ -132,12 +132,23 @@ impl CreditAccounts {
 
     /// The units of exited processes that count against an account's quota.
     pub(crate) fn exited_against(&self, account: usize) -> Units {
-        let own = self.exited(account);
-        if let Some(covered) = self.covered_by(account) {
-            return own.saturating_add(self.exited(covered));
-        }
-        let least = self.covering().map(|gpu| self.exited(gpu)).min();
-        own.saturating_add(least.unwrap_or(Units::ZERO))
+        self.against(account, |account| self.exited(account))
+    }
+
+    /// The units granted to a live process that count against an account's quota.
+    pub(crate) fn granted_against(&self, pid: u32, account: usize) -> Units {
+        self.against(account, |account| self.granted_to(pid, account))
+    }
+
+    /// Adds the units of the accounts that share an account's quota: covered managed memory counts
+    /// against each GPU.
+    fn against(&self, account: usize, units: impl Fn(usize) -> Units) -> Units {
+        let own = units(account);
+        let shared = match self.covered_by(account) {
+            Some(covered) => Some(units(covered)),
+            None => self.covering().map(&units).min(),
+        };
+        own.saturating_add(shared.unwrap_or(Units::ZERO))
     }
 
     /// The units that can still be granted.

@@ -328,19 +328,14 @@ impl Connection {
             self.wait_turn().await;
             let received_at = Instant::now();
             if let Request::Credit { account, units } = message {
-                let is_pending =
-                    || lock(&self.container).is_reclaim_pending(pid, account, units, received_at);
+                let is_pending = || {
+                    let container = lock(&self.container);
+                    container.is_reclaim_pending(pid, account, units, received_at, clock::now())
+                };
                 while self.run_charged(is_pending) {
                     tokio::time::sleep(RECLAIM_POLL).await;
                 }
             }
-            let can_reexec = matches!(
-                message,
-                Request::Poisoned {
-                    can_reexec: true,
-                    ..
-                }
-            ) && self.is_main_process(pid);
             let answer = match message {
                 Request::Credit { account, units } => {
                     let (change, answered) = self
@@ -369,11 +364,18 @@ impl Connection {
                 Request::ContextMade { account } => {
                     Some(lock(&self.container).handle_context_made(pid, account))
                 }
-                Request::Poisoned { account, code, .. } => {
+                Request::Poisoned {
+                    account,
+                    code,
+                    can_reexec,
+                } => {
                     self.fault_notifier.notify();
+                    let root = self.root_process(pid);
+                    let can_reexec = can_reexec && self.is_main_process(pid);
                     let poisoned = || {
                         let now = clock::read_clocks();
-                        lock(&self.container).handle_poisoned(pid, account, code, can_reexec, now)
+                        let mut container = lock(&self.container);
+                        container.handle_poisoned(pid, account, code, can_reexec, root, now)
                     };
                     Some(self.run_charged(poisoned))
                 }
@@ -425,6 +427,15 @@ impl Connection {
         while let Some(wait) = self.run_charged(record) {
             tokio::time::sleep(wait).await;
         }
+    }
+
+    /// The root process from which a process descends. Reading `/proc` takes time, so the agent
+    /// does it without the lock.
+    fn root_process(&self, pid: u32) -> Option<Process> {
+        let container = lock(&self.container);
+        let (process, pod) = (container.process_of(pid)?, container.pod().clone());
+        drop(container);
+        self.resolver.root_process(process, &pod)
     }
 
     /// Whether a process is the container's main process. Reading `/proc` takes time, so the agent

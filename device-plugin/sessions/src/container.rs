@@ -283,6 +283,7 @@ impl Container {
                 },
             );
         }
+        container.close_released_faults();
         let [exited, _] = container.credit.exited_and_orphaned();
         if !exited.is_empty() {
             // This agent has not sampled the memory of the exited processes yet.
@@ -340,6 +341,7 @@ impl Container {
                 self.last_exit = Some(now);
                 self.fault_log
                     .record_exit(before.process, before.generation);
+                self.close_released_faults();
             }
         }
         let generation = generation.unwrap_or_else(|| {
@@ -526,15 +528,16 @@ impl Container {
         has_changed
     }
 
-    /// Whether a request would be refused only for bytes of an image that exited a moment ago,
-    /// which the driver is about to free. A re-executed program requests its whole quota at once. A
-    /// request that the agent received before the window waits no more, whatever exited since.
+    /// Whether a request would be refused only for bytes of an image that exited a moment ago, or
+    /// whose kill is due: the driver is about to free them. A re-executed program requests its
+    /// whole quota at once. A request that the agent received before the window waits no more.
     pub(super) fn is_reclaim_pending(
         &self,
         pid: u32,
         account: u8,
         need: Units,
         received_at: Instant,
+        now: BootTime,
     ) -> bool {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
@@ -542,14 +545,20 @@ impl Container {
             .credit
             .free(index)
             .saturating_add(self.idle_credit_for(pid, index));
-        let exited = self.credit.exited_against(index);
-        let with_exited = free
-            .saturating_add(exited)
+        let of_ending: Units = self
+            .fault_log
+            .ending_pids(now)
+            .map(|ending| self.credit.granted_against(ending, index))
+            .sum();
+        let with_ended = free
+            .saturating_add(of_ending)
+            .saturating_add(self.credit.exited_against(index))
             .saturating_add(self.credit.sibling_charges(index));
+        let has_ended = self.last_exit_in_claim().is_some_and(recently);
         recently(received_at)
-            && self.last_exit_in_claim().is_some_and(recently)
+            && (has_ended || of_ending > Units::ZERO)
             && !self.is_fenced(pid)
-            && (free.saturating_add(Units(1))..=with_exited).contains(&need)
+            && (free.saturating_add(Units(1))..=with_ended).contains(&need)
     }
 
     /// Reserves credit for a process in the accounts: first from free bytes, then from idle credit
@@ -618,6 +627,7 @@ impl Container {
         self.return_pages(state.page_fds, now);
         self.last_exit = Some(now);
         self.fault_log.record_exit(process, state.generation);
+        self.close_released_faults();
         self.refresh_pages();
         self.note_change();
     }
@@ -648,6 +658,7 @@ impl Container {
         query: &ReclaimQuery,
         samples: &[ProcessMemory],
         resolver: &dyn ContainerResolver,
+        now: BootTime,
     ) {
         let before = (self.credit.clone(), self.is_checkpoint_lost);
         self.find_untracked(samples, resolver);
@@ -658,6 +669,8 @@ impl Container {
                 self.credit.release_exited(*pid);
             }
         }
+        self.close_released_faults();
+        self.escalate_held_memory(samples, now);
         if before != (self.credit.clone(), self.is_checkpoint_lost) {
             self.refresh_pages();
             self.note_change();

@@ -61,6 +61,7 @@ use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;
 use reclaim::Unreclaimed;
+use recovery::KillTarget;
 use shared_samples::SharedSampler;
 use stream::Listener;
 
@@ -100,6 +101,18 @@ pub enum Account {
     Gpu(GpuUuid),
     /// CUDA managed memory.
     Managed,
+}
+
+/// A process that the agent has to kill for a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CondemnedProcess {
+    /// The allocation of its container.
+    pub allocation: AllocationId,
+    /// The process.
+    pub process: Process,
+    /// Whether the container goes on. The process's forked children that share its GPU memory then
+    /// end with it.
+    pub ends_alone: bool,
 }
 
 /// The figures of one account of one container at a moment.
@@ -168,6 +181,8 @@ pub struct Sessions {
     /// `None` where the agent does not charge contexts.
     context_sizes: Option<Arc<ContextSizes>>,
     fault_notifier: FaultNotifier,
+    /// The policy of a container before the first order for its namespace.
+    default_policy: RecoveryPolicy,
     /// `None` where the node has no retained memory.
     lease_service: Option<LeaseHandle>,
     /// The claims whose allocations the agent serves.
@@ -251,6 +266,7 @@ impl Sessions {
             refuses_descriptors: true,
             context_sizes: None,
             fault_notifier: FaultNotifier::default(),
+            default_policy: RecoveryPolicy::default(),
             lease_service: None,
             siblings_by_claim: Mutex::default(),
             reclaim_tasks: Mutex::default(),
@@ -264,6 +280,13 @@ impl Sessions {
     pub fn with_context_sizes(mut self, path: PathBuf) -> Sessions {
         let file = Checkpoint::new(path);
         self.context_sizes = Some(Arc::new(ContextSizes::load(file)));
+        self
+    }
+
+    /// Recovers new containers by `policy` until an order for their namespace says otherwise.
+    #[must_use]
+    pub fn with_default_policy(mut self, policy: RecoveryPolicy) -> Sessions {
+        self.default_policy = policy;
         self
     }
 
@@ -393,6 +416,9 @@ impl Sessions {
         );
         if let Some(sizes) = &self.context_sizes {
             container.set_context_sizes(Arc::clone(sizes));
+        }
+        if !served_before {
+            container.set_policy(self.default_policy);
         }
         container.set_closer(Arc::clone(&closer));
         container.set_free_page_limit(self.connection_limit.max_free_pages());
@@ -708,9 +734,18 @@ impl Sessions {
     /// Finds the image of a host process, if its container uses one of the GPUs `on` and the
     /// process had started by then.
     pub fn find_xid_target(&self, pid: u32, on: &[GpuUuid], by: BootTime) -> Option<XidTarget> {
-        let running = lock(&self.shared.containers);
-        let mut running = running.values();
-        running.find_map(|running| lock(&running.container).find_xid_target(pid, on, by))
+        let find = |running: &RunningContainer| {
+            let container = lock(&running.container);
+            Some((
+                container.find_xid_target(pid, on, by)?,
+                container.pod().clone(),
+            ))
+        };
+        let found = lock(&self.shared.containers).values().find_map(find);
+        let (mut target, pod) = found?;
+        // Reading `/proc` takes time, so the agent does it without the locks.
+        target.root = self.resolver.root_process(target.image.process, &pod);
+        Some(target)
     }
 
     /// Records that an image lost its context by this XID. An allocation that has ended is ignored.
@@ -752,20 +787,34 @@ impl Sessions {
         self.collect_from_containers(|container| container.open_faults().to_vec())
     }
 
-    /// The root processes of containers that the agent has to kill for a fault, at most one of each
-    /// container at a time.
-    pub fn processes_to_kill(&self) -> Vec<(AllocationId, Process)> {
+    /// The processes that the agent has to kill for faults.
+    pub fn processes_to_kill(&self, now: BootTime) -> BTreeSet<CondemnedProcess> {
         let poisoned = self.collect_from_containers(|container| {
             let pod = container.pod().clone();
-            let process = container.process_to_kill();
-            process.map(|process| (process, pod)).into_iter().collect()
+            let targets = container.kill_targets(now).into_iter();
+            targets.map(|target| (target, pod.clone())).collect()
         });
         // Reading `/proc` takes time, so the agent does it without the locks.
-        let root = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
-            let root = self.resolver.root_process(process, &pod)?;
-            Some((allocation, root))
+        let condemned = |(allocation, (target, pod)): (AllocationId, (KillTarget, PodUid))| {
+            let (process, ends_alone) = match target {
+                KillTarget::Process(process) => (process, true),
+                KillTarget::RootOf(process) => (self.resolver.root_process(process, &pod)?, false),
+                KillTarget::Root(process) => (process, false),
+            };
+            Some(CondemnedProcess {
+                allocation,
+                process,
+                ends_alone,
+            })
         };
-        poisoned.into_iter().filter_map(root).collect()
+        poisoned.into_iter().filter_map(condemned).collect()
+    }
+
+    /// Whether a process of an allocation's container has a session.
+    pub fn has_session(&self, allocation: &AllocationId, process: Process) -> bool {
+        let running = lock(&self.shared.containers);
+        let running = running.get(allocation);
+        running.is_some_and(|running| lock(&running.container).has_session(process))
     }
 
     /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,

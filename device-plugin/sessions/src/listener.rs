@@ -4,6 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bursar_host::clock;
 use bursar_protocol::messages::{Message, RejectReason, Response};
 use futures::future::join_all;
 use tokio::task::JoinSet;
@@ -167,7 +168,7 @@ async fn settle_exited(
         };
         let samples = join_all(gpus.iter().map(|gpu| shared_sampler.sample_processes(gpu))).await;
         if let Some(samples) = samples.into_iter().collect::<Option<Vec<_>>>() {
-            lock(&container).apply_samples(&query, &samples, resolver.as_ref());
+            lock(&container).apply_samples(&query, &samples, resolver.as_ref(), clock::now());
         }
     }
 }

@@ -3,12 +3,19 @@
 //! ```text
 //!            report (shim)
 //!   live ------------------> decided -- ReexecInPlace: closed when the new image says hello
-//!      \                      ^  |  \-- RestartContainer: closed at the exit unless over limit
-//!       \ XID  REPORT_GRACE   |   \---- NoAction: closed at the exit unless it awaits eviction
-//!        +----> fenced -------+
+//!      \                      ^  | |\-- EndProcess: closed when the driver has freed its memory
+//!       \ XID  REPORT_GRACE   |  | \--- RestartContainer: closed at the exit unless over limit
+//!        +----> fenced -------+  \---- NoAction: closed at the exit unless it awaits eviction
 //!
 //!   ReexecInPlace --not executed within REPORT_GRACE--> RestartContainer
+//!   EndProcess --memory still listed HELD_TIMEOUT after the exit--> RestartContainer
 //! ```
+//!
+//! A fault costs the smallest unit that it must: a process other than the container's root process
+//! ends alone. Ended processes and restarted containers have a count each, of the policy's maximum
+//! within its window. A process beyond the first count costs its container, and a container beyond
+//! the second one its pod. The kill comes after the policy's grace, in which the program can write
+//! its error and end by itself.
 //!
 //! A container that awaits eviction is restarted instead once the API server has been unreachable
 //! for `EVICTION_TIMEOUT`. A fault without an action can be restarted later, by an order that names
@@ -35,6 +42,14 @@ use super::Process;
 /// re-exec.
 const REPORT_GRACE: Duration = Duration::from_secs(5);
 
+/// How long the driver may list the memory of an ended process before another process must hold it.
+/// The memory of a killed process is free after about 0.1 s (F8 in docs/facts.md).
+const HELD_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The ended images of one container whose memory the driver may still list at most; the oldest is
+/// dropped first.
+const MAX_AWAITING_RELEASE: usize = 64;
+
 /// How long an image awaits the eviction of its pod while the API server is unreachable.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -43,39 +58,64 @@ const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct RecoveryPolicy {
     /// The action of first choice.
     pub action: ContextAction,
-    /// The number of restarts, of either kind, that the container gets within the window.
+    /// The number of restarts, of either kind, that the container gets within the window, and the
+    /// number of its processes that end alone.
     pub max_restarts: u32,
-    /// The window in which restarts count.
+    /// The window in which restarts and ended processes count.
     pub window: Duration,
+    /// The time from a fault until the agent kills, in which the program can end by itself.
+    #[serde(default = "default_grace")]
+    pub grace: Duration,
+}
+
+/// The grace in checkpoints of older agents.
+fn default_grace() -> Duration {
+    RecoveryPolicy::default().grace
 }
 
 impl Default for RecoveryPolicy {
     fn default() -> RecoveryPolicy {
-        let ContextPolicy {
-            action,
-            max_restarts,
-            window_seconds,
-        } = ContextPolicy::default();
-        RecoveryPolicy::new(action, max_restarts, window_seconds)
+        RecoveryPolicy::with_action(ContextAction::default())
     }
 }
 
 impl RecoveryPolicy {
     /// Converts the API's values; the schema allows no negative numbers.
-    pub fn new(action: ContextAction, max_restarts: i32, window_seconds: i32) -> RecoveryPolicy {
+    pub fn new(
+        action: ContextAction,
+        max_restarts: i32,
+        window_seconds: i32,
+        grace_seconds: i32,
+    ) -> RecoveryPolicy {
+        let seconds = |seconds: i32| Duration::from_secs(seconds.unsigned_abs().into());
         RecoveryPolicy {
             action,
             max_restarts: max_restarts.unsigned_abs(),
-            window: Duration::from_secs(window_seconds.unsigned_abs().into()),
+            window: seconds(window_seconds),
+            grace: seconds(grace_seconds),
         }
+    }
+
+    /// The policy with this action and the API's defaults for the rest.
+    pub fn with_action(action: ContextAction) -> RecoveryPolicy {
+        let ContextPolicy {
+            action: _,
+            max_restarts,
+            window_seconds,
+            grace_seconds,
+        } = ContextPolicy::default();
+        RecoveryPolicy::new(action, max_restarts, window_seconds, grace_seconds)
     }
 }
 
 /// What the agent does about a poisoned image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "RecordedAction", into = "RecordedAction")]
 pub enum RecoveryAction {
     /// The shim executes the program again, in the same process.
     ReexecInPlace,
+    /// The agent kills the process, and the container goes on.
+    EndProcess,
     /// The agent kills the container's root process, and the kubelet restarts the container.
     RestartContainer {
         /// Whether the container exceeded its restarts: the fault then stays open.
@@ -93,6 +133,7 @@ impl RecoveryAction {
     pub fn as_str(self) -> &'static str {
         match self {
             RecoveryAction::ReexecInPlace => "in-place",
+            RecoveryAction::EndProcess => "process",
             RecoveryAction::RestartContainer { over_limit: false } => "restart",
             RecoveryAction::RestartContainer { over_limit: true } => "beyond-maximum",
             RecoveryAction::NoAction {
@@ -108,6 +149,7 @@ impl RecoveryAction {
     pub fn to_api(self) -> FaultAction {
         match self {
             RecoveryAction::ReexecInPlace => FaultAction::InPlace,
+            RecoveryAction::EndProcess => FaultAction::Process,
             RecoveryAction::RestartContainer { over_limit: false } => FaultAction::Restart,
             RecoveryAction::RestartContainer { over_limit: true } => FaultAction::BeyondMaximum,
             RecoveryAction::NoAction {
@@ -128,6 +170,77 @@ impl RecoveryAction {
                 }
         )
     }
+}
+
+/// A [`RecoveryAction`] in a checkpoint. An older agent that reads it does not know the unit, and
+/// restarts the container.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "RecoveryAction")]
+enum RecordedAction {
+    ReexecInPlace,
+    RestartContainer {
+        over_limit: bool,
+        #[serde(default)]
+        unit: RecordedUnit,
+    },
+    NoAction {
+        await_eviction: bool,
+    },
+}
+
+#[derive(Default, Serialize, Deserialize)]
+enum RecordedUnit {
+    Process,
+    #[default]
+    Container,
+}
+
+impl From<RecordedAction> for RecoveryAction {
+    fn from(recorded: RecordedAction) -> RecoveryAction {
+        match recorded {
+            RecordedAction::ReexecInPlace => RecoveryAction::ReexecInPlace,
+            RecordedAction::RestartContainer {
+                over_limit: false,
+                unit: RecordedUnit::Process,
+            } => RecoveryAction::EndProcess,
+            RecordedAction::RestartContainer { over_limit, .. } => {
+                RecoveryAction::RestartContainer { over_limit }
+            }
+            RecordedAction::NoAction { await_eviction } => {
+                RecoveryAction::NoAction { await_eviction }
+            }
+        }
+    }
+}
+
+impl From<RecoveryAction> for RecordedAction {
+    fn from(action: RecoveryAction) -> RecordedAction {
+        match action {
+            RecoveryAction::ReexecInPlace => RecordedAction::ReexecInPlace,
+            RecoveryAction::EndProcess => RecordedAction::RestartContainer {
+                over_limit: false,
+                unit: RecordedUnit::Process,
+            },
+            RecoveryAction::RestartContainer { over_limit } => RecordedAction::RestartContainer {
+                over_limit,
+                unit: RecordedUnit::Container,
+            },
+            RecoveryAction::NoAction { await_eviction } => {
+                RecordedAction::NoAction { await_eviction }
+            }
+        }
+    }
+}
+
+/// A process that the agent has to kill for a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KillTarget {
+    /// This process alone.
+    Process(Process),
+    /// The root process from which this one descends.
+    RootOf(Process),
+    /// This root process: its descendant has ended, and another process holds its memory.
+    Root(Process),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,6 +273,9 @@ pub struct XidTarget {
     pub image: ProcessImage,
     /// The GPU of the container that the record names.
     pub gpu: GpuUuid,
+    /// The root process from which the image's process descends, or the process itself. `None`
+    /// where it is unknown.
+    pub root: Option<Process>,
 }
 
 /// An open fault: a poisoned image that the agent or the operator has yet to handle.
@@ -186,12 +302,39 @@ pub struct Fault {
     pub executed: bool,
     /// Whether the image has exited.
     pub ended: bool,
+    /// The root process from which the image's process descends, or the process itself. `None`
+    /// where it is unknown.
+    #[serde(default)]
+    pub root: Option<Process>,
+    /// Since when the driver has listed the memory of the ended image.
+    #[serde(default)]
+    pub held_since: Option<BootTime>,
 }
 
 impl Fault {
     /// The decision, once it was made.
     pub fn decision(&self) -> Option<RecoveryAction> {
         self.decided.map(|(decision, _)| decision)
+    }
+
+    /// Whether another process holds the memory of the ended image, so that its container is
+    /// restarted.
+    pub fn is_memory_held(&self) -> bool {
+        let restarts = matches!(
+            self.decision(),
+            Some(RecoveryAction::RestartContainer { .. })
+        );
+        self.held_since.is_some() && restarts
+    }
+
+    /// Whether the process is a root process, which nothing in the container outlives.
+    fn is_of_root(&self) -> bool {
+        self.root == Some(self.image.process)
+    }
+
+    /// Whether the ended image stays on record until the driver has freed its memory.
+    fn awaits_release(&self) -> bool {
+        self.decision() == Some(RecoveryAction::EndProcess) || self.is_memory_held()
     }
 }
 
@@ -202,6 +345,8 @@ pub(super) struct FaultLog {
     policy: RecoveryPolicy,
     /// When restarts were ordered within the window, the oldest first.
     restarts: Vec<RecordedMoment>,
+    /// When the agent decided to end processes alone within the window, the oldest first.
+    process_ends: Vec<RecordedMoment>,
     faults: Vec<Fault>,
     /// The last fault that is no longer open.
     last_closed: Option<Fault>,
@@ -217,6 +362,11 @@ impl FaultLog {
         self.policy = policy;
     }
 
+    /// The time from a fault until the agent kills.
+    pub(super) fn grace(&self) -> Duration {
+        self.policy.grace
+    }
+
     /// The open faults.
     pub(super) fn faults(&self) -> &[Fault] {
         &self.faults
@@ -229,7 +379,7 @@ impl FaultLog {
     }
 
     /// Closes the faults that do not stay open.
-    fn close_unless(&mut self, stays: impl Fn(&Fault) -> bool) {
+    fn close_unless(&mut self, mut stays: impl FnMut(&Fault) -> bool) {
         for fault in self.faults.extract_if(.., |fault| !stays(fault)) {
             let last = self.last_closed.as_ref();
             if last.is_none_or(|last| last.since <= fault.since) {
@@ -251,12 +401,12 @@ impl FaultLog {
         image: ProcessImage,
         gpu: &GpuUuid,
         source: FaultSource,
+        root: Option<Process>,
         now: ClockReading,
     ) -> (Option<RecoveryAction>, Option<Fault>) {
         let known = self.faults.iter().position(|fault| fault.image == image);
         let index = known.unwrap_or_else(|| {
-            // An ended over-limit fault makes all earlier ones obsolete.
-            self.close_unless(|fault| !fault.ended);
+            self.drop_obsolete();
             self.poisoned += 1;
             self.faults.push(Fault {
                 image,
@@ -268,9 +418,14 @@ impl FaultLog {
                 decided: None,
                 executed: false,
                 ended: false,
+                root: None,
+                held_since: None,
             });
             self.faults.len() - 1
         });
+        if let Some(fault) = self.faults.get_mut(index) {
+            fault.root = fault.root.or(root);
+        }
         let can_reexec = match (source, self.faults.get_mut(index)) {
             (FaultSource::Cuda { code, can_reexec }, Some(fault)) => {
                 fault.cuda_error.get_or_insert(code);
@@ -283,7 +438,7 @@ impl FaultLog {
             (_, None) => None,
         };
         if let Some(can_reexec) = can_reexec {
-            self.decide(index, can_reexec, now);
+            self.decide(index, can_reexec, now.moment);
         }
         let fault = self.faults.get(index);
         (
@@ -308,7 +463,60 @@ impl FaultLog {
             fault.ended |= (image.process, image.generation) == (process, generation);
         }
         let stays = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::stays_open);
-        self.close_unless(|fault| !fault.ended || stays(fault));
+        self.close_unless(|fault| !fault.ended || stays(fault) || fault.awaits_release());
+    }
+
+    /// Drops ended images before another fault: a new one makes those over the limit obsolete, and
+    /// a bounded number awaits the release of memory.
+    fn drop_obsolete(&mut self) {
+        let awaits = |fault: &Fault| fault.ended && fault.awaits_release();
+        let count = self.faults.iter().filter(|fault| awaits(fault)).count();
+        let mut excess = (count + 1).saturating_sub(MAX_AWAITING_RELEASE);
+        self.close_unless(|fault| {
+            let is_excess = awaits(fault) && excess > 0;
+            excess -= usize::from(is_excess);
+            !fault.ended || (awaits(fault) && !is_excess)
+        });
+    }
+
+    /// Closes the faults of ended images whose memory the driver has freed: all but those of the
+    /// pids that are still charged. A fault over the limit stays open.
+    pub(super) fn close_released(&mut self, is_charged: impl Fn(u32) -> bool) {
+        self.close_unless(|fault| {
+            let stays = fault.decision().is_some_and(RecoveryAction::stays_open);
+            let awaits = fault.ended && fault.awaits_release() && !stays;
+            !awaits || is_charged(fault.image.process.pid)
+        });
+    }
+
+    /// Records which pids of ended images the driver lists. Returns the faults whose memory another
+    /// process holds: their containers are restarted. Where a process has ended by itself, its
+    /// forked children have the rest of the grace to end, too.
+    pub(super) fn record_held(
+        &mut self,
+        is_listed: impl Fn(u32) -> bool,
+        now: BootTime,
+    ) -> Vec<Fault> {
+        let mut held = Vec::new();
+        for index in 0..self.faults.len() {
+            let Some(fault) = self.faults.get_mut(index) else {
+                continue;
+            };
+            let has_ended = fault.ended && fault.decision() == Some(RecoveryAction::EndProcess);
+            if !has_ended || fault.root.is_none() {
+                continue;
+            }
+            if !is_listed(fault.image.process.pid) {
+                fault.held_since = None;
+                continue;
+            }
+            let held_for = now.since(*fault.held_since.get_or_insert(now));
+            if held_for >= HELD_TIMEOUT && now.since(fault.since) >= self.policy.grace {
+                self.restart_container(index, now);
+                held.extend(self.faults.get(index).cloned());
+            }
+        }
+        held
     }
 
     /// Makes the decisions whose deadline has passed, and returns whether a fault changed. They
@@ -322,7 +530,7 @@ impl FaultLog {
             };
             match fault.decided {
                 None if now.moment.since(fault.since) >= REPORT_GRACE => {
-                    self.decide(index, false, now)
+                    self.decide(index, false, now.moment)
                 }
                 Some((RecoveryAction::ReexecInPlace, RecordedMoment(then)))
                     if !fault.executed && now.moment.since(then) >= REPORT_GRACE =>
@@ -337,7 +545,7 @@ impl FaultLog {
                     },
                     RecordedMoment(then),
                 )) if now.moment.since(then).min(unreachable_for) >= EVICTION_TIMEOUT => {
-                    self.restart_container(index, now);
+                    self.restart_container(index, now.moment);
                 }
                 _ => {}
             }
@@ -349,14 +557,16 @@ impl FaultLog {
     /// images that have exited. Returns whether a fault changed.
     pub(super) fn require_generation(&mut self, generation: u64, now: ClockReading) -> bool {
         let before = self.faults.clone();
-        self.close_unless(|fault| !fault.ended || fault.image.generation >= generation);
+        self.close_unless(|fault| {
+            !fault.ended || fault.awaits_release() || fault.image.generation >= generation
+        });
         for index in 0..self.faults.len() {
             let has_no_action = self.faults.get(index).is_some_and(|fault| {
                 let is_left = matches!(fault.decision(), Some(RecoveryAction::NoAction { .. }));
                 is_left && fault.image.generation < generation
             });
             if has_no_action {
-                self.restart_container(index, now);
+                self.end_smallest_unit(index, now.moment);
             }
         }
         before != self.faults
@@ -366,6 +576,7 @@ impl FaultLog {
     /// restarts. The faults stay, so that the images stay fenced and get a new decision.
     pub(super) fn roll_back(&mut self, before: &FaultLog) {
         self.restarts.clone_from(&before.restarts);
+        self.process_ends.clone_from(&before.process_ends);
         self.restarted = before.restarted;
         self.restarted_in_place = before.restarted_in_place;
         for fault in &mut self.faults {
@@ -379,22 +590,34 @@ impl FaultLog {
         }
     }
 
-    /// The images whose containers the agent has to kill.
-    pub(super) fn images_to_kill(&self) -> impl Iterator<Item = &ProcessImage> {
-        let is_killed = |fault: &&Fault| {
-            !fault.ended
-                && matches!(
-                    fault.decision(),
-                    Some(RecoveryAction::RestartContainer { .. })
-                )
-        };
-        self.faults
-            .iter()
-            .filter(is_killed)
-            .map(|fault| &fault.image)
+    /// The processes that the agent has to kill now.
+    pub(super) fn kill_targets(&self, now: BootTime) -> impl Iterator<Item = KillTarget> {
+        self.faults.iter().filter_map(move |fault| {
+            let process = fault.image.process;
+            let is_due = !fault.ended && now.since(fault.since) >= self.policy.grace;
+            match fault.decision()? {
+                RecoveryAction::EndProcess => is_due.then_some(KillTarget::Process(process)),
+                RecoveryAction::RestartContainer { .. } if fault.ended => fault
+                    .root
+                    .filter(|_| fault.is_memory_held())
+                    .map(KillTarget::Root),
+                RecoveryAction::RestartContainer { .. } => {
+                    is_due.then_some(KillTarget::RootOf(process))
+                }
+                RecoveryAction::ReexecInPlace | RecoveryAction::NoAction { .. } => None,
+            }
+        })
     }
 
-    fn decide(&mut self, index: usize, can_reexec: bool, now: ClockReading) {
+    /// The pids of processes that end alone, and whose kill is due.
+    pub(super) fn ending_pids(&self, now: BootTime) -> impl Iterator<Item = u32> {
+        self.kill_targets(now).filter_map(|target| match target {
+            KillTarget::Process(process) => Some(process.pid),
+            KillTarget::RootOf(_) | KillTarget::Root(_) => None,
+        })
+    }
+
+    fn decide(&mut self, index: usize, can_reexec: bool, now: BootTime) {
         if self
             .faults
             .get(index)
@@ -402,7 +625,7 @@ impl FaultLog {
         {
             return;
         }
-        let has_restarts = self.has_restart_left(now);
+        let can_reexec = can_reexec && self.has_restart_left(now);
         let decision = match self.policy.action {
             ContextAction::Report => RecoveryAction::NoAction {
                 await_eviction: false,
@@ -410,47 +633,71 @@ impl FaultLog {
             ContextAction::Evict => RecoveryAction::NoAction {
                 await_eviction: true,
             },
-            ContextAction::InPlace if can_reexec && has_restarts => RecoveryAction::ReexecInPlace,
+            ContextAction::InPlace if can_reexec => RecoveryAction::ReexecInPlace,
+            ContextAction::InPlace
+            | ContextAction::Process
+            | ContextAction::Restart
             // The agent rejects an order with an unknown action, but a checkpoint may hold one.
-            ContextAction::InPlace | ContextAction::Restart | ContextAction::Unknown => {
-                return self.restart_container(index, now);
-            }
+            | ContextAction::Unknown => return self.end_smallest_unit(index, now),
         };
         self.apply(index, decision, now);
     }
 
-    fn restart_container(&mut self, index: usize, now: ClockReading) {
+    /// Ends the process of a fault where the policy ends processes alone, and its container
+    /// otherwise. The container's root process is the container.
+    fn end_smallest_unit(&mut self, index: usize, now: BootTime) {
+        let ends_processes = matches!(
+            self.policy.action,
+            ContextAction::Process | ContextAction::InPlace
+        );
+        let is_of_root = self.faults.get(index).is_some_and(Fault::is_of_root);
+        let (limit, window) = (self.policy.max_restarts, self.policy.window);
+        if ends_processes && !is_of_root && has_room(&mut self.process_ends, limit, window, now) {
+            self.apply(index, RecoveryAction::EndProcess, now);
+        } else {
+            self.restart_container(index, now);
+        }
+    }
+
+    fn restart_container(&mut self, index: usize, now: BootTime) {
         let over_limit = !self.has_restart_left(now);
         self.apply(index, RecoveryAction::RestartContainer { over_limit }, now);
     }
 
-    /// Whether the window has room for a restart.
-    fn has_restart_left(&mut self, now: ClockReading) -> bool {
-        let RecoveryPolicy {
-            max_restarts,
-            window,
-            ..
-        } = self.policy;
-        self.restarts
-            .retain(|RecordedMoment(then)| now.moment.since(*then) < window);
-        self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX)
+    fn has_restart_left(&mut self, now: BootTime) -> bool {
+        let (limit, window) = (self.policy.max_restarts, self.policy.window);
+        has_room(&mut self.restarts, limit, window, now)
     }
 
-    fn apply(&mut self, index: usize, decision: RecoveryAction, now: ClockReading) {
+    fn apply(&mut self, index: usize, decision: RecoveryAction, now: BootTime) {
         if let Some(fault) = self.faults.get_mut(index) {
-            fault.decided = Some((decision, RecordedMoment(now.moment)));
+            fault.decided = Some((decision, RecordedMoment(now)));
         }
-        if matches!(
-            decision,
-            RecoveryAction::ReexecInPlace | RecoveryAction::RestartContainer { over_limit: false }
-        ) {
-            self.restarts.push(RecordedMoment(now.moment));
-            self.restarted = self.restarted.saturating_add(1);
+        match decision {
+            RecoveryAction::EndProcess => self.process_ends.push(RecordedMoment(now)),
+            RecoveryAction::ReexecInPlace
+            | RecoveryAction::RestartContainer { over_limit: false } => {
+                self.restarts.push(RecordedMoment(now));
+                self.restarted = self.restarted.saturating_add(1);
+            }
+            RecoveryAction::RestartContainer { over_limit: true }
+            | RecoveryAction::NoAction { .. } => {}
         }
         if decision == RecoveryAction::ReexecInPlace {
             self.restarted_in_place = self.restarted_in_place.saturating_add(1);
         }
     }
+}
+
+/// Whether the window has room for another moment. Removes those before it.
+fn has_room(
+    moments: &mut Vec<RecordedMoment>,
+    limit: u32,
+    window: Duration,
+    now: BootTime,
+) -> bool {
+    moments.retain(|RecordedMoment(then)| now.since(*then) < window);
+    moments.len() < usize::try_from(limit).unwrap_or(usize::MAX)
 }
 
 /// A moment in a checkpoint. Older agents wrote times of the wall clock, which count as long ago.

@@ -7,6 +7,7 @@
 //! threads that hit the error meanwhile wait for the agent's decision.
 
 use std::ffi::c_int;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
@@ -79,20 +80,29 @@ fn report_and_recover(code: CuResult) {
         return;
     }
     let verdict = accounting::report_poison(state, &guard, device, code, reexec::is_possible());
-    if verdict == Some(Recovery::Reexec) {
-        log_reexec(code);
-        reexec::execute();
+    match verdict {
+        Some(Recovery::Reexec) => {
+            log_to_stderr(format_args!(
+                "executing the program again in this container after CUDA error {code}"
+            ));
+            reexec::execute();
+        }
+        Some(Recovery::End { seconds }) => {
+            log_to_stderr(format_args!(
+                "CUDA error {code}: this process ends within {seconds} s"
+            ));
+        }
+        Some(Recovery::Continue) | None => {}
     }
     // Publish the error only now: another thread that saw it earlier could exit the program before
     // the re-exec.
     state.poisoned.store(code, Ordering::Release);
 }
 
-/// Writes the re-exec to the program's standard error, because the program itself never sees the
-/// error.
-fn log_reexec(code: CuResult) {
-    let line =
-        format!("bursar: executing the program again in this container after CUDA error {code}\n");
+/// Writes a line to the program's standard error. The program itself never sees the error before a
+/// re-exec, and a killed process otherwise looks like one that ran out of host memory.
+fn log_to_stderr(text: fmt::Arguments<'_>) {
+    let line = format!("bursar: {text}\n");
     // SAFETY: the buffer has the given length. A failed write is ignored.
     unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }

@@ -17,7 +17,7 @@ const QUOTA: u64 = 256 * MIB;
 
 fn container(action: ContextAction) -> Container {
     let container = Container::with_quota(QUOTA);
-    container.set_policy(RecoveryPolicy::new(action, 100, 600));
+    container.set_policy(RecoveryPolicy::new(action, 100, 600, 0));
     container
 }
 
@@ -233,7 +233,7 @@ fn process_other_than_the_main_one_is_never_reexecuted() {
 #[test]
 fn reexec_stops_at_the_maximum() {
     let container = Container::with_quota(QUOTA);
-    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 2, 600));
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 2, 600, 0));
     let mut program = container.main_program();
     for _ in 0..2 {
         fault(&mut program, "fault");

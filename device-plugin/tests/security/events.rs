@@ -11,7 +11,7 @@ const POD_INTERVAL: u64 = 30;
 /// The burst of Events about the node, and about all of its pods. Later ones come once a second.
 const BURST: u64 = 25;
 
-/// The processes of a wave. Each fault is an Event until the agent kills the container, and
+/// The processes of a wave. Each fault is an Event until the process ends, and
 /// processes past the shim are findings.
 const PROCESSES_PER_WAVE: u32 = 8;
 const WAVES: usize = 16;

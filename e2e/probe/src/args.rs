@@ -87,6 +87,13 @@ pub(crate) enum Command {
         #[arg(long)]
         socket: PathBuf,
     },
+    /// Run this program as a worker with the arguments that follow, and again each time that the
+    /// worker ends, like a server of notebooks. Uses no GPU itself
+    Serve {
+        /// The arguments of the worker
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        worker: Vec<String>,
+    },
     /// Allocate and free as the lines of standard input say: `take 4Gi`, `free 1Gi`, `look`. Prints
     /// a line for each
     Obey,

@@ -3,8 +3,9 @@
 
 use std::fs::File;
 use std::io::{ErrorKind, Write as _};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ use crate::retained;
 
 /// Runs a command. A command that holds memory does not return.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    if !matches!(args.command, Command::Park { .. }) {
+    if !matches!(args.command, Command::Park { .. } | Command::Serve { .. }) {
         cuda::init()?;
     }
     match &args.command {
@@ -49,6 +50,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Park { socket } => parked::hold_descriptors(socket),
+        Command::Serve { worker } => serve(worker),
         Command::Obey => run_stdin_commands(),
     }
 }
@@ -163,7 +165,7 @@ fn fault(
         .transpose()?
         .unzip();
     let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": allocation.as_ref().err(), "retained": report,
-        "pid": std::process::id() });
+        "pid": process::id() });
     println!("{start}");
     if before < times {
         let mut record = File::options().create(true).append(true).open(file)?;
@@ -184,6 +186,18 @@ fn fault(
         json!({ "event": "steady", "faults": before, "starts": starts })
     );
     Ok(exit_or_hold(Then::Hold))
+}
+
+fn serve(worker: &[String]) -> anyhow::Result<ExitCode> {
+    println!("{}", json!({ "event": "serving" }));
+    let program = std::env::current_exe()?;
+    loop {
+        let status = process::Command::new(&program).args(worker).status()?;
+        println!(
+            "{}",
+            json!({ "event": "ended", "signal": status.signal(), "code": status.code() })
+        );
+    }
 }
 
 /// Milliseconds of the Unix epoch, to measure across two process images.

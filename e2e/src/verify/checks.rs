@@ -362,6 +362,12 @@ const CHECKS: &[Check] = &[
          agent fences it and restarts its container, at most as often as the policy allows",
         &["--test", "poison"],
     ),
+    test_check(
+        "runtime/smallest-unit",
+        "a fault ends its process and the forked children that keep its memory, and nothing else; \
+         a sixth fault in the window ends the container's main process",
+        &["--test", "smallest_unit"],
+    ),
     Check {
         name: "surface/metrics",
         promise: "promtool accepts the names, types and texts of every metric of agent and operator",

@@ -187,7 +187,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "runtime/cluster/poison",
-        "a pod's main process faults 50 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each time",
+        "a pod's main process faults 50 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each time, and a server's worker that faults ends alone and is replaced",
     ),
     trial(
         "operator/cluster/contexts",

@@ -768,7 +768,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "faults::foreign_kernel_log_record_fences_no_process",
                 "faults::fault_of_a_silent_program_is_found_in_the_kernel_log",
-                "faults::reported_fault_kills_the_container",
+                "faults::reported_fault_returns_the_error_and_kills_the_container",
             ],
             ignored: false,
             env: &[],

@@ -520,7 +520,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
             async |at| {
                 let order = json!([{ "fault": "report-3", "podUid": p, "container": "c", "processGeneration": 4 }]);
                 Ok(at.gpu_node().await?["spec"]["restarts"] == order
-                    && policies_are(at, &other, None).await?)
+                    && policies_are(at, &other, Some("Restart")).await?)
             },
         )
         .await?;

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
+use bursar_crds::budget::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::api::client::client_config;
 use bursar_operator::placement::PlacementOptions;
@@ -61,6 +62,7 @@ impl Operator {
             client.build(),
             listeners,
             rules,
+            ContextAction::default(),
             Timestamp::now,
             None,
             shutdown.clone(),

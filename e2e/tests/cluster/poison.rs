@@ -1,5 +1,5 @@
-//! Checks a pod whose main process faults repeatedly, and recovers its retained memory after each
-//! fault. The shim executes the process again, or the kubelet restarts the container.
+//! Checks pods whose main process or worker faults. The shim executes the process again, the
+//! kubelet restarts the container, or the worker ends alone.
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
@@ -60,8 +60,10 @@ async fn poison(context: &mut TrialContext) -> Result<(), Failed> {
     with_context_policy(context, "InPlace", 2 * IN_PLACE, in_place).await?;
     // The namespace is charged for the pod's retained memory until the pod is removed.
     context.clear().await?;
-    // Without a budget the agent restarts the container.
-    restarted(context).await
+    // Without a budget the agent ends the process: the container's main one, then a worker of it.
+    restarted(context).await?;
+    context.clear().await?;
+    worker_is_replaced(context).await
 }
 
 /// Runs `act` under a budget with this context policy and at most `most` restarts.
@@ -325,6 +327,58 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
         IN_PLACE + 1
     ));
     Ok(pods.delete(POD).await?)
+}
+
+/// The worker of a server faults and ignores its error. The agent ends the worker alone, the server
+/// starts another one, and that one gets the memory of the former.
+async fn worker_is_replaced(context: &TrialContext) -> Result<(), Failed> {
+    const POD: &str = "server";
+    let pods = &context.pods;
+    let worker = [
+        "fault",
+        "--times=1",
+        "--file=/count/faults",
+        "--bytes=3Gi",
+        "--blind",
+    ];
+    let plan = PodBuilder::new(POD, &context.environment.probe_image)
+        .arguments(&[&["serve", "--"], &worker[..]].concat())
+        .with_empty_dir("/count")
+        .restart_always()
+        .gib(4);
+    pods.create(&plan).await?;
+    let steady = pods
+        .wait_for_log_line(POD, TOGETHER, event_line("steady"))
+        .await?;
+    let refused = [0, 1].map(|start: usize| steady["starts"][start]["refused"].clone());
+    assert_eq!(refused, [Value::Null, Value::Null], "3 GiB each time");
+    let log = pods.log(POD).await?;
+    let events = |name: &str| log.lines().filter_map(event_line(name)).collect::<Vec<_>>();
+    assert_eq!(events("serving").len(), 1, "{log}");
+    assert_eq!(events("faulted")[0]["answer"]["code"], 700, "{log}");
+    let [ended] = &events("ended")[..] else {
+        return Err(log.into());
+    };
+    assert_eq!(ended["signal"], 9, "{log}");
+    assert!(
+        log.contains("bursar: CUDA error 700: this process ends within 10 s"),
+        "{log}"
+    );
+    let state = pods.state(POD).await?;
+    assert!(state.running && state.restarts == 0, "{state:?}");
+    let node = pods.node(POD).await?;
+    let labels = [("pod", POD)];
+    status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == 2.0).await?;
+    status::wait_for_status(context, &node, "no open fault", |status| {
+        status.faults.is_empty()
+    })
+    .await?;
+    let goes_on = "it ends, and its container goes on";
+    status::wait_for_event(context, POD, POISONED, goes_on).await?;
+    context.progress.report(format_args!(
+        "a server's worker: killed alone after its grace, replaced with 3 of 4 GiB, 0 restarts of the container"
+    ));
+    Ok(())
 }
 
 async fn restarted(context: &TrialContext) -> Result<(), Failed> {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::render::{Objects, arguments, pod_spec, render, try_render};
+use crate::render::{Objects, arguments, pod_spec, refusal, render, try_render};
 
 fn images(objects: &Objects) -> BTreeSet<String> {
     let specs = objects.pod_specs().into_iter();
@@ -178,6 +178,25 @@ fn agent_and_operator_take_the_same_kinds_of_settings() {
             .unwrap();
         assert!(env.contains(&json!({ "name": "A", "value": "1" })));
     }
+}
+
+#[test]
+fn default_context_action_reaches_agents_and_operator() {
+    for (values, action) in [
+        (&[][..], "Process"),
+        (&[r#"contextPolicy.default="Report""#][..], "Report"),
+    ] {
+        let objects = render(values);
+        let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
+            .as_str()
+            .unwrap();
+        let told = format!("[context-policy]\ndefault = \"{action}\"");
+        assert!(config.contains(&told), "{config}");
+        let argument = format!("--context-policy-default={action}");
+        assert!(arguments(objects.operator()).contains(&&*argument));
+    }
+    let refused = refusal(&[r#"contextPolicy.default="Evict""#]);
+    assert!(refused.contains("contextPolicy"), "{refused}");
 }
 
 #[test]

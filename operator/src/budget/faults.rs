@@ -1,8 +1,8 @@
 //! Decides which pods to evict for GPU faults. Pure.
 //!
 //! ```text
-//!   context: the agent restarts it -----------------------------> closed with the process image
-//!            left open, policy now InPlace or Restart ----------> GpuNode.spec.restarts
+//!   context: the agent ends or restarts it ---------------------> closed with the process image
+//!            left open, policy now InPlace, Process or Restart --> GpuNode.spec.restarts
 //!            left open, policy Evict; or over the restart limit -> status.evictions --> evicted
 //!   GPU:     memory lost for GPU_FAULT_GRACE -------------------> status.evictions --> evicted
 //! ```
@@ -32,17 +32,22 @@ const MAX_MESSAGE_LENGTH: usize = 512;
 /// The operator's answer to a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
-    /// The operator asks the agent to restart the container's process.
+    /// The operator orders the agent to end the process, or to restart its container.
     Restart,
     /// The operator evicts the pod, for this reason.
     Evict(&'static str),
 }
 
-/// The remedy for `fault` under today's policy. `None` when the agent acts by itself or no action
+/// The action for poisoned contexts in the namespace of a budget with this policy. Without one the
+/// cluster's `default` applies.
+pub fn action_of(policy: Option<&ContextPolicy>, default: ContextAction) -> ContextAction {
+    policy.and_then(|policy| policy.action).unwrap_or(default)
+}
+
+/// The remedy for `fault` under today's action. `None` when the agent acts by itself or no action
 /// is due.
-pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
+pub fn remedy(fault: &Fault, wanted: ContextAction) -> Option<Remedy> {
     use FaultAction as Agent;
-    let wanted = policy.action;
     match (fault.kind, fault.action?) {
         // An action of a later version may be milder than an eviction.
         (_, _) if matches!(wanted, ContextAction::Report | ContextAction::Unknown) => None,
@@ -74,13 +79,15 @@ pub(super) fn due_evictions<'a>(
     budget: &GpuMemoryBudget,
     inputs: &'a BudgetInputs,
 ) -> DueEvictions<'a> {
-    let (policy, mut due) = (&budget.spec.context_policy, DueEvictions::default());
+    let policy = budget.spec.context_policy.as_ref();
+    let action = action_of(policy, inputs.default_action);
+    let mut due = DueEvictions::default();
     for affected in inputs
         .affected_pods
         .iter()
         .filter(|one| !one.request.terminating)
     {
-        let Some(Remedy::Evict(reason)) = remedy(&affected.fault, policy) else {
+        let Some(Remedy::Evict(reason)) = remedy(&affected.fault, action) else {
             continue;
         };
         let is_gpu_fault = affected.fault.kind == FaultKind::Gpu;
@@ -105,9 +112,7 @@ pub(super) fn due_evictions<'a>(
                     due.unread_jobs.push(job);
                     false
                 }),
-            _ if is_gpu_fault => {
-                affected.request.is_recreated || policy.action == ContextAction::Evict
-            }
+            _ if is_gpu_fault => affected.request.is_recreated || action == ContextAction::Evict,
             _ => true,
         };
         if evict {
@@ -137,9 +142,10 @@ pub(super) fn recorded_evictions(
         .evictions
         .iter()
         .filter(|(one, _)| find_record(before, one).is_none());
+    let policy = budget.spec.context_policy.clone().unwrap_or_default();
     let mut wanted: Vec<_> = new
         .take(room)
-        .map(|(affected, reason)| new_record(affected, reason, &budget.spec.context_policy, now))
+        .map(|(affected, reason)| new_record(affected, reason, &policy, now))
         .collect();
     wanted.extend_from_slice(before);
     let mut over = wanted.len().saturating_sub(MAX_EVICTIONS);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
+use bursar_crds::budget::ContextAction;
 use bursar_crds::gpu_node::{Fault, NamespaceUse};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -126,6 +127,8 @@ pub struct Cohort {
 /// The inputs for a budget's plan and status.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BudgetInputs {
+    /// The action for poisoned contexts in namespaces whose budget names none.
+    pub default_action: ContextAction,
     /// The quantum of the cluster.
     pub quantum: Quantum,
     /// The sum of the pods' requests.

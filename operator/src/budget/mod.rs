@@ -11,7 +11,7 @@ mod spec;
 mod state;
 mod status;
 
-pub use faults::{Remedy, remedy};
+pub use faults::{Remedy, action_of, remedy};
 pub use inputs::{AffectedPod, BudgetInputs, Cohort, ReportedUsage, RequestedUsage};
 pub use overage::excess_pods;
 pub use plan::{Plan, PodEviction, Step, is_exceeded, plan};

@@ -97,6 +97,7 @@ impl Namespace {
 
     fn inputs(&self) -> BudgetInputs {
         BudgetInputs {
+            default_action: ContextAction::default(),
             quantum: Quantum::Gib1,
             requested: self.pods.values().collect(),
             pods: self
@@ -481,7 +482,10 @@ impl Namespace {
     /// A budget in force, with one pod for each name.
     fn running(action: ContextAction, pods: &[&str]) -> Self {
         let mut namespace = Self::new(100, 100);
-        namespace.budget.spec.context_policy.action = action;
+        namespace.budget.spec.context_policy = Some(ContextPolicy {
+            action: Some(action),
+            ..ContextPolicy::default()
+        });
         for pod in pods {
             let request = request(pod, PriorityKind::Guaranteed, 1, namespace.second);
             namespace.pods.insert((*pod).to_owned(), request);
@@ -516,19 +520,21 @@ fn remedy_follows_agent_action_and_current_policy() {
     let evict = |reason| Some(Remedy::Evict(reason));
     let restart = Some(Remedy::Restart);
     let table = [
-        (Agent::InPlace, [None; 4]),
-        (Agent::Restart, [None; 4]),
+        (Agent::InPlace, [None; 5]),
+        (Agent::Process, [None; 5]),
+        (Agent::Restart, [None; 5]),
         (
             Agent::Report,
-            [restart, restart, evict("ContextPolicy"), None],
+            [restart, restart, restart, evict("ContextPolicy"), None],
         ),
         (
             Agent::Evict,
-            [restart, restart, evict("ContextPolicy"), None],
+            [restart, restart, restart, evict("ContextPolicy"), None],
         ),
         (
             Agent::BeyondMaximum,
             [
+                evict("TooManyRestarts"),
                 evict("TooManyRestarts"),
                 evict("TooManyRestarts"),
                 evict("TooManyRestarts"),
@@ -537,28 +543,17 @@ fn remedy_follows_agent_action_and_current_policy() {
         ),
     ];
     for (agent, wanted) in table {
-        for (action, wanted) in [Now::InPlace, Now::Restart, Now::Evict, Now::Report]
-            .into_iter()
-            .zip(wanted)
-        {
-            let policy = ContextPolicy {
-                action,
-                ..ContextPolicy::default()
-            };
+        for (action, wanted) in ContextAction::ALL.into_iter().zip(wanted) {
             let of_context = fault("f", FaultKind::Context, agent, 0);
-            assert_eq!(
-                remedy(&of_context, &policy),
-                wanted,
-                "{agent:?}, {action:?}"
-            );
+            assert_eq!(remedy(&of_context, action), wanted, "{agent:?}, {action:?}");
             let of_gpu = fault("f", FaultKind::Gpu, Agent::ResetGpu, 0);
             let goes = evict("GpuFault").filter(|_| action != Now::Report);
-            assert_eq!(remedy(&of_gpu, &policy), goes);
+            assert_eq!(remedy(&of_gpu, action), goes);
             let undecided = Fault {
                 action: None,
                 ..of_context
             };
-            assert_eq!(remedy(&undecided, &policy), None);
+            assert_eq!(remedy(&undecided, action), None);
         }
     }
 }

@@ -34,6 +34,7 @@ fn plain() -> GpuMemoryBudget {
 
 fn idle() -> BudgetInputs {
     BudgetInputs {
+        default_action: Default::default(),
         quantum: Quantum::Gib1,
         requested: RequestedUsage::default(),
         cohort: Cohort {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::budget::ContextPolicy;
+use bursar_crds::budget::{ContextAction, ContextPolicy};
 use bursar_crds::gpu_node::{
     ContextPolicyEntry, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartRequest,
 };
@@ -17,7 +17,7 @@ use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
 use super::projections::{BudgetSummary, Capacity, GpuNodeSummary, NodeSummary, OpenFault};
 use crate::budget::{
-    AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, is_enforced, remedy,
+    AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, action_of, is_enforced, remedy,
 };
 use crate::cluster::on_node::on_node;
 use crate::cluster::pod_request::PodRequest;
@@ -111,6 +111,8 @@ pub struct ClusterIndex {
     aggregates: Aggregates,
     placement_index: PlacementIndex,
     unreadable: BTreeMap<&'static str, Cache<String>>,
+    /// The action for poisoned contexts in namespaces whose budget names none.
+    default_action: ContextAction,
 }
 
 impl ClusterIndex {
@@ -129,7 +131,15 @@ impl ClusterIndex {
             aggregates: Aggregates::default(),
             placement_index: PlacementIndex::default(),
             unreadable: BTreeMap::new(),
+            default_action: ContextAction::default(),
         }
+    }
+
+    /// The index of a cluster where `action` applies to poisoned contexts by default.
+    #[must_use]
+    pub fn with_default_action(mut self, action: ContextAction) -> Self {
+        self.default_action = action;
+        self
     }
 
     /// Applies one event. Returns the budgets that it may affect.
@@ -335,6 +345,7 @@ impl ClusterIndex {
         let pods = || self.pods.in_namespace(namespace);
         let label = self.labels.get(&Key::cluster_scoped(namespace));
         BudgetInputs {
+            default_action: self.default_action,
             quantum: self.quantum,
             requested: pods().map(|(_, request)| request).collect(),
             pods: pods()
@@ -379,14 +390,17 @@ impl ClusterIndex {
 
     /// The context policies by namespace, without those that equal the agents' default.
     fn context_policies(&self) -> Vec<ContextPolicyEntry> {
-        let summaries = self.budgets.iter();
-        let summaries =
-            summaries.filter(|(_, summary)| summary.context_policy != ContextPolicy::default());
-        let orders = summaries.map(|(key, summary)| ContextPolicyEntry {
-            namespace: key.namespace.clone(),
-            action: summary.context_policy.action,
-            max_restarts: summary.context_policy.max_restarts,
-            window_seconds: summary.context_policy.window_seconds,
+        let entry = |namespace: &str, policy: &ContextPolicy| ContextPolicyEntry {
+            namespace: namespace.to_owned(),
+            action: action_of(Some(policy), self.default_action),
+            max_restarts: policy.max_restarts,
+            window_seconds: policy.window_seconds,
+            grace_seconds: policy.grace_seconds,
+        };
+        let orders = self.budgets.iter().filter_map(|(key, summary)| {
+            let order = entry(&key.namespace, summary.context_policy.as_ref()?);
+            let default = entry(&key.namespace, &ContextPolicy::default());
+            (order != default).then_some(order)
         });
         orders.collect()
     }
@@ -410,10 +424,15 @@ impl ClusterIndex {
         written: &BTreeMap<String, NodeOrders>,
     ) -> Vec<(String, String, NodeOrders)> {
         let all = Arc::new(self.context_policies());
+        let for_earlier_agents = Arc::new(without_process_ends(&all));
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let nodes = nodes.filter_map(|(key, node)| {
+            let all = match node.ends_processes {
+                true => &all,
+                false => &for_earlier_agents,
+            };
             let (orders, due) = (
-                self.context_policies_for(&key.name, &all),
+                self.context_policies_for(&key.name, all),
                 self.restart_requests(node),
             );
             let (contexts, restarts) = written
@@ -423,7 +442,7 @@ impl ClusterIndex {
             // A correct policy stays until another write, although no pod needs it: the next pod
             // may.
             let idle = |one: &ContextPolicyEntry| {
-                !orders.contains(one) && policy_of(&all, &one.namespace) == Some(one)
+                !orders.contains(one) && policy_of(all, &one.namespace) == Some(one)
             };
             let differs = node.context_policies != *orders && {
                 let current = node.context_policies.iter().filter(|one| !idle(one));
@@ -472,8 +491,8 @@ impl ClusterIndex {
     fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartRequest> {
         let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
             let container = fault.container.as_ref()?;
-            let policy = self.context_policy(&container.namespace);
-            (remedy(fault, &policy) == Some(Remedy::Restart)).then(|| RestartRequest {
+            let action = self.context_action(&container.namespace);
+            (remedy(fault, action) == Some(Remedy::Restart)).then(|| RestartRequest {
                 fault: fault.id.clone(),
                 pod_uid: container.pod_uid.clone(),
                 container: container.container.clone(),
@@ -483,11 +502,10 @@ impl ClusterIndex {
         due.take(MAX_RESTARTS).collect()
     }
 
-    fn context_policy(&self, namespace: &str) -> ContextPolicy {
+    fn context_action(&self, namespace: &str) -> ContextAction {
         let summary = self.budgets.in_namespace(namespace).next();
-        summary
-            .map(|(_, summary)| summary.context_policy.clone())
-            .unwrap_or_default()
+        let policy = summary.and_then(|(_, summary)| summary.context_policy.as_ref());
+        action_of(policy, self.default_action)
     }
 
     /// The pods of a namespace that a fault affects.
@@ -562,6 +580,18 @@ impl ClusterIndex {
         }
         counts
     }
+}
+
+/// The policies for an agent that cannot end a process alone. It restarts the container, and keeps
+/// the maximum and the window.
+fn without_process_ends(orders: &[ContextPolicyEntry]) -> Vec<ContextPolicyEntry> {
+    let mut orders = orders.to_vec();
+    for order in &mut orders {
+        if order.action == ContextAction::Process {
+            order.action = ContextAction::Restart;
+        }
+    }
+    orders
 }
 
 /// The policy of a namespace among `orders`, which are sorted by namespace.

@@ -24,8 +24,8 @@ pub struct BudgetSummary {
     pub cohort: String,
     /// The guaranteed amount; zero while the spec is invalid.
     pub guaranteed: Quanta,
-    /// The policy for poisoned contexts of the namespace's pods.
-    pub context_policy: ContextPolicy,
+    /// The policy for poisoned contexts of the namespace's pods, if the budget has one.
+    pub context_policy: Option<ContextPolicy>,
     /// The resource version, so that the operator notices a foreign status edit.
     pub resource_version: Option<String>,
 }
@@ -37,17 +37,17 @@ impl BudgetSummary {
         Self {
             cohort: budget.spec.cohort.clone(),
             guaranteed: parsed.map_or(Quanta::ZERO, |parsed| parsed.guaranteed),
-            context_policy: known_policy(&budget.spec.context_policy),
+            context_policy: budget.spec.context_policy.as_ref().map(known_policy),
             resource_version: budget.resource_version(),
         }
     }
 }
 
 /// The policy that agents can execute. An unknown action cannot be written, and without a policy
-/// agents would restart containers.
+/// agents would act by the cluster's default.
 fn known_policy(policy: &ContextPolicy) -> ContextPolicy {
     let action = match policy.action {
-        ContextAction::Unknown => ContextAction::Report,
+        Some(ContextAction::Unknown) => Some(ContextAction::Report),
         known => known,
     };
     ContextPolicy {
@@ -76,6 +76,9 @@ pub struct GpuNodeSummary {
     pub unknown_field: Option<&'static str>,
     /// The object's UID. A recreated GpuNode has no orders.
     pub uid: String,
+    /// Whether the node's agent can end a process alone. Agents of earlier versions do not list
+    /// their actions.
+    pub ends_processes: bool,
     /// The context policies in the node's spec, sorted by namespace.
     pub context_policies: Vec<ContextPolicyEntry>,
     /// The restart requests in the node's spec.
@@ -107,6 +110,10 @@ impl GpuNodeSummary {
             }),
             unknown_field: unknown_in_node(node),
             uid: node.uid().unwrap_or_default(),
+            ends_processes: status.is_some_and(|status| {
+                let mut actions = status.context_actions.iter();
+                actions.any(|action| action == ContextAction::Process.as_str())
+            }),
             context_policies: contexts,
             restarts: node.spec.restarts.clone(),
             faults: OpenFault::all(node),

@@ -16,7 +16,9 @@ pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
     let fields = [
         (spec.overflow == Overflow::Unknown, "spec.overflow"),
         (
-            spec.context_policy.action == ContextAction::Unknown,
+            spec.context_policy
+                .as_ref()
+                .is_some_and(|policy| policy.action == Some(ContextAction::Unknown)),
             "spec.contextPolicy.action",
         ),
     ];

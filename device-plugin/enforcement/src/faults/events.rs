@@ -105,8 +105,16 @@ fn message(fault: &Fault) -> String {
         (None, Some(xid)) => format!("XID {xid}"),
         (None, None) => "a fault".to_owned(),
     };
+    if fault.is_memory_held() {
+        let generation = fault.image.generation;
+        return format!(
+            "{cause} ended a process (generation {generation}), and another process still holds its \
+             memory (MemoryHeld): its container is restarted"
+        );
+    }
     let done = match fault.decision() {
         Some(RecoveryAction::ReexecInPlace) => "its program is executed again in the same process",
+        Some(RecoveryAction::EndProcess) => "it ends, and its container goes on",
         Some(RecoveryAction::RestartContainer { over_limit: false }) => {
             "its container is restarted"
         }
@@ -160,6 +168,8 @@ mod tests {
             )),
             executed: false,
             ended: false,
+            root: None,
+            held_since: None,
         }
     }
 
@@ -174,6 +184,18 @@ mod tests {
             ..fault()
         };
         assert!(message(&undecided).starts_with("XID 31 poisoned"));
+        let decided = |action| Some((action, RecordedMoment(BootTime::default())));
+        let alone = Fault {
+            decided: decided(RecoveryAction::EndProcess),
+            held_since: Some(BootTime::default()),
+            ..fault()
+        };
+        assert!(message(&alone).ends_with(": it ends, and its container goes on"));
+        let held = Fault {
+            decided: decided(RecoveryAction::RestartContainer { over_limit: false }),
+            ..alone
+        };
+        assert!(message(&held).contains("(MemoryHeld)"));
     }
 
     #[test]

@@ -1,21 +1,31 @@
 //! Decides what follows a poisoned context in which container: pure.
 
+use bursar_crds::budget::ContextAction;
 use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
 
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::RecoveryPolicy;
 
-/// The policy of a container, by the orders for namespaces. None where the container's namespace is
-/// unknown, so that its present policy stays.
+/// The policy of a container: that of its namespace's order, or the cluster's `default`. None where
+/// the container's namespace is unknown, so that its present policy stays.
 pub fn context_policy(
     orders: &[ContextPolicyEntry],
+    default: ContextAction,
     container: &BoundContainer,
 ) -> Option<RecoveryPolicy> {
     let namespace = &container.name.as_ref()?.pod.as_ref()?.namespace;
     let order = orders.iter().find(|order| order.namespace == *namespace);
-    Some(order.map_or_else(RecoveryPolicy::default, |order| {
-        RecoveryPolicy::new(order.action, order.max_restarts, order.window_seconds)
-    }))
+    Some(order.map_or_else(
+        || RecoveryPolicy::with_action(default),
+        |order| {
+            RecoveryPolicy::new(
+                order.action,
+                order.max_restarts,
+                order.window_seconds,
+                order.grace_seconds,
+            )
+        },
+    ))
 }
 
 /// The process generation that a container is ordered to reach; none without an order.
@@ -35,8 +45,6 @@ pub(crate) fn required_generation(
 mod tests {
     use bursar_node::checkpoint_state::{ContainerName, PodName};
 
-    use bursar_crds::budget::ContextAction;
-
     use super::*;
 
     fn container_in(namespace: Option<&str>) -> BoundContainer {
@@ -54,22 +62,23 @@ mod tests {
     }
 
     #[test]
-    fn policy_is_that_of_the_namespace_or_restart() {
+    fn policy_is_that_of_the_namespace_or_the_default() {
         let orders = [ContextPolicyEntry {
             namespace: "here".to_owned(),
             action: ContextAction::InPlace,
             max_restarts: 9,
             window_seconds: 60,
+            grace_seconds: 3,
         }];
-        let here = RecoveryPolicy::new(ContextAction::InPlace, 9, 60);
-        assert_eq!(
-            context_policy(&orders, &container_in(Some("here"))),
-            Some(here)
-        );
-        let elsewhere = context_policy(&orders, &container_in(Some("there"))).unwrap();
-        assert_eq!(elsewhere, RecoveryPolicy::default());
-        assert_eq!(elsewhere.action, ContextAction::Restart);
-        assert_eq!(context_policy(&orders, &container_in(None)), None);
+        let here = RecoveryPolicy::new(ContextAction::InPlace, 9, 60, 3);
+        let policy =
+            |default, namespace| context_policy(&orders, default, &container_in(namespace));
+        for default in ContextAction::DEFAULTS {
+            assert_eq!(policy(default, Some("here")), Some(here));
+            let elsewhere = RecoveryPolicy::new(default, 5, 600, 10);
+            assert_eq!(policy(default, Some("there")), Some(elsewhere));
+            assert_eq!(policy(default, None), None);
+        }
     }
 
     #[test]

@@ -59,8 +59,7 @@ impl AwaitedRestarts {
         let mut restarts = Vec::new();
         self.awaited.retain(|(allocation, _), awaited| {
             let took = now.since(awaited.fault.since);
-            let mut images = images(allocation).into_iter();
-            let Some(image) = images.find(|image| awaited.is_ended_by(image)) else {
+            let Some(image) = awaited.successor(&images(allocation)) else {
                 return took < LONGEST_WAIT;
             };
             restarts.push(Restart {
@@ -91,13 +90,17 @@ impl Awaited {
         self.fault.decision() == Some(RecoveryAction::ReexecInPlace)
     }
 
-    /// A program that is executed again keeps its process. A restarted container has new processes.
-    fn is_ended_by(&self, image: &ProcessImage) -> bool {
+    /// The image that runs after the fault. A program that is executed again keeps its process. A
+    /// restarted container has new processes only.
+    fn successor(&self, images: &[ProcessImage]) -> Option<ProcessImage> {
         let poisoned = &self.fault.image;
-        match self.is_in_place() {
+        let is_newer = |image: &&ProcessImage| match self.is_in_place() {
             true => image.process == poisoned.process && image.generation > poisoned.generation,
             false => image.generation > self.generation,
-        }
+        };
+        let all_are_newer = || images.iter().all(|image| is_newer(&image));
+        let image = images.iter().find(is_newer)?;
+        (self.is_in_place() || all_are_newer()).then(|| image.clone())
     }
 }
 
@@ -128,6 +131,8 @@ mod tests {
             decided: Some((decision, RecordedMoment(at(1_000)))),
             executed: false,
             ended: false,
+            root: None,
+            held_since: None,
         };
         vec![(AllocationId::from_bits(ALLOCATION), fault)]
     }
@@ -164,8 +169,10 @@ mod tests {
             awaited.observe(open, |_| images.to_vec(), at(now)).len()
         };
         assert_eq!(observe(&open, &[image(5, 3), image(6, 4)], 1_010), 0);
+        // A process starts before the poisoned one has ended.
+        assert_eq!(observe(&open, &[image(5, 3), image(8, 5)], 1_500), 0);
         assert_eq!(observe(&[], &[], 2_000), 0);
-        assert_eq!(observe(&[], &[image(9, 5)], 12_000), 1);
+        assert_eq!(observe(&[], &[image(9, 6)], 12_000), 1);
     }
 
     #[test]

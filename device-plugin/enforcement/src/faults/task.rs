@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::PathsConfig;
+use bursar_crds::budget::ContextAction;
 use bursar_gpu::xid::RecentXids;
 use bursar_host::clock::{self, ClockReading};
 use bursar_ledger::BootTime;
@@ -19,10 +20,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::confirmation::PendingXids;
+use super::killer::Killer;
 use super::kmsg::{KernelLog, XidLine};
 use super::restarts::AwaitedRestarts;
 use super::{events, policy};
-use crate::audit::kill::kill;
 use crate::audit::metrics::AuditMetrics;
 use crate::faults::report::FaultReport;
 
@@ -45,6 +46,8 @@ pub struct FaultInputs {
     pub disconnected_since: watch::Receiver<Option<Instant>>,
     /// The publisher of Events.
     pub events: Events,
+    /// The cluster's default for namespaces without a context policy.
+    pub default_action: ContextAction,
     /// The counters.
     pub metrics: AuditMetrics,
 }
@@ -60,6 +63,7 @@ pub async fn run(
     let mut log = open_log(&inputs.paths.kernel_log);
     let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
     let mut restarts = AwaitedRestarts::default();
+    let mut killer = Killer::new(inputs.paths.proc.clone(), Arc::clone(&inputs.sessions));
     let mut xids = inputs.xids.clone();
     let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -100,7 +104,7 @@ pub async fn run(
         }
         inputs.publish_new_faults(now);
         inputs.publish_restarts(&mut restarts, now);
-        inputs.kill_condemned();
+        killer.kill_condemned(now.moment);
         let open = inputs.open_faults(&mut generations);
         faults.send_if_modified(|before| {
             let changed = *before != open;
@@ -122,7 +126,7 @@ impl FaultInputs {
         };
         for container in self.snapshots.borrow().containers.iter() {
             let allocation = &container.allocation;
-            if let Some(policy) = policy::context_policy(contexts, container) {
+            if let Some(policy) = policy::context_policy(contexts, self.default_action, container) {
                 self.sessions.set_recovery_policy(allocation, policy);
             }
             if let Some(generation) = policy::required_generation(restarts, container) {
@@ -150,7 +154,9 @@ impl FaultInputs {
         }
         let containers = &self.snapshots.borrow().containers;
         for (allocation, fault) in faults {
-            self.metrics.count_poisoned(&fault);
+            if !fault.is_memory_held() {
+                self.metrics.count_poisoned(&fault);
+            }
             events::publish_fault(&self.events, &allocation, &fault, containers);
         }
     }
@@ -166,21 +172,6 @@ impl FaultInputs {
                 .observe_recovery(restart.in_place, restart.took);
             let containers = &self.snapshots.borrow().containers;
             events::publish_restart(&self.events, &restart, containers);
-        }
-    }
-
-    /// Tried each time until the image has ended.
-    fn kill_condemned(&self) {
-        for (allocation, process) in self.sessions.processes_to_kill() {
-            match kill(&self.paths.proc, process) {
-                Ok(true) => {
-                    warn!(%allocation, pid = process.pid, "killed a process for a poisoned context")
-                }
-                Ok(false) => {}
-                Err(error) => {
-                    warn!(%allocation, pid = process.pid, %error, "failed to kill a process")
-                }
-            }
         }
     }
 

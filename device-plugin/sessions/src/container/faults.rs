@@ -3,16 +3,19 @@
 
 use std::time::Duration;
 
+use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_host::clock::ClockReading;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{GpuUuid, PodUid};
 
+use bursar_protocol::END_SINCE;
 use bursar_protocol::error_class::ErrorClass;
 use bursar_protocol::fence::Fence;
 use bursar_protocol::messages::{Recovery, Response};
 
 use super::super::recovery::{
-    Fault, FaultLog, FaultSource, ProcessImage, RecoveryAction, RecoveryPolicy, XidTarget,
+    Fault, FaultLog, FaultSource, KillTarget, ProcessImage, RecoveryAction, RecoveryPolicy,
+    XidTarget,
 };
 use super::super::{Account, Process};
 use super::{Container, ProcessState};
@@ -38,6 +41,7 @@ impl Container {
         account: u8,
         code: i32,
         can_reexec: bool,
+        root: Option<Process>,
         now: ClockReading,
     ) -> Response {
         self.mark_active(pid);
@@ -48,9 +52,16 @@ impl Container {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
             _ => None,
         };
-        let decision = is_fault.then(|| self.record_fault(pid, gpu, source, now));
+        let decision = is_fault.then(|| self.record_fault(pid, gpu, source, root, now));
+        let version = self.processes.get(&pid).map(|state| state.protocol_version);
+        let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
         Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
+            Some(RecoveryAction::EndProcess | RecoveryAction::RestartContainer { .. })
+                if version >= Some(END_SINCE) =>
+            {
+                Recovery::End { seconds }
+            }
             _ => Recovery::Continue,
         })
     }
@@ -99,6 +110,7 @@ impl Container {
                 generation: state.generation,
             },
             gpu,
+            root: None,
         })
     }
 
@@ -119,6 +131,7 @@ impl Container {
                 process.pid,
                 Some(target.gpu.clone()),
                 FaultSource::Xid(code),
+                target.root,
                 now,
             );
         }
@@ -141,10 +154,52 @@ impl Container {
         }
     }
 
-    /// A process whose container the agent has to kill for a fault.
-    pub(in super::super) fn process_to_kill(&self) -> Option<Process> {
-        let mut images = self.fault_log.images_to_kill();
-        images.next().map(|image| image.process)
+    /// The processes that the agent has to kill for faults.
+    pub(in super::super) fn kill_targets(&self, now: BootTime) -> Vec<KillTarget> {
+        self.fault_log.kill_targets(now).collect()
+    }
+
+    /// Whether a process has a session.
+    pub(in super::super) fn has_session(&self, process: Process) -> bool {
+        let state = self.processes.get(&process.pid);
+        state.is_some_and(|state| state.process == process)
+    }
+
+    /// The process behind a pid that has a session.
+    pub(in super::super) fn process_of(&self, pid: u32) -> Option<Process> {
+        Some(self.processes.get(&pid)?.process)
+    }
+
+    /// Closes the faults of ended images whose memory the driver has freed.
+    pub(super) fn close_released_faults(&mut self) {
+        let [exited, _] = self.credit.exited_and_orphaned();
+        self.fault_log
+            .close_released(|pid| exited.contains_key(&pid));
+    }
+
+    /// Restarts the container where another process holds the memory of an image that was ended
+    /// alone. The driver charges the image's pid in `samples`, which hold all GPUs.
+    pub(super) fn escalate_held_memory(&mut self, samples: &[ProcessMemory], now: BootTime) {
+        let before = self.fault_log.clone();
+        let is_listed = |pid| {
+            // After an exec the driver lists the new image.
+            !self.processes.contains_key(&pid) && samples.iter().any(|sample| sample.contains(pid))
+        };
+        let held = self.fault_log.record_held(is_listed, now);
+        if held.is_empty() || !self.commit_decisions(&before) {
+            return;
+        }
+        for fault in held {
+            tracing::warn!(allocation = %self.spec.allocation, ?fault, "memory of an ended process is held by another one");
+            self.push_unreported(fault);
+        }
+    }
+
+    fn push_unreported(&mut self, fault: Fault) {
+        if self.unreported_faults.len() >= MAX_UNREPORTED_FAULTS {
+            self.unreported_faults.remove(0);
+        }
+        self.unreported_faults.push(fault);
     }
 
     /// The open faults.
@@ -204,6 +259,7 @@ impl Container {
         pid: u32,
         gpu: Option<GpuUuid>,
         source: FaultSource,
+        root: Option<Process>,
         now: ClockReading,
     ) -> Option<RecoveryAction> {
         let state = self.processes.get(&pid)?;
@@ -214,13 +270,10 @@ impl Container {
         let first = || self.spec.gpus.first().map(|(gpu, _)| gpu.clone());
         let gpu = gpu.or_else(first)?;
         let before = self.fault_log.clone();
-        let (decision, opened) = self.fault_log.record(image, &gpu, source, now);
+        let (decision, opened) = self.fault_log.record(image, &gpu, source, root, now);
         if let Some(fault) = opened {
             tracing::warn!(allocation = %self.spec.allocation, pid, ?fault, "context poisoned");
-            if self.unreported_faults.len() >= MAX_UNREPORTED_FAULTS {
-                self.unreported_faults.remove(0);
-            }
-            self.unreported_faults.push(fault);
+            self.push_unreported(fault);
         }
         if before != self.fault_log {
             self.publish_fences();

@@ -113,7 +113,7 @@ fn settle_with(container: &mut Container, charged: &[(u32, Bytes)]) {
     let charged = charged.iter();
     let charges = charged.map(|(pid, bytes)| (*pid, Some(*bytes))).collect();
     let asked = container.reclaim_query().unwrap_or_default();
-    container.apply_samples(&asked, &[charges], &FakeHost);
+    container.apply_samples(&asked, &[charges], &FakeHost, BootTime::default());
 }
 
 fn is_granted(answer: &Response) -> bool {
@@ -295,8 +295,9 @@ fn process_is_marked_exited_when_it_ended_without_an_agent() {
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
     assert_eq!(after.account_usage()[0].exited, Bytes::gib(1));
-    let is_settling =
-        |after: &Container| after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now());
+    let is_settling = |after: &Container| {
+        after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now(), BootTime::default())
+    };
     assert!(is_settling(&after), "refused before a sample");
     settle_one(&mut after, 666, Bytes::ZERO);
     assert!(!is_settling(&after));
@@ -820,7 +821,12 @@ fn sample_from_before_an_exit_releases_nothing() {
     let asked = container.reclaim_query().unwrap_or_default();
     charge_all(&mut container, &page, 1, 1 << 30);
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
-    container.apply_samples(&asked, &[ProcessMemory::default()], &FakeHost);
+    container.apply_samples(
+        &asked,
+        &[ProcessMemory::default()],
+        &FakeHost,
+        BootTime::default(),
+    );
     assert_eq!(container.account_usage()[0].exited, Bytes::gib(1));
     settle_one(&mut container, 1, Bytes::ZERO);
     assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);

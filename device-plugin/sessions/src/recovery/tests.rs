@@ -26,23 +26,46 @@ fn gpu() -> GpuUuid {
 
 fn log_with_policy(action: ContextAction) -> FaultLog {
     let mut book = FaultLog::default();
-    book.set_policy(RecoveryPolicy::new(action, 2, 60));
+    book.set_policy(RecoveryPolicy::new(action, 2, 60, 0));
     book
 }
+
+/// The root process of the container, from which the images' process descends.
+const ROOT: Process = Process { pid: 1, start: 10 };
 
 const REPORT: FaultSource = FaultSource::Cuda {
     code: 700,
     can_reexec: true,
 };
 
+/// A process that cannot execute its program again: it is not the main one.
+const UNABLE: FaultSource = FaultSource::Cuda {
+    code: 700,
+    can_reexec: false,
+};
+
 impl FaultLog {
+    /// Records a report of the root process.
     fn report(&mut self, generation: u64, second: u64) -> Option<RecoveryAction> {
-        self.record(image(generation), &gpu(), REPORT, at(second)).0
+        let root = Some(image(generation).process);
+        self.record(image(generation), &gpu(), REPORT, root, at(second))
+            .0
+    }
+
+    /// Records a report of a process below the root process.
+    fn report_child(&mut self, generation: u64, second: u64) -> Option<RecoveryAction> {
+        let (image, now) = (image(generation), at(second));
+        self.record(image, &gpu(), UNABLE, Some(ROOT), now).0
     }
 
     fn xid(&mut self, generation: u64, second: u64) -> Option<RecoveryAction> {
-        let cause = FaultSource::Xid(31);
-        self.record(image(generation), &gpu(), cause, at(second)).0
+        let (cause, image) = (FaultSource::Xid(31), image(generation));
+        let root = Some(image.process);
+        self.record(image, &gpu(), cause, root, at(second)).0
+    }
+
+    fn targets(&self, second: u64) -> Vec<KillTarget> {
+        self.kill_targets(at(second).moment).collect()
     }
 
     fn end(&mut self, generation: u64) {
@@ -109,17 +132,177 @@ fn restarts_in_place_are_counted_if_the_image_followed() {
 }
 
 #[test]
+fn sixth_ended_process_restarts_its_container_by_default() {
+    let mut book = FaultLog::default();
+    let faults = (1..=11_u64).map(|image| {
+        let decision = book.report_child(image, image);
+        book.end(image);
+        book.close_released(|_| false);
+        decision
+    });
+    let faults: Vec<_> = faults.collect();
+    assert_eq!(faults[..5], [Some(RecoveryAction::EndProcess); 5]);
+    assert_eq!(faults[5..10], [RESTART_CONTAINER; 5]);
+    assert_eq!(faults[10], OVER_LIMIT, "its pod goes");
+    assert_eq!((book.restarted, book.poisoned), (5, 11));
+    // The window has room for processes again.
+    assert_eq!(book.report_child(12, 700), Some(RecoveryAction::EndProcess));
+}
+
+#[test]
+fn policy_names_the_unit_that_ends() {
+    let alone = Some(RecoveryAction::EndProcess);
+    for (action, of_child, of_root) in [
+        (ContextAction::Process, alone, RESTART_CONTAINER),
+        (
+            ContextAction::InPlace,
+            alone,
+            Some(RecoveryAction::ReexecInPlace),
+        ),
+        (ContextAction::Restart, RESTART_CONTAINER, RESTART_CONTAINER),
+        (ContextAction::Unknown, RESTART_CONTAINER, RESTART_CONTAINER),
+    ] {
+        assert_eq!(log_with_policy(action).report_child(1, 0), of_child);
+        assert_eq!(log_with_policy(action).report(1, 0), of_root, "{action:?}");
+    }
+}
+
+#[test]
+fn process_is_killed_after_the_grace() {
+    for (action, target) in [
+        (
+            ContextAction::Process,
+            KillTarget::Process(image(1).process),
+        ),
+        (ContextAction::Restart, KillTarget::RootOf(image(1).process)),
+    ] {
+        let mut book = FaultLog::default();
+        book.set_policy(RecoveryPolicy::new(action, 5, 600, 10));
+        book.report_child(1, 0);
+        assert!(book.fences(1));
+        assert_eq!(book.targets(9), []);
+        assert_eq!(book.targets(10), [target]);
+        // An agent that starts between the decision and the kill does the same.
+        let text = serde_json::to_string(&book).unwrap();
+        let again: FaultLog = serde_json::from_str(&text).unwrap();
+        assert_eq!(again, book);
+        assert_eq!(again.targets(10), [target]);
+        book.end(1);
+        assert_eq!(book.targets(10), []);
+    }
+}
+
+#[test]
+fn program_that_ends_in_its_grace_counts_once() {
+    let mut book = log_with_policy(ContextAction::Process);
+    book.set_policy(RecoveryPolicy::new(ContextAction::Process, 2, 60, 10));
+    book.report_child(1, 0);
+    book.end(1);
+    book.close_released(|_| false);
+    assert!(book.faults().is_empty() && book.targets(100).is_empty());
+    assert_eq!((book.process_ends.len(), book.restarts.len()), (1, 0));
+}
+
+#[test]
+fn container_is_restarted_when_a_child_holds_the_memory() {
+    let mut book = log_with_policy(ContextAction::Process);
+    book.report_child(1, 0);
+    book.end(1);
+    let pid = image(1).process.pid;
+    let listed = |listed: u32| listed == pid;
+    book.close_released(listed);
+    assert!(!book.require_generation(9, at(0)), "nothing is to be done");
+    assert_eq!(book.faults().len(), 1, "its memory is not free yet");
+    assert_eq!(book.record_held(listed, at(1).moment), []);
+    assert_eq!(book.record_held(|_| false, at(2).moment), [], "not listed");
+    assert_eq!(book.record_held(listed, at(3).moment), []);
+    assert_eq!(book.targets(4), []);
+    let [held] = &book.record_held(listed, at(5).moment)[..] else {
+        panic!()
+    };
+    assert!(held.is_memory_held());
+    assert_eq!(held.decision(), RESTART_CONTAINER);
+    assert_eq!(book.record_held(listed, at(6).moment), [], "told once");
+    assert_eq!(book.targets(6), [KillTarget::Root(ROOT)]);
+    // A later fault does not hide it, and the next agent knows it.
+    book.report_child(2, 6);
+    let text = serde_json::to_string(&book).unwrap();
+    let mut book: FaultLog = serde_json::from_str(&text).unwrap();
+    assert_eq!(book.targets(6)[0], KillTarget::Root(ROOT));
+    book.close_released(|_| false);
+    assert_eq!(book.faults().len(), 1);
+    assert_eq!((book.restarts.len(), book.process_ends.len()), (1, 2));
+}
+
+#[test]
+fn forked_children_have_the_grace_of_a_process_that_ended() {
+    let mut book = FaultLog::default();
+    book.set_policy(RecoveryPolicy::new(ContextAction::Process, 5, 600, 10));
+    book.report_child(1, 0);
+    book.end(1);
+    for second in 1..10 {
+        assert_eq!(book.record_held(|_| true, at(second).moment), []);
+    }
+    assert_eq!(book.record_held(|_| true, at(10).moment).len(), 1);
+    assert_eq!(book.targets(10), [KillTarget::Root(ROOT)]);
+}
+
+#[test]
+fn ended_images_that_await_release_are_bounded() {
+    let mut book = FaultLog::default();
+    book.set_policy(RecoveryPolicy::new(ContextAction::Process, 1_000, 60, 0));
+    for generation in 1..=200 {
+        book.report_child(generation, 0);
+        book.end(generation);
+    }
+    assert_eq!(book.faults().len(), MAX_AWAITING_RELEASE);
+    assert!(book.fences(200));
+}
+
+#[test]
+fn ordered_restart_ends_the_unit_of_the_policy() {
+    let mut book = log_with_policy(ContextAction::Report);
+    book.report_child(1, 0);
+    book.set_policy(RecoveryPolicy::new(ContextAction::Process, 2, 60, 10));
+    assert!(book.require_generation(2, at(20)));
+    assert_eq!(
+        book.targets(20),
+        [KillTarget::Process(image(1).process)],
+        "its error was long ago"
+    );
+}
+
+#[test]
+fn earlier_agent_reads_an_ended_process_as_a_restart() {
+    /// The action as an earlier agent reads it.
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    enum Earlier {
+        RestartContainer { over_limit: bool },
+    }
+    let text = serde_json::to_string(&RecoveryAction::EndProcess).unwrap();
+    let earlier: Earlier = serde_json::from_str(&text).unwrap();
+    assert_eq!(earlier, Earlier::RestartContainer { over_limit: false });
+    let text = r#"{"RestartContainer":{"over_limit":true}}"#;
+    let read: RecoveryAction = serde_json::from_str(text).unwrap();
+    assert_eq!(Some(read), OVER_LIMIT);
+    let policy = r#"{"action":"Restart","max_restarts":5,"window":{"secs":600,"nanos":0}}"#;
+    let read: RecoveryPolicy = serde_json::from_str(policy).unwrap();
+    assert_eq!(read, RecoveryPolicy::with_action(ContextAction::Restart));
+}
+
+#[test]
 fn container_is_restarted_when_the_image_cannot_reexec() {
     let mut book = log_with_policy(ContextAction::InPlace);
     assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
-    assert_eq!(book.images_to_kill().count(), 0);
+    assert_eq!(book.targets(100).len(), 0);
     let cause = FaultSource::Cuda {
         code: 719,
         can_reexec: false,
     };
-    let (decision, _) = book.record(image(2), &gpu(), cause, at(1));
+    let root = Some(image(2).process);
+    let (decision, _) = book.record(image(2), &gpu(), cause, root, at(1));
     assert_eq!(decision, RESTART_CONTAINER);
-    assert_eq!(book.images_to_kill().collect::<Vec<_>>(), [&image(2)]);
+    assert_eq!(book.targets(100), [KillTarget::RootOf(image(2).process)]);
 }
 
 #[test]
@@ -151,9 +334,10 @@ fn image_is_fenced_from_its_first_fault() {
 #[test]
 fn fault_is_recorded_once_when_it_is_reported_twice() {
     let mut book = log_with_policy(ContextAction::InPlace);
-    let (_, first) = book.record(image(1), &gpu(), FaultSource::Xid(31), at(0));
+    let root = Some(image(1).process);
+    let (_, first) = book.record(image(1), &gpu(), FaultSource::Xid(31), root, at(0));
     assert_eq!(first.unwrap().decided, None);
-    let (decision, second) = book.record(image(1), &gpu(), REPORT, at(1));
+    let (decision, second) = book.record(image(1), &gpu(), REPORT, root, at(1));
     assert_eq!(
         (decision, second),
         (Some(RecoveryAction::ReexecInPlace), None)
@@ -185,7 +369,7 @@ fn image_is_killed_when_it_does_not_reexec_in_time() {
     book.report(1, 0);
     assert!(!book.tick(Duration::ZERO, at(4)));
     assert!(book.tick(Duration::ZERO, at(5)));
-    assert_eq!(book.images_to_kill().count(), 1);
+    assert_eq!(book.targets(100).len(), 1);
     assert_eq!(book.restarts.len(), 1);
     assert!(!book.tick(Duration::ZERO, at(50)));
 }
@@ -203,7 +387,7 @@ fn fault_closes_with_its_image_unless_it_awaits_eviction() {
         assert_eq!(book.faults().len(), 1);
         book.end(1);
         assert_eq!(book.faults().len(), open, "{action:?}");
-        assert_eq!(book.images_to_kill().count(), 0);
+        assert_eq!(book.targets(100).len(), 0);
     }
 }
 
@@ -222,14 +406,14 @@ fn newest_over_limit_fault_stays_open() {
 fn decision_is_unchanged_when_the_policy_changes() {
     let mut book = log_with_policy(ContextAction::Report);
     book.report(1, 0);
-    book.set_policy(RecoveryPolicy::new(ContextAction::Restart, 5, 600));
+    book.set_policy(RecoveryPolicy::new(ContextAction::Restart, 5, 600, 0));
     assert_eq!(
         book.report(1, 1),
         Some(RecoveryAction::NoAction {
             await_eviction: false
         })
     );
-    assert_eq!(book.images_to_kill().count(), 0);
+    assert_eq!(book.targets(100).len(), 0);
 }
 
 #[test]
@@ -243,7 +427,7 @@ fn container_is_restarted_when_its_eviction_times_out() {
     assert!(!book.tick(EVICTION_TIMEOUT, at(29)));
     assert!(!book.tick(EVICTION_TIMEOUT / 2, at(100)));
     assert!(book.tick(EVICTION_TIMEOUT, at(100)));
-    assert_eq!(book.images_to_kill().collect::<Vec<_>>(), [&image(1)]);
+    assert_eq!(book.targets(100), [KillTarget::RootOf(image(1).process)]);
     book.end(1);
     assert!(
         book.faults().is_empty(),
@@ -278,7 +462,7 @@ fn required_generation_restarts_each_fault_below_it_once() {
             !book.require_generation(2, at(4)),
             "the next fault is another one"
         );
-        assert_eq!(book.images_to_kill().count(), 0);
+        assert_eq!(book.targets(100).len(), 0);
     }
 }
 
@@ -295,6 +479,8 @@ fn required_generation_closes_a_fault_of_an_ended_image() {
 #[derive(Clone, Debug)]
 enum Step {
     Report(u64, bool),
+    Child(u64),
+    Held(bool),
     Xid(u64),
     End(u64),
     Wait(u64),
@@ -304,6 +490,8 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         (1..5_u64, any::<bool>()).prop_map(|(image, able)| Step::Report(image, able)),
+        (1..5_u64).prop_map(Step::Child),
+        any::<bool>().prop_map(Step::Held),
         (1..5_u64).prop_map(Step::Xid),
         (1..5_u64).prop_map(Step::End),
         (0..40_u64).prop_map(Step::Wait),
@@ -314,19 +502,20 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     /// The limit holds for every window, and a log that went through its checkpoint is equal.
     #[test]
-    fn restarts_in_a_window_never_exceed_the_maximum(steps in vec(step(), 0..60), action in 0..4_usize) {
-        let actions = [
-            ContextAction::InPlace, ContextAction::Restart, ContextAction::Evict, ContextAction::Report,
-        ];
-        let action = actions[action];
+    fn restarts_in_a_window_never_exceed_the_maximum(steps in vec(step(), 0..60), action in 0..5_usize) {
+        let action = ContextAction::ALL[action];
         let mut book = log_with_policy(action);
         let (mut now, mut restarts) = (0, Vec::new());
         for step in steps {
             let before = book.restarts.len();
             match step {
+                Step::Child(generation) => drop(book.report_child(generation, now)),
+                Step::Held(true) => drop(book.record_held(|_| true, at(now).moment)),
+                Step::Held(false) => book.close_released(|_| false),
                 Step::Report(generation, can_reexec) => {
                     let cause = FaultSource::Cuda { code: 700, can_reexec };
-                    book.record(image(generation), &gpu(), cause, at(now));
+                    let root = Some(image(generation).process);
+                    book.record(image(generation), &gpu(), cause, root, at(now));
                 }
                 Step::Xid(generation) => drop(book.xid(generation, now)),
                 Step::End(generation) => book.end(generation),
@@ -341,6 +530,15 @@ proptest! {
             restarts.extend(std::iter::repeat_n(now, new.saturating_sub(known)));
             let recent = restarts.iter().filter(|then| now - **then < 60).count();
             prop_assert!(recent <= 2, "{recent} restarts, {before} before");
+            let ends = book.process_ends.iter();
+            let recent = ends.filter(|RecordedMoment(then)| at(now).moment.since(*then).as_secs() < 60);
+            prop_assert!(recent.count() <= 2);
+            // A live image has a decision about its own unit, and an ended one of its root.
+            for target in book.targets(now) {
+                let ends_alone = matches!(target, KillTarget::Process(_) | KillTarget::Root(_));
+                let ends_processes = matches!(action, ContextAction::Process | ContextAction::InPlace);
+                prop_assert!(ends_processes || !ends_alone, "{action:?}: {target:?}");
+            }
             let text = serde_json::to_string(&book).unwrap();
             book = serde_json::from_str(&text).unwrap();
         }
@@ -353,7 +551,7 @@ fn reexecuted_image_has_no_deadline_and_stays_fenced() {
     assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
     book.record_disconnect(image(1).process, 1);
     book.tick(Duration::ZERO, at(3600));
-    assert_eq!(book.images_to_kill().next(), None);
+    assert_eq!(book.targets(10_000), []);
     assert!(book.fences(1));
     book.end(1);
     assert!(book.faults().is_empty());
@@ -366,7 +564,7 @@ fn disconnect_without_a_reexec_changes_nothing() {
     book.xid(1, 0);
     book.record_disconnect(image(1).process, 1);
     book.tick(Duration::ZERO, at(10));
-    assert_eq!(book.images_to_kill().next(), Some(&image(1)));
+    assert_eq!(book.targets(100), [KillTarget::RootOf(image(1).process)]);
 }
 
 #[test]
@@ -382,7 +580,7 @@ fn checkpoint_with_wall_clock_times_is_read() {
     let mut book: FaultLog = serde_json::from_value(record).unwrap();
     assert!(book.tick(Duration::ZERO, at(1)));
     // The first image did not re-exec in time, and the second sent no report.
-    assert_eq!(book.images_to_kill().count(), 2);
+    assert_eq!(book.targets(100).len(), 2);
 }
 
 #[test]
@@ -401,7 +599,7 @@ fn deadlines_hold_when_the_wall_clock_goes_back() {
     book.end(2);
     assert_eq!(book.report(3, 7), OVER_LIMIT);
     book.end(3);
-    let (decision, _) = book.record(image(4), &gpu(), REPORT, earlier(66));
+    let (decision, _) = book.record(image(4), &gpu(), REPORT, None, earlier(66));
     assert_eq!(
         decision,
         Some(RecoveryAction::ReexecInPlace),

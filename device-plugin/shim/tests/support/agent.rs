@@ -8,18 +8,39 @@ use bursar_sessions::{CgroupResolver, ContainerResolver, Process};
 use bursar_sim_state::Sim;
 
 /// Reports every process as a member of every container, because cgroups have tests of their own.
-pub struct Everyone(CgroupResolver);
+pub struct Everyone {
+    proc: CgroupResolver,
+    /// The root process of every container; `None` where each process is a root process.
+    root: Option<u32>,
+}
 
 impl Everyone {
     /// Reads the machine's own `/proc`.
     pub fn here() -> Everyone {
-        Everyone(CgroupResolver::new("/proc".into()))
+        Everyone {
+            proc: CgroupResolver::new("/proc".into()),
+            root: None,
+        }
+    }
+
+    /// Reports that all processes descend from this one.
+    pub fn below(root: u32) -> Everyone {
+        Everyone {
+            root: Some(root),
+            ..Everyone::here()
+        }
     }
 }
 
 impl ContainerResolver for Everyone {
     fn process(&self, pid: u32) -> Option<Process> {
-        self.0.process(pid)
+        self.proc.process(pid)
+    }
+
+    fn root_process(&self, process: Process, _pod: &PodUid) -> Option<Process> {
+        let is_there = self.process(process.pid)? == process;
+        let root = self.root.map_or(Some(process), |root| self.process(root))?;
+        is_there.then_some(root)
     }
 
     fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
@@ -27,7 +48,7 @@ impl ContainerResolver for Everyone {
     }
 
     fn namespace_pids(&self, pid: u32) -> Vec<u32> {
-        self.0.namespace_pids(pid)
+        self.proc.namespace_pids(pid)
     }
 }
 

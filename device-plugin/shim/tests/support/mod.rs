@@ -45,9 +45,11 @@ pub struct Container {
     folder: tempfile::TempDir,
     served: SessionSpec,
     runtime: tokio::runtime::Runtime,
-    sessions: Option<Sessions>,
+    sessions: Option<Arc<Sessions>>,
     /// How contexts are charged.
     contexts: Contexts,
+    /// The root process of the container; `None` where each process is one.
+    root: Option<u32>,
 }
 
 /// How contexts are charged.
@@ -118,6 +120,7 @@ impl Container {
             runtime,
             sessions: None,
             contexts,
+            root: None,
         };
         container.start_agent();
         container
@@ -128,7 +131,7 @@ impl Container {
         let sessions = Sessions::new(
             self.folder.path().join("run"),
             charges,
-            Arc::new(Everyone::here()),
+            Arc::new(self.root.map_or_else(Everyone::here, Everyone::below)),
         );
         let sessions = match self.contexts {
             Contexts::Free => sessions,
@@ -142,7 +145,19 @@ impl Container {
         self.runtime
             .block_on(sessions.serve(self.served.clone()))
             .unwrap();
-        self.sessions = Some(sessions);
+        self.sessions = Some(Arc::new(sessions));
+    }
+
+    /// Starts the agent again in a container whose processes descend from this one.
+    pub fn set_root(&mut self, root: u32) {
+        self.stop_agent();
+        self.root = Some(root);
+        self.start_agent();
+    }
+
+    /// Returns the sessions of the running agent.
+    pub fn sessions(&self) -> Arc<Sessions> {
+        Arc::clone(self.sessions.as_ref().unwrap())
     }
 
     pub fn stop_agent(&mut self) {
@@ -278,8 +293,8 @@ impl Container {
 
     /// Returns the processes that the agent is to kill.
     pub fn condemned(&self) -> Vec<Process> {
-        let condemned = self.sessions.as_ref().unwrap().processes_to_kill();
-        condemned.into_iter().map(|(_, process)| process).collect()
+        let condemned = self.sessions().processes_to_kill(clock::now());
+        condemned.into_iter().map(|one| one.process).collect()
     }
 
     /// Starts a program on the bare driver, for benchmarks to compare with.

@@ -194,8 +194,9 @@ fn unreadable(snapshot: &Snapshot) -> Vec<Finding> {
         .collect();
     for budget in &snapshot.budgets {
         let namespace = budgets::namespace(budget);
+        let policy = budget.spec.context_policy.as_ref();
         let unknown = budget.spec.overflow == Overflow::Unknown
-            || budget.spec.context_policy.action == ContextAction::Unknown;
+            || policy.is_some_and(|policy| policy.action == Some(ContextAction::Unknown));
         if unknown {
             let text = format!("budget of {namespace} has a value of another version");
             findings.push(Finding::new(Level::Fail, "Unreadable", text, remedy));

@@ -1,5 +1,5 @@
 use bursar_crds::GpuNode;
-use bursar_crds::budget::ContextPolicy;
+use bursar_crds::budget::{ContextAction, ContextPolicy};
 
 use super::*;
 use crate::budget::{Cohort, QuotaSpec, Scope};
@@ -22,7 +22,7 @@ fn summary(cohort: &str, guaranteed: u64, version: u64) -> BudgetSummary {
     BudgetSummary {
         cohort: cohort.to_owned(),
         guaranteed: Quanta::new(guaranteed),
-        context_policy: ContextPolicy::default(),
+        context_policy: None,
         resource_version: Some(version.to_string()),
     }
 }
@@ -75,9 +75,10 @@ fn node(name: &str, quanta: u64) -> WatchEvent {
 fn foreign_context_policy_is_not_overwritten_forever() {
     let order = |namespace: &str| ContextPolicyEntry {
         namespace: namespace.to_owned(),
-        action: bursar_crds::budget::ContextAction::Report,
+        action: ContextAction::Report,
         max_restarts: 1,
         window_seconds: 60,
+        grace_seconds: 10,
     };
     let mut index = ClusterIndex::new(Quantum::Gib1);
     let gpus = GpuNodeSummary {
@@ -122,12 +123,13 @@ fn orders_written_to_a_node_are_forgotten_when_it_is_gone() {
 /// A budget whose policy only reports poisoned contexts.
 fn reports() -> BudgetSummary {
     let contexts = ContextPolicy {
-        action: bursar_crds::budget::ContextAction::Report,
+        action: Some(ContextAction::Report),
         max_restarts: 1,
         window_seconds: 60,
+        grace_seconds: 10,
     };
     BudgetSummary {
-        context_policy: contexts,
+        context_policy: Some(contexts),
         ..summary("x", 8, 1)
     }
 }
@@ -318,16 +320,92 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     let due = &index.outdated_node_orders(&BTreeMap::new())[0].2.1;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
-        action: bursar_crds::budget::ContextAction::Evict,
+        action: Some(ContextAction::Evict),
         ..ContextPolicy::default()
     };
     let evicts = BudgetSummary {
-        context_policy: policy,
+        context_policy: Some(policy),
         ..summary("x", 8, 2)
     };
     index.apply(budget("a", evicts));
     let (contexts, due) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
     assert_eq!((contexts.len(), due.len()), (1, 0), "of its own order only");
+}
+
+/// A node whose agent lists these actions, and has reported the context of pod `a/q` only.
+fn reported(actions: &[&str]) -> WatchEvent {
+    let object: GpuNode = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "uid": "u" }, "spec": {},
+        "status": { "contextActions": actions, "faults": [{ "id": "c", "kind": "Context", "gpu": "GPU-a",
+            "gpuGeneration": 1, "time": "2026-01-01T00:00:00Z", "action": "Report",
+            "container": { "podUid": "a/q", "namespace": "a", "pod": "q", "container": "c", "processGeneration": 4 } }] },
+    }))
+    .unwrap();
+    let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
+    WatchEvent::GpuNode(Event::Apply((key("", "n"), Some(gpus))))
+}
+
+/// A budget with this action.
+fn acts(namespace: &str, action: ContextAction) -> WatchEvent {
+    let policy = ContextPolicy {
+        action: Some(action),
+        ..ContextPolicy::default()
+    };
+    let summary = BudgetSummary {
+        context_policy: Some(policy),
+        ..summary("x", 8, 1)
+    };
+    budget(namespace, summary)
+}
+
+#[test]
+fn reported_fault_without_a_budget_follows_the_cluster_default() {
+    for (default, orders) in [
+        (ContextAction::Report, 0),
+        (ContextAction::Process, 1),
+        (ContextAction::Restart, 1),
+        (ContextAction::InPlace, 1),
+    ] {
+        let mut index = ClusterIndex::new(Quantum::Gib1).with_default_action(default);
+        index.apply(placed("a", "q", "n"));
+        index.apply(reported(&["Process"]));
+        let outdated = index.outdated_node_orders(&BTreeMap::new());
+        let due = outdated
+            .first()
+            .map_or(0, |(_, _, (_, restarts))| restarts.len());
+        assert_eq!(due, orders, "{default:?}");
+        assert_eq!(index.budget_inputs("a", "x").default_action, default);
+        // A policy without an action has that of the cluster.
+        let counts = BudgetSummary {
+            context_policy: Some(ContextPolicy {
+                max_restarts: 1,
+                ..ContextPolicy::default()
+            }),
+            ..summary("x", 8, 1)
+        };
+        index.apply(budget("a", counts));
+        let (policies, _) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
+        assert_eq!((policies[0].action, policies[0].max_restarts), (default, 1));
+    }
+}
+
+#[test]
+fn process_ends_are_restarts_for_agents_that_list_no_actions() {
+    let mut index = ClusterIndex::new(Quantum::Gib1).with_default_action(ContextAction::Report);
+    index.apply(acts("a", ContextAction::Process));
+    index.apply(acts("b", ContextAction::InPlace));
+    let actions = |index: &ClusterIndex| -> Vec<_> {
+        let (policies, _) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
+        policies.iter().map(|policy| policy.action).collect()
+    };
+    index.apply(reported(&[]));
+    let restarts = [ContextAction::Restart, ContextAction::InPlace];
+    assert_eq!(actions(&index), restarts);
+    index.apply(reported(&[
+        "InPlace", "Process", "Restart", "Evict", "Report",
+    ]));
+    let ends = [ContextAction::Process, ContextAction::InPlace];
+    assert_eq!(actions(&index), ends);
 }
 
 #[test]

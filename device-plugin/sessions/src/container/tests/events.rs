@@ -122,7 +122,8 @@ impl FakeNode {
 
     fn poison(&mut self) {
         let pid = self.process.pid;
-        self.container.handle_poisoned(pid, 0, 700, true, now());
+        self.container
+            .handle_poisoned(pid, 0, 700, true, None, now());
         assert!(self.container.is_fenced(pid));
     }
 
@@ -134,10 +135,12 @@ impl FakeNode {
     }
 
     fn restart_in_place(&mut self) {
-        let policy = RecoveryPolicy::new(ContextAction::InPlace, 1, 600);
+        let policy = RecoveryPolicy::new(ContextAction::InPlace, 1, 600, 0);
         self.container.set_policy(policy);
         let pid = self.process.pid;
-        let verdict = self.container.handle_poisoned(pid, 0, 700, true, now());
+        let verdict = self
+            .container
+            .handle_poisoned(pid, 0, 700, true, None, now());
         assert_eq!(verdict, Response::Recovery(Recovery::Reexec));
         self.exec();
         assert!(!self.container.is_fenced(pid));

@@ -5,7 +5,7 @@ use bursar_host::clock::ClockReading;
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::messages::Recovery;
 
-use super::super::super::recovery::{RecoveryAction, RecoveryPolicy};
+use super::super::super::recovery::{KillTarget, RecoveryAction, RecoveryPolicy};
 use super::super::leases::NotAuthorized;
 use super::*;
 
@@ -17,11 +17,12 @@ fn now() -> ClockReading {
 }
 
 fn report(container: &mut Container, pid: u32, code: i32) -> Response {
-    container.handle_poisoned(pid, 0, code, true, now())
+    let root = Some(Process { pid, start: 1 });
+    container.handle_poisoned(pid, 0, code, true, root, now())
 }
 
 fn set_in_place_policy(container: &mut Container) {
-    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 100, 600));
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 100, 600, 0));
 }
 
 /// The container's GPU.
@@ -58,6 +59,7 @@ fn hello_generation(container: &mut Container, pid: u32, image: u64, version: u1
 
 const REEXEC: Response = Response::Recovery(Recovery::Reexec);
 const CONTINUE: Response = Response::Recovery(Recovery::Continue);
+const END: Response = Response::Recovery(Recovery::End { seconds: 0 });
 
 #[test]
 fn image_keeps_its_generation_over_reconnects_and_agents() {
@@ -80,7 +82,7 @@ fn image_keeps_its_generation_over_reconnects_and_agents() {
 fn no_restart_is_ordered_when_the_checkpoint_fails() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600));
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600, 0));
     hello(&mut container, 1, 7).unwrap();
     let away = fixture.folder.path().with_extension("away");
     std::fs::rename(fixture.folder.path(), &away).unwrap();
@@ -92,13 +94,13 @@ fn no_restart_is_ordered_when_the_checkpoint_fails() {
         ..now()
     };
     container.tick_faults(Duration::ZERO, late);
-    assert_eq!(container.process_to_kill(), None);
+    assert_eq!(container.kill_targets(late.moment), []);
     std::fs::rename(&away, fixture.folder.path()).unwrap();
     assert_eq!(report(&mut container, 1, 700), REEXEC);
     // The next agent counts the restart.
     let mut again = fixture.start();
     hello(&mut again, 1, 8).unwrap();
-    assert_eq!(report(&mut again, 1, 700), CONTINUE);
+    assert_eq!(report(&mut again, 1, 700), END);
     assert_eq!(
         again.open_faults()[0].decision(),
         Some(RecoveryAction::RestartContainer { over_limit: true })
@@ -191,29 +193,29 @@ fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
     charge_all(&mut container, &page, 1, 512 * MIB);
     let heard = Instant::now();
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard),
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment),
         "it lives"
     );
     hello(&mut container, 1, 8).unwrap();
-    assert!(container.is_reclaim_pending(1, 0, units(1 << 30), heard));
+    assert!(container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment));
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard - RECLAIM_WINDOW),
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard - RECLAIM_WINDOW, now().moment),
         "it waited long enough for others"
     );
     assert!(
-        !container.is_reclaim_pending(1, 0, units(256 * MIB), heard),
+        !container.is_reclaim_pending(1, 0, units(256 * MIB), heard, now().moment),
         "there is room"
     );
     assert!(
-        !container.is_reclaim_pending(1, 0, units(2 << 30), heard),
+        !container.is_reclaim_pending(1, 0, units(2 << 30), heard, now().moment),
         "there never will be"
     );
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), heard));
+    assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment));
     hello(&mut container, 1, 9).unwrap();
     container.last_exit = container.last_exit.map(|at| at - RECLAIM_WINDOW);
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard),
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment),
         "another process holds the bytes"
     );
 }
@@ -303,22 +305,24 @@ fn xid_names_the_gpu_of_a_container_with_several() {
 fn faults_and_restart_counts_outlive_the_agent() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600));
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600, 0));
     hello(&mut container, 1, 7).unwrap();
     assert_eq!(report(&mut container, 1, 700), REEXEC);
     let mut again = fixture.start();
     assert_eq!(again.open_faults(), container.open_faults());
     hello(&mut again, 1, 8).unwrap();
-    assert_eq!(report(&mut again, 1, 700), CONTINUE, "one is the maximum");
-    assert_eq!(again.process_to_kill(), Some(Process { pid: 1, start: 1 }));
+    assert_eq!(report(&mut again, 1, 700), END, "one is the maximum");
+    let process = Process { pid: 1, start: 1 };
+    let target = KillTarget::RootOf(process);
+    assert_eq!(again.kill_targets(now().moment), [target]);
     // The process exits while no agent runs, and its over-limit fault stays open.
     let path = fixture.folder.path().join("record.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"pid\":1,", "\"pid\":666,")).unwrap();
     let after = fixture.start();
     assert_eq!(
-        (after.open_faults().len(), after.process_to_kill()),
-        (1, None)
+        (after.open_faults().len(), after.kill_targets(now().moment)),
+        (1, Vec::new())
     );
 }
 
@@ -370,4 +374,87 @@ fn newest_faults_are_kept_when_too_many_are_unreported() {
     let news = container.take_unreported_faults();
     let last = news.last().map(|fault| fault.image.generation);
     assert!(news.len() < 100 && last == Some(100), "{news:?}");
+}
+
+#[test]
+fn container_is_restarted_when_a_child_holds_ended_memory() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(RecoveryPolicy::new(ContextAction::Process, 5, 600, 0));
+    let page = hello(&mut container, 2, 7).unwrap();
+    charge_all(&mut container, &page, 2, 512 * MIB);
+    let (process, root) = (Process { pid: 2, start: 1 }, Process { pid: 1, start: 1 });
+    container.handle_poisoned(2, 0, 700, false, Some(root), now());
+    let alone = KillTarget::Process(process);
+    assert_eq!(container.kill_targets(now().moment), [alone]);
+    container.handle_exit(process, 7);
+    // The driver lists the process while a forked child shares its files.
+    let listed: ProcessMemory = [(2, Some(Bytes::mib(512)))].into_iter().collect();
+    let sample = |container: &mut Container, listed: &ProcessMemory, after: u64| {
+        let query = container.reclaim_query().unwrap_or_default();
+        let at = now().moment + Duration::from_millis(after);
+        container.apply_samples(&query, std::slice::from_ref(listed), &FakeHost, at);
+    };
+    container.take_unreported_faults();
+    sample(&mut container, &listed, 0);
+    sample(&mut container, &listed, 1_999);
+    assert_eq!(container.kill_targets(now().moment), []);
+    assert!(container.take_unreported_faults().is_empty());
+    sample(&mut container, &listed, 2_000);
+    assert_eq!(
+        container.kill_targets(now().moment),
+        [KillTarget::Root(root)]
+    );
+    let [held] = &container.take_unreported_faults()[..] else {
+        panic!()
+    };
+    assert!(held.is_memory_held());
+    assert!(container.account_usage()[0].exited >= Bytes::mib(512));
+    sample(&mut container, &ProcessMemory::default(), 2_100);
+    assert!(container.open_faults().is_empty());
+    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
+}
+
+#[test]
+fn replacement_of_an_ended_process_gets_its_memory() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(RecoveryPolicy::new(ContextAction::Process, 5, 600, 0));
+    let page = hello(&mut container, 2, 7).unwrap();
+    hello(&mut container, 4, 7).unwrap();
+    charge_all(&mut container, &page, 2, 1024 * MIB);
+    let root = Some(Process { pid: 1, start: 1 });
+    hello(&mut container, 3, 8).unwrap();
+    let waits = |container: &Container| {
+        container.is_reclaim_pending(3, 0, units(1 << 30), Instant::now(), now().moment)
+    };
+    assert!(!waits(&container), "it lives");
+    container.handle_poisoned(2, 0, 700, false, root, now());
+    assert!(waits(&container), "its kill is due");
+    container.handle_exit(Process { pid: 2, start: 1 }, 7);
+    assert!(container.is_reclaim_pending(3, 0, units(1 << 30), Instant::now(), now().moment));
+    settle_one(&mut container, 2, Bytes::ZERO);
+    assert!(container.open_faults().is_empty(), "its memory is free");
+    assert!(is_granted(&container.request(3, 0, units(512 * MIB))));
+    assert!(
+        is_granted(&container.request(4, 0, units(512 * MIB))),
+        "a sibling"
+    );
+}
+
+#[test]
+fn process_gets_the_time_to_its_end_when_its_shim_reads_it() {
+    for (version, answer) in [
+        (2, CONTINUE),
+        (3, Response::Recovery(Recovery::End { seconds: 7 })),
+    ] {
+        let fixture = Fixture::with_quota(Bytes::gib(1));
+        let mut container = fixture.start();
+        container.set_policy(RecoveryPolicy::new(ContextAction::Process, 5, 600, 7));
+        hello_generation(&mut container, 1, 7, version);
+        assert_eq!(report(&mut container, 1, 700), answer, "version {version}");
+        container.set_policy(RecoveryPolicy::new(ContextAction::Report, 5, 600, 7));
+        hello_generation(&mut container, 2, 7, version);
+        assert_eq!(report(&mut container, 2, 700), CONTINUE);
+    }
 }

@@ -94,7 +94,7 @@ fn charges_count_against_the_next_container_of_a_claim() {
     init.handle_exit(Process { pid: 1, start: 1 }, 7);
     assert!(!can_have(&mut main, 1002, 1), "no sample yet");
     assert!(
-        main.is_reclaim_pending(1002, 0, units(1 << 30), Instant::now()),
+        main.is_reclaim_pending(1002, 0, units(1 << 30), Instant::now(), BootTime::default()),
         "it is about to be back"
     );
     settle_one(&mut init, 1, Bytes::ZERO);
