@@ -36,18 +36,18 @@ const fn trial(name: &'static str, promise: &'static str) -> ClusterTrial {
     }
 }
 
-/// A trial that needs policies which change pods.
-const fn mutating_trial(name: &'static str, promise: &'static str) -> ClusterTrial {
-    ClusterTrial {
-        needs: Some((36, "MutatingAdmissionPolicy as v1")),
-        ..trial(name, promise)
-    }
-}
-
 const fn long_trial(name: &'static str, promise: &'static str) -> ClusterTrial {
     ClusterTrial {
         long: true,
         ..trial(name, promise)
+    }
+}
+
+/// A trial that needs policies which change pods.
+const fn mutating(trial: ClusterTrial) -> ClusterTrial {
+    ClusterTrial {
+        needs: Some((36, "MutatingAdmissionPolicy as v1")),
+        ..trial
     }
 }
 
@@ -157,10 +157,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "enforcement/cluster/resize",
         "an override lowers and raises a running pod's quota; below the used memory it is pending until the program frees memory, and no process is killed",
     ),
-    trial(
+    mutating(trial(
         "operator/cluster/steered",
         "a pod of 8 beside two of 10 is scheduled to a node with room, or stays pending until a node has room",
-    ),
+    )),
     trial(
         "operator/cluster/moved",
         "without steering the pod of 8 waits, and is relocated once another node has room",
@@ -197,10 +197,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "operator/cluster/refused",
         "the API server refuses a pod beyond its namespace's budget, with a message that names the budget",
     ),
-    trial(
+    mutating(trial(
         "operator/cluster/reclaim",
         "a namespace borrows memory that another leaves idle, and the owner gets it back at once, without a running operator",
-    ),
+    )),
     trial(
         "operator/cluster/accounts",
         "an agent's token writes only its own node's GpuNode and lists no pods; the operator's token changes only its own labels",
@@ -245,10 +245,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "surface/cluster/demo",
         "the demo lends memory and takes it back, restarts a program in place, and takes less than 90 s once everything is built",
     ),
-    long_trial(
+    mutating(long_trial(
         "pods/nodes/steering",
         "on three nodes with kubelets of their own, a pod of 8 is scheduled to the one node with room",
-    ),
+    )),
     long_trial(
         "pods/nodes/tokens",
         "the token of each of three agents writes its own node's GpuNode and no other one",

@@ -19,6 +19,7 @@ use bursar_e2e::paths;
 use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
 use bursar_e2e::release::{self, Destination, ReleaseOptions};
+use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::workspace::{self, Profile};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Node;

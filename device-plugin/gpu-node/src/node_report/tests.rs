@@ -253,6 +253,7 @@ fn lost_gpu_has_one_fault_id_until_it_is_back() {
             gpus[0].persisted = GpuMemory {
                 away,
                 awaits_reset,
+                draining: false,
                 drained: false,
             };
         }

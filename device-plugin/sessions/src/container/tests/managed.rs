@@ -104,7 +104,13 @@ fn exited_process_frees_its_covered_memory() {
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     let _next = hello(&mut container, 2, 8).unwrap();
     assert!(!is_granted(&container.request(2, 0, units(MIB))));
-    assert!(container.is_reclaim_pending(2, 0, units(256 * MIB), Instant::now()));
+    assert!(container.is_reclaim_pending(
+        2,
+        0,
+        units(256 * MIB),
+        Instant::now(),
+        BootTime::default()
+    ));
     settle_one(&mut container, 1, Bytes::ZERO);
     assert!(is_granted(&container.request(2, 0, units(256 * MIB))));
 }
