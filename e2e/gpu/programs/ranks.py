@@ -5,7 +5,8 @@ usage: ranks.py ddp|tensor|symmetric|greedy|refused [SECONDS]
 `ddp` trains a model for SECONDS and compares its weights on all ranks. `tensor` splits two matrix products over the
 ranks and compares the result with the whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks
 continue. `symmetric` reads the memory of the next rank by torch's symmetric memory, and adds all ranks' in one kernel.
-`refused` ends rank 0 by the refusal, and prints what NCCL tells the other ranks.
+`refused` lets the refusal end the last rank, and prints how each rank ended: NCCL's watchdog aborts the others. (Rank 0
+has the store through which the watchdogs talk.)
 """
 
 import datetime
@@ -108,23 +109,16 @@ def share(rank, world, seconds):
     return {"rounds": rounds, "wrong": wrong}
 
 
-def refuse(rank, answers):
-    """Allocates on rank 0 until the driver's refusal ends it, and puts the error of every rank into the queue."""
+def refuse(rank, world, answers):
+    """Lets the last rank allocate until the refusal ends it, while the others wait for it in a collective call."""
     dist.all_reduce(torch.ones(1, device=rank))
     torch.cuda.synchronize()
-    begun, held = time.monotonic(), []
-    try:
-        while rank == 0:
-            held.append(torch.empty(STEP, dtype=torch.uint8, device="cuda"))
-        dist.all_reduce(torch.ones(1, device=rank))
-        torch.cuda.synchronize()
-        told = "nothing"
-    except (torch.OutOfMemoryError, dist.DistError) as error:
-        told = f"{type(error).__name__}: {error}"
-    answers.put({"rank": rank, "told": told[:200], "seconds": round(time.monotonic() - begun, 1)})
-    answers.close()
-    answers.join_thread()
-    os._exit(1)
+    answers.put({"rank": rank})
+    held = []
+    while rank == world - 1:
+        held.append(torch.empty(STEP, dtype=torch.uint8, device="cuda"))
+    dist.all_reduce(torch.ones(1, device=rank))
+    torch.cuda.synchronize()
 
 
 def take():
@@ -147,8 +141,8 @@ def work(rank, world, mode, seconds, answers):
     timeout = ABANDONED if mode == "refused" else PATIENCE
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timeout, device_id=torch.device(rank))
     if mode == "refused":
-        refuse(rank, answers)
-    elif mode == "greedy":
+        return refuse(rank, world, answers)
+    if mode == "greedy":
         answer["got_mib"] = take() if rank == 0 else 0
         ones = torch.ones(1, device=rank)
         dist.all_reduce(ones)
@@ -169,8 +163,6 @@ def main():
     mode, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 5
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    if mode == "refused":
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     world = torch.cuda.device_count()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -178,9 +170,13 @@ def main():
     for rank in ranks:
         rank.start()
     found = [answers.get(timeout=90 + seconds) for _ in ranks]
-    for rank in ranks:
-        rank.join(60)
     found.sort(key=lambda answer: answer["rank"])
+    begun = time.monotonic()
+    for rank, answer in zip(ranks, found):
+        rank.join(60)
+        if mode == "refused":
+            answer |= {"exit": rank.exitcode, "seconds": round(time.monotonic() - begun, 1)}
+            rank.kill()
     print(json.dumps({"world": world, "uid": os.getuid(), "ranks": found}))
 
 

@@ -210,3 +210,48 @@ pub(super) fn overhead(page: &Page<'_>) -> Result<String, FigureError> {
     }
     Ok(svg.finish("The cost of calls through the shim"))
 }
+
+/// Draws the tokens a second of language model servers, without Bursar and in pods.
+pub(super) fn serving(page: &Page<'_>) -> Result<String, FigureError> {
+    const BAR: f64 = 400.0;
+    const NATIVE: &str = "without Bursar";
+    const PODS: &str = "in pods of 16 GiB";
+    let rows = [
+        ("one server", "one server"),
+        ("two servers at the same time", "two servers"),
+        ("two servers beside", "two servers beside a greedy program"),
+    ];
+    let figures =
+        rows.map(|(row, name)| Ok((name, [page.figure(row, NATIVE)?, page.figure(row, PODS)?])));
+    let figures = figures.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let most = figures.iter().flat_map(|(_, pair)| pair);
+    let most = most.copied().fold(1.0, f64::max);
+    let mut svg = Svg::new(760.0, 74.0 + 40.0 * figures.len() as f64);
+    svg.text(
+        Style::Title,
+        (LEFT, 26.0),
+        "vLLM on one H200: tokens a second",
+    );
+    for (number, (style, name)) in [(Style::Base, NATIVE), (Style::Calm, PODS)]
+        .iter()
+        .enumerate()
+    {
+        let x = LEFT + 160.0 * number as f64;
+        svg.rect(*style, (x, 38.0), (10.0, 10.0));
+        svg.text(Style::Faint, (x + 16.0, 48.0), name);
+    }
+    for (number, (name, pair)) in figures.iter().enumerate() {
+        let y = 64.0 + 40.0 * number as f64;
+        svg.text(Style::Text, (LEFT, y + 18.0), name);
+        for (row, (style, tokens)) in [Style::Base, Style::Calm].into_iter().zip(pair).enumerate() {
+            let (y, width) = (y + 14.0 * row as f64, BAR * tokens / most);
+            svg.rect(style, (LEFT + 240.0, y), (width, 12.0));
+            svg.text(
+                Style::Faint,
+                (LEFT + 248.0 + width, y + 10.0),
+                &format!("{tokens:.0}"),
+            );
+        }
+    }
+    Ok(svg.finish("Tokens a second of vLLM servers without Bursar and in pods"))
+}

@@ -15,16 +15,18 @@ impl<'a> Page<'a> {
     pub(super) fn figure(&self, row: &str, column: &str) -> Result<f64, FigureError> {
         let cell = self.cell(row, column)?;
         let newest = cell.rsplit(';').next().unwrap_or(cell);
-        let number: String = newest
-            .trim_matches(|c: char| !c.is_ascii_digit())
-            .chars()
-            .take_while(|c| c.is_ascii_digit() || *c == '.')
-            .collect();
-        number.parse().map_err(|_| {
-            FigureError(format!(
-                "{row:?} has no number in column {column:?}: {cell:?}"
-            ))
-        })
+        let number = newest.trim_start_matches(|c: char| !c.is_ascii_digit());
+        let is_part = |c: char| c.is_ascii_digit() || ".,".contains(c);
+        let number = number.split(|c| !is_part(c)).next().unwrap_or_default();
+        number
+            .trim_end_matches(',')
+            .replace(',', "")
+            .parse()
+            .map_err(|_| {
+                FigureError(format!(
+                    "{row:?} has no number in column {column:?}: {cell:?}"
+                ))
+            })
     }
 
     fn cell(&self, row: &str, column: &str) -> Result<&'a str, FigureError> {
@@ -61,7 +63,8 @@ mod tests {
     use super::Page;
 
     const PAGE: Page<'static> = Page(
-        "text\n\n| call | native | shim |\n|---|---|---|\n| `a` | 62; 56 us | 1.005x; 1.004x |\n\n\
+        "text\n\n| call | native | shim |\n|---|---|---|\n| `a` | 62; 56 us | 1.005x; 1.004x |\n\
+         | `c` | 13,321, 282 ms | |\n\n\
          | call | other |\n|---|---|\n| `a` | 7 / 9 ms |\n",
     );
 
@@ -69,6 +72,7 @@ mod tests {
     fn figure_is_the_newest_of_its_cell() {
         assert_eq!(PAGE.figure("`a`", "shim"), Ok(1.004));
         assert_eq!(PAGE.figure("`a`", "native"), Ok(56.0));
+        assert_eq!(PAGE.figure("`c`", "native"), Ok(13321.0));
         assert_eq!(PAGE.figure("`a`", "other"), Ok(7.0));
     }
 

@@ -1,4 +1,4 @@
-//! Writes the pictures of the README, with the measured figures of `docs/benchmarks.md` and the
+//! Writes the pictures of README and benchmarks, with the measured figures of `docs/benchmarks.md` and the
 //! recorded output of `kubectl bursar`.
 
 mod drawings;
@@ -60,6 +60,7 @@ fn draw() -> Result<Vec<(PathBuf, String)>, PictureError> {
         ("way-of-a-pod.svg", drawings::way_of_a_pod()),
         ("restart.svg", drawings::restart(&page)?),
         ("overhead.svg", drawings::overhead(&page)?),
+        ("serving.svg", drawings::serving(&page)?),
         ("kubectl-bursar.svg", drawings::terminal(&commands)),
     ];
     Ok(pictures
