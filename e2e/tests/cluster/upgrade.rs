@@ -80,6 +80,9 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
             "steady",
         ),
     ] {
+        if name == KEEPER {
+            bed.wait_for_scrub_checks().await?;
+        }
         let plan = PodBuilder::new(name, &environment.probe_image)
             .arguments(arguments)
             .with_empty_dir("/count")
@@ -159,6 +162,14 @@ impl Fixture<'_> {
         let said = call(&self.kubectl, &exec, &self.kubeconfig).await?;
         let line = said.lines().find_map(event_line(event));
         Ok(line.ok_or_else(|| format!("no {event} in {said}"))?)
+    }
+
+    /// Waits until the agent retains memory: it has seen the driver clear freed memory.
+    async fn wait_for_scrub_checks(&self) -> Result<(), Failed> {
+        let condition = ["--for=condition=MemoryScrubbed", "--timeout=240s"];
+        let wait = [&["wait", "gpunodes", "--all"], &condition[..]].concat();
+        call(&self.kubectl, &wait, &self.kubeconfig).await?;
+        Ok(())
     }
 
     /// Opens the keeper's retained memory, or creates it.
