@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A withdrawn order needs no step of its own: NVML is asked about the GPU again, its generation
-//! grows as for every GPU that was absent, and it takes pods once it is healthy. The health record has
-//! which GPUs are to be drained, and which are; an agent that starts during a drain begins with the
-//! first step, also without the API server.
+//! grows as for every GPU that was absent, and it takes pods once it is healthy. The health record
+//! has which GPUs are to be drained, and which are; an agent that starts during a drain begins with
+//! the first step, also without the API server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

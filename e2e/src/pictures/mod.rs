@@ -1,5 +1,5 @@
-//! Writes the pictures of README and benchmarks, with the measured figures of `docs/benchmarks.md` and the
-//! recorded output of `kubectl bursar`.
+//! Writes the pictures of README and benchmarks, with the measured figures of
+//! `docs/benchmarks.md` and the recorded output of `kubectl bursar`.
 
 mod drawings;
 mod figures;

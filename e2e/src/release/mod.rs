@@ -447,8 +447,8 @@ fn publish(
     Ok(())
 }
 
-/// Signs the images and the chart of a registry. Attests the bill of materials and the provenance of
-/// each architecture's image.
+/// Signs the images and the chart of a registry. Attests the bill of materials and the provenance
+/// of each architecture's image.
 fn sign(
     signer: &Signer<'_>,
     registry: &str,

@@ -487,7 +487,8 @@ async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Resu
     at.delete(&quota).await
 }
 
-/// Checks that a pod with the cluster's default class borrows, and a pod with another class does not.
+/// Checks that a pod with the cluster's default class borrows, and a pod with another class does
+/// not.
 async fn check_default_class_counts_as_none(at: &IsolatedScope) -> Result<(), Failed> {
     for (class, expected) in [(DEFAULT_CLASS, BORROWED_CLASS), ("urgent", "urgent")] {
         let classes = "/apis/scheduling.k8s.io/v1/priorityclasses";
