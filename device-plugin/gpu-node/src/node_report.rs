@@ -75,7 +75,7 @@ pub struct ReportInputs {
     pub managed: ManagedOffer,
 }
 
-/// What a node offers of managed memory, and how the driver treats it.
+/// The managed memory that a node offers, and its treatment by the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ManagedOffer {
     /// The capacity in the agent's configuration.

@@ -638,8 +638,8 @@ fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
 /// of 2 MiB at a time, and has them until the GPU's last context ends.
 const MANAGED_CACHE: Bytes = Bytes::mib(128);
 
-/// What a process has mapped of the driver's node of managed memory without any of it. A context
-/// has 2 MiB.
+/// The mappings of the driver's node of managed memory in a process that uses no managed memory. A
+/// context has 2 MiB.
 const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
 
 /// The mappings of managed memory of a container's processes.
