@@ -1,13 +1,13 @@
 """Shows on a real GPU the cost of the runtime's pool, and that it is correct there.
 
-usage: runtime.py FOLDER [--only random|pair|steal|planted|sources|references...]
+usage: runtime.py FOLDER [--only random|earlier|pair|steal|planted|sources|references...]
 
 FOLDER has `runtime-bench`, `sources` and `references`, built by `cargo build --release -p bursar-runtime --example
 runtime-bench --example sources --example references`, and `rmm`, built of programs/rmm.cpp as docs/benchmarks.md
 describes. Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. The script runs RMM's random
 allocations and the pair beside RMM's own resources, a two-stream steal, planted overflows, and every source of memory
 and references to it. It prints one table last, and exits with 1 if a row fails. Without `rmm` it compares with times
-of RMM from an earlier day.
+of RMM from an earlier day. With `earlier`, the `runtime-bench` of an earlier commit, it compares both pools by turns.
 """
 
 import argparse
@@ -32,6 +32,8 @@ RMM_PAIR = 142
 # The pool's goals: three times as fast in every cell, and 50 ns a pair on that day's machine.
 AHEAD = 3
 PAIR_SHARE = 50 / RMM_PAIR
+# At most this many times an earlier commit's time, in each cell.
+SLOWER = 1.03
 # The percentage of the GPU's memory for each of two programs that run in turn.
 SHARE = 34
 
@@ -141,6 +143,21 @@ def random(program):
         yield "the driver's pool", driver_said[-800:], "", f"exit code {driver_code}"
 
 
+def earlier(program):
+    """Runs the cells by turns in the pool of an earlier commit and in this one's."""
+    other = os.path.join(os.path.dirname(program), "earlier")
+    if not os.path.exists(other):
+        return
+    with Turns(program, "turns", str(SHARE)) as pool, Turns(other, "turns", str(SHARE)) as before:
+        for cell in RMM:
+            pool.run(cell), before.run(cell)
+            rows = [(pool.run(cell), before.run(cell)) for _ in range(15 if cell[0] == 100000 else 61)]
+            times = [(ours[0], theirs[0], ours[0] / theirs[0]) for ours, theirs in rows]
+            ms, theirs, ratio = (statistics.median(column) for column in zip(*times))
+            wrong = f"at most {SLOWER}x" if ratio > SLOWER else None
+            yield f"by turns: {cell[0]} to {cell[1]} MiB", f"{ms:.3g} ms", f"the earlier commit {theirs:.3g} ms: {ratio:.3f}x", wrong
+
+
 def pair(program):
     """Measures one allocation and its free."""
     best, resource = peer(program)["pair"]
@@ -229,7 +246,7 @@ def main():
     arguments = parser.parse_args()
     program = os.path.join(os.path.abspath(arguments.folder), "runtime-bench")
     table = Table("what", "answer", "beside")
-    for part in random, pair, steal, planted, sources, references:
+    for part in random, earlier, pair, steal, planted, sources, references:
         if arguments.only and part.__name__ not in arguments.only:
             continue
         for *cells, wrong in part(program):

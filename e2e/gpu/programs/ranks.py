@@ -5,8 +5,8 @@ usage: ranks.py ddp|tensor|symmetric|greedy|refused [SECONDS]
 `ddp` trains a model for SECONDS and compares its weights on all ranks. `tensor` splits two matrix products over the
 ranks and compares the result with the whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks
 continue. `symmetric` reads the memory of the next rank by torch's symmetric memory, and adds all ranks' in one kernel.
-`refused` lets the refusal end the last rank, and prints how each rank ended: NCCL's watchdog aborts the others. (Rank 0
-has the store through which the watchdogs talk.)
+`refused` lets the refusal end the last rank, and prints how each rank ended and after how many seconds. (Rank 0 has the
+store through which NCCL's watchdogs talk.)
 """
 
 import datetime
@@ -25,6 +25,8 @@ STEP = 64 * MIB
 PATIENCE = datetime.timedelta(seconds=30)
 # After this time NCCL's watchdog gives up a collective call that a rank does not join.
 ABANDONED = datetime.timedelta(seconds=10)
+# The main process kills a rank that still runs after so many seconds: the watchdog first waits for a dump of its state.
+LONGEST_END = 120
 
 
 def bandwidth(rank, world):
@@ -173,7 +175,7 @@ def main():
     found.sort(key=lambda answer: answer["rank"])
     begun = time.monotonic()
     for rank, answer in zip(ranks, found):
-        rank.join(60)
+        rank.join(max(begun + LONGEST_END - time.monotonic(), 0))
         if mode == "refused":
             answer |= {"exit": rank.exitcode, "seconds": round(time.monotonic() - begun, 1)}
             rank.kill()
