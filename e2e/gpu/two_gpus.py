@@ -175,11 +175,11 @@ def programs_over_two(cluster, table, gaps, programs, seconds, alone, only):
 
 
 def waits_and_drains(cluster, table, gaps, programs):
-    """Fills both GPUs, lets a pod wait for room, and drains one GPU while the other computes."""
+    """Fills both GPUs, lets a pod wait for room, and drains one GPU, with a pod on it, while the other computes."""
     node = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]
     name, capacity = node["metadata"]["name"], min(gpu["capacity"] for gpu in node["status"]["gpus"])
     most = capacity * 5 // 8
-    steady = [PYTHON, "/programs/steady.py", "90"]
+    steady = [PYTHON, "/programs/steady.py", "120"]
     for number in range(GPUS):
         cluster.apply(pod(f"fill-{number}", most, steady, programs))
     cluster.kubectl("wait", "pod/fill-0", "pod/fill-1", "--for=condition=Ready", "--timeout=60s")
@@ -197,15 +197,21 @@ def waits_and_drains(cluster, table, gaps, programs):
     status = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]["status"]
     uid = cluster.kubectl("get", "pod", "fill-1", "--output", "jsonpath={.metadata.uid}")
     busy = next(gpu["uuid"] for gpu in status["gpus"] if any(entry["uid"] == uid for entry in gpu.get("pods") or []))
-    idle = next(iter(gpus - {busy}))
+    other = next(iter(gpus - {busy}))
+    # Only the other GPU has room for it.
+    cluster.apply(pod("lost", capacity - most + 8, steady, programs))
+    cluster.kubectl("wait", "pod/lost", "--for=condition=Ready", "--timeout=60s")
 
     def patch(uuids):
         cluster.kubectl("patch", "gpunode", name, "--type", "merge", "--patch", json.dumps({"spec": {"drain": uuids}}))
 
-    patch([idle])
+    patch([other])
     state = ["get", "gpunodes", "--output", "jsonpath={.items[*].status.gpus[*].health.reason}"]
     seconds = until(cluster, state, "Drained", 60)
     table.add("one GPU drained while the other computes", "", f"{seconds} s", wrong=seconds is None)
+    seconds = until(cluster, ["get", "pod", "lost", "--output", "jsonpath={.status.phase}"], "Failed", 60)
+    table.add("the pod on it ended", capacity - most + 8, f"{seconds} s", wrong=seconds is None)
+    cluster.kubectl("delete", "pod", "lost", "--now", "--wait=true")
     cluster.apply(pod("elsewhere", 8, [PYTHON, "/programs/quota.py", "torch"], programs))
 
     def on_busy(answer):
@@ -215,7 +221,7 @@ def waits_and_drains(cluster, table, gaps, programs):
     patch([])
     seconds = until(cluster, ["get", "node", name, "--output", "jsonpath={.status.allocatable." + RESOURCE.replace(".", "\\.") + "}"], str(capacity * GPUS), 90)
     table.add("both GPUs are offered again after the drain", "", f"{seconds} s", wrong=seconds is None)
-    finish(cluster, table, gaps, "the pod on the other GPU computed throughout", "fill-1", most, 120, lambda answer: f"{answer['wrong']} wrong" if answer["wrong"] else None)
+    finish(cluster, table, gaps, "the pod on the other GPU computed throughout", "fill-1", most, 150, lambda answer: f"{answer['wrong']} wrong" if answer["wrong"] else None)
 
 
 def faults_beside(cluster, table, gaps, programs, times=20):
