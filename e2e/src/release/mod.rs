@@ -248,13 +248,16 @@ pub fn make(
         signer.sign_file(&checksums)?;
     }
 
+    let content = Content {
+        version,
+        folder: &folder,
+        images: &digests,
+        chart: artifact.digest(),
+    };
     for registry in &registries {
-        let chart = artifact.digest();
-        publish(registry, version, &folder, &digests, chart, progress)?;
+        content.push(registry, progress)?;
         if let Some(signer) = &signer {
-            sign(
-                signer, registry, version, &folder, &digests, chart, progress,
-            )?;
+            content.sign(signer, registry, progress)?;
         }
     }
     let chart = registries.first();
@@ -425,56 +428,63 @@ fn write_checksums(folder: &Path) -> Result<PathBuf, ReleaseError> {
     Ok(path)
 }
 
-/// Pushes the images and then the chart, which names them.
-fn publish(
-    registry: &str,
-    version: &str,
-    folder: &Path,
-    digests: &BTreeMap<&'static str, String>,
-    chart: &str,
-    progress: &Progress,
-) -> Result<(), ReleaseError> {
-    let crane = kube::build_crane(progress)?.program("crane");
-    let layouts = folder.join(LAYOUTS);
-    for (name, digest) in digests {
-        let reference = format!("{registry}/{name}:{version}");
-        progress.report(format_args!("pushing {reference}"));
-        registry::push(&crane, &layouts.join(name), &reference, digest)?;
-    }
-    let reference = format!("{registry}/charts/bursar:{version}");
-    progress.report(format_args!("pushing {reference}"));
-    registry::push(&crane, &layouts.join("chart"), &reference, chart)?;
-    Ok(())
+/// The images and the chart of a release's layouts.
+struct Content<'a> {
+    version: &'a str,
+    /// The release's folder.
+    folder: &'a Path,
+    /// The digest of each image's index, by the image's name.
+    images: &'a BTreeMap<&'static str, String>,
+    /// The digest of the chart's manifest.
+    chart: &'a str,
 }
 
-/// Signs the images and the chart of a registry. Attests the bill of materials and the provenance
-/// of each architecture's image.
-fn sign(
-    signer: &Signer<'_>,
-    registry: &str,
-    version: &str,
-    folder: &Path,
-    digests: &BTreeMap<&'static str, String>,
-    chart: &str,
-    progress: &Progress,
-) -> Result<(), ReleaseError> {
-    progress.report(format_args!("signing what {registry} has"));
-    for (name, digest) in digests {
-        signer.sign(&format!("{registry}/{name}@{digest}"))?;
-        let layout = folder.join(LAYOUTS).join(name);
-        let (_, manifests) = images::read_index(&layout).map_err(file_error(&layout))?;
-        for manifest in &manifests {
-            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-            let architecture = text(&manifest["platform"]["architecture"]);
-            let reference = format!("{registry}/{name}@{}", text(&manifest["digest"]));
-            let bill = folder.join(file_of_bill(name, version, &architecture));
-            signer.attest(&reference, Predicate::CycloneDx, &bill)?;
-            let provenance = folder.join(file_of_provenance(version, &architecture));
-            signer.attest(&reference, Predicate::Provenance, &provenance)?;
+impl Content<'_> {
+    /// Pushes the images and then the chart, which names them.
+    fn push(&self, registry: &str, progress: &Progress) -> Result<(), ReleaseError> {
+        let Self { version, chart, .. } = self;
+        let crane = kube::build_crane(progress)?.program("crane");
+        let layouts = self.folder.join(LAYOUTS);
+        for (name, digest) in self.images {
+            let reference = format!("{registry}/{name}:{version}");
+            progress.report(format_args!("pushing {reference}"));
+            registry::push(&crane, &layouts.join(name), &reference, digest)?;
         }
+        let reference = format!("{registry}/charts/bursar:{version}");
+        progress.report(format_args!("pushing {reference}"));
+        registry::push(&crane, &layouts.join("chart"), &reference, chart)?;
+        Ok(())
     }
-    signer.sign(&format!("{registry}/charts/bursar@{chart}"))?;
-    Ok(())
+
+    /// Signs the images and the chart of a registry. Attests the bill of materials and the
+    /// provenance of each architecture's image.
+    fn sign(
+        &self,
+        signer: &Signer<'_>,
+        registry: &str,
+        progress: &Progress,
+    ) -> Result<(), ReleaseError> {
+        let Self {
+            version, folder, ..
+        } = self;
+        progress.report(format_args!("signing what {registry} has"));
+        for (name, digest) in self.images {
+            signer.sign(&format!("{registry}/{name}@{digest}"))?;
+            let layout = folder.join(LAYOUTS).join(name);
+            let (_, manifests) = images::read_index(&layout).map_err(file_error(&layout))?;
+            for manifest in &manifests {
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                let architecture = text(&manifest["platform"]["architecture"]);
+                let reference = format!("{registry}/{name}@{}", text(&manifest["digest"]));
+                let bill = folder.join(file_of_bill(name, version, &architecture));
+                signer.attest(&reference, Predicate::CycloneDx, &bill)?;
+                let provenance = folder.join(file_of_provenance(version, &architecture));
+                signer.attest(&reference, Predicate::Provenance, &provenance)?;
+            }
+        }
+        signer.sign(&format!("{registry}/charts/bursar@{}", self.chart))?;
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,6 @@ use bursar_e2e::kube::{self as parts, Toolbox};
 use bursar_e2e::paths;
 use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
-use bursar_e2e::release::{self, Destination, ReleaseOptions};
 use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::workspace::{self, Profile};
 use k8s_openapi::api::apps::v1::Deployment;
@@ -70,17 +69,9 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     let registry = Registry::start().await?;
     let folder = tempfile::tempdir()?;
     let address = registry.address();
-    let options = ReleaseOptions {
-        version: VERSION.parse()?,
-        destinations: vec![
-            Destination::Registry(address.clone()),
-            Destination::Folder(folder.path().join("release")),
-        ],
-        parts: Vec::new(),
-        key: None,
-    };
     let begin = Instant::now();
-    let made = release::make(&options, Some(&programs), progress)?;
+    let release = folder.path().join("release");
+    let made = registry.release(&programs, VERSION, release, None, progress)?;
     progress.report(format_args!(
         "{:.1?} for the release to {address}",
         begin.elapsed()

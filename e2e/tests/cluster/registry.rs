@@ -2,11 +2,15 @@
 
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
+use bursar_e2e::progress::Progress;
+use bursar_e2e::release::{self, Destination, Release, ReleaseOptions};
 use bursar_e2e::tools;
 use bursar_e2e::wait::{self, Poll};
+use bursar_e2e::workspace::Binaries;
 use libtest_mimic::Failed;
 use serde_json::json;
 use tokio::process::{Child, Command};
@@ -63,5 +67,26 @@ impl Registry {
     /// Returns the registry's address, with the path of a release's repositories.
     pub(crate) fn address(&self) -> String {
         format!("127.0.0.1:{}/bursar", self.port)
+    }
+
+    /// Makes a release of these programs into the registry and a folder.
+    pub(crate) fn release(
+        &self,
+        programs: &Binaries,
+        version: &str,
+        folder: PathBuf,
+        key: Option<String>,
+        progress: &Progress,
+    ) -> Result<Release, Failed> {
+        let options = ReleaseOptions {
+            version: version.parse()?,
+            destinations: vec![
+                Destination::Registry(self.address()),
+                Destination::Folder(folder),
+            ],
+            parts: Vec::new(),
+            key,
+        };
+        Ok(release::make(&options, Some(programs), progress)?)
     }
 }

@@ -7,7 +7,6 @@ use std::process::{Command, Output};
 use bursar_e2e::images;
 use bursar_e2e::kube;
 use bursar_e2e::progress::Progress;
-use bursar_e2e::release::{self, Destination, ReleaseOptions};
 use bursar_e2e::workspace::{self, Profile};
 use libtest_mimic::Failed;
 
@@ -74,16 +73,8 @@ pub(crate) async fn verify(progress: &Progress) -> Result<(), Failed> {
     let programs = workspace::build(Profile::Dev, false)?;
     let registry = Registry::start().await?;
     let address = registry.address();
-    let options = ReleaseOptions {
-        version: VERSION.parse()?,
-        destinations: vec![
-            Destination::Registry(address.clone()),
-            Destination::Folder(folder.path().join("release")),
-        ],
-        parts: Vec::new(),
-        key: Some(key),
-    };
-    let made = release::make(&options, Some(&programs), progress)?;
+    let release = folder.path().join("release");
+    let made = registry.release(&programs, VERSION, release, Some(key), progress)?;
 
     let verifier = Verifier {
         cosign: &cosign,
