@@ -7,14 +7,17 @@ use std::process::Command;
 /// line counts for it too.
 ///
 /// The variables that cargo sets for this package are removed, because they would reach build
-/// scripts. The build script of ring runs again whenever `CARGO_PKG_NAME` changes, and every crate
-/// over ring is compiled again (The Cargo Book, "Environment Variables").
+/// scripts. The build script of ring runs again whenever `CARGO_PKG_NAME` changes. Cargo then
+/// compiles every crate again that depends on ring (The Cargo Book, "Environment Variables").
+///
+/// A program that cargo did not start calls the `cargo` of `PATH`.
 pub(crate) fn command() -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     without_package_variables(Command::new(cargo))
 }
 
-/// Returns a command for a program that extends cargo by this subcommand, as cargo calls it.
+/// Returns a command for `program`, which extends cargo by the subcommand `name`. Cargo passes the
+/// subcommand's name as the first argument, so the command does too.
 pub(crate) fn subcommand(program: &Path, name: &str) -> Command {
     let mut command = without_package_variables(Command::new(program));
     command.arg(name);

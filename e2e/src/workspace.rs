@@ -58,14 +58,14 @@ impl Binaries {
         self.0.get(name).map(PathBuf::as_path)
     }
 
-    /// Replaces the file of this name.
+    /// Replaces the file of this name, or adds it.
     #[must_use]
     pub fn with(mut self, name: &str, path: PathBuf) -> Self {
         self.0.insert(name.to_owned(), path);
         self
     }
 
-    /// Returns cargo's output folder.
+    /// Returns cargo's output folder, before any file was replaced by one of another folder.
     pub fn folder(&self) -> Option<&Path> {
         self.0.values().next().and_then(|path| path.parent())
     }
@@ -87,13 +87,15 @@ struct Target {
     kind: Vec<String>,
 }
 
-/// The targets of `cargo test --workspace`, which have its features. Cargo unifies features over
-/// all selected packages and, with a test target, over development dependencies. Another selection
-/// would compile nearly every crate once more.
+/// Selects the packages and targets of `cargo test --workspace`, so that each crate has the same
+/// features as there. Cargo unifies features over all selected packages and, with a test target,
+/// over development dependencies. Another selection would compile nearly every crate once more.
 const TEST_SELECTION: &[&str] = &["--workspace", "--lib", "--bins", "--test", "cluster"];
 
-/// Compiles the programs and libraries of a cluster, and on request the harness. Compiler messages
-/// go to standard error.
+/// Compiles the programs and libraries of a cluster. Compiler messages go to standard error.
+///
+/// With `harness` the release profile compiles the harness too; the profile of the tests always
+/// does, because it compiles the whole workspace.
 ///
 /// # Errors
 /// When cargo is missing or a package does not compile.
@@ -116,7 +118,8 @@ pub fn build_packages(profile: Profile, packages: &[&str]) -> Result<Binaries, W
     build_selection(profile, &package_arguments(packages.iter().copied()))
 }
 
-/// Returns whether the repository's rustc has a standard library for this target.
+/// Returns whether the repository's rustc has a standard library for this target. A rustc that
+/// cannot be run has none.
 #[must_use]
 pub fn has_standard_library(target: &str) -> bool {
     let output = Command::new("rustc")

@@ -9,10 +9,11 @@ use super::types::{Binding, ClaimId, GpuSpread, Placement, Priority};
 use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// How long a queued claim keeps its place after its call ended. The kubelet retries after 0.5 s,
-/// or after 10 to 15 s. A claim without a retry for longer has lost its pod.
+/// or after 10 to 15 s. A claim without a retry for longer has lost its pod, and is idle again.
 pub const RETRY_DEADLINE: Duration = Duration::from_secs(300);
 
-/// How long larger claims may overtake a queued one.
+/// How long larger claims of the same priority may overtake a queued claim. Larger claims come
+/// first because their pods keep more memory idle while they wait.
 pub const AGING_AFTER: Duration = Duration::from_secs(60);
 
 /// How long memory stays set aside for a claim whose call has ended: two of the kubelet's retries.
@@ -53,6 +54,7 @@ pub(super) enum State {
     /// Memory is set aside until the kubelet retries.
     AwaitingRetry {
         request: QueuedRequest,
+        /// The time at which the last call ended, which is before the memory was set aside.
         since: BootTime,
         placement: Placement,
     },
@@ -88,7 +90,8 @@ impl Claim {
         }
     }
 
-    /// Frees the memory that was set aside. The claim queues as before.
+    /// Frees the memory that was set aside. The claim queues as before. A claim in another state
+    /// does not change.
     pub(super) fn requeue(&mut self) {
         if let State::AwaitingRetry { request, since, .. } = self.state {
             let call = Call::Ended { since };

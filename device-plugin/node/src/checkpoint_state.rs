@@ -6,11 +6,16 @@ use bursar_ledger::Snapshot;
 use bursar_ledger::units::AllocationId;
 use serde::{Deserialize, Serialize};
 
-/// The state that the next agent cannot read from the host as quickly.
+/// The state that an agent leaves to the next agent of the same boot.
+///
+/// Where the checkpoint is missing or malformed, the next agent restores bindings from the CDI
+/// files and the kubelet's checkpoint. For an agent that does not know one of the fields, the
+/// checkpoint is malformed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct NodeCheckpoint {
-    /// The boot of the checkpoint: times and bindings are void after a reboot.
+    /// The kernel's boot id. Times and bindings are void after a reboot, so an agent of another
+    /// boot ignores the checkpoint.
     pub boot: String,
     /// The ledger's state.
     pub ledger: Snapshot,

@@ -12,8 +12,9 @@ use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME};
 
 use crate::driver::GpuUuid;
 
-/// Longest wait for a response. The driver needs at most 0.2 s to create 64 GiB (F6 in
-/// `docs/facts.md`); the rest leaves time to replace a hung provisioner.
+/// Longest wait of each step: the connection, each send and each receive. The driver needs at most
+/// 0.2 s to create 64 GiB (F6 in `docs/facts.md`); the rest leaves the agent time to replace a hung
+/// provisioner.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug)]
@@ -24,7 +25,8 @@ pub(crate) struct AgentClient {
 /// Reason for which the agent gave no response.
 #[derive(Debug)]
 pub(crate) enum ClientError {
-    /// The agent does not listen at the socket or did not respond in time.
+    /// The agent does not listen at the socket, did not respond in time, or sent bytes that are no
+    /// response.
     Unreachable { path: String, source: io::Error },
     /// The agent refused the connection.
     Rejected(RejectReason),
@@ -66,11 +68,11 @@ impl AgentClient {
     }
 }
 
-/// Sends a request for the account of a GPU, and for that of a MIG instance if the first is
-/// unknown.
+/// Calls `ask` with the account of a GPU, and then with that of a MIG instance if the agent does
+/// not know the first.
 ///
-/// The driver does not say whether a UUID is a MIG instance's; the agent knows the account under
-/// only one of both names.
+/// The driver does not say whether a UUID is a MIG instance's, and the agent knows the account
+/// under only one of both names. `is_unknown` recognizes the agent's answer to the other.
 pub(crate) fn with_gpu_or_mig_account<T, E>(
     gpu: GpuUuid,
     ask: impl Fn(Account) -> Result<T, E>,

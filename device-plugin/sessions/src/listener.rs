@@ -38,6 +38,7 @@ const CONNECTION_BURST: u32 = (MAX_PROCESSES + SPARE_CONNECTIONS) as u32;
 /// The messages of all processes of a container that the agent answers at once: two each.
 const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
 
+/// The listener of one allocation's socket, with what the tasks of its connections share.
 pub(super) struct ListenerTask {
     pub(super) container: Arc<Mutex<Container>>,
     pub(super) shared_sampler: Arc<SharedSampler>,
@@ -60,7 +61,7 @@ impl ListenerTask {
             superseded: ended,
         } in known
         {
-            // The exit of a known process counts, with a permit or without.
+            // The agent watches the process even without a permit, because its exit releases bytes.
             let permit = self.connection_limit.try_acquire(peers.len());
             let watch = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
             peers.spawn(async move {
@@ -76,6 +77,7 @@ impl ListenerTask {
             Arc::clone(&self.resolver),
         ));
         let messages = Arc::new(Mutex::new(RateLimiter::for_messages(MESSAGE_BURST)));
+        // A connection costs as much as the least message.
         let mut connections = RateLimiter::for_messages(CONNECTION_BURST);
         loop {
             tokio::select! {
@@ -140,8 +142,9 @@ fn reject_busy(stream: PeerStream) {
     stream.try_write(&rejection.frame());
 }
 
-/// Samples the GPUs for exited images and untracked processes, for ever. With nothing to sample or
-/// write, only a change wakes the task, since a node has hundreds of these tasks.
+/// Samples the container's GPUs for exited processes and untracked ones, until the task is aborted.
+/// With nothing to sample or write, only a change wakes the task, since a node has hundreds of
+/// these tasks.
 async fn settle_exited(
     container: Arc<Mutex<Container>>,
     shared_sampler: Arc<SharedSampler>,
@@ -167,6 +170,7 @@ async fn settle_exited(
             continue;
         };
         let samples = join_all(gpus.iter().map(|gpu| shared_sampler.sample_processes(gpu))).await;
+        // Without a sample of every GPU all bytes stay charged until the next round.
         if let Some(samples) = samples.into_iter().collect::<Option<Vec<_>>>() {
             lock(&container).apply_samples(&query, &samples, resolver.as_ref(), clock::now());
         }

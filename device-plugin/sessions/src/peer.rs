@@ -112,8 +112,8 @@ impl ContainerResolver for CgroupResolver {
 }
 
 impl CgroupResolver {
-    /// The parent of a process, if the parent is in the same container; `None` when the process has
-    /// exited.
+    /// The parent of a process: `Some(None)` where the parent is outside of the container, `None`
+    /// when the process has exited.
     fn parent_in_container(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
         let status = self.proc.join(pid.to_string()).join("status");
         let parent = parse_parent(&procfs::read_small(&status).ok()?)?;

@@ -1,8 +1,12 @@
 //! Exports the driver's functions and variables that have no hook. Both shims, libcuda's and
 //! NVML's, compile this module.
 //!
-//! A watched function passes its errors to `poison`, which calls the driver. So this module imports
-//! [`crate::forward`], where those calls are looked up, and not the other way round.
+//! The build scripts generate a line for each symbol from the shim's table: `symbols.txt` of
+//! libcuda, `nvml-symbols.txt` of NVML. The macros `variable` and `refuse` are below, `forward` and
+//! `watch` in [`crate::trampoline`].
+//!
+//! The shim passes the errors of a `watch` line's function to `poison`, which calls the driver
+//! through [`crate::forward`]. So this module imports `forward`, and not the other way round.
 
 use crate::forward::SLOTS;
 
@@ -29,7 +33,8 @@ impl<const N: usize> Variable<N> {
 // SAFETY: no code here reads or writes it.
 unsafe impl<const N: usize> Sync for Variable<N> {}
 
-/// Exports a function that returns NOT_SUPPORTED. The table says why.
+/// Exports a function that returns NOT_SUPPORTED. The head of `symbols.txt` says why; NVML's table
+/// refuses no function.
 macro_rules! refuse {
     ($name:ident) => {
         #[unsafe(no_mangle)]

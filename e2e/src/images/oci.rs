@@ -25,21 +25,23 @@ pub struct Image {
     pub user: &'static str,
     /// The labels of the image's configuration.
     pub labels: BTreeMap<&'static str, String>,
-    /// The entries of the layer, by path.
+    /// The entries of the layer, in any order: the layer is sorted by the kind of the entry and
+    /// then by its path, so that equal images have equal digests.
     pub files: Vec<Entry>,
 }
 
 /// One entry of an image's layer.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Entry {
-    /// A folder. The parents of other entries are added without being listed.
+    /// A folder. The layer gets the parents of other entries without being told, with the
+    /// permissions 0755.
     Folder {
         /// Its path in the image.
         path: PathBuf,
         /// Its permissions.
         mode: u32,
     },
-    /// A file of the host.
+    /// A file of the host. The layer keeps its permissions, except that only the owner may write.
     File {
         /// Its path in the image.
         path: PathBuf,
@@ -116,7 +118,8 @@ impl Image {
         ))
     }
 
-    /// Writes the archive of the image with this reference to `out`.
+    /// Writes the archive of the image with this reference to `out`. An archive that is half
+    /// written has another name, so that `out` is complete whenever it exists.
     ///
     /// # Errors
     /// When a file cannot be read or the archive cannot be written.
@@ -141,6 +144,7 @@ impl Image {
         fs::rename(half, out)
     }
 
+    /// Makes the tar archive of the layer in memory.
     fn layer(&self) -> io::Result<Vec<u8>> {
         let mut files = self.files.clone();
         files.sort();

@@ -1,4 +1,4 @@
-//! Sets up the node's mount and network namespaces.
+//! Sets up the mount and network namespaces of the node process.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,8 @@ use rustix::thread::UnshareFlags;
 use super::netlink;
 use crate::environment::has_driver;
 
-/// Folders that are empty and private in the node, whatever the host has in them.
+/// Folders over which the node process mounts a tmpfs, so that they begin empty whatever the host
+/// has in them.
 const PRIVATE_FOLDERS: &[&str] = &[
     "/var/lib/kubelet",
     "/var/lib/bursar",
@@ -30,8 +31,8 @@ const PRIVATE_FOLDERS: &[&str] = &[
     "/var/log/pods",
 ];
 
-/// The folders of [`PRIVATE_FOLDERS`] whose content a reboot removes. Those of the simulated GPUs
-/// stay: their memory belongs to processes.
+/// The folders of [`PRIVATE_FOLDERS`] whose content a reboot removes. `/run/simgpu` stays, because
+/// the simulated GPUs are hardware. The simulator frees their memory when its processes are gone.
 const VOLATILE_FOLDERS: &[&str] = &[
     "/run/bursar",
     "/run/cdi",
@@ -77,13 +78,14 @@ fn at(step: impl Into<String>) -> impl FnOnce(io::Error) -> NamespaceError {
 pub(super) fn enter(scratch: &Path) -> Result<(), NamespaceError> {
     #[expect(
         deprecated,
-        reason = "its fault is with file tables, which stay shared here; the other form is unsafe"
+        reason = "unsound only with UnshareFlags::FILES, which is not set; the new form is unsafe"
     )]
     rustix::thread::unshare(UnshareFlags::NEWNS | UnshareFlags::NEWNET)
         .map_err(|error| at("new mount and network namespaces (root is needed)")(error.into()))?;
     set_up_mounts(scratch)?;
     let network = |source| at("the node's loopback link")(source);
     netlink::set_link_up(netlink::LOOPBACK).map_err(network)?;
+    // Every node has the addresses of all: forwarders listen on those of the other nodes.
     let nodes = (1..=super::MAX_NODES).map(super::address);
     for address in nodes.chain([super::SERVICE_ADDRESS]) {
         netlink::add_address(netlink::LOOPBACK, address).map_err(network)?;
@@ -113,8 +115,8 @@ pub(super) fn mount_ids() -> io::Result<MountIds> {
     Ok(mounts()?.into_iter().map(|(id, _)| id).collect())
 }
 
-/// Removes what a machine loses with its power: all mounts except `kept`, and the content of
-/// [`VOLATILE_FOLDERS`].
+/// Removes what a machine loses with its power: all mounts except `kept`, those of the set-up, with
+/// the content of [`VOLATILE_FOLDERS`]. The caller has killed all processes.
 ///
 /// # Errors
 /// When a mount or a file cannot be removed.
@@ -122,7 +124,7 @@ pub(super) fn forget_volatile_state(kept: &MountIds) -> io::Result<()> {
     for (id, mount_point) in mounts()?.iter().rev() {
         if !kept.contains(id) {
             match unmount(mount_point.as_str(), UnmountFlags::DETACH) {
-                // A mount of another peer of the group was unmounted with it.
+                // The kernel has unmounted the mount already, with another of its peer group.
                 Err(Errno::INVAL | Errno::NOENT) => {}
                 other => other?,
             }
@@ -140,7 +142,7 @@ pub(super) fn forget_volatile_state(kept: &MountIds) -> io::Result<()> {
     Ok(())
 }
 
-/// Unmounts the file system over the run folder's own `scratch`, so that the folder can be removed.
+/// Unmounts the tmpfs of `scratch`, so that the run folder around it can be removed.
 ///
 /// # Errors
 /// When the kernel refuses.

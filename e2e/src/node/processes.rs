@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, wait};
 
-/// The state of a program.
+/// The state of a program: its pid while it runs, then its exit code or signal in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ProcessState {
     Running(i32),
     Ended(String),
 }
 
-/// Programs by name.
+/// The programs that the node process was told to start, by name.
 #[derive(Debug, Default)]
 pub(super) struct Processes {
     states: Mutex<HashMap<String, ProcessState>>,
@@ -76,8 +76,8 @@ impl Processes {
         self.states().get(name).cloned()
     }
 
-    /// Signals the program and waits for its exit. A program that ignores SIGTERM for `patience` is
-    /// killed.
+    /// Sends SIGTERM to the program, or SIGKILL with `kill`, and waits for its exit. A program that
+    /// ignores SIGTERM for `patience` is killed. Its descendants get no signal.
     ///
     /// # Errors
     /// When the program was never started, or survives SIGKILL by `patience`.
@@ -112,10 +112,10 @@ impl Processes {
         ))
     }
 
-    /// Waits until every program has ended, whatever ends it.
+    /// Waits for the end of every program, for at most `patience` each. The caller has killed them.
     ///
     /// # Errors
-    /// When one lives on after `patience`.
+    /// When a program lives on after `patience`.
     pub(super) fn wait_for_all(&self, patience: Duration) -> io::Result<()> {
         let names: Vec<String> = self.states().keys().cloned().collect();
         for name in names {
@@ -142,7 +142,8 @@ impl Processes {
         }
     }
 
-    /// Reaps children and adopted orphans forever.
+    /// Reaps children and adopted orphans forever. Only a reaped program has the state `Ended`, so
+    /// a thread of the node process must run this.
     pub(super) fn reap_forever(&self) {
         loop {
             match wait(WaitOptions::empty()) {

@@ -1,4 +1,4 @@
-//! Reduces a pod to what the planner needs.
+//! Reduces a pod of the API server to what the planner needs.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,8 @@ use crate::cluster::on_node::Placed;
 use crate::cluster::pod_request::{self, PodRequest, PriorityKind, SlimPod, gpu_request};
 use crate::quanta::Quanta;
 
-/// The number of GPUs that a container's memory is spread over. The agent reads it too.
+/// The annotation with the least number of GPUs over which a container's memory is spread.
+/// The agent reads it too.
 const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
 /// The annotation of a static pod's mirror pod, which cannot be deleted through the API. Its value
 /// is the static pod's own UID (`pkg/kubelet/pod/mirror_client.go`,
@@ -25,7 +26,7 @@ const SCHEDULER: &str = "default-scheduler";
 pub struct PodFacts {
     /// The UID that the node uses. The API server has another one for a static pod's mirror pod.
     pub uid: String,
-    /// Guaranteed or borrowed.
+    /// Whether the request counts against the namespace's guarantee, or borrows idle memory.
     pub kind: PriorityKind,
     /// The pod's whole request.
     pub request: Quanta,
@@ -35,13 +36,13 @@ pub struct PodFacts {
     pub priority: i32,
     /// Whether the pod may preempt others (`preemptionPolicy`).
     pub preempts: bool,
-    /// The pod's node, or the scheduler's verdict.
+    /// The pod's node, or whether the scheduler has found none.
     pub placement: Placement,
     /// The pod has a deletion timestamp.
     pub terminating: bool,
     /// The pod's phase is Pending: only init containers may have started.
     pub pending: bool,
-    /// Each container wants one GPU.
+    /// The memory of each container may be on one GPU: the annotation does not spread it.
     pub one_gpu: bool,
     /// The controller that recreates the pod.
     pub owner: Owner,
@@ -100,8 +101,9 @@ pub struct Constraints {
     pub affinity: Option<NodeSelector>,
     /// The pod's tolerations.
     pub tolerations: Vec<Toleration>,
-    /// The pod has constraints that the operator does not evaluate: volumes, devices, other pods,
-    /// host ports or another scheduler.
+    /// The pod has constraints that the operator does not evaluate: persistent or ephemeral
+    /// volumes, resource claims, required affinity to other pods, topology spread, host ports or
+    /// another scheduler. No node passes for such a pod.
     pub unsupported: bool,
 }
 
@@ -188,7 +190,7 @@ impl Placed for PodFacts {
     }
 }
 
-/// When the scheduler found no node.
+/// When the scheduler found no node; the epoch where the condition has no time.
 fn unschedulable_since(conditions: &[PodCondition]) -> Option<Timestamp> {
     let scheduled = conditions
         .iter()

@@ -87,7 +87,8 @@ struct RecoveryLabels {
     action: &'static str,
 }
 
-/// Buckets from a tenth of a second, a program that is executed again, to ten minutes.
+/// Buckets in seconds. The lowest is for a program that the shim executes again in its process. The
+/// highest is for a container that the kubelet restarts after a back-off.
 const RECOVERY_BUCKETS: [f64; 10] = [0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0];
 
 fn recovery_histogram() -> Histogram {
@@ -207,6 +208,7 @@ impl AuditFigures {
                 let amounts = [
                     ("quota", account.quota),
                     ("granted", account.granted),
+                    // The series of managed memory is a part of the used memory.
                     (
                         "used",
                         Bytes(account.used.0.saturating_add(account.managed.0)),
@@ -345,7 +347,9 @@ impl AuditFigures {
 impl AuditMetrics {
     /// Replaces the figures of containers and GPUs by those of a new audit.
     ///
-    /// Containers that have ended leave the metrics, and GPUs that did not answer do too.
+    /// A container that has ended has no series any more. A GPU that did not answer keeps its
+    /// series of the accounts and `bursar_gpu_audit_stale`, and loses those of the driver's
+    /// figures.
     pub fn set_audit(&self, figures: AuditFigures) {
         self.figures.replace(figures);
     }
@@ -370,6 +374,7 @@ impl AuditMetrics {
             (None, Some(xid)) => format!("xid-{xid}"),
             (None, None) => String::new(),
         };
+        // Without a decision an XID named the process, and the agent awaits a further report.
         let action = fault.decision().map_or("fence", RecoveryAction::as_str);
         let label = FaultLabels { cause, action };
         self.poisoned.get_or_create(&label).inc();
@@ -389,6 +394,8 @@ impl AuditMetrics {
     }
 }
 
+/// The labels of a container. Containers of one pod whose names are unknown have the same labels,
+/// and the encoder keeps one series of them.
 fn container_labels(container: &BoundContainer) -> ContainerLabels {
     let holder = container.name.as_ref();
     let pod = holder.and_then(|holder| holder.pod.as_ref());

@@ -57,7 +57,8 @@ struct State<T> {
     was_tried: bool,
     /// The value to write next.
     newest: Option<T>,
-    /// The time of the oldest value that is not written yet.
+    /// The time since which the file lacks the newest value. Each completed write sets it anew,
+    /// because the disk then works.
     dirty_since: Option<Instant>,
     /// The owner has dropped the file.
     closed: bool,
@@ -93,7 +94,10 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile
 }
 
 impl<T> WriteBehindFile<T> {
-    /// Takes the value that the file had; `None` where the disk does not answer within `patience`.
+    /// Takes the value that the file had. `None` where the disk does not answer within `patience`,
+    /// where the last read failed, and where the value was taken before.
+    ///
+    /// After a failed read the thread tries again, and a later call returns the value.
     pub fn read(&self, patience: Duration) -> Option<T> {
         // The thread may be pausing after a failed read: this wakes the thread.
         self.shared.changed.notify_all();
@@ -103,7 +107,8 @@ impl<T> WriteBehindFile<T> {
         state.read.take()
     }
 
-    /// Queues `value` for writing and replaces a value that still waits.
+    /// Queues `value` for writing and replaces a value that still waits. The thread writes nothing
+    /// before it has read the file, or has moved a malformed file aside.
     pub fn write(&self, value: T) {
         let mut state = self.shared.lock();
         state.newest = Some(value);
@@ -195,7 +200,8 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
         }
     }
 
-    /// Writes the newest value until the owner has dropped the file.
+    /// Writes the newest value until the owner has dropped the file and no value waits, or a write
+    /// fails after the drop.
     fn write(&self, file: &Checkpoint, save: SaveFn<T>) {
         let mut told = false;
         while let Some(value) = self.next() {
@@ -222,7 +228,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
         }
     }
 
-    /// Waits for the next value; `None` once the owner has dropped the file.
+    /// Waits for the next value; `None` once the owner has dropped the file and no value waits.
     fn next(&self) -> Option<T> {
         let waits = |state: &mut State<T>| state.newest.is_none() && !state.closed;
         let waited = self.changed.wait_while(self.lock(), waits);

@@ -10,14 +10,15 @@
 //! ```
 //!
 //! The agent sets the generations of a token from its own records of the calling process. The agent
-//! redeems a token for processes of the same namespace, while GPU, process image and lease are the
-//! same as when the token was sealed. The answer is true only at the moment of the response. A
+//! redeems a token for processes of the same namespace only. GPU, process image and lease must be
+//! the same as when the token was sealed. The answer is true only at the moment of the response. A
 //! token grants no access.
 //!
 //! A program without the agent of the token's node, on another node or in no container, calls
-//! [`verify`]. It learns which node signed the token and what the token names. Whether the memory
-//! still exists is known by its GPU generation alone: compare `generations.gpu` with
-//! `status.gpus[].generation` of the node's `GpuNode`.
+//! [`verify`]. The program learns which node signed the token and what the token names. Of the
+//! generations it can check only that of the GPU: compare `generations.gpu` with
+//! `status.gpus[].generation` of the node's `GpuNode`. If they differ, the memory is lost. If they
+//! are equal, its process or its lease may still have ended, which only the agent knows.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -129,17 +130,18 @@ pub fn verify(token: &GpuToken, key: &NodePublicKey) -> Result<MemoryId, VerifyE
     Ok(token.id)
 }
 
-/// Client of the agent's token service.
+/// Client of the agent's token service. Each call makes a connection of its own and blocks until
+/// the agent responds. The call fails after 30 s without progress.
 #[derive(Clone, Debug)]
 pub struct TokenClient(AgentClient);
 
 impl TokenClient {
-    /// Connects to the agent of this container.
+    /// Returns a client of the agent that serves this container.
     pub fn in_container() -> TokenClient {
         TokenClient(AgentClient::in_container())
     }
 
-    /// Connects to an agent at another socket.
+    /// Returns a client of an agent at another socket.
     pub fn with_socket(socket: &Path) -> TokenClient {
         TokenClient(AgentClient::with_socket(socket))
     }
@@ -184,6 +186,7 @@ impl TokenClient {
         }
     }
 
+    /// Seals a token; a `lease` of 0 means memory without a lease.
     fn seal(&self, gpu: GpuUuid, lease: u64, block: u64) -> Result<GpuToken, TokenError> {
         let seal = |account: Account| {
             let request = TokenRequest::Seal {

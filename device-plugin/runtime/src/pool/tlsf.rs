@@ -3,9 +3,14 @@
 //!
 //! The heap computes with numbers and touches neither memory nor driver, because a host write to
 //! GPU memory costs more than an allocation. An allocation takes the first block of the smallest
-//! class that fits and returns the remainder; a free merges with both neighbours at once. Both take
-//! a bounded number of steps, with one exception: when all larger classes are empty, the request's
-//! own class is searched, so that a request fails only if no block fits.
+//! class that fits, and the remainder stays free. A free merges with both neighbours at once. Both
+//! take a bounded number of steps, with two exceptions, so that a request fails only if no block
+//! fits. When all larger classes are empty, the request's own class is searched. When no block is
+//! surely large enough for a request with an alignment, that class and all larger ones are
+//! searched.
+//!
+//! *Deps* are the streams that may still use memory ([`StreamDeps`]). The heap only stores and
+//! merges them; its callers let a stream wait.
 
 use super::epoch::StreamDeps;
 use super::size_classes::{ClassLists, NO_BLOCK, SizeClass};
@@ -69,7 +74,8 @@ pub(super) struct EarlierUses {
     pub(super) writers: u64,
 }
 
-/// Folds slots to a bit for each two, which is all the room that a header has.
+/// Folds the bits of 64 stream slots into 32, one for slots that are 32 apart: a header has no more
+/// room.
 fn fold(slots: u64) -> u32 {
     (slots as u32) | (slots >> u32::BITS) as u32
 }
@@ -108,10 +114,12 @@ pub(super) struct EdgeBlock {
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Header {
-    /// Deps of a free block. For an allocated block, deps in addition to those of its free.
+    /// Slots of the deps. Of a free block: the streams that may still use it. Of an allocated
+    /// block: the streams that callers have recorded with [`TlsfHeap::update_use`]; the free adds
+    /// its own.
     slots: u64,
     address: u64,
-    /// Stamp of these deps.
+    /// Stamp of the deps.
     stamp: u64,
     /// Number of the allocation; 0 for a free block.
     serial: u64,
@@ -124,8 +132,8 @@ struct Header {
     /// Neighbour at the higher address.
     above: u32,
     /// Free block: neighbours in the list of its class. Unused header: `next` is the next unused
-    /// one. Allocated block: `previous` counts open uses, and `next` has a bit for each two slots
-    /// whose streams write the block.
+    /// one. Allocated block: `previous` counts open uses, and `next` has the folded slots of the
+    /// streams that write the block ([`fold`]).
     previous: u32,
     next: u32,
     region: u32,
@@ -246,7 +254,8 @@ impl TlsfHeap {
         to_bytes(sizes.max().unwrap_or(0))
     }
 
-    /// Adds a free region of whole granules; `None` if the region is empty or too large.
+    /// Adds a free region of whole granules. `None` if the region is empty or has 1 TiB or more, or
+    /// if all indices of headers are used.
     pub(super) fn add_region(
         &mut self,
         region: u32,
@@ -299,6 +308,7 @@ impl TlsfHeap {
         let index = if align > GRANULE {
             let index = self.find_aligned(size, align)?;
             self.take_low(index, size)
+        // Without a last freed block this reads the sentinel, whose size of 0 suffices for nothing.
         } else if let Some(rest) = self.headers[self.last_freed as usize]
             .size
             .checked_sub(size)
@@ -322,8 +332,8 @@ impl TlsfHeap {
         Some(self.finish_allocation(index, 0))
     }
 
-    /// Splits a chunk at an edge block of the heap that owns it. Returns the rest of the chunk and
-    /// the edge.
+    /// Splits a chunk at a free edge that the heap of its shard reports. Returns the rest of the
+    /// chunk and the edge, both allocated.
     pub(super) fn split_chunk(
         &mut self,
         id: BlockId,
@@ -550,8 +560,8 @@ impl TlsfHeap {
         Some(class)
     }
 
-    /// Returns a free block of at least `size` granules at a multiple of `align`, after cutting off
-    /// the part below.
+    /// Returns a free block of at least `size` granules at a multiple of `align`. The part below
+    /// the aligned address becomes a free block of its own.
     #[cold]
     fn find_aligned(&mut self, size: u32, align: u64) -> Option<u32> {
         self.merge_last_freed();

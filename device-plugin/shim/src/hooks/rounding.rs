@@ -1,7 +1,8 @@
-//! Rounds a request to what the driver takes for it, as measured on an H200 with driver 580.
+//! Rounds a request of linear memory or of an array to the bytes that the driver takes for it.
 //!
 //! Requests above 1 MiB take whole multiples of 2 MiB. Smaller ones are cut from chunks of 2 MiB,
-//! each of which serves requests of one size.
+//! each of which serves requests of one size. This was measured on an H200 with driver 580. Another
+//! driver may round differently, which the agent's audit notices (`docs/adr/0026-*`).
 
 /// The granularity in which the driver takes memory of a GPU.
 const CHUNK: u64 = 2 << 20;
@@ -15,6 +16,7 @@ pub(crate) fn driver_size(bytes: u64) -> Option<u64> {
     if bytes > MAX_SUBALLOCATION {
         return bytes.checked_next_multiple_of(CHUNK);
     }
+    // The driver cuts a chunk into as many equal pieces as fit, of at least 512 bytes.
     let pieces = CHUNK
         / bytes
             .next_multiple_of(SUBALLOCATION_ALIGNMENT)

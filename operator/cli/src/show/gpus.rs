@@ -1,4 +1,4 @@
-//! Makes the table of GPUs.
+//! Makes the table of GPUs. Other commands name a GPU, its drain and its faults as this table does.
 
 use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind, GpuState, GpuStatus, HealthStatus};
 use bursar_crds::{GpuNode, conditions};
@@ -29,18 +29,20 @@ pub struct GpuMemory {
     pub capacity: u64,
     /// What is bound to pods.
     pub bound: u64,
-    /// What is bound to no pod.
+    /// What is bound to no pod, with the memory that is set aside for waiting pods.
     pub free: u64,
-    /// The most that a new pod can have.
+    /// The most that a new pod can have: the free memory that is not set aside.
     pub largest: u64,
 }
 
 impl GpuMemory {
-    /// The memory of one GPU.
+    /// Converts the quanta of a GPU's status.
     pub fn of(node: &GpuNode, gpu: &GpuStatus) -> Self {
         let quantum = quantum_bytes(node);
         Self {
             capacity: quanta(gpu.capacity, quantum),
+            // Neither figure suffices: an unhealthy GPU has no capacity while pods are bound to it,
+            // and the status lists at most 32 pods.
             bound: gpu
                 .pods
                 .iter()
@@ -58,7 +60,7 @@ pub fn is_drained(gpu: &GpuStatus) -> bool {
     gpu.state == GpuState::Draining && matches!(&*gpu.health.reason, "Draining" | "Drained")
 }
 
-/// The open fault of a GPU itself.
+/// The first open fault of a GPU itself, rather than of a process's context.
 pub fn fault<'a>(node: &'a GpuNode, gpu: &GpuStatus) -> Option<&'a Fault> {
     let faults = node.status.iter().flat_map(|status| &status.faults);
     let mut of_gpu = faults.filter(|fault| fault.kind == FaultKind::Gpu && fault.gpu == gpu.uuid);
@@ -80,9 +82,10 @@ pub fn remedy(fault: &Fault) -> &'static str {
 pub struct HeldFor<'a> {
     /// The pod's UID.
     pub uid: &'a str,
-    /// The pod for people.
+    /// The pod's `namespace/name`, or its UID where the name is not known.
     pub pod: String,
-    /// The bytes that are set aside; none of older agents, and while the GPU has none free.
+    /// The bytes that are set aside. `None` where the status has no amount: an older agent reports
+    /// none, and a GPU without free memory has none to set aside for its reservation.
     pub bytes: Option<u64>,
 }
 
@@ -118,6 +121,7 @@ pub fn held_for<'a>(snapshot: &Snapshot, node: &GpuNode, gpu: &'a GpuStatus) -> 
     held
 }
 
+/// The last column: a GPU's fault, or why its free memory is not for every pod.
 fn note(snapshot: &Snapshot, node: &GpuNode, gpu: &GpuStatus) -> Cell {
     if let Some(fault) = fault(node, gpu) {
         return Cell::new(remedy(fault), Style::Bad);
@@ -138,7 +142,7 @@ fn note(snapshot: &Snapshot, node: &GpuNode, gpu: &GpuStatus) -> Cell {
     }
 }
 
-/// The table of GPUs of these nodes, with a line that sums it up.
+/// The table of GPUs of the nodes that [`shown`] selects, with a line of totals below it.
 pub fn render(snapshot: &Snapshot, only: Option<&str>, terminal: Terminal) -> String {
     let mut table = Table::new(&[
         column("NODE"),
@@ -234,7 +238,8 @@ pub fn shown<'a>(
     nodes.filter(move |node| only.is_none_or(|only| name(node) == only))
 }
 
-/// The state of a node whose agent found no GPU, or `None` for a node with GPUs.
+/// A sentence about a node whose agent found no GPU. `None` for a node with GPUs, and for a node
+/// whose agent has not written a status yet.
 pub fn without_gpus(node: &GpuNode) -> Option<String> {
     let status = node.status.as_ref()?;
     if !status.gpus.is_empty() {
@@ -257,8 +262,10 @@ pub fn without_gpus(node: &GpuNode) -> Option<String> {
 /// What all shown GPUs have together.
 #[derive(Default)]
 struct Sum {
+    /// The nodes with GPUs.
     nodes: usize,
     gpus: usize,
+    /// The nodes whose status has no GPU, and those without a status.
     without_gpus: usize,
     waiting: usize,
     faults: usize,

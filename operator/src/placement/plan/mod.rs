@@ -1,14 +1,21 @@
-//! Plans the next placement steps from a snapshot and the history. Pure.
+//! Plans the next placement steps from a snapshot and the history. The planner does no I/O; the
+//! history is the only value that it changes.
 //!
 //! ```text
-//!   a pod waits on its node --------+-- relocatable, another node has room ------> Relocate
-//!   the scheduler finds no node ----+
-//!         |                  else: victims of lower priority on one GPU would make room
-//!         v                                    |
-//!      no step                                 v
-//!                 Reserve --agent sets reservedFor--> Preempt: nominate, evict
-//!                                                    --pod bound or gone--> Reserve without it
+//!  a pod waits on its node                     the scheduler finds no node for a pod
+//!    |                                                      |
+//!    +-- relocatable, and another node has room: Relocate   |
+//!    |                                                      |
+//!    +-- else ----------------------------------------------+
+//!                                                           |
+//!         victims of lower priority on one GPU would make room, or no step
+//!                                                           |
+//!  Reserve --the agent sets reservedFor--> Preempt: nominate the node, evict the victims
+//!          --the pod is bound or gone----> Reserve without it
 //! ```
+//!
+//! Where the policy of a pod's Job is not known yet, a step `ReadJob` reads it for a later plan.
+//! The steps `Label` and `OverrideQuotas` help no single pod, and are planned beside these.
 //!
 //! Each step is one write, or the evictions for one pod. A plan may stop after any step, because
 //! the next plan starts from the observed state.
@@ -107,7 +114,8 @@ pub(super) enum Step {
     },
 }
 
-/// The names of the steps in metrics and logs.
+/// The names of the steps in metrics and logs, in the order of the variants of `Step`. The
+/// reference of the metrics lists these names, so a renamed variant keeps its name here.
 pub const STEPS: [&str; 6] = [
     "label",
     "reserve",
@@ -156,7 +164,8 @@ pub(super) struct Victim {
     pub(super) protected: bool,
 }
 
-/// The steps to take now, by the operator's monotonic clock. Empty when nothing is to do.
+/// Returns the steps to take at `now` on the operator's monotonic clock, and records in the history
+/// what the snapshot shows. Empty when nothing is to do.
 pub(super) fn plan(
     placement_index: &PlacementIndex,
     history: &mut History,
@@ -171,7 +180,7 @@ pub(super) fn plan(
     steps
 }
 
-/// The reference to a node's `GpuNode`.
+/// The reference to a node's `GpuNode`; without a UID where the snapshot has no such object.
 fn gpu_node_ref(snapshot: &Snapshot<'_>, node: &str) -> NodeRef {
     let gpus = snapshot.gpu_nodes.get(node);
     NodeRef {
