@@ -24,14 +24,14 @@ pub(crate) enum Command {
     Up {
         #[command(flatten)]
         cluster: ClusterName,
-        /// Kubernetes only.
+        /// Start Kubernetes without Bursar; the options for Bursar have no effect then.
         #[arg(long)]
         bare: bool,
         #[command(flatten)]
         bursar: BursarArgs,
     },
-    /// Show pods of two teams sharing GPUs, on a cluster that is started for it and taken down
-    /// after.
+    /// Show pods of two teams sharing GPUs, on a cluster of its own that is taken down after, or on
+    /// that of KUBECONFIG.
     Demo {
         #[command(flatten)]
         cluster: ClusterName,
@@ -61,7 +61,7 @@ pub(crate) enum Command {
     },
     /// Write the pictures of the README, with the figures of docs/benchmarks.md.
     Pictures,
-    /// Build the images, the chart and what belongs to them, and publish them.
+    /// Build, sign and publish the images, the chart, the archives and their bills of materials.
     Release(ReleaseArgs),
     /// Take a cluster down.
     Down {
@@ -70,7 +70,7 @@ pub(crate) enum Command {
     },
     /// Run the checks of this repository.
     Verify(VerifyArgs),
-    /// The node process of a cluster. The other commands start it.
+    /// Run the node process of a cluster. The other commands start it.
     #[command(hide = true)]
     Node {
         #[command(flatten)]
