@@ -149,14 +149,8 @@ impl Header {
     }
 
     #[inline]
-    fn set_deps(
-        &mut self,
-        StreamDeps {
-            slots: lanes,
-            stamp,
-        }: StreamDeps,
-    ) {
-        self.slots = lanes;
+    fn set_deps(&mut self, StreamDeps { slots, stamp }: StreamDeps) {
+        self.slots = slots;
         self.stamp = stamp;
     }
 }
@@ -337,13 +331,13 @@ impl TlsfHeap {
     pub(super) fn split_chunk(
         &mut self,
         id: BlockId,
-        end: &EdgeBlock,
+        edge: &EdgeBlock,
     ) -> Option<(BlockId, BlockId)> {
         let size = self.live(id).ok()?.size;
-        let split_at = u32::try_from(end.bytes / GRANULE)
+        let split_at = u32::try_from(edge.bytes / GRANULE)
             .ok()
             .filter(|&split_at| 0 < split_at && split_at < size)?;
-        let index = self.split(id.index, if end.low { split_at } else { size - split_at })?;
+        let index = self.split(id.index, if edge.low { split_at } else { size - split_at })?;
         self.allocations += 1;
         let upper = &mut self.headers[index as usize];
         upper.serial = self.allocations;
@@ -355,7 +349,7 @@ impl TlsfHeap {
                 serial: self.allocations,
             },
         );
-        Some(if end.low {
+        Some(if edge.low {
             (upper, lower)
         } else {
             (lower, upper)
@@ -368,7 +362,7 @@ impl TlsfHeap {
         let Some(first) = self.classes.smallest() else {
             return Vec::new();
         };
-        let ends = self.list_from(first).filter_map(|index| {
+        let edges = self.list_from(first).filter_map(|index| {
             let header = &self.headers[index as usize];
             let (low, high) = (header.below == NO_BLOCK, header.above == NO_BLOCK);
             (low != high).then_some(EdgeBlock {
@@ -379,19 +373,19 @@ impl TlsfHeap {
                 deps: header.deps(),
             })
         });
-        ends.collect()
+        edges.collect()
     }
 
     /// Removes the free edge of a region, and returns the rest of the region.
-    pub(super) fn remove_edge(&mut self, end: &EdgeBlock, region: EmptyRegion) -> EmptyRegion {
+    pub(super) fn remove_edge(&mut self, edge: &EdgeBlock, region: EmptyRegion) -> EmptyRegion {
         let Header {
             above, below, size, ..
-        } = self.headers[end.index as usize];
-        self.unlink(end.index);
-        self.recycle_header(end.index);
+        } = self.headers[edge.index as usize];
+        self.unlink(edge.index);
+        self.recycle_header(edge.index);
         self.total_bytes -= to_bytes(size);
         self.free_bytes -= to_bytes(size);
-        if end.low {
+        if edge.low {
             self.headers[above as usize].below = NO_BLOCK;
             return EmptyRegion {
                 index: above,
