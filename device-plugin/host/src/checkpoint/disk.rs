@@ -168,7 +168,7 @@ impl<T> Shared<T> {
 impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
     /// Reads the file until that succeeds; returns false once the owner has dropped the file.
     fn read(&self, file: &Checkpoint) -> bool {
-        let mut told = false;
+        let mut warned = false;
         loop {
             let read = match file.load::<T>() {
                 Ok(read) => Some(read.unwrap_or_default()),
@@ -180,7 +180,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
                     Some(T::default())
                 }
                 Err(error @ LoadError::Read { .. }) => {
-                    if !std::mem::replace(&mut told, true) {
+                    if !std::mem::replace(&mut warned, true) {
                         warn!(%error, "failed to read a file; the agent tries again");
                     }
                     None
@@ -203,18 +203,18 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
     /// Writes the newest value until the owner has dropped the file and no value waits, or a write
     /// fails after the drop.
     fn write(&self, file: &Checkpoint, save: SaveFn<T>) {
-        let mut told = false;
+        let mut warned = false;
         while let Some(value) = self.next() {
             let saved = save(file, &value);
             let failed = saved.is_err();
             let mut state = self.lock();
             match saved {
                 Ok(()) => {
-                    told = false;
+                    warned = false;
                     state.dirty_since = state.newest.as_ref().map(|_| Instant::now());
                 }
                 Err(error) => {
-                    if !std::mem::replace(&mut told, true) {
+                    if !std::mem::replace(&mut warned, true) {
                         warn!(%error, "failed to write a file; the agent tries again");
                     }
                     state.newest.get_or_insert(value);
