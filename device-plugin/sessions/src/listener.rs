@@ -25,8 +25,8 @@ use crate::lease_handle::LeaseHandle;
 /// process is free after about 0.1 s (F8 in docs/facts.md).
 const SETTLE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Connections beyond the known processes: processes that connect again, and peers before their
-/// hello.
+/// Connections beyond those of a container's processes: processes that connect again, and peers
+/// before their hello.
 const SPARE_CONNECTIONS: usize = 64;
 
 /// How long the agent waits after a failed accept, for example without free descriptors.
@@ -52,18 +52,19 @@ pub(super) struct ListenerTask {
 
 impl ListenerTask {
     /// Runs until the caller aborts the task.
-    pub(super) async fn run(self, listener: Listener, known: Vec<RestoredProcess>) {
+    pub(super) async fn run(self, listener: Listener, restored: Vec<RestoredProcess>) {
         // The peers' tasks end with this future, which owns them.
         let mut peers = JoinSet::new();
         for RestoredProcess {
             process,
             image,
-            superseded: ended,
-        } in known
+            superseded,
+        } in restored
         {
             // The agent watches the process even without a permit, because its exit releases bytes.
             let permit = self.connection_limit.try_acquire(peers.len());
-            let watch = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
+            let container = Arc::clone(&self.container);
+            let watch = connection::watch_exit(container, process, image, superseded);
             peers.spawn(async move {
                 watch.await;
                 drop(permit);
