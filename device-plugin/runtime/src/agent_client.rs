@@ -15,7 +15,7 @@ use crate::driver::GpuUuid;
 /// Longest wait of each step: the connection, each send and each receive. The driver needs at most
 /// 0.2 s to create 64 GiB (F6 in `docs/facts.md`); the rest leaves the agent time to replace a hung
 /// provisioner.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug)]
 pub(crate) struct AgentClient {
@@ -50,16 +50,16 @@ impl AgentClient {
     /// Sends a request and returns the response and its file descriptor.
     pub(crate) fn request(
         &self,
-        question: &Request,
+        request: &Request,
     ) -> Result<(Response, Option<OwnedFd>), ClientError> {
         let exchange = || {
-            let stream = connect_to(&self.socket, RESPONSE_TIMEOUT)?;
-            send_message(&stream, question, None)?;
+            let stream = connect_to(&self.socket, STEP_TIMEOUT)?;
+            send_message(&stream, request, None)?;
             receive_message(&stream)
         };
         match exchange() {
             Ok((Response::Rejected { reason }, _)) => Err(ClientError::Rejected(reason)),
-            Ok(answer) => Ok(answer),
+            Ok(response) => Ok(response),
             Err(source) => Err(ClientError::Unreachable {
                 path: self.socket.display().to_string(),
                 source,

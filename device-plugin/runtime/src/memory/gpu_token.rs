@@ -81,8 +81,8 @@ impl TokenError {
 }
 
 impl From<ClientError> for TokenError {
-    fn from(unheard: ClientError) -> TokenError {
-        match unheard {
+    fn from(error: ClientError) -> TokenError {
+        match error {
             ClientError::Unreachable { path, source } => {
                 TokenError::AgentUnreachable { path, source }
             }
@@ -208,7 +208,7 @@ impl TokenClient {
 
     fn request(&self, request: TokenRequest) -> Result<TokenResponse, TokenError> {
         match self.0.request(&Request::Token(request))? {
-            (Response::Token(answer), _) => Ok(answer),
+            (Response::Token(response), _) => Ok(response),
             _ => Err(TokenError::UnexpectedResponse),
         }
     }

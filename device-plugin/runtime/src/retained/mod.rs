@@ -138,8 +138,8 @@ pub enum LeaseError {
 }
 
 impl From<ClientError> for LeaseError {
-    fn from(unheard: ClientError) -> LeaseError {
-        match unheard {
+    fn from(error: ClientError) -> LeaseError {
+        match error {
             ClientError::Unreachable { path, source } => {
                 LeaseError::AgentUnreachable { path, source }
             }
