@@ -971,7 +971,7 @@ impl<H: HostOps> NodeAllocator<H> {
         let state = NodeCheckpoint {
             boot: self.boot_id.clone(),
             ledger: self.ledger.snapshot(),
-            holders: self.container_names.clone(),
+            container_names: self.container_names.clone(),
         };
         let result = self.host.save_checkpoint(&state);
         let trouble = result.as_ref().err().map(ToString::to_string);

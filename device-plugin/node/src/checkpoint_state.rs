@@ -19,8 +19,9 @@ pub struct NodeCheckpoint {
     pub boot: String,
     /// The ledger's state.
     pub ledger: Snapshot,
-    /// The containers' names, as far as they are known.
-    pub holders: BTreeMap<AllocationId, ContainerName>,
+    /// The containers' names, as far as they are known. The file keeps its first name for them.
+    #[serde(rename = "holders")]
+    pub container_names: BTreeMap<AllocationId, ContainerName>,
 }
 
 /// The names of an allocation's container and pod, for messages and metrics.

@@ -91,7 +91,7 @@ impl<H: HostOps> NodeAllocator<H> {
         let NodeCheckpoint {
             boot,
             ledger,
-            holders,
+            container_names,
         } = found?.ok_or(NotRestored::Missing)?;
         if boot != self.boot_id {
             return Err(NotRestored::OtherBoot);
@@ -99,7 +99,7 @@ impl<H: HostOps> NodeAllocator<H> {
         let managed = super::capacity::managed_capacity(&self.config);
         self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
         self.ledger.set_managed_capacity(managed);
-        self.container_names = holders;
+        self.container_names = container_names;
         Ok(())
     }
 
