@@ -87,11 +87,11 @@ impl ContainerResolver for CgroupResolver {
 
     fn root_process(&self, process: Process, pod: &PodUid) -> Option<Process> {
         let container = self.container(process.pid, pod)?;
-        let mut first = (self.process(process.pid)? == process).then_some(process)?;
+        let mut topmost = (self.process(process.pid)? == process).then_some(process)?;
         for _ in 0..MAX_ANCESTORS {
-            match self.parent_in_container(first.pid, &container, pod)? {
-                Some(parent) => first = self.process(parent)?,
-                None => return Some(first),
+            match self.parent_in_container(topmost.pid, &container, pod)? {
+                Some(parent) => topmost = self.process(parent)?,
+                None => return Some(topmost),
             }
         }
         Some(process)
