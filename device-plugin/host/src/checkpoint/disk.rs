@@ -1,7 +1,8 @@
 //! Reads a file and writes its newest value in a thread of its own.
 //!
 //! A disk that hangs blocks this thread alone. A newer value replaces the one that waits for the
-//! disk, so memory and threads stay bounded.
+//! disk, so memory and threads stay bounded. Files on a tmpfs need no thread: their owners call
+//! [`Checkpoint`] themselves.
 
 use std::io;
 use std::path::PathBuf;
