@@ -126,11 +126,11 @@ fn lost(snapshot: &Snapshot) -> Vec<Finding> {
             let age = gpu.health.since.as_ref().map_or_else(String::new, |then| {
                 format!(" since {}", since(then.0, snapshot.now))
             });
-            if gpus::is_drained(gpu) {
+            if let Some(progress) = gpus::drain_progress(gpu) {
                 findings.push(Finding::new(
                     Level::Warn,
                     "Drained",
-                    format!("{gpu_name} is drained{age}"),
+                    format!("{gpu_name} {progress}{age}"),
                     format!("kubectl bursar undrain {} {}", name(node), gpu.uuid),
                 ));
             } else if gpu.state == GpuState::Lost || gpu.health.status == HealthStatus::Unhealthy {

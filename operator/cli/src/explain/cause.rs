@@ -27,7 +27,7 @@ pub enum Cause {
     VictimsLeave,
     /// A disruption budget protects a pod that should make room.
     DisruptionBudget,
-    /// A GPU is drained.
+    /// A GPU is drained, or is being drained.
     GpuDrained,
     /// A GPU does not answer.
     GpuLost,

@@ -47,10 +47,10 @@ pub(super) fn gpu_name(node: &GpuNode, gpu: &GpuStatus) -> String {
 pub(super) fn unusable(node: &GpuNode, gpu: &GpuStatus) -> Option<(Cause, String)> {
     let (name, reason) = (gpu_name(node, gpu), &gpu.health.reason);
     match gpu.state {
-        GpuState::Draining if gpus::is_drained(gpu) => {
-            Some((Cause::GpuDrained, format!("{name} is drained")))
-        }
-        GpuState::Draining => Some((Cause::GpuLost, format!("{name} awaits a reset ({reason})"))),
+        GpuState::Draining => Some(match gpus::drain_progress(gpu) {
+            Some(progress) => (Cause::GpuDrained, format!("{name} {progress}")),
+            None => (Cause::GpuLost, format!("{name} awaits a reset ({reason})")),
+        }),
         GpuState::Lost => Some((Cause::GpuLost, format!("{name} is lost ({reason})"))),
         _ if gpu.health.status == HealthStatus::Unhealthy => {
             Some((Cause::GpuLost, format!("{name} is unhealthy ({reason})")))

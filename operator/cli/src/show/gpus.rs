@@ -55,9 +55,17 @@ impl GpuMemory {
     }
 }
 
-/// Whether a drain keeps the GPU from pods, and not a fault that only a reset mends.
-pub fn is_drained(gpu: &GpuStatus) -> bool {
-    gpu.state == GpuState::Draining && matches!(&*gpu.health.reason, "Draining" | "Drained")
+/// How far a requested drain of the GPU is, in words. `None` where no drain keeps pods from it: a
+/// fault that only a reset mends sets the same state for another reason.
+pub fn drain_progress(gpu: &GpuStatus) -> Option<&'static str> {
+    if gpu.state != GpuState::Draining {
+        return None;
+    }
+    match gpu.health.reason.as_str() {
+        "Draining" => Some("is being drained"),
+        "Drained" => Some("is drained"),
+        _ => None,
+    }
 }
 
 /// The first open fault of a GPU itself, rather than of a process's context.

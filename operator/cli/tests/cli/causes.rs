@@ -196,6 +196,7 @@ fn pending_pod_names_room_fragmentation_drains_and_losses() {
     ));
     has(&explained(&fragmented, "ml", "p"), Cause::Fragmentation);
     for (state, reason, cause) in [
+        ("Draining", "Draining", Cause::GpuDrained),
         ("Draining", "Drained", Cause::GpuDrained),
         ("Draining", "Xid79", Cause::GpuLost),
         ("Active", "Xid95", Cause::GpuLost),

@@ -195,6 +195,27 @@ fn lost_gpus_and_pods_without_enforcement_are_found() {
 }
 
 #[test]
+fn drain_is_called_complete_once_the_gpu_is_free() {
+    let draining = |reason: &str| {
+        status(|status| {
+            status["gpus"][0]["state"] = json!("Draining");
+            status["gpus"][0]["health"] = json!({ "status": "Unhealthy", "reason": reason });
+        })
+    };
+    for (reason, message) in [
+        ("Draining", "n: GPU 0 is being drained"),
+        ("Drained", "n: GPU 0 is drained"),
+    ] {
+        let findings = draining(reason);
+        finds(&findings, "Drained", Level::Warn);
+        assert!(
+            findings.iter().any(|finding| finding.text == message),
+            "{findings:#?}"
+        );
+    }
+}
+
+#[test]
 fn stale_agents_and_nodes_are_found() {
     finds(
         &with(|all| all.own_pods[0].status.conditions.clear()),
