@@ -175,8 +175,13 @@ pub fn render(snapshot: &Snapshot, only: Option<&str>, terminal: Terminal) -> St
             sum.without_gpus += 1;
             continue;
         };
-        sum.waiting += status.waiting.len();
-        sum.faults += status.faults.len();
+        // The lists are bounded, and an older agent has no summary.
+        let summary = status.summary.as_ref();
+        let total = |listed: usize, of_summary: Option<i32>| {
+            listed.max(of_summary.map_or(0, |total| usize::try_from(total).unwrap_or(0)))
+        };
+        sum.waiting += total(status.waiting.len(), summary.map(|summary| summary.waiting));
+        sum.faults += total(status.faults.len(), summary.map(|summary| summary.faults));
         if status.gpus.is_empty() {
             sum.without_gpus += 1;
             continue;

@@ -247,6 +247,18 @@ fn gpus_name_the_pods_for_which_memory_is_held() {
 }
 
 #[test]
+fn totals_count_waiters_and_faults_beyond_the_lists() {
+    let mut node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]);
+    node["status"]["summary"] = json!({ "waiting": 40, "faults": 70 });
+    let snapshot = Snapshot {
+        gpu_nodes: vec![parse(node)],
+        ..Snapshot::default()
+    };
+    let text = gpus::render(&snapshot, None, PLAIN);
+    assert!(text.ends_with("40 waiting, 70 faults\n"), "{text}");
+}
+
+#[test]
 fn thousand_gpus_and_one_have_a_row_each() {
     let nodes = |count: i32| Snapshot {
         gpu_nodes: (0..count)
