@@ -485,13 +485,13 @@ mod tests {
             peak: Bytes::gib(3),
             ..AccountBalance::empty(Account::Gpu(gpu.clone()), Bytes::gib(4))
         };
-        let books = ContainerUsage {
+        let usage = ContainerUsage {
             requests: 5,
             denied: vec![("cuMemAlloc_v2".into(), 2)],
             ..ContainerUsage::empty(1, vec![account])
         };
-        let allocation = books.allocation;
-        let verdict = AuditResult {
+        let allocation = usage.allocation;
+        let result = AuditResult {
             drift: [((allocation, gpu.clone()), -7)].into(),
             sm_percents: [((allocation, gpu.clone()), 25)].into(),
             unattributed_signed: [(gpu.clone(), 8)].into(),
@@ -500,10 +500,10 @@ mod tests {
         };
         metrics.audit.set_audit(AuditFigures {
             containers: [container].into(),
-            books: [(allocation, books)].into(),
+            usage: [(allocation, usage)].into(),
             attested: [(allocation, Some(GapReason::MountedOver))].into(),
             limited: [allocation].into(),
-            verdict,
+            result,
             gpus: [gpu.clone()].into(),
             stale: [gpu.clone()].into(),
             ..AuditFigures::default()

@@ -101,7 +101,7 @@ pub struct AuditFigures {
     /// The node's containers.
     pub containers: Arc<[BoundContainer]>,
     /// The memory usage of each container.
-    pub books: BTreeMap<AllocationId, ContainerUsage>,
+    pub usage: BTreeMap<AllocationId, ContainerUsage>,
     /// The enforcement gap of each running container, if any.
     pub attested: BTreeMap<AllocationId, Option<GapReason>>,
     /// The containers that the driver's own limits hold to their quota.
@@ -109,7 +109,7 @@ pub struct AuditFigures {
     /// The pods whose processes the agent has failed to read for a while.
     pub hanging: BTreeSet<PodUid>,
     /// The differences between the driver's figures and the agent's accounts.
-    pub verdict: AuditResult,
+    pub result: AuditResult,
     /// The node's GPUs.
     pub gpus: BTreeSet<GpuUuid>,
     /// The GPUs for which NVML has not answered for a while.
@@ -178,23 +178,23 @@ impl EncodeFamilies for AuditFigures {
 impl AuditFigures {
     fn containers_with_usage(&self) -> impl Iterator<Item = (&BoundContainer, &ContainerUsage)> {
         let containers = self.containers.iter();
-        containers.filter_map(|container| Some((container, self.books.get(&container.allocation)?)))
+        containers.filter_map(|container| Some((container, self.usage.get(&container.allocation)?)))
     }
 
     fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let (mut memory, mut drift, mut utilization) = (Vec::new(), Vec::new(), Vec::new());
-        for (container, books) in self.containers_with_usage() {
-            for account in &books.accounts {
+        for (container, usage) in self.containers_with_usage() {
+            for account in &usage.accounts {
                 let (name, difference) = match &account.account {
                     Account::Gpu(gpu) => {
-                        let key = (books.allocation, gpu.clone());
-                        (gpu.as_str(), self.verdict.drift.get(&key))
+                        let key = (usage.allocation, gpu.clone());
+                        (gpu.as_str(), self.result.drift.get(&key))
                     }
                     Account::Managed => ("managed", None),
                 };
                 if let Account::Gpu(gpu) = &account.account {
-                    let key = (books.allocation, gpu.clone());
-                    let percent = self.verdict.sm_percents.get(&key);
+                    let key = (usage.allocation, gpu.clone());
+                    let percent = self.result.sm_percents.get(&key);
                     utilization.extend(percent.map(|percent| {
                         let of = container_labels(container);
                         let gpu = gpu.to_string();
@@ -244,8 +244,8 @@ impl AuditFigures {
     }
 
     fn encode_containers(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
-        let denied = self.containers_with_usage().flat_map(|(container, books)| {
-            let denied = books.denied.iter();
+        let denied = self.containers_with_usage().flat_map(|(container, usage)| {
+            let denied = usage.denied.iter();
             denied.map(|(function, count)| {
                 let of = container_labels(container);
                 let function = function.clone();
@@ -260,7 +260,7 @@ impl AuditFigures {
         let each = |figure: fn(&ContainerUsage) -> u64| -> Vec<(ContainerLabels, u64)> {
             let known = self.containers_with_usage();
             known
-                .map(|(container, books)| (container_labels(container), figure(books)))
+                .map(|(container, usage)| (container_labels(container), figure(usage)))
                 .collect()
         };
         let gauge = |figure| {
@@ -270,31 +270,31 @@ impl AuditFigures {
         tables.counters(
             "bursar_container_credit_requests",
             "Requests for credit that the agent answered",
-            each(|books| books.requests),
+            each(|usage| usage.requests),
         )?;
         tables.gauges(
             "bursar_container_unclosed_sockets",
             "Sessions of a container's exited processes that wait to be closed",
-            gauge(|books| books.unclosed_sockets as u64),
+            gauge(|usage| usage.unclosed_sockets as u64),
         )?;
         tables.gauges(
             "bursar_container_generation",
             "Process images of a container that opened a session, replaced ones too",
-            gauge(|books| books.generation),
+            gauge(|usage| usage.generation),
         )
     }
 
     fn encode_enforcement(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let (mut enforced, mut layers) = (Vec::new(), Vec::new());
-        for (container, books) in self.containers_with_usage() {
-            let Some(lack) = self.attested.get(&container.allocation) else {
+        for (container, usage) in self.containers_with_usage() {
+            let Some(gap) = self.attested.get(&container.allocation) else {
                 continue;
             };
             let of = container_labels(container);
             let hangs = self.hanging.contains(&container.pod);
-            let audited = !hangs && books.gpus().all(|gpu| !self.stale.contains(gpu));
+            let audited = !hangs && usage.gpus().all(|gpu| !self.stale.contains(gpu));
             let holds = [
-                ("shim", lack.is_none()),
+                ("shim", gap.is_none()),
                 ("audit", audited),
                 ("driver", self.limited.contains(&container.allocation)),
             ];
@@ -302,8 +302,8 @@ impl AuditFigures {
                 let of = of.clone();
                 (LayerLabels { of, layer }, holds.into())
             }));
-            let reason = lack.map_or("", GapReason::as_str);
-            enforced.push((ReasonLabels { of, reason }, lack.is_none().into()));
+            let reason = gap.map_or("", GapReason::as_str);
+            enforced.push((ReasonLabels { of, reason }, gap.is_none().into()));
         }
         tables.gauges(
             "bursar_container_enforced",
@@ -319,26 +319,25 @@ impl AuditFigures {
 
     fn encode_gpus(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let label = |gpu: &GpuUuid| GpuLabels::from(gpu);
-        let residual = self.verdict.unattributed_signed.iter();
+        let residual = self.result.unattributed_signed.iter();
         tables.gauges(
             "bursar_gpu_residual_bytes",
             "Used memory of a GPU less that of its processes by NVML",
             residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
         )?;
-        let intruders = self.verdict.untracked_processes.iter();
+        let untracked = self.result.untracked_processes.iter();
         tables.gauges(
             "bursar_gpu_intruders",
             "Processes that use a GPU without a session",
-            intruders
+            untracked
                 .map(|(gpu, count)| (label(gpu), gauge_value(*count as u64)))
                 .collect(),
         )?;
-        let stale = self.gpus.iter();
+        let gpus = self.gpus.iter();
         tables.gauges(
             "bursar_gpu_audit_stale",
             "1 while NVML has not listed the processes of a GPU for 5 s",
-            stale
-                .map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
+            gpus.map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
                 .collect(),
         )
     }

@@ -281,7 +281,7 @@ impl Auditor {
             late_write: self.usage_file.late_write(),
         };
         let figures = AuditFigures {
-            verdict: result,
+            result,
             gpus,
             stale,
             hanging,
@@ -414,7 +414,7 @@ impl Auditor {
     fn container_figures(
         &self,
         containers: Arc<[BoundContainer]>,
-        books: Vec<ContainerUsage>,
+        usage: Vec<ContainerUsage>,
         attested: &[AttestedContainer],
     ) -> AuditFigures {
         let mut gaps: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
@@ -424,18 +424,18 @@ impl Auditor {
             let most = gaps.entry(attested.allocation).or_insert(gap);
             *most = gap.max(*most);
         }
-        let books = books.into_iter().map(|books| (books.allocation, books));
-        let books: BTreeMap<_, _> = books.collect();
+        let usage = usage.into_iter().map(|usage| (usage.allocation, usage));
+        let usage: BTreeMap<_, _> = usage.collect();
         let limits = self.limits.borrow();
         let limited = containers.iter().filter(|container| {
-            let books = books.get(&container.allocation);
-            books.is_some_and(|books| driver_limits::is_limited(&limits, container, books))
+            let usage = usage.get(&container.allocation);
+            usage.is_some_and(|usage| driver_limits::is_limited(&limits, container, usage))
         });
         AuditFigures {
             limited: limited.map(|container| container.allocation).collect(),
             attested: gaps,
             containers: Arc::clone(&containers),
-            books,
+            usage,
             ..AuditFigures::default()
         }
     }
