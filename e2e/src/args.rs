@@ -36,7 +36,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         cluster: ClusterName,
         #[command(flatten)]
-        yours: ExternalCluster,
+        external: ExternalCluster,
         /// Leave everything running, and print how to use it.
         #[arg(long)]
         keep: bool,

@@ -41,7 +41,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         } => interruptible(up(cluster.name, bare, bursar, progress))?,
         Command::Demo {
             cluster,
-            yours:
+            external:
                 ExternalCluster {
                     kubeconfig: Some(kubeconfig),
                     images,
@@ -56,7 +56,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         Command::Demo {
             cluster,
-            yours:
+            external:
                 ExternalCluster {
                     kubeconfig: None,
                     images: _,
