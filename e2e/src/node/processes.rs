@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, wait};
 
 /// The state of a program: its pid while it runs, then its exit code or signal in words.
@@ -97,8 +98,11 @@ impl Processes {
                 }
                 Some(ProcessState::Ended(how)) => return Ok(how),
                 Some(ProcessState::Running(pid)) => {
-                    if let Some(pid) = Pid::from_raw(pid) {
-                        kill_process(pid, *signal)?;
+                    let sent = Pid::from_raw(pid).map(|pid| kill_process(pid, *signal));
+                    match sent {
+                        // The reaper has taken the exit already, and records it next.
+                        None | Some(Ok(()) | Err(Errno::SRCH)) => {}
+                        Some(Err(error)) => return Err(error.into()),
                     }
                 }
             }
@@ -171,5 +175,22 @@ fn describe(status: WaitStatus) -> String {
         (Some(code), _) => format!("exit code {code}"),
         (None, Some(signal)) => format!("signal {signal}"),
         (None, None) => "unknown end".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pid that no process has, since it is above the kernel's limit (`PID_MAX_LIMIT`).
+    const REAPED: i32 = 1 << 22;
+
+    #[test]
+    fn end_waits_for_the_record_when_the_exit_was_reaped() {
+        let processes = Processes::default();
+        let running = ProcessState::Running(REAPED);
+        processes.states().insert("program".to_owned(), running);
+        let ended = processes.end("program", true, Duration::from_millis(1));
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 }
