@@ -16,7 +16,7 @@ use bursar_gpu::health::{Health, UnhealthyReason};
 use bursar_gpu::uvm::{EvictionUnsafe, UvmModule};
 use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
-use bursar_host::checkpoint::disk::LateWrite;
+use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::lifecycle::Registration;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
 use bursar_ledger::{GpuView, LedgerView};

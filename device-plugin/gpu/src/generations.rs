@@ -13,7 +13,7 @@ use std::fmt;
 use std::time::Duration;
 
 use bursar_host::checkpoint::Checkpoint;
-use bursar_host::checkpoint::disk::{LateWrite, WriteBehindFile};
+use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
 use bursar_ledger::units::GpuUuid;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;

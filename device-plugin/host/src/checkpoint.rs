@@ -10,7 +10,7 @@
 //! A file that differs from the written one is [`LoadError::Malformed`]: truncated, altered or
 //! longer. The caller then moves the file aside and rebuilds the value.
 
-pub mod disk;
+pub mod write_behind;
 
 use std::fs;
 use std::io;

@@ -29,7 +29,7 @@ use bursar_config::ResourcesConfig;
 use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::GpuState;
 use bursar_gpu::health::{Health, UnhealthyReason};
-use bursar_host::checkpoint::disk::LateWrite;
+use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_host::pod_cgroups::{PodCgroup, PodCgroups};
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::plugin::PrepareError;

@@ -316,9 +316,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 target: LIB,
                 names: &[
                     "node_report::tests::late_state_write_is_a_condition_that_names_the_directory",
-                    "checkpoint::disk::tests::file_returns_the_newest_value",
-                    "checkpoint::disk::tests::file_blocks_no_caller_while_the_disk_hangs",
-                    "checkpoint::disk::tests::file_that_cannot_be_read_is_tried_again",
+                    "checkpoint::write_behind::tests::file_returns_the_newest_value",
+                    "checkpoint::write_behind::tests::file_blocks_no_caller_while_the_disk_hangs",
+                    "checkpoint::write_behind::tests::file_that_cannot_be_read_is_tried_again",
                     "generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
                     "installer::tests::installer_waits_once_for_an_installation_that_hangs",
                 ],

@@ -18,7 +18,7 @@ use bursar_apiserver::Events;
 use bursar_config::{AuditConfig, Config};
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
-use bursar_host::checkpoint::disk::{LateWrite, WriteBehindFile};
+use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
 use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;

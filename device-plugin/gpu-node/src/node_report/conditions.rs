@@ -5,7 +5,7 @@ use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::{LimitState, Limits};
 use bursar_gpu::uvm::{PageableMemory, UvmModule};
 use bursar_gpu::{Inventory, NoDriver};
-use bursar_host::checkpoint::disk::LateWrite;
+use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
 use bursar_ledger::units::Bytes;
 use bursar_node::actor::Snapshot;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::{Gpu, NoDriver};
-use bursar_host::checkpoint::disk::LateWrite;
+use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::devices::{DeviceHealth, Devices};
 use bursar_kubelet::lifecycle::NotRegistered;
 use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
