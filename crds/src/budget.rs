@@ -4,14 +4,13 @@
     reason = "KubeSchema copies each struct into a function, `pub` included"
 )]
 
-use std::str::FromStr;
-
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::core::{Message, Rule};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::context_policy::ContextPolicy;
 use crate::{Amount, DEFAULT_COHORT, schema};
 
 /// The most evictions in one status.
@@ -195,122 +194,6 @@ pub enum Overflow {
     Refuse,
     /// The pod becomes a borrower: it uses idle memory, and is evicted when owners need that.
     Borrow,
-    /// A value of another version of the API: readers accept it, and the schema refuses to store
-    /// it.
-    #[serde(other)]
-    #[schemars(skip)]
-    Unknown,
-}
-
-/// How a pod recovers from a CUDA context that a fault has poisoned.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ContextPolicy {
-    /// The first measure. Without this field the cluster's default applies.
-    // The schema of an optional enum has the enum's description.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub action: Option<ContextAction>,
-
-    /// How many restarts, in place or not, a container has within the window before its pod is
-    /// evicted, and how many of its processes end alone before the container is restarted.
-    #[serde(default = "default_max_restarts")]
-    #[schemars(range(min = 0, max = 100))]
-    pub max_restarts: i32,
-
-    /// The window of `maxRestarts`, in seconds.
-    #[serde(default = "default_window_seconds")]
-    #[schemars(range(min = 1, max = 86_400))]
-    pub window_seconds: i32,
-
-    /// How long a process may take to end by itself after its error, before the agent kills it. 0
-    /// kills at once.
-    #[serde(default = "default_grace_seconds")]
-    #[schemars(range(min = 0, max = 300))]
-    pub grace_seconds: i32,
-}
-
-impl Default for ContextPolicy {
-    fn default() -> Self {
-        Self {
-            action: None,
-            max_restarts: default_max_restarts(),
-            window_seconds: default_window_seconds(),
-            grace_seconds: default_grace_seconds(),
-        }
-    }
-}
-
-fn default_max_restarts() -> i32 {
-    5
-}
-
-fn default_window_seconds() -> i32 {
-    600
-}
-
-/// The grace of a policy without one.
-pub(crate) fn default_grace_seconds() -> i32 {
-    10
-}
-
-impl ContextAction {
-    /// The actions that a cluster may have by default. Without a budget no operator evicts a pod.
-    pub const DEFAULTS: [Self; 4] = [Self::InPlace, Self::Process, Self::Restart, Self::Report];
-    /// The actions of this version.
-    pub const ALL: [Self; 5] = [
-        Self::InPlace,
-        Self::Process,
-        Self::Restart,
-        Self::Evict,
-        Self::Report,
-    ];
-
-    /// The word of the API.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::InPlace => "InPlace",
-            Self::Process => "Process",
-            Self::Restart => "Restart",
-            Self::Evict => "Evict",
-            Self::Report => "Report",
-            Self::Unknown => "Unknown",
-        }
-    }
-}
-
-/// The cluster's default for poisoned contexts, as the chart writes it.
-impl FromStr for ContextAction {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let mut defaults = Self::DEFAULTS.into_iter();
-        defaults
-            .find(|action| action.as_str() == text)
-            .ok_or_else(|| "write InPlace, Process, Restart or Report".to_owned())
-    }
-}
-
-/// The first measure against a poisoned context; absent for the cluster's default. `InPlace`: the
-/// shim executes the program again in its process. `Process`: the agent kills the process whose
-/// context is poisoned, and other processes of the container go on. `Restart`: the agent kills the
-/// container, and the kubelet restarts it. `Evict`: the operator evicts the pod. `Report`: the
-/// agent only reports the fault.
-#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ContextAction {
-    /// The shim executes the program again in its own process: same pod, same pid, about 0.3 s. The
-    /// program's own error handling does not run.
-    InPlace,
-    /// The agent kills the process whose context is poisoned, and other processes of the container
-    /// go on. Where that is the container's main process, the kubelet restarts the container.
-    #[default]
-    Process,
-    /// The agent kills the container's main process; the kubelet restarts the container with
-    /// back-off.
-    Restart,
-    /// The operator evicts the pod.
-    Evict,
-    /// The agent only reports the fault.
-    Report,
     /// A value of another version of the API: readers accept it, and the schema refuses to store
     /// it.
     #[serde(other)]

@@ -13,7 +13,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::budget::{ContextAction, default_grace_seconds};
+use crate::context_policy::{ContextPolicyEntry, FaultAction};
 use crate::{Amount, schema};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
@@ -209,32 +209,6 @@ pub struct Relocation {
     /// The time of the last move.
     #[schemars(schema_with = "schema::time")]
     pub last: Time,
-}
-
-/// The context policy of a namespace.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ContextPolicyEntry {
-    /// The namespace.
-    #[schemars(length(min = 1, max = 63))]
-    pub namespace: String,
-    /// The first measure against a poisoned context. `InPlace`: the shim executes the program again
-    /// in its process. `Process`: the agent kills the process whose context is poisoned, and other
-    /// processes of the container go on. `Restart`: the agent kills the container, and the kubelet
-    /// restarts it. `Evict`: the operator evicts the pod. `Report`: the agent only reports the
-    /// fault.
-    pub action: ContextAction,
-    /// How many restarts, in place or not, a container has within the window, and how many of its
-    /// processes end alone.
-    #[schemars(range(min = 0, max = 100))]
-    pub max_restarts: i32,
-    /// The window of `maxRestarts`, in seconds.
-    #[schemars(range(min = 1, max = 86_400))]
-    pub window_seconds: i32,
-    /// How long a process may take to end by itself after its error.
-    #[serde(default = "default_grace_seconds")]
-    #[schemars(range(min = 0, max = 300))]
-    pub grace_seconds: i32,
 }
 
 /// The quota of one account of a running container.
@@ -768,38 +742,6 @@ pub enum FaultKind {
     Context,
     /// The GPU.
     Gpu,
-    /// A value of another version of the API: readers accept it, and the schema refuses to store
-    /// it.
-    #[serde(other)]
-    #[schemars(skip)]
-    Unknown,
-}
-
-/// The measure against the fault; absent while the agent has not decided. Of a context: `InPlace`,
-/// `Process`, `Restart`, `Evict` and `Report` as in `spec.contextPolicies`, `BeyondMaximum` after
-/// too many restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may come
-/// back.
-#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum FaultAction {
-    /// For a context: the process executes its program again.
-    InPlace,
-    /// For a context: the agent kills the process, and the container goes on.
-    Process,
-    /// For a context: the agent kills the container, and the kubelet restarts it.
-    Restart,
-    /// For a context: the container was restarted too often. The agent kills it, and the operator
-    /// evicts the pod.
-    BeyondMaximum,
-    /// For a context: the operator evicts the pod.
-    Evict,
-    /// For a context: nothing, the fault is only reported.
-    Report,
-    /// For a GPU: an admin resets the GPU.
-    ResetGpu,
-    /// For a GPU: an admin restarts the machine.
-    RestartNode,
-    /// For a GPU: the GPU is away and may come back.
-    Wait,
     /// A value of another version of the API: readers accept it, and the schema refuses to store
     /// it.
     #[serde(other)]

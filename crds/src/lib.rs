@@ -6,6 +6,7 @@
 pub mod amount;
 pub mod budget;
 pub mod conditions;
+pub mod context_policy;
 pub mod gpu_node;
 pub mod quantity;
 pub mod resources;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
-use bursar_crds::gpu_node::FaultAction;
+use bursar_crds::context_policy::FaultAction;
 use bursar_enforcement::audit::metrics::AuditMetrics;
 use bursar_gpu_node::render::ready_condition;
 use bursar_gpu_node::report::{GpuHealth, NodeReport};

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use clap::{ArgAction, Parser};
 
 use crate::leader::{Election, LeaseName};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
 use k8s_openapi::jiff::Timestamp;

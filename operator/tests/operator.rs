@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, Clock, OperatorError};

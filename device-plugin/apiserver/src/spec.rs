@@ -3,10 +3,10 @@
 //! The operator may be of another version. The agent parses each entry by itself, so an unreadable
 //! entry affects no other.
 
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
 use std::collections::BTreeSet;
 
-use bursar_crds::gpu_node::{ContextPolicyEntry, QuotaOverride, Reservation, RestartRequest};
+use bursar_crds::gpu_node::{QuotaOverride, Reservation, RestartRequest};
 use bursar_ledger::units::GpuUuid;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;

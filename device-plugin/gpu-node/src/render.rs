@@ -4,11 +4,11 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::budget::ContextAction;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
+use bursar_crds::context_policy::{ContextAction, FaultAction};
 use bursar_crds::gpu_node::{
-    EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus,
-    GpuPod, GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
+    EnforcementGap, Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod,
+    GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
     MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED,
     MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
     QuotaStatus, RetainedLease, TokenKey,

@@ -28,8 +28,7 @@
 
 use std::time::Duration;
 
-use bursar_crds::budget::{ContextAction, ContextPolicy};
-use bursar_crds::gpu_node::FaultAction;
+use bursar_crds::context_policy::{ContextAction, ContextPolicy, FaultAction};
 use bursar_host::clock::ClockReading;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, GpuUuid};

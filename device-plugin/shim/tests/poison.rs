@@ -9,7 +9,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_sessions::RecoveryPolicy;
 use support::{Client, Container, MIB};
 

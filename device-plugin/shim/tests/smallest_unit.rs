@@ -10,7 +10,7 @@ mod support;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_enforcement::faults::killer::Killer;
 use bursar_host::clock;
 use bursar_sessions::{RecoveryAction, RecoveryPolicy};

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use bursar_crds::GpuNodeStatus;
-use bursar_crds::gpu_node::FaultAction;
+use bursar_crds::context_policy::FaultAction;
 use serde_json::json;
 
 use crate::api::FakeGpuNodeApi;

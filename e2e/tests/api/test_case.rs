@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::api::client::client_config;
 use bursar_operator::placement::PlacementOptions;

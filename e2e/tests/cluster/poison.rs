@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
 
-use bursar_crds::gpu_node::{ContextPolicyEntry, FaultAction};
+use bursar_crds::context_policy::{ContextPolicyEntry, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::{PodBuilder, PodState};
 use bursar_e2e::wait::{self, Poll};

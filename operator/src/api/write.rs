@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 
-use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
+use bursar_crds::context_policy::ContextPolicyEntry;
+use bursar_crds::gpu_node::RestartRequest;
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};

@@ -14,8 +14,9 @@
 use std::time::Duration;
 
 use bursar_crds::GpuMemoryBudget;
-use bursar_crds::budget::{ContextAction, ContextPolicy, FaultEviction, MAX_EVICTIONS};
-use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind};
+use bursar_crds::budget::{FaultEviction, MAX_EVICTIONS};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy, FaultAction};
+use bursar_crds::gpu_node::{Fault, FaultKind};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 

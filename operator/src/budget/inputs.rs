@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_crds::gpu_node::{Fault, NamespaceUse};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 

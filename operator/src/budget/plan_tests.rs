@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bursar_crds::budget::{ContextAction, ContextPolicy, MAX_EVICTIONS};
+use bursar_crds::budget::MAX_EVICTIONS;
 use bursar_crds::conditions::budget as names;
-use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy, FaultAction};
+use bursar_crds::gpu_node::{Fault, FaultKind};
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;

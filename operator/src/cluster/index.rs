@@ -4,10 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::budget::{ContextAction, ContextPolicy};
-use bursar_crds::gpu_node::{
-    ContextPolicyEntry, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartRequest,
-};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
+use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartRequest};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 use tokio::time::Instant;

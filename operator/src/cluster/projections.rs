@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use bursar_crds::budget::{ContextAction, ContextPolicy};
-use bursar_crds::gpu_node::{ContextPolicyEntry, Fault, FaultKind, NamespaceUse, RestartRequest};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
+use bursar_crds::gpu_node::{Fault, FaultKind, NamespaceUse, RestartRequest};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;

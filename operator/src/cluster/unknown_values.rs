@@ -3,8 +3,9 @@
 //! Such a value is parsed as `Unknown`. The operator evicts and restarts no pod for it, and uses
 //! the rest of the object.
 
-use bursar_crds::budget::{ContextAction, Overflow};
-use bursar_crds::gpu_node::{FaultAction, FaultKind, GpuState, HealthStatus, QuotaState};
+use bursar_crds::budget::Overflow;
+use bursar_crds::context_policy::{ContextAction, FaultAction};
+use bursar_crds::gpu_node::{FaultKind, GpuState, HealthStatus, QuotaState};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 
 /// The remedy for values and objects of another version.

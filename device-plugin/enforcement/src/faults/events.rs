@@ -144,7 +144,7 @@ fn find_container<'a>(
 
 #[cfg(test)]
 mod tests {
-    use bursar_crds::gpu_node::FaultAction;
+    use bursar_crds::context_policy::FaultAction;
     use bursar_ledger::BootTime;
     use bursar_sessions::{Process, ProcessImage, RecordedMoment};
     use jiff::Timestamp;

@@ -1,7 +1,7 @@
 //! Decides what follows a poisoned context in which container: pure.
 
-use bursar_crds::budget::ContextAction;
-use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
+use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
+use bursar_crds::gpu_node::RestartRequest;
 
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::RecoveryPolicy;

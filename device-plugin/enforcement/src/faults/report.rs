@@ -1,6 +1,6 @@
 //! Describes an open fault for the node's status.
 
-use bursar_crds::gpu_node::FaultAction;
+use bursar_crds::context_policy::FaultAction;
 use bursar_ledger::units::{GpuUuid, PodUid};
 use jiff::Timestamp;
 

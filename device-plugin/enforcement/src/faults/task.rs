@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::PathsConfig;
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_gpu::xid::RecentXids;
 use bursar_host::clock::{self, ClockReading};
 use bursar_ledger::BootTime;

@@ -1,7 +1,8 @@
 //! Checks nodes, GPUs, pods, budgets and clocks.
 
-use bursar_crds::budget::{ContextAction, Overflow};
+use bursar_crds::budget::Overflow;
 use bursar_crds::conditions::{budget as budget_names, gpu_node as names};
+use bursar_crds::context_policy::ContextAction;
 use bursar_crds::gpu_node::{GpuState, HealthStatus};
 
 use super::{Finding, Level, preflight};

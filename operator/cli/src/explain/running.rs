@@ -1,7 +1,7 @@
 //! Explains a pod that has its node and does not wait for room.
 
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::gpu_node::FaultAction;
+use bursar_crds::context_policy::FaultAction;
 use k8s_openapi::jiff::Timestamp;
 
 use super::pending::dead_agent;

@@ -1,6 +1,7 @@
 //! Makes the table of GPUs. Other commands name a GPU, its drain and its faults as this table does.
 
-use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind, GpuState, GpuStatus, HealthStatus};
+use bursar_crds::context_policy::FaultAction;
+use bursar_crds::gpu_node::{Fault, FaultKind, GpuState, GpuStatus, HealthStatus};
 use bursar_crds::{GpuNode, conditions};
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
 use bursar_crds::GpuNode;
-use bursar_crds::budget::{ContextAction, ContextPolicy};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy};
 
 use super::*;
 use crate::budget::{Cohort, QuotaSpec, Scope};

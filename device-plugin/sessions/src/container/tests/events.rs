@@ -4,7 +4,7 @@
 
 use bursar_host::clock::ClockReading;
 
-use bursar_crds::budget::ContextAction;
+use bursar_crds::context_policy::ContextAction;
 use bursar_protocol::messages::Recovery;
 
 use super::super::super::recovery::RecoveryPolicy;
