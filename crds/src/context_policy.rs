@@ -182,3 +182,21 @@ pub enum FaultAction {
     #[schemars(skip)]
     Unknown,
 }
+
+impl FaultAction {
+    /// The value of the label `action` of metrics.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::InPlace => "in-place",
+            Self::Process => "process",
+            Self::Restart => "restart",
+            Self::BeyondMaximum => "beyond-maximum",
+            Self::Evict => "evict",
+            Self::Report => "report",
+            Self::ResetGpu => "reset-gpu",
+            Self::RestartNode => "restart-node",
+            Self::Wait => "wait",
+            Self::Unknown => "unknown",
+        }
+    }
+}

@@ -50,23 +50,6 @@ struct FaultLabels {
     action: &'static str,
 }
 
-/// The action against a fault as a label.
-const fn fault_action(action: Option<FaultAction>) -> &'static str {
-    match action {
-        None => "undecided",
-        Some(FaultAction::InPlace) => "in-place",
-        Some(FaultAction::Process) => "process",
-        Some(FaultAction::Restart) => "restart",
-        Some(FaultAction::BeyondMaximum) => "beyond-maximum",
-        Some(FaultAction::Evict) => "evict",
-        Some(FaultAction::Report) => "report",
-        Some(FaultAction::ResetGpu) => "reset-gpu",
-        Some(FaultAction::RestartNode) => "restart-node",
-        Some(FaultAction::Wait) => "wait",
-        Some(FaultAction::Unknown) => "unknown",
-    }
-}
-
 /// The agent's metrics. Clones share the same values.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
@@ -244,7 +227,7 @@ fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
     for fault in &report.faults {
         let labels = FaultLabels {
             gpu: fault.gpu.to_string(),
-            action: fault_action(fault.action),
+            action: fault.action.map_or("undecided", FaultAction::label),
         };
         *open.entry(labels).or_default() += 1;
     }

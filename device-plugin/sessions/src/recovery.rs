@@ -128,22 +128,6 @@ pub enum RecoveryAction {
 }
 
 impl RecoveryAction {
-    /// The label for metrics and messages.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            RecoveryAction::ReexecInPlace => "in-place",
-            RecoveryAction::EndProcess => "process",
-            RecoveryAction::RestartContainer { over_limit: false } => "restart",
-            RecoveryAction::RestartContainer { over_limit: true } => "beyond-maximum",
-            RecoveryAction::NoAction {
-                await_eviction: true,
-            } => "evict",
-            RecoveryAction::NoAction {
-                await_eviction: false,
-            } => "report",
-        }
-    }
-
     /// Converts to the value of the API.
     pub fn to_api(self) -> FaultAction {
         match self {
@@ -157,6 +141,24 @@ impl RecoveryAction {
             RecoveryAction::NoAction {
                 await_eviction: false,
             } => FaultAction::Report,
+        }
+    }
+
+    /// The consequence for the process, for the fault's Event.
+    pub fn describe(self) -> &'static str {
+        match self {
+            RecoveryAction::ReexecInPlace => "its program is executed again in the same process",
+            RecoveryAction::EndProcess => "it ends, and its container goes on",
+            RecoveryAction::RestartContainer { over_limit: false } => "its container is restarted",
+            RecoveryAction::RestartContainer { over_limit: true } => {
+                "its container has been restarted too often and is killed"
+            }
+            RecoveryAction::NoAction {
+                await_eviction: true,
+            } => "its pod is to be evicted",
+            RecoveryAction::NoAction {
+                await_eviction: false,
+            } => "nothing is done",
         }
     }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bursar_crds::context_policy::FaultAction;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, gauge_value,
@@ -374,7 +375,8 @@ impl AuditMetrics {
             (None, None) => String::new(),
         };
         // Without a decision an XID named the process, and the agent awaits a further report.
-        let action = fault.decision().map_or("fence", RecoveryAction::as_str);
+        let action = fault.decision().map(RecoveryAction::to_api);
+        let action = action.map_or("fence", FaultAction::label);
         let label = FaultLabels { cause, action };
         self.poisoned.get_or_create(&label).inc();
     }

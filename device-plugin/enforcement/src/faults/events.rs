@@ -112,23 +112,8 @@ fn message(fault: &Fault) -> String {
              memory (MemoryHeld): its container is restarted"
         );
     }
-    let done = match fault.decision() {
-        Some(RecoveryAction::ReexecInPlace) => "its program is executed again in the same process",
-        Some(RecoveryAction::EndProcess) => "it ends, and its container goes on",
-        Some(RecoveryAction::RestartContainer { over_limit: false }) => {
-            "its container is restarted"
-        }
-        Some(RecoveryAction::RestartContainer { over_limit: true }) => {
-            "its container has been restarted too often and is killed"
-        }
-        Some(RecoveryAction::NoAction {
-            await_eviction: true,
-        }) => "its pod is to be evicted",
-        Some(RecoveryAction::NoAction {
-            await_eviction: false,
-        }) => "nothing is done",
-        None => "it gets no more memory",
-    };
+    let decision = fault.decision();
+    let done = decision.map_or("it gets no more memory", RecoveryAction::describe);
     // Tenants read the Event and must not learn a pid of the host.
     let generation = fault.image.generation;
     format!("{cause} poisoned the context of a process (generation {generation}): {done}")
