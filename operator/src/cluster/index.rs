@@ -47,6 +47,14 @@ pub mod kinds {
 /// the whole object.
 const MAX_ON_EVERY_NODE: usize = 32;
 
+/// The actions of agents of earlier versions, which list none.
+const UNLISTED_ACTIONS: [ContextAction; 4] = [
+    ContextAction::InPlace,
+    ContextAction::Restart,
+    ContextAction::Evict,
+    ContextAction::Report,
+];
+
 /// The orders for one node: context policies by namespace, and restart requests.
 pub type NodeOrders = (Arc<Vec<ContextPolicyEntry>>, Vec<RestartRequest>);
 
@@ -421,14 +429,13 @@ impl ClusterIndex {
         &self,
         written: &BTreeMap<String, NodeOrders>,
     ) -> Vec<(String, String, NodeOrders)> {
-        let all = Arc::new(self.context_policies());
-        let for_earlier_agents = Arc::new(without_process_ends(&all));
+        let policies = self.context_policies();
+        let mut by_actions = BTreeMap::new();
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let nodes = nodes.filter_map(|(key, node)| {
-            let all = match node.ends_processes {
-                true => &all,
-                false => &for_earlier_agents,
-            };
+            let all: &Arc<_> = by_actions
+                .entry(&node.context_actions)
+                .or_insert_with_key(|actions| Arc::new(supported_policies(&policies, actions)));
             let (orders, due) = (
                 self.context_policies_for(&key.name, all),
                 self.restart_requests(node),
@@ -580,16 +587,21 @@ impl ClusterIndex {
     }
 }
 
-/// The policies for an agent that cannot end a process alone. It restarts the container, and keeps
-/// the maximum and the window.
-fn without_process_ends(orders: &[ContextPolicyEntry]) -> Vec<ContextPolicyEntry> {
-    let mut orders = orders.to_vec();
-    for order in &mut orders {
-        if order.action == ContextAction::Process {
-            order.action = ContextAction::Restart;
+/// The policies for an agent that lists these actions. For every other one it restarts the
+/// container, and keeps the maximum and the window.
+fn supported_policies(
+    policies: &[ContextPolicyEntry],
+    listed: &[String],
+) -> Vec<ContextPolicyEntry> {
+    let mut policies = policies.to_vec();
+    for policy in &mut policies {
+        let action = policy.action;
+        let is_listed = listed.iter().any(|one| one == action.as_str());
+        if !is_listed && !UNLISTED_ACTIONS.contains(&action) {
+            policy.action = ContextAction::Restart;
         }
     }
-    orders
+    policies
 }
 
 /// The policy of a namespace among `orders`, which are sorted by namespace.

@@ -76,9 +76,8 @@ pub struct GpuNodeSummary {
     pub unknown_field: Option<&'static str>,
     /// The object's UID. A recreated GpuNode has no orders.
     pub uid: String,
-    /// Whether the node's agent can end a process alone. Agents of earlier versions do not list
-    /// their actions.
-    pub ends_processes: bool,
+    /// The context actions that the node's agent lists. Agents of earlier versions list none.
+    pub context_actions: Vec<String>,
     /// The context policies in the node's spec, sorted by namespace.
     pub context_policies: Vec<ContextPolicyEntry>,
     /// The restart requests in the node's spec.
@@ -110,10 +109,9 @@ impl GpuNodeSummary {
             }),
             unknown_field: unknown_in_node(node),
             uid: node.uid().unwrap_or_default(),
-            ends_processes: status.is_some_and(|status| {
-                let mut actions = status.context_actions.iter();
-                actions.any(|action| action == ContextAction::Process.as_str())
-            }),
+            context_actions: status
+                .map(|status| status.context_actions.clone())
+                .unwrap_or_default(),
             context_policies: contexts,
             restarts: node.spec.restarts.clone(),
             faults: OpenFault::all(node),
