@@ -10,7 +10,7 @@ use bursar_apiserver::metrics::ApiMetrics;
 use bursar_crds::context_policy::FaultAction;
 use bursar_enforcement::audit::metrics::AuditMetrics;
 use bursar_gpu_node::render::ready_condition;
-use bursar_gpu_node::report::{GpuHealth, NodeReport};
+use bursar_gpu_node::report::{GpuHealth, GpuReport, NodeReport};
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels,
@@ -152,22 +152,24 @@ impl Metrics {
             faults: fault_figures(report),
             ..GpuFigures::default()
         };
-        for gpu in &report.gpus {
+        for of_gpu in &report.gpus {
+            let GpuReport { gpu, memory, .. } = of_gpu;
             let info = GpuInfoLabels {
                 gpu: gpu.uuid.to_string(),
-                index: gpu.index.to_string(),
+                index: gpu.minor.to_string(),
                 model: gpu.model.clone(),
                 driver: report.driver_version.clone().unwrap_or_default(),
             };
             figures.infos.push((info, 1));
             let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
+            let (capacity, free) = (of_gpu.capacity(), memory.unbound());
             let states = [
                 ("total", gpu.memory.0),
-                ("capacity", bytes(gpu.capacity)),
-                ("free", bytes(gpu.free)),
-                ("bound", bytes(gpu.capacity.saturating_sub(gpu.free))),
-                ("leaked", gpu.leaked.0),
-                ("withheld", gpu.withheld.0),
+                ("capacity", bytes(capacity)),
+                ("free", bytes(free)),
+                ("bound", bytes(capacity.saturating_sub(free))),
+                ("leaked", memory.leaked.0),
+                ("withheld", memory.withheld.0),
             ];
             for (state, amount) in states {
                 let label = GpuStateLabels {
@@ -177,7 +179,7 @@ impl Metrics {
                 let amount = i64::try_from(amount).unwrap_or(i64::MAX);
                 figures.memory.push((label, amount));
             }
-            let is_healthy = gpu.health == GpuHealth::Healthy;
+            let is_healthy = of_gpu.health == GpuHealth::Healthy;
             figures
                 .healthy
                 .push(((&gpu.uuid).into(), is_healthy.into()));
@@ -321,7 +323,7 @@ mod tests {
     fn gpu_has_memory_by_state_until_it_leaves_the_report() {
         let metrics = Metrics::new();
         let mut report = report();
-        report.gpus[0].free = Quanta(6);
+        report.gpus[0].memory.free = Quanta(6);
         metrics.set_report(&report);
         let text = metrics.encode();
         assert!(

@@ -2,7 +2,9 @@
 
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::GpuState;
-use bursar_ledger::units::{Bytes, Quanta, Quantum};
+use bursar_gpu::Gpu;
+use bursar_ledger::units::{Quanta, Quantum};
+use bursar_ledger::{GpuView, Health};
 use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -46,23 +48,20 @@ pub fn report() -> NodeReport {
 }
 
 fn gpu(index: u32) -> GpuReport {
+    let gpu = Gpu {
+        minor: index,
+        ..Gpu::with_uuid(&format!("GPU-0000000{index}"))
+    };
     GpuReport {
-        uuid: format!("GPU-0000000{index}")
-            .parse()
-            .expect("a valid value"),
-        index,
-        model: "Simulated".into(),
-        memory: Bytes::gib(16),
         state: GpuState::Active,
         generation: 1,
         health: GpuHealth::Healthy,
-        capacity: Quanta(16),
-        free: Quanta(16),
-        largest_free: Quanta(16),
-        leaked: Bytes::ZERO,
-        withheld: Bytes::ZERO,
-        reserved_for: None,
-        set_aside: std::collections::BTreeMap::new(),
-        pods: std::collections::BTreeMap::new(),
+        memory: GpuView {
+            health: Health::Healthy,
+            capacity: Quanta(16),
+            free: Quanta(16),
+            ..GpuView::empty(gpu.uuid.clone())
+        },
+        gpu,
     }
 }

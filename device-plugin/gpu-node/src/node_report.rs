@@ -208,7 +208,7 @@ fn device_memory(snapshot: &Snapshot) -> MemoryReport {
         } else {
             view.healthy_capacity()
         },
-        free: view.gpus.iter().map(unbound).sum(),
+        free: view.gpus.iter().map(GpuView::unbound).sum(),
         largest_free: view.largest_free(),
     }
 }
@@ -226,20 +226,12 @@ fn managed_memory(snapshot: &Snapshot) -> MemoryReport {
     }
 }
 
-/// The quanta without a binding, reserved ones included.
-fn unbound(gpu: &GpuView) -> Quanta {
-    gpu.free + gpu.reserved
-}
-
 fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport {
-    let of_it = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
-    let healthy = state.health.is_healthy();
-    let held_for = of_it.and_then(|gpu| gpu.reserved_for.clone());
+    let in_ledger = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
+    let memory = in_ledger.cloned();
+    let memory = memory.unwrap_or_else(|| GpuView::empty(state.gpu.uuid.clone()));
     GpuReport {
-        uuid: state.gpu.uuid.clone(),
-        index: state.gpu.minor,
-        model: state.gpu.model.clone(),
-        memory: state.gpu.memory,
+        gpu: state.gpu.clone(),
         state: match state.health {
             Health::Unhealthy(UnhealthyReason::Lost | UnhealthyReason::NoAnswer) => State::Lost,
             Health::Unhealthy(UnhealthyReason::Xid(_))
@@ -250,7 +242,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
             Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained) => {
                 State::Draining
             }
-            Health::Healthy if held_for.is_some() => State::Reserved,
+            Health::Healthy if memory.reserved_for.is_some() => State::Reserved,
             Health::Healthy
             | Health::Unhealthy(
                 UnhealthyReason::Xid(_)
@@ -268,17 +260,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
                 reason: why.as_str().to_owned(),
             },
         },
-        capacity: of_it
-            .filter(|_| healthy)
-            .map(|gpu| gpu.capacity)
-            .unwrap_or_default(),
-        free: of_it.map(unbound).unwrap_or_default(),
-        largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
-        leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
-        withheld: of_it.map(|gpu| gpu.withheld).unwrap_or_default(),
-        reserved_for: held_for,
-        set_aside: of_it.map(|gpu| gpu.set_aside.clone()).unwrap_or_default(),
-        pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
+        memory,
     }
 }
 
@@ -360,27 +342,25 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
     let mut events: Vec<_> = news
         .filter_map(|statement| Some((event_reason(statement)?, statement.message.clone())))
         .collect();
-    for gpu in &after.gpus {
-        let old = before.and_then(|before| before.gpus.iter().find(|old| old.uuid == gpu.uuid));
-        match (old.map(|old| &old.health), &gpu.health) {
+    for report in &after.gpus {
+        let gpu = &report.gpu.uuid;
+        let old = before.and_then(|before| before.gpus.iter().find(|old| old.gpu.uuid == *gpu));
+        match (old.map(|old| &old.health), &report.health) {
             (Some(GpuHealth::Healthy) | None, GpuHealth::Unhealthy { reason }) => {
                 events.push((
                     Reason::GpuUnhealthy,
-                    format!("{} gets no new pods: {reason}", gpu.uuid),
+                    format!("{gpu} gets no new pods: {reason}"),
                 ));
             }
             (Some(GpuHealth::Unhealthy { .. }), GpuHealth::Healthy) => {
-                events.push((
-                    Reason::GpuHealthy,
-                    format!("{} gets new pods again", gpu.uuid),
-                ));
+                events.push((Reason::GpuHealthy, format!("{gpu} gets new pods again")));
             }
             _ => {}
         }
-        if gpu.leaked > Bytes::ZERO && old.is_none_or(|old| old.leaked == Bytes::ZERO) {
+        let leaked = report.memory.leaked;
+        if leaked > Bytes::ZERO && old.is_none_or(|old| old.memory.leaked == Bytes::ZERO) {
             let message = format!(
-                "of {} {} that ended pods had exported are held by others, and not given to pods",
-                gpu.uuid, gpu.leaked
+                "of {gpu} {leaked} that ended pods had exported are held by others, and not given to pods"
             );
             events.push((Reason::MemoryLeaked, message));
         }

@@ -15,6 +15,8 @@ use bursar_crds::gpu_node::{
 };
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
+use bursar_gpu::Gpu;
+use bursar_ledger::GpuView;
 use bursar_ledger::units::{PodUid, Quanta};
 use bursar_node::checkpoint_state::PodName;
 use bursar_retained::status::LeaseReport;
@@ -208,28 +210,42 @@ impl PodNames<'_> {
 }
 
 fn gpu_status(
-    gpu: &GpuReport,
+    report: &GpuReport,
     names: &mut PodNames<'_>,
     before: &GpuNodeStatus,
     now: &Time,
 ) -> GpuStatus {
     let GpuReport {
-        uuid,
-        index,
-        model,
-        memory,
+        gpu,
         state,
         generation,
         health,
-        capacity,
-        free,
-        largest_free,
+        memory: in_ledger,
+    } = report;
+    let Gpu {
+        uuid,
+        minor,
+        model,
+        memory,
+        pci: _,
+        mig_parent: _,
+        capabilities: _,
+    } = gpu;
+    let GpuView {
+        uuid: _,
+        health: _,
+        capacity: _,
+        bound: _,
+        unreclaimed: _,
         leaked,
+        orphaned_leases: _,
         withheld,
-        reserved_for: held_for,
+        free,
+        reserved: _,
         set_aside,
         pods,
-    } = gpu;
+        reserved_for,
+    } = in_ledger;
     let (status, reason) = match health {
         GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
         GpuHealth::Unhealthy { reason } => (HealthStatus::Unhealthy, reason.as_str()),
@@ -242,7 +258,7 @@ fn gpu_status(
         .unwrap_or_else(|| now.clone());
     GpuStatus {
         uuid: uuid.as_str().to_owned(),
-        index: i32::try_from(*index).unwrap_or(i32::MAX),
+        index: i32::try_from(*minor).unwrap_or(i32::MAX),
         model: model.clone(),
         memory: Amount::from_bytes(memory.0),
         state: *state,
@@ -252,12 +268,12 @@ fn gpu_status(
             reason: reason.to_owned(),
             since: Some(since),
         },
-        capacity: to_i32(*capacity),
-        free: to_i32(*free),
-        largest_free: to_i32(*largest_free),
+        capacity: to_i32(report.capacity()),
+        free: to_i32(in_ledger.unbound()),
+        largest_free: to_i32(*free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
-        reserved_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
+        reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
         set_aside: names.largest(set_aside, MAX_SET_ASIDE),
         pods: names.largest(pods, MAX_PODS),
     }
@@ -676,8 +692,8 @@ mod tests {
     fn pods_of_a_gpu_have_names_as_soon_as_these_are_known() {
         let uid = |text: &str| text.parse::<PodUid>().unwrap();
         let mut report = report();
-        report.gpus[0].pods = [(uid("a"), Quanta(4)), (uid("b"), Quanta(8))].into();
-        report.gpus[0].set_aside = [(uid("c"), Quanta(2))].into();
+        report.gpus[0].memory.pods = [(uid("a"), Quanta(4)), (uid("b"), Quanta(8))].into();
+        report.gpus[0].memory.set_aside = [(uid("c"), Quanta(2))].into();
         for (pod, namespace, name) in [("b", "team-b", "train"), ("c", "team-a", "late")] {
             let (namespace, name) = (namespace.to_owned(), name.to_owned());
             report
@@ -816,8 +832,11 @@ mod tests {
             .collect();
         full.gpus = (0..300)
             .map(|_| GpuReport {
-                set_aside: (0..9).map(|number| (pod(number), Quanta(1))).collect(),
-                pods: (0..250).map(|number| (pod(number), Quanta(1))).collect(),
+                memory: GpuView {
+                    set_aside: (0..9).map(|number| (pod(number), Quanta(1))).collect(),
+                    pods: (0..250).map(|number| (pod(number), Quanta(1))).collect(),
+                    ..gpu.memory.clone()
+                },
                 ..gpu.clone()
             })
             .collect();

@@ -6,7 +6,9 @@ use bursar_crds::conditions::ConditionUpdate;
 use bursar_crds::gpu_node::GpuState;
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::FaultReport;
-use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
+use bursar_gpu::Gpu;
+use bursar_ledger::GpuView;
+use bursar_ledger::units::{PodUid, Quanta, Quantum};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_retained::status::LeaseReport;
 use bursar_retained::tokens::NodePublicKey;
@@ -73,36 +75,26 @@ pub struct MemoryReport {
 /// One GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuReport {
-    /// NVML's UUID.
-    pub uuid: GpuUuid,
-    /// The number of its device node; for a MIG instance, its parent's.
-    pub index: u32,
-    /// The name of the model.
-    pub model: String,
-    /// The total memory.
-    pub memory: Bytes,
+    /// The GPU as NVML describes it.
+    pub gpu: Gpu,
     /// Whether new pods are placed on it.
     pub state: GpuState,
     /// The GPU's generation.
     pub generation: u64,
     /// The health.
     pub health: GpuHealth,
+    /// Its memory in the ledger.
+    pub memory: GpuView,
+}
+
+impl GpuReport {
     /// The amount that can be bound to pods; zero while the GPU is unhealthy.
-    pub capacity: Quanta,
-    /// The amount that is bound to no container.
-    pub free: Quanta,
-    /// The part of `free` that is reserved for no pod.
-    pub largest_free: Quanta,
-    /// Bytes that ended pods left and others still hold.
-    pub leaked: Bytes,
-    /// Bytes that are in use and charged to no container.
-    pub withheld: Bytes,
-    /// The pod that a reservation of the operator names.
-    pub reserved_for: Option<PodUid>,
-    /// The waiting pods for which free memory is set aside: `free` less `largest_free`.
-    pub set_aside: BTreeMap<PodUid, Quanta>,
-    /// The pods with memory on it, and how much each has. The status has the 32 largest.
-    pub pods: BTreeMap<PodUid, Quanta>,
+    pub fn capacity(&self) -> Quanta {
+        match self.health {
+            GpuHealth::Healthy => self.memory.capacity,
+            GpuHealth::Unhealthy { .. } => Quanta::ZERO,
+        }
+    }
 }
 
 /// The health of a GPU.

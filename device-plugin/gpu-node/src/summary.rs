@@ -52,7 +52,8 @@ fn count(entries: usize) -> i32 {
 fn gpus(gpus: &[GpuReport]) -> String {
     let mut models: BTreeMap<&str, usize> = BTreeMap::new();
     for gpu in gpus {
-        let model = gpu.model.strip_prefix("NVIDIA ").unwrap_or(&gpu.model);
+        let model = &gpu.gpu.model;
+        let model = model.strip_prefix("NVIDIA ").unwrap_or(model);
         let model = &model[..model.floor_char_boundary(MAX_MODEL_LENGTH)];
         *models.entry(model).or_default() += 1;
     }
@@ -95,7 +96,7 @@ fn generations(gpus: &[GpuReport]) -> String {
 /// The memory that is set aside on all GPUs together, for the pods with the most.
 fn set_aside(report: &NodeReport) -> String {
     let mut pods: BTreeMap<&PodUid, Quanta> = BTreeMap::new();
-    for (pod, quanta) in report.gpus.iter().flat_map(|gpu| &gpu.set_aside) {
+    for (pod, quanta) in report.gpus.iter().flat_map(|gpu| &gpu.memory.set_aside) {
         *pods.entry(pod).or_default() += *quanta;
     }
     let mut pods: Vec<_> = pods.into_iter().collect();
@@ -122,6 +123,7 @@ fn gib(Bytes(bytes): Bytes) -> String {
 
 #[cfg(test)]
 mod tests {
+    use bursar_gpu::Gpu;
     use bursar_ledger::units::Quantum;
     use bursar_node::checkpoint_state::PodName;
 
@@ -170,7 +172,7 @@ mod tests {
     #[test]
     fn unhealthy_gpus_and_several_models_are_named() {
         let mut report = report();
-        report.gpus[0].model = "NVIDIA H100 80GB HBM3".into();
+        report.gpus[0].gpu.model = "NVIDIA H100 80GB HBM3".into();
         report.gpus[0].health = GpuHealth::Unhealthy {
             reason: "Xid79".into(),
         };
@@ -201,8 +203,8 @@ mod tests {
             name: "train".into(),
         };
         report.pod_names.insert(uid("b"), name);
-        report.gpus[0].set_aside = [(uid("a"), Quanta(2)), (uid("b"), Quanta(12))].into();
-        report.gpus[1].set_aside = [(uid("a"), Quanta(1))].into();
+        report.gpus[0].memory.set_aside = [(uid("a"), Quanta(2)), (uid("b"), Quanta(12))].into();
+        report.gpus[1].memory.set_aside = [(uid("a"), Quanta(1))].into();
         assert_eq!(
             summarize(&report).set_aside,
             "12 GiB for team-b/train, 3 GiB for a"
@@ -216,7 +218,7 @@ mod tests {
                 .pod_names
                 .insert(uid(&format!("{number:04}")), longest.clone());
             let pod = (uid(&format!("{number:04}")), Quanta(16));
-            report.gpus[1].set_aside.extend([pod]);
+            report.gpus[1].memory.set_aside.extend([pod]);
         }
         let text = summarize(&report).set_aside;
         assert!(text.ends_with(", and for 112 more pods"), "{text}");
@@ -229,7 +231,10 @@ mod tests {
         let gpu = report.gpus[0].clone();
         let models = (0..40).map(|number| format!("{number}{}", "ü".repeat(200)));
         let with = |model| GpuReport {
-            model,
+            gpu: Gpu {
+                model,
+                ..gpu.gpu.clone()
+            },
             ..gpu.clone()
         };
         report.gpus = models.map(with).collect();

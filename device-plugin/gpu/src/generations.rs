@@ -323,7 +323,6 @@ fn grown(known: &BTreeMap<GpuUuid, u64>, now: BTreeMap<GpuUuid, u64>) -> Vec<Gen
 
 #[cfg(test)]
 mod tests {
-    use bursar_ledger::units::Bytes;
 
     use super::*;
     use crate::health::{Health, UnhealthyReason};
@@ -348,23 +347,13 @@ mod tests {
     };
 
     fn state(memory: PersistedHealth) -> Vec<GpuState> {
-        let uuid = "GPU-a".parse().unwrap();
-        let gpu = Gpu {
-            uuid,
-            minor: 0,
-            model: "T".into(),
-            memory: Bytes::gib(1),
-            pci: None,
-            mig_parent: None,
-            capabilities: Vec::new(),
-        };
         let health = if memory == HEALTHY {
             Health::Healthy
         } else {
             Health::Unhealthy(UnhealthyReason::Lost)
         };
         vec![GpuState {
-            gpu,
+            gpu: Gpu::with_uuid("GPU-a"),
             health,
             persisted: memory,
         }]

@@ -57,6 +57,20 @@ pub struct Gpu {
 }
 
 impl Gpu {
+    /// A simulated GPU of 16 GiB.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn with_uuid(uuid: &str) -> Self {
+        Self {
+            uuid: uuid.parse().expect("a UUID"),
+            minor: 0,
+            model: "Simulated".to_owned(),
+            memory: Bytes::gib(16),
+            pci: None,
+            mig_parent: None,
+            capabilities: Vec::new(),
+        }
+    }
+
     /// Whether `gpus` has this GPU, or the parent of this MIG instance.
     pub fn is_in(&self, gpus: &BTreeSet<GpuUuid>) -> bool {
         let parent = self.mig_parent.as_ref();

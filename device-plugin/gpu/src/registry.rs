@@ -321,8 +321,6 @@ fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use bursar_ledger::units::Bytes;
-
     use super::super::health::{Health, UnhealthyReason};
     use super::*;
 
@@ -340,15 +338,7 @@ mod tests {
     }
 
     fn gpu(name: &str) -> Gpu {
-        Gpu {
-            uuid: uuid(name),
-            minor: 0,
-            model: "T".into(),
-            memory: Bytes::gib(16),
-            pci: None,
-            mig_parent: None,
-            capabilities: Vec::new(),
-        }
+        Gpu::with_uuid(name)
     }
 
     fn mig(name: &str, parent: &str) -> Gpu {

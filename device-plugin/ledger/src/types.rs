@@ -352,6 +352,32 @@ pub struct ManagedView {
     pub free: Quanta,
 }
 
+impl GpuView {
+    /// A GPU without memory to bind.
+    pub fn empty(uuid: GpuUuid) -> Self {
+        Self {
+            uuid,
+            health: Health::Unhealthy,
+            capacity: Quanta::ZERO,
+            bound: Quanta::ZERO,
+            unreclaimed: Bytes::ZERO,
+            leaked: Bytes::ZERO,
+            orphaned_leases: Bytes::ZERO,
+            withheld: Bytes::ZERO,
+            free: Quanta::ZERO,
+            reserved: Quanta::ZERO,
+            set_aside: BTreeMap::new(),
+            pods: BTreeMap::new(),
+            reserved_for: None,
+        }
+    }
+
+    /// The memory without a binding, reserved memory included.
+    pub fn unbound(&self) -> Quanta {
+        self.free + self.reserved
+    }
+}
+
 impl LedgerView {
     /// The largest claim that one GPU could take now.
     pub fn largest_free(&self) -> Quanta {

@@ -262,18 +262,8 @@ impl Ledger {
 /// A GPU that left the inventory while memory was bound on it.
 fn lost_gpu(uuid: &GpuUuid, used: &GpuUsage<'_>) -> GpuView {
     GpuView {
-        uuid: uuid.clone(),
-        health: Health::Unhealthy,
-        capacity: Quanta::ZERO,
         bound: used.quanta,
-        unreclaimed: Bytes::ZERO,
-        leaked: Bytes::ZERO,
-        orphaned_leases: Bytes::ZERO,
-        withheld: Bytes::ZERO,
-        free: Quanta::ZERO,
-        reserved: Quanta::ZERO,
-        set_aside: BTreeMap::new(),
         pods: used.of_pods(),
-        reserved_for: None,
+        ..GpuView::empty(uuid.clone())
     }
 }

@@ -93,13 +93,8 @@ mod tests {
 
     fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
         let gpu = Gpu {
-            uuid: name.parse().unwrap(),
-            minor: 0,
-            model: "T".into(),
             memory,
-            pci: None,
-            mig_parent: None,
-            capabilities: Vec::new(),
+            ..Gpu::with_uuid(name)
         };
         GpuState {
             gpu,

@@ -106,17 +106,8 @@ fn session_record_of_any_content_is_served() {
 
 /// The GPU `GPU-a`, absent or present.
 fn gpu(away: bool) -> GpuState {
-    let gpu = Gpu {
-        uuid: "GPU-a".parse().unwrap(),
-        minor: 0,
-        model: "T".to_owned(),
-        memory: Bytes::gib(1),
-        pci: None,
-        mig_parent: None,
-        capabilities: Vec::new(),
-    };
     GpuState {
-        gpu,
+        gpu: Gpu::with_uuid("GPU-a"),
         health: Health::Healthy,
         persisted: PersistedHealth {
             away,

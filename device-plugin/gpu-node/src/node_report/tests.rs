@@ -27,19 +27,15 @@ fn snapshot() -> Snapshot {
         inventory: inventory_with(Health::Healthy),
         view: LedgerView {
             gpus: vec![GpuView {
-                uuid: uuid(),
                 health: LedgerHealth::Healthy,
                 capacity: Quanta(16),
                 bound: Quanta(10),
                 unreclaimed: Bytes::gib(1),
-                leaked: Bytes::ZERO,
-                withheld: Bytes::ZERO,
-                orphaned_leases: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
                 set_aside: [("pod-1".parse().unwrap(), Quanta(2))].into(),
                 pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
-                reserved_for: None,
+                ..GpuView::empty(uuid())
             }],
             managed: ManagedView::default(),
             unbound_allocations: 1,
@@ -70,13 +66,8 @@ fn snapshot() -> Snapshot {
 
 fn inventory_with(health: Health) -> Inventory {
     let gpu = Gpu {
-        uuid: uuid(),
         minor: 5,
-        model: "Simulated".into(),
-        memory: Bytes::gib(16),
-        pci: None,
-        mig_parent: None,
-        capabilities: Vec::new(),
+        ..Gpu::with_uuid("GPU-a")
     };
     Inventory::Gpus {
         driver: Some("580.1".into()),
@@ -147,10 +138,13 @@ fn reserved_gpu_names_its_reservation_and_pods() {
     held.view.gpus[0].reserved_for = Some(waiter.clone());
     let gpu = &node_report(&held, &inputs()).gpus[0];
     assert_eq!(
-        (gpu.state, &gpu.reserved_for),
+        (gpu.state, &gpu.memory.reserved_for),
         (State::Reserved, &Some(waiter))
     );
-    assert_eq!(gpu.pods, [("pod-0".parse().unwrap(), Quanta(10))].into());
+    assert_eq!(
+        gpu.memory.pods,
+        [("pod-0".parse().unwrap(), Quanta(10))].into()
+    );
 }
 
 #[test]
@@ -171,12 +165,15 @@ fn working_node_reports_gpus_room_and_waiting_pods() {
     assert_eq!(report.device_memory.largest_free, Quanta(4));
     let gpu = &report.gpus[0];
     assert_eq!(
-        (gpu.index, gpu.generation, gpu.state),
+        (gpu.gpu.minor, gpu.generation, gpu.state),
         (5, 3, State::Active)
     );
-    assert_eq!((gpu.free, gpu.largest_free), (Quanta(6), Quanta(4)));
+    assert_eq!(
+        (gpu.memory.unbound(), gpu.memory.free),
+        (Quanta(6), Quanta(4))
+    );
     let waiter: PodUid = "pod-1".parse().unwrap();
-    assert_eq!(gpu.set_aside, [(waiter.clone(), Quanta(2))].into());
+    assert_eq!(gpu.memory.set_aside, [(waiter.clone(), Quanta(2))].into());
     assert_eq!(report.pod_names[&waiter].to_string(), "team-a/late");
     let waiting = &report.waiting[0];
     assert_eq!(waiting.namespace, "team-a");
@@ -234,7 +231,7 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
             ..snapshot()
         };
         let gpu = &node_report(&snapshot, &inputs()).gpus[0];
-        assert_eq!((gpu.state, gpu.capacity), (state, Quanta::ZERO));
+        assert_eq!((gpu.state, gpu.capacity()), (state, Quanta::ZERO));
         assert_eq!(
             gpu.health,
             GpuHealth::Unhealthy {

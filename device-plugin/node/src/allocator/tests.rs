@@ -191,15 +191,9 @@ struct TestNode {
 const WAIT: Duration = Duration::from_secs(25);
 
 fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
-    let uuid = name.parse().unwrap();
     let gpu = Gpu {
-        uuid,
         minor,
-        model: "T".into(),
-        memory: Bytes::gib(16),
-        pci: None,
-        mig_parent: None,
-        capabilities: Vec::new(),
+        ..Gpu::with_uuid(name)
     };
     GpuState {
         gpu,

@@ -333,13 +333,5 @@ fn generations(disk: &tempfile::TempDir, boot: u32) -> GpuGenerations {
 }
 
 fn gpu() -> Gpu {
-    Gpu {
-        uuid: "GPU-aaaa".parse().unwrap(),
-        minor: 0,
-        model: "T".to_owned(),
-        memory: Bytes::gib(1),
-        pci: None,
-        mig_parent: None,
-        capabilities: Vec::new(),
-    }
+    Gpu::with_uuid("GPU-aaaa")
 }
