@@ -5,6 +5,7 @@ mod faults;
 mod inputs;
 mod overage;
 mod plan;
+mod quota_patch;
 mod quotas;
 pub mod reconcile;
 mod spec;
