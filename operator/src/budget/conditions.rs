@@ -6,7 +6,6 @@ use bursar_crds::conditions::{ConditionUpdate, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
 use super::quotas::{QuotaKind, QuotaSpec};
-use super::spec::invalid_overrides;
 use super::{BudgetInputs, Cohort, RequestedUsage};
 use super::{InvalidSpec, ParsedSpec};
 use crate::cluster::ExclusionReason;
@@ -21,6 +20,7 @@ const MAX_BUDGETS_WITH_SUMS: usize = 64;
 pub(super) fn conditions(
     budget: &GpuMemoryBudget,
     parsed: &Result<ParsedSpec, InvalidSpec>,
+    quotas: &[(QuotaKind, QuotaSpec)],
     inputs: &BudgetInputs,
 ) -> Vec<ConditionUpdate> {
     let accepted = accepted(budget, parsed, inputs.quantum);
@@ -28,7 +28,7 @@ pub(super) fn conditions(
         Ok(parsed) => (
             covered(&budget.spec.cohort, &inputs.cohort, inputs.quantum),
             exceeded(parsed, &inputs.requested, inputs.quantum),
-            enforced(budget, parsed, inputs),
+            enforced(quotas, inputs),
         ),
         Err(_) => (
             unknown(names::COVERED),
@@ -79,8 +79,8 @@ fn accepted(
         Ok(parsed) => parsed,
         Err(reason) => return invalid(reason.to_string()),
     };
-    let unreadable = invalid_overrides(&budget.spec).map(|reason| reason.to_string());
-    let unreadable: Vec<_> = unreadable.collect();
+    let unreadable = parsed.invalid_overrides.iter();
+    let unreadable: Vec<_> = unreadable.map(ToString::to_string).collect();
     if !unreadable.is_empty() {
         return invalid(format!("{}; the rest applies", unreadable.join(", ")));
     }
@@ -243,21 +243,14 @@ fn exceeded_bound(
     format!("{subject} request {requested}, more than {most}: {remedy}")
 }
 
-fn enforced(
-    budget: &GpuMemoryBudget,
-    parsed: &ParsedSpec,
-    inputs: &BudgetInputs,
-) -> ConditionUpdate {
+fn enforced(quotas: &[(QuotaKind, QuotaSpec)], inputs: &BudgetInputs) -> ConditionUpdate {
     let pending =
         |message| ConditionUpdate::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
-    for kind in QuotaKind::ALL {
-        let (name, desired) = (
-            kind.name(),
-            QuotaSpec::desired(kind, budget, parsed, inputs.quantum),
-        );
-        match inputs.quota(kind) {
-            Some(quota) if quota.enforces(&desired) => {}
-            Some(quota) if quota.spec == desired => {
+    for (kind, desired) in quotas {
+        let name = kind.name();
+        match inputs.quota(*kind) {
+            Some(quota) if quota.enforces(desired) => {}
+            Some(quota) if quota.spec == *desired => {
                 return pending(format!(
                     "ResourceQuota {name} is written but not in force yet: the controller manager has not copied it to the status"
                 ));

@@ -129,10 +129,9 @@ pub(super) fn due_evictions<'a>(
 /// progress.
 pub(super) fn recorded_evictions(
     budget: &GpuMemoryBudget,
-    inputs: &BudgetInputs,
+    due: &DueEvictions<'_>,
     now: &Time,
 ) -> Vec<FaultEviction> {
-    let due = due_evictions(budget, inputs);
     let before = current_records(budget);
     let is_due = |one: &&FaultEviction| {
         let mut leaving = due.evictions.iter();

@@ -143,8 +143,9 @@ pub struct BudgetInputs {
     pub reported: ReportedUsage,
     /// How long PodDisruptionBudgets have refused the eviction of pods, by UID.
     pub refused_for: BTreeMap<String, Duration>,
-    /// How long this operator has seen the status say that the budget is exceeded.
-    pub exceeded_for: Duration,
+    /// How long this operator has seen the status say that the budget is exceeded; `None` while
+    /// the status does not say so.
+    pub exceeded_for: Option<Duration>,
     /// The budget's cohort.
     pub cohort: Cohort,
     /// The observed quota of guaranteed pods.

@@ -15,9 +15,10 @@ mod status;
 pub use faults::{Remedy, action_of, remedy};
 pub use inputs::{AffectedPod, BudgetInputs, Cohort, ReportedUsage, RequestedUsage};
 pub use overage::excess_pods;
-pub use plan::{Plan, PodEviction, Step, is_exceeded, plan};
+pub use plan::{Plan, PodEviction, Step, plan};
 pub use quotas::{ObservedQuota, QuotaKind, QuotaSpec, Scope, is_enforced};
 pub use spec::{InvalidSpec, ParsedSpec};
+pub use state::is_exceeded;
 
 #[cfg(test)]
 mod plan_tests;

@@ -14,7 +14,6 @@
 
 use std::time::Duration;
 
-use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -24,7 +23,6 @@ use super::faults;
 use super::overage::{EXCEEDED, excess_pods};
 use super::quotas::{QuotaKind, QuotaSpec};
 use super::status::desired_status;
-use super::status::true_condition;
 use crate::cluster::pod_request::{JobRef, PodRequest};
 
 /// How long a budget has to be exceeded before pods are evicted. A pending delete may end it.
@@ -88,33 +86,38 @@ pub struct Plan {
 pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan {
     let mut plan = Plan::default();
     let parsed = ParsedSpec::of(&budget.spec, inputs.quantum);
-    let (mut quotas, mut in_force) = (Vec::new(), parsed.is_ok());
     // An invalid spec leaves the quotas as they are.
-    if let Ok(parsed) = &parsed {
-        for kind in QuotaKind::ALL {
-            let wanted = QuotaSpec::desired(kind, budget, parsed, inputs.quantum);
-            let quota = inputs.quota(kind);
-            if quota.is_none_or(|quota| quota.spec != wanted) {
-                quotas.push(Step::ApplyQuota(kind, wanted.clone()));
-            }
-            in_force &= quota.is_some_and(|quota| quota.enforces(&wanted));
-        }
-    }
+    let quotas = parsed.as_ref().map_or_else(
+        |_| Vec::new(),
+        |parsed| QuotaSpec::all_desired(budget, parsed, inputs.quantum),
+    );
+    let enforces = |(kind, wanted): &(QuotaKind, QuotaSpec)| {
+        let quota = inputs.quota(*kind);
+        quota.is_some_and(|quota| quota.enforces(wanted))
+    };
+    let in_force = parsed.is_ok() && quotas.iter().all(enforces);
+    let due = faults::due_evictions(budget, inputs);
+    let recorded = faults::recorded_evictions(budget, &due, now);
+    let pending = faults::pending_evictions(budget, &due);
     if in_force && !inputs.is_labelled {
         plan.steps.push(Step::LabelNamespace);
     }
-    let wanted = desired_status(budget, inputs, now);
+    let wanted = desired_status(budget, &parsed, &quotas, recorded, inputs, now);
     if budget.status.as_ref() != Some(&wanted) {
         plan.steps.push(Step::ApplyStatus(Box::new(wanted)));
     }
-    plan.steps.extend(quotas);
+    for (kind, wanted) in quotas {
+        let quota = inputs.quota(kind);
+        if quota.is_none_or(|quota| quota.spec != wanted) {
+            plan.steps.push(Step::ApplyQuota(kind, wanted));
+        }
+    }
     if let Ok(parsed) = &parsed
         && in_force
     {
         plan_excess_evictions(&mut plan, budget, parsed, inputs);
     }
-    let due = faults::due_evictions(budget, inputs);
-    for pod in faults::pending_evictions(budget, &due) {
+    for pod in pending {
         plan.evict(pod, inputs);
     }
     for job in &due.unread_jobs {
@@ -176,7 +179,7 @@ fn plan_excess_evictions(
 ) {
     let enforced = budget.status.as_ref();
     let enforced = enforced.and_then(|status| status.enforced_since.as_ref());
-    let Some(Time(enforced)) = enforced.filter(|_| is_exceeded(budget)) else {
+    let (Some(Time(enforced)), Some(exceeded_for)) = (enforced, inputs.exceeded_for) else {
         return;
     };
     let known = |job: &JobRef| inputs.jobs_ignoring_disruption.get(&job.uid).copied();
@@ -188,8 +191,8 @@ fn plan_excess_evictions(
     if possible.is_empty() {
         return;
     }
-    if inputs.exceeded_for < OVERAGE_GRACE {
-        plan.requeue_within(Some(OVERAGE_GRACE - inputs.exceeded_for));
+    if exceeded_for < OVERAGE_GRACE {
+        plan.requeue_within(Some(OVERAGE_GRACE - exceeded_for));
         return;
     }
     let jobs = inputs.pods.iter().filter_map(|(_, request)| {
@@ -209,11 +212,4 @@ fn plan_excess_evictions(
     for pod in surplus_of(false) {
         plan.evict(pod, inputs);
     }
-}
-
-/// Whether the status says that the budget of today's spec is exceeded.
-pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
-    let status = budget.status.as_ref();
-    let exceeded = status.and_then(|status| true_condition(status, names::EXCEEDED));
-    exceeded.is_some_and(|condition| condition.observed_generation == budget.metadata.generation)
 }

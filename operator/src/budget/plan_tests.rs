@@ -107,10 +107,8 @@ impl Namespace {
                 .map(|(name, request)| (name.clone(), request.clone()))
                 .collect(),
             refused_for: self.refused.clone(),
-            exceeded_for: match is_exceeded(&self.budget) {
-                true => self.since(self.exceeded.unwrap_or(self.second)),
-                false => Duration::ZERO,
-            },
+            exceeded_for: is_exceeded(&self.budget)
+                .then(|| self.since(self.exceeded.unwrap_or(self.second))),
             cohort: Cohort {
                 nodes: 1,
                 allocatable: Quanta::new(1000),

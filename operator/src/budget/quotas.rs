@@ -82,6 +82,17 @@ pub struct ObservedQuota {
 }
 
 impl QuotaSpec {
+    /// The quotas that the budget should have, in the order of their writes.
+    pub fn all_desired(
+        budget: &GpuMemoryBudget,
+        parsed: &ParsedSpec,
+        quantum: Quantum,
+    ) -> Vec<(QuotaKind, Self)> {
+        QuotaKind::ALL
+            .map(|kind| (kind, Self::desired(kind, budget, parsed, quantum)))
+            .to_vec()
+    }
+
     /// The quota that the budget should have.
     pub fn desired(
         kind: QuotaKind,

@@ -28,7 +28,7 @@ use crate::api::job_disruption;
 use crate::api::read;
 use crate::api::write::{ApiWriter, EvictionResult};
 use crate::budget::BudgetInputs;
-use crate::budget::{Step, is_exceeded, plan};
+use crate::budget::{Step, plan};
 use crate::cluster::{ClusterIndex, Key};
 use crate::error::error_chain;
 use crate::run::Clock;
@@ -97,24 +97,14 @@ impl Reconciler {
     async fn reconcile(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, ApiError> {
         let start = Instant::now();
         let key = Key::of(&*budget);
-        let held_back = |state: &BudgetState| state.backoff_remaining(start);
-        if let Some(wait) = self.lock_states().get(&key).and_then(held_back) {
+        let mut current = GpuMemoryBudget::clone(&budget);
+        let (mut inputs, list) = self.read_index(&budget);
+        let recalled = self.with_state(&key, |state| {
+            state.recall(&mut current, &mut inputs, list, start)
+        });
+        if let Err(wait) = recalled {
             return Ok(Action::requeue(wait));
         }
-        let current = self.with_last_status(&key, &budget);
-        let mut inputs = self
-            .index
-            .borrow()
-            .budget_inputs(&key.namespace, &budget.spec.cohort);
-        inputs.jobs_ignoring_disruption =
-            self.with_state(&key, |state| state.known_jobs(&inputs.pods));
-        inputs.refused_for = self.with_state(&key, |state| state.refused_for(start));
-        self.with_state(&key, |state| {
-            state.update_fault_ages(&mut inputs.affected_pods, start)
-        });
-        inputs.exceeded_for = self.with_state(&key, |state| {
-            state.exceeded_for(is_exceeded(&current), start)
-        });
         let now = Time((self.clock)());
         let mut plan = plan(&current, &inputs, &now);
         if plan.evicts_excess() {
@@ -133,6 +123,14 @@ impl Reconciler {
         self.metrics.record_reconcile(outcome, start.elapsed());
         self.succeeded(&key);
         Ok(Action::requeue(plan.requeue_after.unwrap_or(RESYNC_PERIOD)))
+    }
+
+    /// The index's inputs for the budget, and the number of the list that the budget is from.
+    fn read_index(&self, budget: &GpuMemoryBudget) -> (BudgetInputs, u64) {
+        let index = self.index.borrow();
+        let namespace = budget.metadata.namespace.as_deref().unwrap_or_default();
+        let inputs = index.budget_inputs(namespace, &budget.spec.cohort);
+        (inputs, index.budget_lists())
     }
 
     /// The inputs with the namespace's pods as the API server has them now, because a watch may
@@ -219,18 +217,6 @@ impl Reconciler {
                 Ok(())
             }
         }
-    }
-
-    /// The budget with the last written status, if the watch has not delivered it yet.
-    fn with_last_status(&self, key: &Key, budget: &GpuMemoryBudget) -> GpuMemoryBudget {
-        let mut newest = budget.clone();
-        let list = self.index.borrow().budget_lists();
-        let memories = self.lock_states();
-        let newer = |state: &BudgetState| state.last_written_status(budget, list).cloned();
-        if let Some(status) = memories.get(key).and_then(newer) {
-            newest.status = Some(status);
-        }
-        newest
     }
 
     /// Stores the written status, and drops the state of deleted budgets.

@@ -47,6 +47,9 @@ pub struct ParsedSpec {
     pub overflows: bool,
     /// The amounts that were rounded down, as text for the condition.
     pub rounded: Vec<String>,
+    /// The overrides that hold no amount, from before the API server refused them. They invalidate
+    /// no other field.
+    pub invalid_overrides: Vec<InvalidSpec>,
 }
 
 impl ParsedSpec {
@@ -86,13 +89,12 @@ impl ParsedSpec {
             managed,
             overflows: spec.overflow == Overflow::Borrow,
             rounded: reader.rounded,
+            invalid_overrides: invalid_overrides(spec).collect(),
         })
     }
 }
 
-/// The overrides that hold no amount, from before the API server refused them. They invalidate no
-/// other field.
-pub(super) fn invalid_overrides(spec: &GpuMemoryBudgetSpec) -> impl Iterator<Item = InvalidSpec> {
+fn invalid_overrides(spec: &GpuMemoryBudgetSpec) -> impl Iterator<Item = InvalidSpec> {
     let overrides = spec.overrides.iter().enumerate();
     overrides.filter_map(|(index, lowered)| {
         let field = format!("overrides[{index}].deviceMemory");

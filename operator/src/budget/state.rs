@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
-use super::AffectedPod;
+use super::{AffectedPod, BudgetInputs};
 use crate::cluster::pod_request::{JobRef, PodRequest};
 
 /// The bounds of the back-off, which doubles with each failure.
@@ -45,8 +46,34 @@ pub(super) struct BudgetState {
 }
 
 impl BudgetState {
+    /// Completes a budget and its inputs by what earlier reconciles have left: the last written
+    /// status, if the watch has not delivered it yet, and how long faults and refusals have lasted.
+    /// `list` is the number of the list that `budget` is from.
+    ///
+    /// # Errors
     /// The rest of the back-off after a failed write.
-    pub(super) fn backoff_remaining(&self, now: Instant) -> Option<Duration> {
+    pub(super) fn recall(
+        &mut self,
+        budget: &mut GpuMemoryBudget,
+        inputs: &mut BudgetInputs,
+        list: u64,
+        now: Instant,
+    ) -> Result<(), Duration> {
+        if let Some(wait) = self.backoff_remaining(now) {
+            return Err(wait);
+        }
+        if let Some(status) = self.last_written_status(budget, list) {
+            budget.status = Some(status.clone());
+        }
+        inputs.jobs_ignoring_disruption = self.known_jobs(&inputs.pods);
+        inputs.refused_for = self.refused_for(now);
+        self.update_fault_ages(&mut inputs.affected_pods, now);
+        inputs.exceeded_for = self.exceeded_for(is_exceeded(budget), now);
+        Ok(())
+    }
+
+    /// The rest of the back-off after a failed write.
+    fn backoff_remaining(&self, now: Instant) -> Option<Duration> {
         let wait = self.not_before?.checked_duration_since(now);
         wait.filter(|wait| !wait.is_zero())
     }
@@ -55,7 +82,7 @@ impl BudgetState {
     ///
     /// A reconcile uses it, so that a late watch causes no second write. It does not survive a new
     /// list: after a restore of etcd the same version may belong to another object.
-    pub(super) fn last_written_status(
+    fn last_written_status(
         &self,
         budget: &GpuMemoryBudget,
         list: u64,
@@ -79,7 +106,7 @@ impl BudgetState {
     }
 
     /// The policies of the Jobs of `pods`. All others are dropped.
-    pub(super) fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
+    fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
         let jobs: BTreeSet<_> = pods
             .iter()
             .filter_map(|(_, pod)| pod.job.as_ref())
@@ -101,7 +128,7 @@ impl BudgetState {
     }
 
     /// How long PodDisruptionBudgets have refused evictions, by UID.
-    pub(super) fn refused_for(&mut self, now: Instant) -> BTreeMap<String, Duration> {
+    fn refused_for(&mut self, now: Instant) -> BTreeMap<String, Duration> {
         self.refused
             .retain(|_, (_, last)| now.saturating_duration_since(*last) < REFUSAL_TTL);
         let refused = self.refused.iter();
@@ -111,7 +138,7 @@ impl BudgetState {
     }
 
     /// Sets how long each fault has been seen, and drops faults that are gone.
-    pub(super) fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
+    fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
         let before = std::mem::take(&mut self.faults_since);
         for one in affected_pods {
             let name = (one.fault.id.clone(), one.request.uid.clone());
@@ -121,11 +148,11 @@ impl BudgetState {
         }
     }
 
-    /// How long the status has said that the budget is exceeded.
-    pub(super) fn exceeded_for(&mut self, is_exceeded: bool, now: Instant) -> Duration {
+    /// How long the status has said that the budget is exceeded, if it says so now.
+    fn exceeded_for(&mut self, is_exceeded: bool, now: Instant) -> Option<Duration> {
         self.exceeded_since = is_exceeded.then(|| self.exceeded_since.unwrap_or(now));
-        let since = self.exceeded_since.unwrap_or(now);
-        now.saturating_duration_since(since)
+        let since = self.exceeded_since?;
+        Some(now.saturating_duration_since(since))
     }
 
     /// Records whether an eviction succeeded. Returns whether that differs from the last one.
@@ -166,6 +193,17 @@ impl BudgetState {
         self.failed_write = None;
         std::mem::take(&mut self.failures)
     }
+}
+
+/// Whether the status says that the budget of today's spec is exceeded.
+pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
+    let status = budget.status.as_ref();
+    let mut conditions = status.into_iter().flat_map(|status| &status.conditions);
+    conditions.any(|condition| {
+        condition.type_ == names::EXCEEDED
+            && condition.status == "True"
+            && condition.observed_generation == budget.metadata.generation
+    })
 }
 
 fn backoff(failures: u32) -> Duration {

@@ -1,24 +1,26 @@
 //! Computes the status of a budget. Pure.
 
-use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
+use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, FaultEviction, ManagedMemoryStatus};
 use bursar_crds::conditions::{budget as names, update_conditions};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::conditions::conditions;
-use super::{BudgetInputs, ReportedUsage, RequestedUsage};
-use super::{ParsedSpec, faults};
+use super::quotas::{QuotaKind, QuotaSpec};
+use super::{BudgetInputs, InvalidSpec, ParsedSpec, ReportedUsage, RequestedUsage};
 use crate::quanta::Quanta;
 
 /// The status that `budget` should have. Without a change it equals the present status: only a
-/// condition whose status changes takes the time `now`.
+/// condition whose status changes takes the time `now`. `quotas` are the desired ones.
 pub(super) fn desired_status(
     budget: &GpuMemoryBudget,
+    parsed: &Result<ParsedSpec, InvalidSpec>,
+    quotas: &[(QuotaKind, QuotaSpec)],
+    evictions: Vec<FaultEviction>,
     inputs: &BudgetInputs,
     now: &Time,
 ) -> GpuMemoryBudgetStatus {
-    let parsed = ParsedSpec::of(&budget.spec, inputs.quantum);
-    let statements = conditions(budget, &parsed, inputs);
+    let statements = conditions(budget, parsed, quotas, inputs);
     let generation = budget.metadata.generation;
     let counted = |quanta: Quanta| quanta.counted(inputs.quantum);
     let allowed = |of: fn(&ParsedSpec) -> Quanta| counted(parsed.as_ref().map_or(Quanta::ZERO, of));
@@ -78,7 +80,7 @@ pub(super) fn desired_status(
             restarts,
         },
         enforced_since,
-        evictions: faults::recorded_evictions(budget, inputs, now),
+        evictions,
         conditions: update_conditions(
             before.map_or(&[], |status| &status.conditions),
             &statements,
@@ -86,13 +88,4 @@ pub(super) fn desired_status(
             now,
         ),
     }
-}
-
-/// The condition of this type, if it is True.
-pub(super) fn true_condition<'a>(
-    status: &'a GpuMemoryBudgetStatus,
-    type_: &str,
-) -> Option<&'a Condition> {
-    let mut conditions = status.conditions.iter();
-    conditions.find(|condition| condition.type_ == type_ && condition.status == "True")
 }

@@ -1,7 +1,4 @@
 use super::*;
-use crate::budget::status::desired_status;
-
-use std::time::Duration;
 
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus, Quantum};
@@ -47,7 +44,7 @@ fn idle() -> BudgetInputs {
         },
         pods: Vec::new(),
         refused_for: Default::default(),
-        exceeded_for: Duration::ZERO,
+        exceeded_for: None,
         guaranteed_quota: None,
         limit_quota: None,
         is_labelled: true,
@@ -55,6 +52,20 @@ fn idle() -> BudgetInputs {
         jobs_ignoring_disruption: std::collections::BTreeMap::new(),
         reported: crate::budget::ReportedUsage::default(),
     }
+}
+
+/// The status that the plan gives the budget.
+fn desired_status(
+    budget: &GpuMemoryBudget,
+    inputs: &BudgetInputs,
+    now: &Time,
+) -> GpuMemoryBudgetStatus {
+    let mut steps = plan(budget, inputs, now).steps.into_iter();
+    let written = steps.find_map(|step| match step {
+        Step::ApplyStatus(status) => Some(*status),
+        _ => None,
+    });
+    written.unwrap_or_else(|| budget.status.clone().unwrap())
 }
 
 /// The inputs with both quotas of `budget` in force.

@@ -358,7 +358,7 @@ impl ClusterIndex {
                 .map(|(key, request)| (key.name.clone(), request.clone()))
                 .collect(),
             refused_for: BTreeMap::new(),
-            exceeded_for: Duration::ZERO,
+            exceeded_for: None,
             affected_pods: self.affected_pods(namespace),
             jobs_ignoring_disruption: BTreeMap::new(),
             reported: self.reported_usage(namespace).collect(),

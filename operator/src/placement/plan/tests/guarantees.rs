@@ -279,8 +279,8 @@ impl Teams {
         facts.refused_for = refused
             .map(|(uid, since)| (uid.clone(), Duration::from_secs(second - since)))
             .collect();
-        let since = self.exceeded[of].filter(|_| budget::is_exceeded(budget));
-        facts.exceeded_for = Duration::from_secs(second - since.unwrap_or(second));
+        facts.exceeded_for = budget::is_exceeded(budget)
+            .then(|| Duration::from_secs(second - self.exceeded[of].unwrap_or(second)));
         let plan = budget::plan(budget, &facts, &Time(wall(Duration::from_secs(second))));
         let mut done = false;
         for step in plan.steps {
