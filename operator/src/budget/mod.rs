@@ -16,7 +16,7 @@ pub use faults::{Remedy, action_of, remedy};
 pub use inputs::{AffectedPod, BudgetInputs, Cohort, ReportedUsage, RequestedUsage};
 pub use overage::excess_pods;
 pub use plan::{Plan, PodEviction, Step, plan};
-pub use quotas::{ObservedQuota, QuotaKind, QuotaSpec, Scope, is_enforced};
+pub use quotas::{ObservedQuota, QuotaKind, QuotaSpec, Scope};
 pub use spec::{InvalidSpec, ParsedSpec};
 pub use state::is_exceeded;
 

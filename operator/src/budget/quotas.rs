@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::quantity::parse_bytes;
-use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, ENFORCED, OVERFLOW_LABEL, PREFIX};
+use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, OVERFLOW_LABEL, PREFIX};
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::api::core::v1::{ResourceQuota, ResourceQuotaSpec};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -186,11 +186,6 @@ fn scope(spec: &ResourceQuotaSpec) -> Scope {
         }
         _ => Scope::Foreign,
     }
-}
-
-/// Whether a namespace's label has the operator's value.
-pub fn is_enforced(value: &str) -> bool {
-    value == ENFORCED
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
 use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartRequest};
+use bursar_crds::resources::ENFORCED;
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 use tokio::time::Instant;
@@ -15,7 +16,7 @@ use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
 use super::projections::{BudgetSummary, Capacity, GpuNodeSummary, NodeSummary, OpenFault};
 use crate::budget::{
-    AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, action_of, is_enforced, remedy,
+    AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, action_of, remedy,
 };
 use crate::cluster::on_node::on_node;
 use crate::cluster::pod_request::PodRequest;
@@ -365,7 +366,7 @@ impl ClusterIndex {
             cohort: self.aggregates.cohort(cohort),
             guaranteed_quota: self.quota(namespace, QuotaKind::Guaranteed),
             limit_quota: self.quota(namespace, QuotaKind::Limit),
-            is_labelled: label.is_some_and(|label| is_enforced(label)),
+            is_labelled: label.is_some_and(|label| label == ENFORCED),
         }
     }
 
