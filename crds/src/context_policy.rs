@@ -184,6 +184,11 @@ pub enum FaultAction {
 }
 
 impl FaultAction {
+    /// Whether the fault is open until the operator has evicted the pod.
+    pub const fn awaits_eviction(self) -> bool {
+        matches!(self, Self::Evict | Self::BeyondMaximum)
+    }
+
     /// The value of the label `action` of metrics.
     pub const fn label(self) -> &'static str {
         match self {

@@ -416,9 +416,9 @@ fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
 /// faults that wait for the operator. Among equals the oldest come first.
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
-        let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
         let is_gpus = fault.kind == FaultKind::Gpu;
-        (!is_gpus, !fault.action.is_some_and(is_asked))
+        let is_asked = fault.action.is_some_and(FaultAction::awaits_eviction);
+        (!is_gpus, !is_asked)
     };
     faults.sort_by(|a, b| (rank(a), a.time.0, &a.id).cmp(&(rank(b), b.time.0, &b.id)));
     faults.truncate(MAX_FAULTS);

@@ -37,6 +37,9 @@ use health::{Health, PersistedHealth, UnhealthyReason};
 use pci::PciAddress;
 
 /// A GPU, or a MIG instance, which programs use like a GPU.
+///
+/// The agent saves it with the GPU's generation. A new field needs a default, or the next agent
+/// drops the descriptions of absent GPUs that an earlier one saved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Gpu {

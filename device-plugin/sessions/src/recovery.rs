@@ -162,14 +162,16 @@ impl RecoveryAction {
         }
     }
 
-    fn stays_open(self) -> bool {
+    /// Whether the agent kills the process, alone or with its container.
+    pub(super) fn kills(self) -> bool {
         matches!(
             self,
-            RecoveryAction::RestartContainer { over_limit: true }
-                | RecoveryAction::NoAction {
-                    await_eviction: true
-                }
+            RecoveryAction::EndProcess | RecoveryAction::RestartContainer { .. }
         )
+    }
+
+    fn stays_open(self) -> bool {
+        self.to_api().awaits_eviction()
     }
 }
 
