@@ -1,0 +1,132 @@
+//! Names what the agent does about a poisoned image.
+
+use bursar_crds::context_policy::FaultAction;
+use serde::{Deserialize, Serialize};
+
+/// What the agent does about a poisoned image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "RecordedAction", into = "RecordedAction")]
+pub enum RecoveryAction {
+    /// The shim executes the program again, in the same process.
+    ReexecInPlace,
+    /// The agent kills the process, and the container goes on.
+    EndProcess,
+    /// The agent kills the container's root process, and the kubelet restarts the container.
+    RestartContainer {
+        /// Whether the container exceeded its restarts: the fault then stays open.
+        over_limit: bool,
+    },
+    /// The agent only fences the image.
+    NoAction {
+        /// Whether the fault stays open until the operator evicts the pod.
+        await_eviction: bool,
+    },
+}
+
+impl RecoveryAction {
+    /// Converts to the value of the API.
+    pub fn to_api(self) -> FaultAction {
+        match self {
+            RecoveryAction::ReexecInPlace => FaultAction::InPlace,
+            RecoveryAction::EndProcess => FaultAction::Process,
+            RecoveryAction::RestartContainer { over_limit: false } => FaultAction::Restart,
+            RecoveryAction::RestartContainer { over_limit: true } => FaultAction::BeyondMaximum,
+            RecoveryAction::NoAction {
+                await_eviction: true,
+            } => FaultAction::Evict,
+            RecoveryAction::NoAction {
+                await_eviction: false,
+            } => FaultAction::Report,
+        }
+    }
+
+    /// The consequence for the process, for the fault's Event.
+    pub fn describe(self) -> &'static str {
+        match self {
+            RecoveryAction::ReexecInPlace => "its program is executed again in the same process",
+            RecoveryAction::EndProcess => "it ends, and its container goes on",
+            RecoveryAction::RestartContainer { over_limit: false } => "its container is restarted",
+            RecoveryAction::RestartContainer { over_limit: true } => {
+                "its container has been restarted too often and is killed"
+            }
+            RecoveryAction::NoAction {
+                await_eviction: true,
+            } => "its pod is to be evicted",
+            RecoveryAction::NoAction {
+                await_eviction: false,
+            } => "nothing is done",
+        }
+    }
+
+    /// Whether the agent kills the process, alone or with its container.
+    pub(crate) fn kills(self) -> bool {
+        matches!(
+            self,
+            RecoveryAction::EndProcess | RecoveryAction::RestartContainer { .. }
+        )
+    }
+
+    pub(super) fn stays_open(self) -> bool {
+        self.to_api().awaits_eviction()
+    }
+}
+
+/// A [`RecoveryAction`] in a checkpoint. An older agent that reads it does not know the unit, and
+/// restarts the container.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "RecoveryAction")]
+enum RecordedAction {
+    ReexecInPlace,
+    RestartContainer {
+        over_limit: bool,
+        #[serde(default)]
+        unit: RecordedUnit,
+    },
+    NoAction {
+        await_eviction: bool,
+    },
+}
+
+#[derive(Default, Serialize, Deserialize)]
+enum RecordedUnit {
+    Process,
+    #[default]
+    Container,
+}
+
+impl From<RecordedAction> for RecoveryAction {
+    fn from(recorded: RecordedAction) -> RecoveryAction {
+        match recorded {
+            RecordedAction::ReexecInPlace => RecoveryAction::ReexecInPlace,
+            RecordedAction::RestartContainer {
+                over_limit: false,
+                unit: RecordedUnit::Process,
+            } => RecoveryAction::EndProcess,
+            RecordedAction::RestartContainer { over_limit, .. } => {
+                RecoveryAction::RestartContainer { over_limit }
+            }
+            RecordedAction::NoAction { await_eviction } => {
+                RecoveryAction::NoAction { await_eviction }
+            }
+        }
+    }
+}
+
+impl From<RecoveryAction> for RecordedAction {
+    fn from(action: RecoveryAction) -> RecordedAction {
+        match action {
+            RecoveryAction::ReexecInPlace => RecordedAction::ReexecInPlace,
+            RecoveryAction::EndProcess => RecordedAction::RestartContainer {
+                over_limit: false,
+                unit: RecordedUnit::Process,
+            },
+            RecoveryAction::RestartContainer { over_limit } => RecordedAction::RestartContainer {
+                over_limit,
+                unit: RecordedUnit::Container,
+            },
+            RecoveryAction::NoAction { await_eviction } => {
+                RecordedAction::NoAction { await_eviction }
+            }
+        }
+    }
+}
