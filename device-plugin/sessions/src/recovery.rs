@@ -39,6 +39,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Process;
 
+use action::KilledUnit;
 pub use action::RecoveryAction;
 
 /// How long the agent waits for the report of an image that an XID names, and for an ordered
@@ -474,16 +475,13 @@ impl FaultLog {
         self.faults.iter().filter_map(move |fault| {
             let process = fault.image.process;
             let is_due = !fault.ended && now.since(fault.since) >= self.policy.grace;
-            match fault.decision()? {
-                RecoveryAction::EndProcess => is_due.then_some(KillTarget::Process(process)),
-                RecoveryAction::RestartContainer { .. } if fault.ended => fault
+            match fault.decision()?.killed_unit()? {
+                KilledUnit::Process => is_due.then_some(KillTarget::Process(process)),
+                KilledUnit::Container if fault.ended => fault
                     .root
                     .filter(|_| fault.is_memory_held())
                     .map(KillTarget::Root),
-                RecoveryAction::RestartContainer { .. } => {
-                    is_due.then_some(KillTarget::RootOf(process))
-                }
-                RecoveryAction::ReexecInPlace | RecoveryAction::NoAction { .. } => None,
+                KilledUnit::Container => is_due.then_some(KillTarget::RootOf(process)),
             }
         })
     }
@@ -505,21 +503,10 @@ impl FaultLog {
             return;
         }
         let can_reexec = can_reexec && self.has_restart_left(now);
-        let decision = match self.policy.action {
-            ContextAction::Report => RecoveryAction::NoAction {
-                await_eviction: false,
-            },
-            ContextAction::Evict => RecoveryAction::NoAction {
-                await_eviction: true,
-            },
-            ContextAction::InPlace if can_reexec => RecoveryAction::ReexecInPlace,
-            ContextAction::InPlace
-            | ContextAction::Process
-            | ContextAction::Restart
-            // The agent rejects an order with an unknown action, but a checkpoint may hold one.
-            | ContextAction::Unknown => return self.end_smallest_unit(index, now),
-        };
-        self.apply(index, decision, now);
+        match RecoveryAction::of_policy(self.policy.action, can_reexec) {
+            Some(decision) => self.apply(index, decision, now),
+            None => self.end_smallest_unit(index, now),
+        }
     }
 
     /// Ends the process of a fault where the policy ends processes alone, and its container
@@ -552,15 +539,12 @@ impl FaultLog {
         if let Some(fault) = self.faults.get_mut(index) {
             fault.decided = Some((decision, RecordedMoment(now)));
         }
-        match decision {
-            RecoveryAction::EndProcess => self.process_ends.push(RecordedMoment(now)),
-            RecoveryAction::ReexecInPlace
-            | RecoveryAction::RestartContainer { over_limit: false } => {
-                self.restarts.push(RecordedMoment(now));
-                self.restarted = self.restarted.saturating_add(1);
-            }
-            RecoveryAction::RestartContainer { over_limit: true }
-            | RecoveryAction::NoAction { .. } => {}
+        if decision == RecoveryAction::EndProcess {
+            self.process_ends.push(RecordedMoment(now));
+        }
+        if decision.is_restart() {
+            self.restarts.push(RecordedMoment(now));
+            self.restarted = self.restarted.saturating_add(1);
         }
         if decision == RecoveryAction::ReexecInPlace {
             self.restarted_in_place = self.restarted_in_place.saturating_add(1);

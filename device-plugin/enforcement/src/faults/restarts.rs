@@ -46,6 +46,7 @@ impl AwaitedRestarts {
         images: impl Fn(&AllocationId) -> Vec<ProcessImage>,
         now: BootTime,
     ) -> Vec<Restart> {
+        let is_restart = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::is_restart);
         for (allocation, fault) in open.iter().filter(|(_, fault)| is_restart(fault)) {
             let key = (*allocation, fault.image.generation);
             self.awaited.entry(key).or_insert_with(|| {
@@ -73,16 +74,6 @@ impl AwaitedRestarts {
         });
         restarts
     }
-}
-
-/// Whether the agent ordered a restart that the program survives.
-fn is_restart(fault: &Fault) -> bool {
-    matches!(
-        fault.decision(),
-        Some(
-            RecoveryAction::ReexecInPlace | RecoveryAction::RestartContainer { over_limit: false }
-        )
-    )
 }
 
 impl Awaited {

@@ -57,7 +57,7 @@ impl Container {
         let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
         Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
-            Some(action) if action.kills() && version >= Some(END_SINCE) => {
+            Some(action) if action.killed_unit().is_some() && version >= Some(END_SINCE) => {
                 Recovery::End { seconds }
             }
             _ => Recovery::Continue,

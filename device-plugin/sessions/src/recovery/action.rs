@@ -1,6 +1,6 @@
 //! Names what the agent does about a poisoned image.
 
-use bursar_crds::context_policy::FaultAction;
+use bursar_crds::context_policy::{ContextAction, FaultAction};
 use serde::{Deserialize, Serialize};
 
 /// What the agent does about a poisoned image.
@@ -23,7 +23,34 @@ pub enum RecoveryAction {
     },
 }
 
+/// What the agent kills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KilledUnit {
+    /// The process of the image alone.
+    Process,
+    /// The container's root process.
+    Container,
+}
+
 impl RecoveryAction {
+    /// The measure of a policy. `None` where a fault costs the smallest unit that it must.
+    pub(super) fn of_policy(policy: ContextAction, can_reexec: bool) -> Option<RecoveryAction> {
+        match policy {
+            ContextAction::Report => Some(RecoveryAction::NoAction {
+                await_eviction: false,
+            }),
+            ContextAction::Evict => Some(RecoveryAction::NoAction {
+                await_eviction: true,
+            }),
+            ContextAction::InPlace if can_reexec => Some(RecoveryAction::ReexecInPlace),
+            ContextAction::InPlace
+            | ContextAction::Process
+            | ContextAction::Restart
+            // The agent rejects an order with an unknown action, but a checkpoint may hold one.
+            | ContextAction::Unknown => None,
+        }
+    }
+
     /// Converts to the value of the API.
     pub fn to_api(self) -> FaultAction {
         match self {
@@ -58,11 +85,20 @@ impl RecoveryAction {
         }
     }
 
-    /// Whether the agent kills the process, alone or with its container.
-    pub(crate) fn kills(self) -> bool {
+    /// The unit that the agent kills.
+    pub(crate) fn killed_unit(self) -> Option<KilledUnit> {
+        match self {
+            RecoveryAction::EndProcess => Some(KilledUnit::Process),
+            RecoveryAction::RestartContainer { .. } => Some(KilledUnit::Container),
+            RecoveryAction::ReexecInPlace | RecoveryAction::NoAction { .. } => None,
+        }
+    }
+
+    /// Whether the program runs again, so that the measure counts among the container's restarts.
+    pub fn is_restart(self) -> bool {
         matches!(
             self,
-            RecoveryAction::EndProcess | RecoveryAction::RestartContainer { .. }
+            RecoveryAction::ReexecInPlace | RecoveryAction::RestartContainer { over_limit: false }
         )
     }
 
