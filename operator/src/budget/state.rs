@@ -1,5 +1,7 @@
 //! Keeps the state of a budget between two reconciles.
 
+mod results;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -8,14 +10,7 @@ use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
 use super::{AffectedPod, BudgetInputs};
-use crate::cluster::pod_request::{JobRef, PodRequest};
-
-/// The bounds of the back-off, which doubles with each failure.
-const MIN_BACKOFF: Duration = Duration::from_secs(1);
-const MAX_BACKOFF: Duration = Duration::from_secs(30);
-
-/// How long a requested eviction is not repeated.
-const EVICTION_TTL: Duration = Duration::from_secs(30);
+use crate::cluster::pod_request::PodRequest;
 
 /// A refusal is forgotten when the eviction has not been requested again for this long.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
@@ -92,19 +87,6 @@ impl BudgetState {
         is_same.then_some(status)
     }
 
-    /// Whether the pod's eviction was requested recently, so that a late watch causes no second
-    /// one.
-    pub(super) fn was_evicted(&mut self, uid: &str, now: Instant) -> bool {
-        self.evicted
-            .retain(|_, at| now.saturating_duration_since(*at) < EVICTION_TTL);
-        self.evicted.contains_key(uid)
-    }
-
-    /// Records the request for a pod's eviction.
-    pub(super) fn record_eviction(&mut self, uid: &str, now: Instant) {
-        self.evicted.insert(uid.to_owned(), now);
-    }
-
     /// The policies of the Jobs of `pods`. All others are dropped.
     fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
         let jobs: BTreeSet<_> = pods
@@ -114,17 +96,6 @@ impl BudgetState {
         let uids: BTreeSet<_> = jobs.into_iter().map(|job| &job.uid).collect();
         self.jobs.retain(|uid, _| uids.contains(uid));
         self.jobs.clone()
-    }
-
-    /// Records whether a Job ignores disruption.
-    pub(super) fn record_job(&mut self, job: JobRef, ignores_disruption: bool) {
-        self.jobs.insert(job.uid, ignores_disruption);
-    }
-
-    /// Records that PodDisruptionBudgets refused a pod's eviction.
-    pub(super) fn record_refusal(&mut self, uid: &str, now: Instant) {
-        let refused = self.refused.entry(uid.to_owned()).or_insert((now, now));
-        refused.1 = now;
     }
 
     /// How long PodDisruptionBudgets have refused evictions, by UID.
@@ -154,45 +125,6 @@ impl BudgetState {
         let since = self.exceeded_since?;
         Some(now.saturating_duration_since(since))
     }
-
-    /// Records whether an eviction succeeded. Returns whether that differs from the last one.
-    pub(super) fn eviction_outcome_changed(&mut self, succeeded: bool) -> bool {
-        std::mem::replace(&mut self.last_eviction_failed, !succeeded) == succeeded
-    }
-
-    /// Records that `status` replaced the status of `budget`.
-    pub(super) fn record_status(
-        &mut self,
-        budget: &GpuMemoryBudget,
-        list: u64,
-        status: GpuMemoryBudgetStatus,
-    ) {
-        let over = budget.metadata.resource_version.clone();
-        self.last_status = over.map(|over| (list, over, status));
-    }
-
-    /// Records a failed write. Returns whether it is the first of a row, and the back-off.
-    ///
-    /// The back-off grows only while the same write fails. Another failing write shows that the
-    /// former one succeeded.
-    pub(super) fn record_failure(&mut self, what: &str, now: Instant) -> (bool, Duration) {
-        if self.failed_write.as_deref() != Some(what) {
-            self.failed_write = Some(what.to_owned());
-            self.repeated_failures = 0;
-        }
-        self.repeated_failures = self.repeated_failures.saturating_add(1);
-        self.failures = self.failures.saturating_add(1);
-        let wait = backoff(self.repeated_failures);
-        self.not_before = Some(now + wait);
-        (self.failures == 1, wait)
-    }
-
-    /// Records a success. Returns how many reconciles failed before it.
-    pub(super) fn record_success(&mut self) -> u32 {
-        self.not_before = None;
-        self.failed_write = None;
-        std::mem::take(&mut self.failures)
-    }
 }
 
 /// Whether the status says that the budget of today's spec is exceeded.
@@ -206,43 +138,9 @@ pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
     })
 }
 
-fn backoff(failures: u32) -> Duration {
-    let doublings = failures.saturating_sub(1).min(16);
-    MIN_BACKOFF.saturating_mul(1 << doublings).min(MAX_BACKOFF)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn backoff_doubles_up_to_its_bound() {
-        let waits: Vec<_> = (1..8).map(|failures| backoff(failures).as_secs()).collect();
-        assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
-        assert_eq!(backoff(u32::MAX), MAX_BACKOFF);
-    }
-
-    #[test]
-    fn backoff_restarts_when_another_write_fails() {
-        let (mut state, now) = (BudgetState::default(), Instant::now());
-        for what in ["quota", "other quota", "label", "status"] {
-            assert_eq!(state.record_failure(what, now).1, MIN_BACKOFF);
-        }
-        assert_eq!(state.record_failure("status", now).1, MIN_BACKOFF * 2);
-        assert_eq!(state.record_success(), 5);
-        assert_eq!(state.record_failure("status", now), (true, MIN_BACKOFF));
-    }
-
-    #[test]
-    fn budget_waits_until_backoff_ends_or_success() {
-        let (mut state, now) = (BudgetState::default(), Instant::now());
-        assert_eq!(state.record_failure("quota", now), (true, MIN_BACKOFF));
-        assert_eq!(state.backoff_remaining(now), Some(MIN_BACKOFF));
-        assert_eq!(state.backoff_remaining(now + MIN_BACKOFF), None);
-        assert_eq!(state.record_failure("quota", now), (false, MIN_BACKOFF * 2));
-        assert_eq!(state.record_success(), 2);
-        assert_eq!(state.backoff_remaining(now), None);
-    }
 
     #[test]
     fn written_status_is_forgotten_after_a_new_list() {
