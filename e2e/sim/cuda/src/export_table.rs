@@ -23,7 +23,7 @@ static TABLE: Table = Table {
 };
 
 extern "C" fn allocate_by_table(address: Out<u64>, len: u64) -> i32 {
-    call(|| allocate(&address, len))
+    call("allocate_by_table", || allocate(&address, len))
 }
 
 exports! {

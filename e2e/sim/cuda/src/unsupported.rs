@@ -24,7 +24,8 @@ macro_rules! unsupported {
             #[unsafe(no_mangle)]
             pub extern "C" fn $name() -> i32 {
                 static ONCE: Once = Once::new();
-                $crate::entry::call(|| Err(Code(answer(stringify!($name), &ONCE))))
+                let body = || Err(Code(answer(stringify!($name), &ONCE)));
+                $crate::entry::call(stringify!($name), body)
             }
         )*
         pub(crate) static EXPORTS: &[$crate::entry::Export] = &[

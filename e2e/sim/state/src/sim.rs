@@ -128,6 +128,17 @@ impl Sim {
             .store(u32::from(lost), Relaxed);
     }
 
+    /// The number of calls of `cuCtx*`, `cuDevicePrimaryCtx*` and `cuGreenCtx*` so far, in all
+    /// processes.
+    pub fn context_calls(&self) -> u64 {
+        self.table.raw().context_calls.load(Relaxed)
+    }
+
+    /// Counts a call of a context function.
+    pub fn count_context_call(&self) {
+        self.table.raw().context_calls.fetch_add(1, Relaxed);
+    }
+
     fn hung_flag(&self, gpu: Option<usize>) -> &AtomicU32 {
         let raw = self.table.raw();
         gpu.map_or(&raw.hung, |gpu| &raw.units[self.gpu_unit(gpu)].hung)

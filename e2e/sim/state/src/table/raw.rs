@@ -12,7 +12,7 @@ pub const MAX_OBJECTS: usize = 16384;
 /// Capacity of the ring of XID events; a reader further behind misses the oldest.
 pub const MAX_XIDS: usize = 256;
 /// Identifies the layout; to be incremented with every change of it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0005;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0006;
 
 /// The table's file. In a new file all fields are zero.
 ///
@@ -33,6 +33,8 @@ pub(crate) struct RawTable {
     pub(crate) objects_high_water: AtomicU32,
     /// Lock-free: whether NVML's calls that name no GPU hang.
     pub(crate) hung: AtomicU32,
+    /// Lock-free: number of calls of the driver's context functions so far.
+    pub(crate) context_calls: AtomicU64,
     pub(crate) units: [RawUnit; MAX_UNITS],
     pub(crate) xids: [RawXid; MAX_XIDS],
     pub(crate) images: [RawImage; MAX_IMAGES],
