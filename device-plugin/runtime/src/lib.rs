@@ -1,9 +1,10 @@
 //! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
 //!
 //! * [`driver`] calls `libcuda.so.1`. Only this module and `sync::biased_lock` contain `unsafe`.
-//! * [`resource`] defines [`DeviceMemoryResource`], which each source and each adaptor implements.
-//! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`StreamOrdered`] and
-//!   [`Exportable`].
+//! * [`resource`] defines [`DeviceMemoryResource`], which each source and each adaptor implements,
+//!   and [`PhysicalMemoryResource`], for memory that has no address and needs no context.
+//! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`StreamOrdered`],
+//!   [`Exportable`] and [`Physical`].
 //! * [`pool`] cuts blocks from slabs of another resource without calling the driver.
 //! * [`adaptor`] adds a limit, a log, statistics or checks to an upstream resource.
 //! * [`memory`] gives blocks a type, an owner and an order of use: [`TrackedSlice`], [`GpuRef`],
@@ -50,12 +51,14 @@ pub use memory::slice::{FirstUse, TrackedSlice};
 pub use memory::stream_pool::StreamPool;
 pub use memory::write_token::{WriteGate, WriteToken};
 pub use pool::{Pool, PoolSettings, PoolStatistics};
+pub use resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 pub use resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
     Outstanding, Reaped, Tag,
 };
 pub use runtime::DeviceRuntime;
 pub use source::direct::{Direct, Managed};
+pub use source::physical::Physical;
 pub use source::stream_ordered::StreamOrdered;
 pub use source::vmm::Exportable;
 pub use state::subscription::StateSubscription;

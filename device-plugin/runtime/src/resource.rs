@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod origin;
+pub mod physical;
 
 pub use origin::Origin;
 

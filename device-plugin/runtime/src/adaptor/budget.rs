@@ -18,6 +18,7 @@ pub use reservation::Reservation;
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::{ErrorClass, ResourceError};
+use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 use crate::resource::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, FreeError, Reaped, Tag,
 };
@@ -31,7 +32,7 @@ pub struct Budget<R> {
     retired: Mutex<Vec<BlockRef>>,
 }
 
-impl<R: DeviceMemoryResource> Budget<R> {
+impl<R> Budget<R> {
     /// Limits a resource to `limit` bytes.
     pub fn new(resource: R, limit: u64) -> Self {
         Self::with_account(resource, Arc::new(BudgetAccount::new(limit)))
@@ -50,26 +51,9 @@ impl<R: DeviceMemoryResource> Budget<R> {
     pub fn account(&self) -> &Arc<BudgetAccount> {
         &self.account
     }
+}
 
-    fn charge(&self, bytes: u64) -> Result<(), ResourceError> {
-        self.account
-            .charge(bytes)
-            .map_err(|found| self.over_budget(bytes, found))
-    }
-
-    fn over_budget(
-        &self,
-        requested: u64,
-        BudgetSnapshot { limit, used }: BudgetSnapshot,
-    ) -> ResourceError {
-        ResourceError::OverBudget {
-            ordinal: self.ordinal(),
-            requested,
-            used,
-            limit,
-        }
-    }
-
+impl<R: DeviceMemoryResource> Budget<R> {
     /// Retries while a reap makes room, and once more after that, because another thread may have
     /// made room.
     fn retry_after_reap<T>(
@@ -96,7 +80,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
         tag: Tag,
     ) -> Result<Block, ResourceError> {
         let bytes = layout.size() as u64;
-        self.charge(bytes)?;
+        self.account.charge_for(self.ordinal(), bytes)?;
         self.upstream
             .allocate(layout, stream, tag)
             .inspect_err(|_| self.account.uncharge(bytes))
@@ -173,4 +157,30 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Budget<R> {
     }
 
     forward!(identity, bytes_outstanding, uses);
+}
+
+impl<R: PhysicalMemoryResource> PhysicalMemoryResource for Budget<R> {
+    fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        self.account.charge_for(self.ordinal(), bytes)?;
+        self.upstream
+            .create(bytes, tag)
+            .inspect_err(|_| self.account.uncharge(bytes))
+    }
+
+    fn release(&self, block: PhysicalBlock) -> Result<(), ReleaseError> {
+        let bytes = block.bytes();
+        self.upstream.release(block)?;
+        self.account.uncharge(bytes);
+        Ok(())
+    }
+
+    fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
+        Some(self.account.snapshot())
+    }
+
+    fn kind(&self) -> &'static str {
+        "budget"
+    }
+
+    forward!(physical_identity);
 }

@@ -167,7 +167,7 @@ impl DefaultStack {
     #[cold]
     fn write_log(&self, action: Action, address: u64, bytes: u64, stream: &Stream, tag: Tag) {
         self.log
-            .write(LogRecord::now(action, address, bytes, stream, tag));
+            .write(LogRecord::now(action, address, bytes, stream.key(), tag));
     }
 }
 
@@ -185,7 +185,7 @@ impl DeviceMemoryResource for DefaultStack {
             .allocate(layout, stream, tag)
             .or_else(|error| self.retry_with_quota(error, layout, stream, tag));
         if self.log.is_on() {
-            let (action, address) = Action::of_allocation(&result);
+            let (action, address) = Action::of_allocation(result.as_ref().map(Block::address));
             self.write_log(action, address, layout.size() as u64, stream, tag);
         }
         result

@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::{CudaError, ResourceError};
+use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag, check_origin,
 };
@@ -18,7 +19,8 @@ use crate::resource::{
 pub struct FaultPlan {
     /// Outcomes of allocations.
     pub allocations: VecDeque<Option<i32>>,
-    /// Outcomes of frees. A block whose free fails is retired until a reap frees it.
+    /// Outcomes of frees. A block whose free fails is retired until a reap frees it; a physical
+    /// block returns to its owner.
     pub frees: VecDeque<Option<i32>>,
     /// Outcomes of frees that a reap retries.
     pub reaps: VecDeque<Option<i32>>,
@@ -45,7 +47,7 @@ fn inject(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError
     }
 }
 
-impl<R: DeviceMemoryResource> FaultInjection<R> {
+impl<R> FaultInjection<R> {
     /// Injects failures by a plan.
     pub fn new(resource: R, plan: FaultPlan) -> Self {
         FaultInjection {
@@ -62,6 +64,17 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
         self.lock().plan = plan;
     }
 
+    fn inject_allocation(&self, ordinal: u32, bytes: u64) -> Result<(), ResourceError> {
+        let next = self.lock().plan.allocations.pop_front();
+        inject("injected allocation", next)
+            .map_err(|error| ResourceError::from_alloc_failure(ordinal, bytes, error))
+    }
+
+    fn inject_free(&self) -> Result<(), CudaError> {
+        let next = self.lock().plan.frees.pop_front();
+        inject("injected free", next)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -69,17 +82,13 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
 
 impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
-        let next = self.lock().plan.allocations.pop_front();
-        inject("injected allocation", next).map_err(|error| {
-            ResourceError::from_alloc_failure(self.ordinal(), layout.size() as u64, error)
-        })?;
+        self.inject_allocation(self.ordinal(), layout.size() as u64)?;
         self.upstream.allocate(layout, stream, tag)
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_origin(self.upstream.origin, block)?;
-        let next = self.lock().plan.frees.pop_front();
-        match inject("injected free", next) {
+        match self.inject_free() {
             Ok(()) => self.upstream.deallocate(block, stream),
             Err(source) => {
                 let bytes = block.bytes();
@@ -148,4 +157,27 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     }
 
     forward!(identity, budget_snapshot, uses);
+}
+
+impl<R: PhysicalMemoryResource> PhysicalMemoryResource for FaultInjection<R> {
+    fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        self.inject_allocation(self.ordinal(), bytes)?;
+        self.upstream.create(bytes, tag)
+    }
+
+    fn release(&self, block: PhysicalBlock) -> Result<(), ReleaseError> {
+        match self.inject_free() {
+            Ok(()) => self.upstream.release(block),
+            Err(error) => Err(ReleaseError {
+                block,
+                reason: error.into(),
+            }),
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        "fault-injection"
+    }
+
+    forward!(physical_identity, budget_snapshot);
 }

@@ -17,6 +17,9 @@ pub use csv::CsvSink;
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::{Stream, StreamKey};
 use crate::error::ResourceError;
+use crate::resource::physical::{
+    PhysicalBlock, PhysicalMemoryResource, ReleaseError, check_physical_origin,
+};
 use crate::resource::{Block, DeviceMemoryResource, FreeError, Tag, check_origin};
 
 /// Kind of a logged call.
@@ -39,11 +42,11 @@ pub struct LogRecord {
     pub thread: u64,
     /// Kind of the call.
     pub action: Action,
-    /// First device address; 0 for a failed allocation.
+    /// First device address, or the number of a physical block; 0 for a failed allocation.
     pub address: u64,
     /// Requested bytes.
     pub bytes: u64,
-    /// Stream of the call.
+    /// Stream of the call; the default stream for physical memory.
     pub stream: StreamKey,
     /// Purpose of an allocation; empty for a free.
     pub tag: Tag,
@@ -51,9 +54,9 @@ pub struct LogRecord {
 
 impl Action {
     /// Returns the action and the first address of an allocation's result.
-    pub(crate) fn of_allocation(result: &Result<Block, ResourceError>) -> (Action, u64) {
-        match result {
-            Ok(block) => (Action::Allocate, block.address()),
+    pub(crate) fn of_allocation<E>(address: Result<u64, E>) -> (Action, u64) {
+        match address {
+            Ok(address) => (Action::Allocate, address),
             Err(_) => (Action::AllocateFailure, 0),
         }
     }
@@ -65,7 +68,7 @@ impl LogRecord {
         action: Action,
         address: u64,
         bytes: u64,
-        stream: &Stream,
+        stream: StreamKey,
         tag: Tag,
     ) -> LogRecord {
         LogRecord {
@@ -74,7 +77,7 @@ impl LogRecord {
             action,
             address,
             bytes,
-            stream: stream.key(),
+            stream,
             tag,
         }
     }
@@ -153,7 +156,7 @@ pub struct Logging<R, S> {
     sink: S,
 }
 
-impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
+impl<R, S: Sink> Logging<R, S> {
     /// Logs the calls of a resource to a sink.
     pub fn new(resource: R, sink: S) -> Self {
         Logging {
@@ -162,7 +165,7 @@ impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
         }
     }
 
-    fn write(&self, action: Action, address: u64, bytes: u64, stream: &Stream, tag: Tag) {
+    fn write(&self, action: Action, address: u64, bytes: u64, stream: StreamKey, tag: Tag) {
         self.sink
             .write(LogRecord::now(action, address, bytes, stream, tag));
     }
@@ -181,8 +184,8 @@ fn thread_number() -> u64 {
 impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let result = self.upstream.allocate(layout, stream, tag);
-        let (action, address) = Action::of_allocation(&result);
-        self.write(action, address, layout.size() as u64, stream, tag);
+        let (action, address) = Action::of_allocation(result.as_ref().map(Block::address));
+        self.write(action, address, layout.size() as u64, stream.key(), tag);
         result
     }
 
@@ -192,7 +195,7 @@ impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
             Action::Free,
             block.address(),
             block.bytes(),
-            stream,
+            stream.key(),
             Tag::default(),
         );
         self.upstream.deallocate(block, stream)
@@ -210,4 +213,28 @@ impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
         is_retired,
         uses
     );
+}
+
+impl<R: PhysicalMemoryResource, S: Sink> PhysicalMemoryResource for Logging<R, S> {
+    fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        let result = self.upstream.create(bytes, tag);
+        let (action, number) = Action::of_allocation(result.as_ref().map(PhysicalBlock::number));
+        let stream = StreamKey::default_of(self.ordinal());
+        self.write(action, number, bytes, stream, tag);
+        result
+    }
+
+    fn release(&self, block: PhysicalBlock) -> Result<(), ReleaseError> {
+        let block = check_physical_origin(self.upstream.origin, block)?;
+        let (number, bytes) = (block.number(), block.bytes());
+        let stream = StreamKey::default_of(self.ordinal());
+        self.write(Action::Free, number, bytes, stream, Tag::default());
+        self.upstream.release(block)
+    }
+
+    fn kind(&self) -> &'static str {
+        "logging"
+    }
+
+    forward!(physical_identity, budget_snapshot);
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::ResourceError;
+use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource};
 use crate::resource::{Block, DeviceMemoryResource, Tag};
 use crate::state::DeviceState;
 
@@ -18,7 +19,7 @@ pub struct StateGate<R> {
     state: Arc<DeviceState>,
 }
 
-impl<R: DeviceMemoryResource> StateGate<R> {
+impl<R> StateGate<R> {
     /// Allocates from a resource while the state is valid.
     pub fn new(resource: R, state: Arc<DeviceState>) -> Self {
         StateGate {
@@ -47,4 +48,17 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for StateGate<R> {
         is_retired,
         uses
     );
+}
+
+impl<R: PhysicalMemoryResource> PhysicalMemoryResource for StateGate<R> {
+    fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        self.state.check()?;
+        self.upstream.create(bytes, tag)
+    }
+
+    fn kind(&self) -> &'static str {
+        "state-gate"
+    }
+
+    forward!(release, physical_identity, budget_snapshot);
 }

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::ResourceError;
+use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 use crate::resource::{Block, DeviceMemoryResource, FreeError, Tag};
 
 /// Current value, highest value and sum of all increases of a number.
@@ -52,7 +53,7 @@ pub struct Statistics<R> {
     counts: Mutex<AllocationCounts>,
 }
 
-impl<R: DeviceMemoryResource> Statistics<R> {
+impl<R> Statistics<R> {
     /// Counts the calls of a resource.
     pub fn new(resource: R) -> Self {
         Statistics {
@@ -66,6 +67,26 @@ impl<R: DeviceMemoryResource> Statistics<R> {
         *self.lock()
     }
 
+    fn count_allocation(&self, bytes: u64, succeeded: bool) {
+        let mut counts = self.lock();
+        if succeeded {
+            counts.bytes.add(bytes);
+            counts.blocks.add(1);
+        } else {
+            counts.failed_allocations += 1;
+        }
+    }
+
+    /// Counts a free. A block that was not refused has no owner afterwards.
+    fn count_free(&self, bytes: u64, succeeded: bool, refused: bool) {
+        let mut counts = self.lock();
+        counts.failed_frees += u64::from(!succeeded);
+        if !refused {
+            counts.bytes.subtract(bytes);
+            counts.blocks.subtract(1);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, AllocationCounts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -74,27 +95,15 @@ impl<R: DeviceMemoryResource> Statistics<R> {
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Statistics<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let result = self.upstream.allocate(layout, stream, tag);
-        let mut counts = self.lock();
-        match &result {
-            Ok(block) => {
-                counts.bytes.add(block.bytes());
-                counts.blocks.add(1);
-            }
-            Err(_) => counts.failed_allocations += 1,
-        }
+        self.count_allocation(layout.size() as u64, result.is_ok());
         result
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let bytes = block.bytes();
         let result = self.upstream.deallocate(block, stream);
-        let mut counts = self.lock();
-        counts.failed_frees += u64::from(result.is_err());
-        // After a failed free the block has no owner.
-        if !matches!(result, Err(FreeError::Refused { .. })) {
-            counts.bytes.subtract(bytes);
-            counts.blocks.subtract(1);
-        }
+        let refused = matches!(result, Err(FreeError::Refused { .. }));
+        self.count_free(bytes, result.is_ok(), refused);
         result
     }
 
@@ -110,4 +119,25 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Statistics<R> {
         is_retired,
         uses
     );
+}
+
+impl<R: PhysicalMemoryResource> PhysicalMemoryResource for Statistics<R> {
+    fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        let result = self.upstream.create(bytes, tag);
+        self.count_allocation(bytes, result.is_ok());
+        result
+    }
+
+    fn release(&self, block: PhysicalBlock) -> Result<(), ReleaseError> {
+        let bytes = block.bytes();
+        let result = self.upstream.release(block);
+        self.count_free(bytes, result.is_ok(), result.is_err());
+        result
+    }
+
+    fn kind(&self) -> &'static str {
+        "statistics"
+    }
+
+    forward!(physical_identity, budget_snapshot);
 }

@@ -5,6 +5,9 @@ use std::alloc::Layout;
 
 use crate::driver::{Access, Stream};
 use crate::error::ResourceError;
+use crate::resource::physical::{
+    PhysicalBlock, PhysicalMemoryResource, ReleaseError, check_physical_origin,
+};
 use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Origin, Tag, check_origin,
 };
@@ -16,14 +19,33 @@ pub(crate) struct Upstream<R> {
     pub(crate) origin: Origin,
 }
 
-impl<R: DeviceMemoryResource> Upstream<R> {
+impl<R> Upstream<R> {
     pub(crate) fn new(resource: R) -> Self {
         Upstream {
             resource,
             origin: Origin::unique(),
         }
     }
+}
 
+impl<R: PhysicalMemoryResource> Upstream<R> {
+    pub(crate) fn create(&self, bytes: u64, tag: Tag) -> Result<PhysicalBlock, ResourceError> {
+        let block = self.resource.create(bytes, tag)?;
+        Ok(block.with_origin(self.origin))
+    }
+
+    pub(crate) fn release(&self, block: PhysicalBlock) -> Result<(), ReleaseError> {
+        let block = check_physical_origin(self.origin, block)?.with_origin(self.resource.origin());
+        self.resource
+            .release(block)
+            .map_err(|ReleaseError { block, reason }| ReleaseError {
+                block: block.with_origin(self.origin),
+                reason,
+            })
+    }
+}
+
+impl<R: DeviceMemoryResource> Upstream<R> {
     /// Returns an adaptor's block as the upstream knows it.
     pub(crate) fn translate(&self, block: BlockRef) -> BlockRef {
         block.with_origin(self.resource.origin())
@@ -95,6 +117,7 @@ impl<R: DeviceMemoryResource> Upstream<R> {
 }
 
 /// Implements methods of an adaptor that only forward to its field `upstream`, an [`Upstream`].
+/// `identity` and `budget_snapshot` are the same methods in both interfaces.
 macro_rules! forward {
     ($($method:ident),* $(,)?) => { $($crate::adaptor::upstream::forward!(@ $method);)* };
     (@ allocate) => {
@@ -136,6 +159,24 @@ macro_rules! forward {
         fn is_retired(&self, block: $crate::resource::BlockRef) -> bool {
             self.upstream.resource.is_retired(self.upstream.translate(block))
         }
+    };
+    (@ release) => {
+        fn release(&self, block: $crate::resource::physical::PhysicalBlock)
+            -> Result<(), $crate::resource::physical::ReleaseError> {
+            self.upstream.release(block)
+        }
+    };
+    (@ physical_identity) => {
+        fn uuid(&self) -> $crate::driver::GpuUuid {
+            self.upstream.resource.uuid()
+        }
+        fn granularity(&self) -> u64 {
+            self.upstream.resource.granularity()
+        }
+        fn bytes_outstanding(&self) -> u64 {
+            self.upstream.resource.bytes_outstanding()
+        }
+        $crate::adaptor::upstream::forward!(@ identity);
     };
     (@ uses) => {
         fn supports_block_use_tracking(&self) -> bool {

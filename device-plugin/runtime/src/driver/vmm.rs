@@ -120,6 +120,20 @@ impl Driver {
 }
 
 impl Handle {
+    /// Releases the handle. Unlike a drop, this returns the result.
+    ///
+    /// # Errors
+    /// The handle, and the error that the driver returned.
+    pub fn release(self) -> Result<(), (Handle, CudaError)> {
+        match call!(self.driver, cuMemRelease(self.raw)) {
+            Ok(()) => {
+                std::mem::forget(self);
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
+    }
+
     /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes

@@ -338,7 +338,7 @@ impl<P> BlockUses<P> {
     pub(crate) fn reap(
         &self,
         free: impl Fn(&RetiredBlock<P>) -> Result<(), CudaError>,
-        release: impl Fn(&mut RetiredBlock<P>) -> Result<(), CudaError>,
+        release: impl Fn(&mut RetiredBlock<P>) -> Result<(), ResourceError>,
     ) -> Result<Reaped, ResourceError> {
         let entries = {
             let mut blocks = self.blocks();
@@ -353,7 +353,7 @@ impl<P> BlockUses<P> {
         for mut entry in entries {
             let done = match self.poll_done(&mut entry, &mut busy, &free) {
                 Ok(true) => release(&mut entry).map(|()| true),
-                other => other,
+                other => other.map_err(ResourceError::from),
             };
             match done {
                 Ok(true) => {

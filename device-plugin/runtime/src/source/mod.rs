@@ -5,5 +5,6 @@
 pub(crate) mod adopted;
 mod block_uses;
 pub mod direct;
+pub mod physical;
 pub mod stream_ordered;
 pub mod vmm;

@@ -12,21 +12,23 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::driver::{Access, Context, Handle, Mapping, Reservation, Stream};
+use crate::driver::{Access, Context, Mapping, Reservation, Stream};
 use crate::error::{CudaError, ErrorClass, ResourceError};
+use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Reaped, Tag, check_free,
     check_request,
 };
-use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
+use crate::source::block_uses::{BlockUses, forward_block_uses};
+use crate::source::physical::Physical;
 
-/// Mapping, addresses and handle of a block.
+/// Mapping, addresses and memory of a block.
 #[derive(Debug)]
 struct Backing {
     mapping: Mapping,
     addresses: Arc<Reservation>,
-    /// `None` once the handle was released.
-    handle: Option<Arc<Handle>>,
+    /// `None` once the memory was released.
+    memory: Option<PhysicalBlock>,
 }
 
 /// Unmapped addresses around blocks and of freed blocks.
@@ -37,11 +39,12 @@ struct GuardPages {
     max_quarantined: usize,
 }
 
-/// Exportable device memory, in multiples of the driver's granularity (2 MiB).
+/// Exportable device memory, in multiples of the driver's granularity (2 MiB): maps what a physical
+/// memory resource creates.
 #[derive(Debug)]
-pub struct Exportable {
+pub struct Exportable<P: PhysicalMemoryResource = Physical> {
     context: Context,
-    granularity: u64,
+    physical: P,
     guards: Option<GuardPages>,
     origin: Origin,
     next_generation: AtomicU64,
@@ -51,12 +54,17 @@ pub struct Exportable {
 /// Leaves live blocks to the context, as every resource does. Retired blocks are released after a
 /// synchronization, because unmapping does not wait for kernels; if that fails they are left to the
 /// context too.
-impl Drop for Exportable {
+impl<P: PhysicalMemoryResource> Drop for Exportable<P> {
     fn drop(&mut self) {
-        let (live, retired) = self.blocks.take_payloads();
+        let (live, mut retired) = self.blocks.take_payloads();
         std::mem::forget(live);
         if !retired.is_empty() && self.context.synchronize().is_err() {
             std::mem::forget(retired);
+            return;
+        }
+        for backing in &mut retired {
+            // Memory that the driver does not release stays with the process image.
+            let _ = self.release_backing(backing);
         }
     }
 }
@@ -67,14 +75,7 @@ impl Exportable {
     /// # Errors
     /// The driver's error for the query of the granularity.
     pub fn new(context: &Context) -> Result<Exportable, CudaError> {
-        Ok(Exportable {
-            context: context.clone(),
-            granularity: context.device().granularity()?,
-            guards: None,
-            origin: Origin::unique(),
-            next_generation: AtomicU64::new(0),
-            blocks: BlockUses::new(context),
-        })
+        Ok(Exportable::over(context, Physical::new(context.device())?))
     }
 
     /// Allocates blocks between unmapped addresses, and keeps the addresses of the last
@@ -92,6 +93,21 @@ impl Exportable {
         });
         Ok(memory)
     }
+}
+
+impl<P: PhysicalMemoryResource> Exportable<P> {
+    /// Maps what a resource of the same device creates, such as a [`Budget`](crate::Budget) over
+    /// [`Physical`].
+    pub fn over(context: &Context, physical: P) -> Exportable<P> {
+        Exportable {
+            context: context.clone(),
+            physical,
+            guards: None,
+            origin: Origin::unique(),
+            next_generation: AtomicU64::new(0),
+            blocks: BlockUses::new(context),
+        }
+    }
 
     /// Exports a block's memory as a file descriptor.
     ///
@@ -105,49 +121,67 @@ impl Exportable {
         if found != origin {
             return Err(ResourceError::Foreign { origin, found });
         }
-        let handle = self
-            .blocks
-            .with_payload(block, |backing| backing.handle.clone())?;
+        let export = |backing: &Backing| backing.memory.as_ref().map(PhysicalBlock::export);
         let generation = block.generation;
-        Ok(handle
-            .ok_or(ResourceError::Stale { generation })?
-            .export()?)
+        Ok(self
+            .blocks
+            .with_payload(block, export)?
+            .ok_or(ResourceError::Stale { generation })??)
     }
 
-    fn map_block(&self, layout: Layout) -> Result<(u64, Backing), CudaError> {
+    fn map_block(&self, layout: Layout, tag: Tag) -> Result<(u64, Backing), ResourceError> {
         let size = layout.size() as u64;
-        let bytes = size
-            .checked_next_multiple_of(self.granularity)
-            .ok_or(CudaError {
-                call: "cuMemCreate",
-                code: 2,
-            })?;
-        let handle = Arc::new(self.context.device().create(bytes)?);
-        let guard = if self.guards.is_some() {
-            self.granularity
-        } else {
-            0
-        };
-        let addresses = Arc::new(self.context.driver().reserve(bytes + 2 * guard)?);
-        let mapping = addresses.map(guard, &handle, Access::ReadWrite, &self.context)?;
-        let slack = if guard == 0 {
-            0
-        } else {
-            (bytes - size) & !(layout.align() as u64 - 1)
-        };
-        let address = mapping.address() + slack;
-        let backing = Backing {
-            mapping,
-            addresses,
-            handle: Some(handle),
-        };
-        Ok((address, backing))
+        let memory = self.physical.create(self.physical.round_up(size)?, tag)?;
+        match self.map_at_new_addresses(&memory) {
+            Ok((mapping, addresses)) => {
+                let slack = match self.guards {
+                    Some(_) => (memory.bytes() - size) & !(layout.align() as u64 - 1),
+                    None => 0,
+                };
+                let address = mapping.address() + slack;
+                let backing = Backing {
+                    mapping,
+                    addresses,
+                    memory: Some(memory),
+                };
+                Ok((address, backing))
+            }
+            Err(error) => {
+                // Memory that the driver does not release stays with the process image.
+                let _ = self.physical.release(memory);
+                Err(ResourceError::from_alloc_failure(
+                    self.ordinal(),
+                    size,
+                    error,
+                ))
+            }
+        }
     }
 
-    fn release_backing(&self, retired: &mut RetiredBlock<Backing>) -> Result<(), CudaError> {
-        let backing = &mut retired.payload;
+    fn map_at_new_addresses(
+        &self,
+        memory: &PhysicalBlock,
+    ) -> Result<(Mapping, Arc<Reservation>), CudaError> {
+        let guard = match self.guards {
+            Some(_) => self.physical.granularity(),
+            None => 0,
+        };
+        let bytes = memory.bytes() + 2 * guard;
+        let addresses = Arc::new(self.context.driver().reserve(bytes)?);
+        let mapping = addresses.map(guard, memory.handle(), Access::ReadWrite, &self.context)?;
+        Ok((mapping, addresses))
+    }
+
+    fn release_backing(&self, backing: &mut Backing) -> Result<(), ResourceError> {
         backing.mapping.unmap()?;
-        backing.handle = None;
+        if let Some(memory) = backing.memory.take() {
+            self.physical
+                .release(memory)
+                .map_err(|ReleaseError { block, reason }| {
+                    backing.memory = Some(block);
+                    reason
+                })?;
+        }
         if let Some(guards) = &self.guards {
             let mut quarantine = guards
                 .quarantine
@@ -178,21 +212,19 @@ pub fn import(
     addresses.map(0, &handle, access, context)
 }
 
-impl DeviceMemoryResource for Exportable {
-    fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
-        check_request(self.ordinal(), layout, self.granularity as usize, stream)?;
-        let backed = match self.map_block(layout) {
+impl<P: PhysicalMemoryResource> DeviceMemoryResource for Exportable<P> {
+    fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
+        let alignment = self.physical.granularity() as usize;
+        check_request(self.ordinal(), layout, alignment, stream)?;
+        let (address, backing) = match self.map_block(layout, tag) {
             Err(error)
                 if error.class() == ErrorClass::OutOfMemory
                     && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
             {
-                self.map_block(layout)
+                self.map_block(layout, tag)?
             }
-            other => other,
+            other => other?,
         };
-        let (address, backing) = backed.map_err(|error| {
-            ResourceError::from_alloc_failure(self.ordinal(), layout.size() as u64, error)
-        })?;
         let block = BlockRef {
             address,
             layout,
@@ -213,8 +245,10 @@ impl DeviceMemoryResource for Exportable {
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
-        self.blocks
-            .reap(|_| Ok(()), |retired| self.release_backing(retired))
+        self.blocks.reap(
+            |_| Ok(()),
+            |retired| self.release_backing(&mut retired.payload),
+        )
     }
 
     fn kind(&self) -> &'static str {

@@ -10,6 +10,7 @@ mod budget;
 mod debug_guard;
 mod direct;
 mod histories;
+mod physical;
 #[path = "../support/raw.rs"]
 mod raw;
 mod runtime;

@@ -4,10 +4,11 @@ use std::alloc::Layout;
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Context, Stream};
-use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, source::vmm};
+use bursar_runtime::{Budget, DeviceMemoryResource as _, Exportable, Physical, Tag, source::vmm};
 use bursar_sim_lab::{ONE_GPU, peer_command, peer_role, run_in_subprocess};
 
 use crate::raw::Raw as _;
@@ -184,5 +185,28 @@ fn quarantined_addresses_are_not_reused() {
             seen.push(block.address());
             memory.deallocate(block, &stream).unwrap();
         }
+    });
+}
+
+#[test]
+fn budget_under_the_mappings_counts_whole_granules() {
+    run_in_subprocess(ONE_GPU, |machine| {
+        let (context, before) = (context(0), machine.used(0));
+        let physical = Physical::new(context.device()).unwrap();
+        let budget = Budget::new(physical, 4 << 20);
+        let account = Arc::clone(budget.account());
+        let (memory, stream) = (Exportable::over(&context, budget), context.default_stream());
+        let one = memory.allocate(bytes(1), &stream, Tag("one")).unwrap();
+        assert_eq!(account.snapshot().used, 2 << 20);
+        let error = memory
+            .allocate(bytes(2 * MIB + 1), &stream, Tag("much"))
+            .unwrap_err();
+        assert_eq!(error.reason(), "OverBudget");
+        context.copy_to_device(one.address(), b"x").unwrap();
+        memory.deallocate(one, &stream).unwrap();
+        stream.synchronize().unwrap();
+        memory.reap_pending().unwrap();
+        assert_eq!(account.snapshot().used, 0);
+        assert_eq!(machine.used(0), before);
     });
 }

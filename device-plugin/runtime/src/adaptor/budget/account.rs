@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::error::ResourceError;
 use crate::resource::BudgetSnapshot;
 
 /// Adjustable limit with the bytes in use. An account above a lowered limit refuses charges until
@@ -29,6 +30,20 @@ impl BudgetAccount {
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
         self.charge_with_hook(bytes, || {})
+    }
+
+    /// Charges bytes of a device.
+    ///
+    /// # Errors
+    /// [`ResourceError::OverBudget`]; nothing is charged.
+    pub(crate) fn charge_for(&self, ordinal: u32, bytes: u64) -> Result<(), ResourceError> {
+        self.charge(bytes)
+            .map_err(|BudgetSnapshot { limit, used }| ResourceError::OverBudget {
+                ordinal,
+                requested: bytes,
+                used,
+                limit,
+            })
     }
 
     /// Charges bytes; tests run `hook` between the check and the charge.

@@ -26,7 +26,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
     /// # Errors
     /// [`ResourceError::OverBudget`].
     pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation<R>, ResourceError> {
-        self.retry_after_reap(|| self.charge(bytes))?;
+        self.retry_after_reap(|| self.account.charge_for(self.ordinal(), bytes))?;
         Ok(Reservation {
             budget: Arc::clone(self),
             account: BudgetAccount::new(bytes),
@@ -44,9 +44,7 @@ impl<R: DeviceMemoryResource> Drop for Reservation<R> {
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Reservation<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let bytes = layout.size() as u64;
-        self.account
-            .charge(bytes)
-            .map_err(|found| self.budget.over_budget(bytes, found))?;
+        self.account.charge_for(self.ordinal(), bytes)?;
         // The budget has room, but the upstream may not.
         self.budget
             .retry_after_reap(|| self.budget.upstream.allocate(layout, stream, tag))
