@@ -16,7 +16,7 @@ mod raw;
 use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};
 use bursar_runtime::{
     Budget, DebugGuard, DeviceChecksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable,
-    FreeError, Managed, StreamOrdered, Tag, checksum, source::vmm,
+    FreeError, Managed, PhysicalMemoryResource as _, StreamOrdered, Tag, checksum, source::vmm,
 };
 use raw::Raw as _;
 
@@ -35,7 +35,9 @@ fn main() -> ExitCode {
             }
         };
     }
-    let trials: [(&str, Trial); 9] = [
+    let trials: [(&str, Trial); 10] = [
+        // First, while the process has no context.
+        ("without a context", without_context),
         ("direct", || of(|context| Ok(Direct::new(context)))),
         ("managed", || {
             of(|context| Ok(Managed::with_allocator(context, Attach::Global)))
@@ -126,6 +128,28 @@ fn runtime() -> Outcome {
         "5 of 4 MiB were allocated",
     )?;
     Ok(uuid.to_string())
+}
+
+/// Creates and exports memory without a context, and maps it with one.
+fn without_context() -> Outcome {
+    let uuid = Driver::get()?.device(0)?.uuid()?;
+    let runtime = DeviceRuntime::without_context(uuid)?;
+    let memory = runtime.physical();
+    let bytes = memory.round_up(1)?;
+    let block = memory.create(bytes, Tag("physical"))?;
+    let descriptor = block.export()?;
+    memory.release(block)?;
+    ensure(
+        runtime.budget().used == 0,
+        "a released block is in the budget",
+    )?;
+    let context = context()?;
+    let mapping = vmm::import(&context, descriptor.as_fd(), bytes, Access::ReadWrite)?;
+    mapping.fill(&context, 0, 7, 4096)?;
+    let mut back = [0; 4096];
+    mapping.read(&context, 0, &mut back)?;
+    ensure(back == [7; 4096], "the memory does not read back")?;
+    Ok(format!("{bytes} bytes were mapped by their descriptor"))
 }
 
 /// Lets another process import and write a block.

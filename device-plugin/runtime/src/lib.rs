@@ -12,7 +12,8 @@
 //! * [`retained`] opens device memory that outlives the process that filled it.
 //! * [`checksum`] computes the checksum by which retained memory is verified.
 //! * [`state`] says whether the memory of this process image on a device is still valid.
-//! * [`runtime`] is the entry point of a program: one GPU, its context and its resource.
+//! * [`runtime`] is the entry point of a program: one GPU, its context and its resource, or a
+//!   runtime without a context.
 //! * [`error`] classifies each failure and says whether a retry can succeed.
 
 pub mod adaptor;

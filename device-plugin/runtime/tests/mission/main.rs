@@ -10,6 +10,7 @@ mod block_uses;
 mod cudarc_interop;
 mod managed;
 mod peer_copy;
+mod physical;
 mod references;
 mod stack;
 mod state;
