@@ -65,7 +65,8 @@ pub enum ProvisionerResponse {
     Failed {
         /// The `CUresult`; -1 without a driver, or with one that lacks the function.
         code: i32,
-        /// The driver's function, for example `cuMemCreate`.
+        /// The driver's function, for example `cuMemCreate`; `budget` if the provisioner's budget
+        /// has no room.
         call: String,
     },
 }

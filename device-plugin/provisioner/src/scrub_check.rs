@@ -4,10 +4,9 @@
 //! it (F6 in docs/facts.md), but not on every machine. Each round creates memory as the provisioner
 //! does, reads every word of it, fills it and frees it, like one tenant after the other.
 
-use std::sync::Arc;
-
 use bursar_runtime::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
 use bursar_runtime::error::{CudaError, ErrorClass};
+use bursar_runtime::{Physical, PhysicalMemoryResource as _, ResourceError, Tag};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
@@ -60,6 +59,8 @@ enum ScrubCheckError {
     Driver(#[from] DriverError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    #[error(transparent)]
+    Resource(#[from] ResourceError),
     #[error("round {round}: memory does not read back as it was filled")]
     ReadbackMismatch { round: u32 },
 }
@@ -88,13 +89,15 @@ fn run_rounds(
     mut bytes: u64,
     tell: impl FnOnce(&Verdict),
 ) -> Result<(u64, u64), ScrubCheckError> {
+    // A runtime would have a stream too, and the agent measures the context alone.
     let context = Driver::get()?.device_by_uuid(gpu)?.primary_context()?;
     tell(&Verdict::Context {});
+    let source = Physical::new(context.device())?;
     let mut old_words = 0;
     for round in 1..=ROUNDS {
         // The first round finds out how much memory is free.
         let memory = loop {
-            match Memory::create(&context, bytes) {
+            match Memory::create(&source, &context, bytes) {
                 Err(error)
                     if round == 1
                         && bytes > MIN_BYTES
@@ -131,11 +134,19 @@ struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    fn create(context: &Context, bytes: u64) -> Result<Memory<'_>, CudaError> {
-        let handle = context.device().create(bytes)?;
-        let addresses = Arc::new(context.driver().reserve(bytes)?);
-        let mapping = addresses.map(0, &handle, Access::ReadWrite, context)?;
-        Ok(Memory { context, mapping })
+    fn create<'a>(
+        source: &Physical,
+        context: &'a Context,
+        bytes: u64,
+    ) -> Result<Memory<'a>, ResourceError> {
+        let block = source.create(bytes, Tag("scrub check"))?;
+        let mapping = block.map(context, Access::ReadWrite);
+        // From here the mapping alone keeps the memory.
+        source.release(block).map_err(|error| error.reason)?;
+        Ok(Memory {
+            context,
+            mapping: mapping?,
+        })
     }
 
     fn bytes(&self) -> usize {

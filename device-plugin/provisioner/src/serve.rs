@@ -1,4 +1,8 @@
 //! Answers the agent's requests in order, until the agent exits.
+//!
+//! All memory comes from a runtime without a context. Its budget counts only the handles that the
+//! provisioner has not released yet: the agent charges the memory to its owner, and the fd store
+//! keeps it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,8 +11,12 @@ use std::time::Duration;
 
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
-use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
-use bursar_runtime::error::CudaError;
+use bursar_runtime::driver::{DriverError, GpuUuid};
+use bursar_runtime::error::{CudaError, ErrorClass};
+use bursar_runtime::runtime::no_context::NoContext;
+use bursar_runtime::{
+    DeviceRuntime, PhysicalBlock, PhysicalMemoryResource as _, ResourceError, StaleReason, Tag,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// The rate of the driver's scrubbing, in bytes per second (F6 in docs/facts.md).
@@ -27,10 +35,14 @@ const NO_CUDA_CODE: i32 = -1;
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
 
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+const OUT_OF_MEMORY: i32 = 2;
+
 /// Serves one agent until it closes the socket.
 ///
 /// # Errors
-/// The socket failed, or a message is malformed.
+/// The socket failed, a message is malformed, or the process image is poisoned or could not release
+/// a handle: the handles end with the process.
 pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
     let provisioner = match Provisioner::new(gpu) {
         Ok(provisioner) => provisioner,
@@ -41,7 +53,7 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
     loop {
         if let Some(made) = made.take() {
             wait_for_request(agent, &KEEP_HANDLE_FOR)?;
-            drop(made);
+            provisioner.release(made.block).map_err(io::Error::other)?;
         }
         let message = match receive_message(agent) {
             Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -49,9 +61,13 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
         };
         let (answer, created) = provisioner
             .answer(message)
-            .unwrap_or_else(|error| (failure_response(&DriverError::Cuda(error)), None));
-        send_message(agent, &answer, created.as_ref().map(|(fd, _)| fd.as_fd()))?;
+            .unwrap_or_else(|error| (failure_response(&error.into()), None));
+        let descriptor = created.as_ref().map(|created| created.descriptor.as_fd());
+        send_message(agent, &answer, descriptor)?;
         made = created;
+        // A poisoned process image creates nothing more; the agent starts another.
+        let state = provisioner.runtime.state();
+        state.check().map_err(io::Error::other)?;
     }
 }
 
@@ -64,33 +80,33 @@ fn wait_for_request(agent: &UnixStream, timeout: &Timespec) -> io::Result<()> {
     }
 }
 
-/// New memory: the exported descriptor and the provisioner's own handle.
-type CreatedMemory = (OwnedFd, Handle);
+/// New memory with its exported descriptor.
+struct CreatedMemory {
+    descriptor: OwnedFd,
+    block: PhysicalBlock,
+}
 
-/// Constant properties of the GPU.
+/// The GPU's runtime and its constant properties.
 struct Provisioner {
-    device: Device,
+    runtime: DeviceRuntime<NoContext>,
     version: i32,
-    granularity: u64,
     total: u64,
 }
 
 impl Provisioner {
     fn new(gpu: GpuUuid) -> Result<Provisioner, DriverError> {
-        let driver = Driver::get()?;
-        let device = driver.device_by_uuid(gpu)?;
+        let runtime = DeviceRuntime::without_context(gpu)?;
         Ok(Provisioner {
-            device,
-            version: driver.version()?,
-            granularity: device.granularity()?,
-            total: device.total_memory()?,
+            version: runtime.driver_version()?,
+            total: runtime.total_memory()?,
+            runtime,
         })
     }
 
     fn ready(&self) -> ProvisionerResponse {
         ProvisionerResponse::Ready {
             driver: self.version,
-            granularity: self.granularity,
+            granularity: self.runtime.physical().granularity(),
             total: self.total,
         }
     }
@@ -98,30 +114,39 @@ impl Provisioner {
     fn answer(
         &self,
         message: ProvisionerRequest,
-    ) -> Result<(ProvisionerResponse, Option<CreatedMemory>), CudaError> {
+    ) -> Result<(ProvisionerResponse, Option<CreatedMemory>), ResourceError> {
         match message {
             ProvisionerRequest::Create { bytes } => {
-                let made = self.create(bytes)?;
-                let bytes = made.1.bytes();
-                Ok((ProvisionerResponse::Created { bytes }, Some(made)))
+                let created = self.create(bytes)?;
+                let bytes = created.block.bytes();
+                Ok((ProvisionerResponse::Created { bytes }, Some(created)))
             }
             ProvisionerRequest::AwaitScrub { bytes } => {
                 // A create that arrives meanwhile would wait in the driver for as long.
                 std::thread::sleep(scrub_time(bytes.min(self.total)));
-                self.device.create(self.granularity)?;
+                let memory = self.runtime.physical();
+                let block = memory.create(memory.granularity(), Tag("scrub"))?;
+                self.release(block)?;
                 Ok((ProvisionerResponse::Scrubbed, None))
             }
         }
     }
 
-    fn create(&self, bytes: u64) -> Result<CreatedMemory, CudaError> {
-        let whole = bytes.checked_next_multiple_of(self.granularity);
-        let bytes = whole.filter(|bytes| *bytes > 0).ok_or(CudaError {
-            call: "cuMemCreate",
-            code: INVALID_VALUE,
-        })?;
-        let handle = self.device.create(bytes)?;
-        Ok((handle.export()?, handle))
+    fn create(&self, bytes: u64) -> Result<CreatedMemory, ResourceError> {
+        let memory = self.runtime.physical();
+        let block = memory.create(memory.round_up(bytes)?, Tag("retained"))?;
+        match block.export() {
+            Ok(descriptor) => Ok(CreatedMemory { descriptor, block }),
+            Err(error) => {
+                self.release(block)?;
+                Err(error.into())
+            }
+        }
+    }
+
+    fn release(&self, block: PhysicalBlock) -> Result<(), ResourceError> {
+        let released = self.runtime.physical().release(block);
+        released.map_err(|error| error.reason)
     }
 }
 
@@ -131,8 +156,23 @@ fn scrub_time(bytes: u64) -> Duration {
 }
 
 fn failure_response(error: &DriverError) -> ProvisionerResponse {
+    use ResourceError as Failure;
     let (code, call) = match error {
-        DriverError::Cuda(CudaError { code, call }) => (*code, (*call).to_owned()),
+        DriverError::Cuda(CudaError { code, call })
+        | DriverError::Resource(
+            Failure::OutOfMemory {
+                source: CudaError { code, call },
+                ..
+            }
+            | Failure::Cuda(CudaError { code, call }),
+        ) => (*code, (*call).to_owned()),
+        DriverError::Resource(Failure::OverBudget { .. }) => (OUT_OF_MEMORY, "budget".to_owned()),
+        DriverError::Resource(Failure::Ended(StaleReason::Poisoned(code))) => {
+            (*code, "cuMemCreate".to_owned())
+        }
+        DriverError::Resource(other) if other.class() == ErrorClass::Caller => {
+            (INVALID_VALUE, "cuMemCreate".to_owned())
+        }
         other => (NO_CUDA_CODE, other.to_string()),
     };
     ProvisionerResponse::Failed { code, call }

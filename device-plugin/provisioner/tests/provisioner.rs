@@ -126,11 +126,44 @@ fn create_rounds_sizes_up_and_reports_the_drivers_code() {
         other => panic!("{bytes}: {other:?}"),
     };
     let call = || "cuMemCreate".to_owned();
-    assert_eq!(refused(17 << 30), (OUT_OF_MEMORY, call()));
+    // The budget is the GPU's 16 GiB, of which the first descriptor keeps some.
+    assert_eq!(refused(17 << 30), (OUT_OF_MEMORY, "budget".to_owned()));
+    assert_eq!(refused(16 << 30), (OUT_OF_MEMORY, call()));
     assert_eq!(refused(0), (1, call()));
     assert_eq!(refused(u64::MAX), (1, call()));
     drop(fd);
     provisioner.create(2 * MIB);
+}
+
+#[test]
+fn provisioner_makes_no_context_call() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let sim = lab.sim().unwrap();
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    drop(provisioner.create(64 * MIB));
+    let refused = ProvisionerRequest::Create { bytes: 16 << 30 };
+    provisioner.ask(refused);
+    provisioner.ask(ProvisionerRequest::AwaitScrub { bytes: 64 * MIB });
+    assert_eq!(sim.context_calls(), 0);
+    // The scrub check has a context, so the simulated driver does count.
+    let mut check = lab.command(PROGRAM);
+    check.args(["scrub-check", "--gpu", FIRST]);
+    assert!(check.output().unwrap().status.success());
+    assert!(sim.context_calls() > 0);
+}
+
+#[test]
+fn poisoned_provisioner_exits_after_its_answer() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    let pid = provisioner.process.id().to_string();
+    lab.run_simgpu(&["poison", &pid, "719"]).unwrap();
+    let request = ProvisionerRequest::Create { bytes: 2 * MIB };
+    let (response, _) = provisioner.ask(request);
+    let call = "cuMemCreate".to_owned();
+    assert_eq!(response, ProvisionerResponse::Failed { code: 719, call });
+    let Provisioner { mut process, .. } = provisioner;
+    assert!(!process.wait().unwrap().success());
 }
 
 #[test]

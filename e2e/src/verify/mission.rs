@@ -300,6 +300,35 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "mission/physical-memory",
+        promise: "a runtime without a context creates and exports memory by the budgets of the others, without a context call; the provisioner is one",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &[
+                    "physical::physical_memory_is_mapped_by_its_importer",
+                    "physical::runtime_without_a_context_creates_nothing_once_stale",
+                    "physical::runtime_without_a_context_makes_no_context_call",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "resources"],
+                names: &["physical::budgets_of_both_interfaces_agree_on_every_history"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "provisioner"],
+                names: &["provisioner_makes_no_context_call"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
         name: "mission/async",
         promise: "tasks allocate, copy, wait and free without blocking a worker of Tokio; errors and panics come back to the task",
         long: false,
