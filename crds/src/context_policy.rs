@@ -115,7 +115,7 @@ pub enum ContextAction {
 }
 
 impl ContextAction {
-    /// The actions that a cluster may have by default. Without a budget no operator evicts a pod.
+    /// The actions that a cluster may have by default. A namespace has to choose `Evict` itself.
     pub const DEFAULTS: [Self; 4] = [Self::InPlace, Self::Process, Self::Restart, Self::Report];
     /// The actions of this version.
     pub const ALL: [Self; 5] = [

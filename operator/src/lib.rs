@@ -11,7 +11,7 @@
 //! | [`cli`] | parses the command line |
 //! | [`run`](mod@run) | starts the tasks and joins them |
 //! | [`cluster`] | watches the cluster and indexes what the operator needs of it |
-//! | [`budget`] | reconciles one budget: conditions, quotas, evictions |
+//! | [`budget`] | reconciles one budget: conditions, quotas, evictions; evicts without one too |
 //! | [`placement`] | plans for pending pods: labels, reservations, preemption, relocation |
 //! | [`leader`] | elects one of the replicas by a Lease |
 //! | [`nodes`] | writes context policies to agents; unlabels namespaces without a budget |

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::api::write::ApiWriter;
+use crate::budget::fault_evictions;
 use crate::budget::reconcile::Reconciler;
 use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
@@ -137,6 +138,7 @@ fn spawn_work(
     let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
     let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
     let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
+    let fault_evictions = fault_evictions::run(writer.clone(), index.clone(), shutdown.clone());
     let reconciler = Reconciler::new(writer, index, metrics, clock);
 
     tasks.spawn({
@@ -165,6 +167,10 @@ fn spawn_work(
     tasks.spawn(async move {
         namespace_labels.await;
         "namespace-labels"
+    });
+    tasks.spawn(async move {
+        fault_evictions.await;
+        "fault-evictions"
     });
     tasks.spawn(async move {
         placement.await;

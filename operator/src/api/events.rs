@@ -8,7 +8,7 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
 use tracing::{debug, info};
 
-use super::error::with_timeout;
+use super::error::{ApiError, with_timeout};
 use crate::budget::PodEviction;
 use crate::error::error_chain;
 
@@ -95,6 +95,27 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction:
     publish(client, &about, &event).await;
 }
 
+/// Publishes an eviction before it is requested, where no budget records it.
+///
+/// # Errors
+/// The API server has not stored the Event, or did not answer.
+pub(crate) async fn announce_eviction(
+    client: &Client,
+    namespace: &str,
+    eviction: &PodEviction,
+) -> Result<(), ApiError> {
+    let PodEviction {
+        pod,
+        uid,
+        reason,
+        message: note,
+    } = eviction;
+    info!(namespace, pod, uid, reason, note, "evicting pod");
+    let about = pod_reference(namespace, pod, uid);
+    let event = event(EventType::Warning, "Evict", reason, note);
+    try_publish(client, &about, &event).await
+}
+
 /// Publishes what placement did with a pod, and the other pod that it did it for or with.
 pub(crate) async fn publish_placement(
     client: &Client,
@@ -152,15 +173,23 @@ fn event(type_: EventType, action: &str, reason: &str, note: &str) -> Event {
 
 /// Publishes an Event. A failure has no consequences.
 async fn publish(client: &Client, about: &ObjectReference, event: &Event) {
+    if let Err(error) = try_publish(client, about, event).await {
+        debug!(error = %error_chain(&error), "failed to publish an Event");
+    }
+}
+
+async fn try_publish(
+    client: &Client,
+    about: &ObjectReference,
+    event: &Event,
+) -> Result<(), ApiError> {
     let reporter = Reporter::from(OPERATOR_MANAGER);
     // A new recorder each time: a used one takes a second Event with the same reason for the first
     // and drops its note.
     let recorder = Recorder::new(client.clone(), reporter);
     let published = recorder.publish(event, about);
     let object = format!("an Event {}", event.reason);
-    if let Err(error) = with_timeout("publish", object, published).await {
-        debug!(error = %error_chain(&error), "failed to publish an Event");
-    }
+    with_timeout("publish", object, published).await
 }
 
 #[cfg(test)]

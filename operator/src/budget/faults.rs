@@ -8,8 +8,9 @@
 //! ```
 //!
 //! An eviction is recorded in the budget's status before it is requested, so that its reason and
-//! target survive a crash. The grace starts when this operator first sees the fault, by its own
-//! monotonic clock.
+//! target survive a crash. In a namespace without a budget the pod has an Event in place of the
+//! record ([`super::fault_evictions`]). The grace starts when this operator first sees the fault,
+//! by its own monotonic clock.
 
 use std::time::Duration;
 
@@ -75,13 +76,23 @@ pub(super) struct DueEvictions<'a> {
     pub(super) retry_after: Option<Duration>,
 }
 
-/// The pods of the namespace that have to be evicted for a fault.
-pub(super) fn due_evictions<'a>(
+/// The pods of the budget's namespace that have to be evicted for a fault.
+pub(super) fn due_evictions_of<'a>(
     budget: &GpuMemoryBudget,
     inputs: &'a BudgetInputs,
 ) -> DueEvictions<'a> {
     let policy = budget.spec.context_policy.as_ref();
     let action = action_of(policy, inputs.default_action);
+    due_evictions(action, current_records(budget), inputs)
+}
+
+/// The pods of a namespace that have to be evicted for a fault under `action`. `records` has the
+/// recorded evictions.
+pub(super) fn due_evictions<'a>(
+    action: ContextAction,
+    records: &[FaultEviction],
+    inputs: &'a BudgetInputs,
+) -> DueEvictions<'a> {
     let mut due = DueEvictions::default();
     for affected in inputs
         .affected_pods
@@ -94,7 +105,7 @@ pub(super) fn due_evictions<'a>(
         let is_gpu_fault = affected.fault.kind == FaultKind::Gpu;
         let remaining_grace = GPU_FAULT_GRACE.saturating_sub(affected.observed_for);
         // For a recorded eviction an earlier operator has already waited for the grace.
-        let is_recorded = find_record(current_records(budget), affected).is_some();
+        let is_recorded = find_record(records, affected).is_some();
         if is_gpu_fault && !remaining_grace.is_zero() && !is_recorded {
             due.retry_after = Some(
                 due.retry_after
@@ -172,14 +183,41 @@ pub(super) fn pending_evictions(
         Some(PodEviction {
             pod: affected.pod.clone(),
             uid: affected.request.uid.clone(),
-            reason: match affected.fault.kind {
-                FaultKind::Context | FaultKind::Unknown => "GpuContextPoisoned",
-                FaultKind::Gpu => "GpuFault",
-            },
+            reason: event_reason(&affected.fault),
             message: record.message.clone(),
         })
     });
     evictions.collect()
+}
+
+/// The next evictions in a namespace without a budget, in which no eviction is on record. Those
+/// that PodDisruptionBudgets have refused for longest come last, and so block no others.
+pub(super) fn unrecorded_evictions(
+    due: &DueEvictions<'_>,
+    inputs: &BudgetInputs,
+) -> Vec<PodEviction> {
+    let policy = ContextPolicy::default();
+    let mut evictions: Vec<_> = due
+        .evictions
+        .iter()
+        .map(|(affected, _)| PodEviction {
+            pod: affected.pod.clone(),
+            uid: affected.request.uid.clone(),
+            reason: event_reason(&affected.fault),
+            message: eviction_message(&affected.fault, &policy),
+        })
+        .collect();
+    evictions.sort_by_key(|pod| inputs.refused_for.get(&pod.uid).copied());
+    evictions.truncate(MAX_EVICTIONS);
+    evictions
+}
+
+/// The reason of the pod's Event.
+fn event_reason(fault: &Fault) -> &'static str {
+    match fault.kind {
+        FaultKind::Context | FaultKind::Unknown => "GpuContextPoisoned",
+        FaultKind::Gpu => "GpuFault",
+    }
 }
 
 fn current_records(budget: &GpuMemoryBudget) -> &[FaultEviction] {

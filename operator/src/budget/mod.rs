@@ -1,6 +1,8 @@
-//! Reconciles one budget: its quotas, conditions and evictions.
+//! Reconciles one budget: its quotas, conditions and evictions. Evicts for faults without a budget
+//! too.
 
 mod conditions;
+pub mod fault_evictions;
 mod faults;
 mod inputs;
 mod overage;

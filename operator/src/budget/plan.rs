@@ -96,7 +96,7 @@ pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan
         quota.is_some_and(|quota| quota.enforces(wanted))
     };
     let in_force = parsed.is_ok() && quotas.iter().all(enforces);
-    let due = faults::due_evictions(budget, inputs);
+    let due = faults::due_evictions_of(budget, inputs);
     let recorded = faults::recorded_evictions(budget, &due, now);
     let pending = faults::pending_evictions(budget, &due);
     if in_force && !inputs.is_labelled {
@@ -118,6 +118,20 @@ pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan
         plan_excess_evictions(&mut plan, budget, parsed, inputs);
     }
     for pod in pending {
+        plan.evict(pod, inputs);
+    }
+    for job in &due.unread_jobs {
+        plan.read_job((*job).clone());
+    }
+    plan.requeue_within(due.retry_after);
+    plan
+}
+
+/// Plans the evictions for faults in a namespace without a budget, by the cluster's default action.
+pub(super) fn plan_without_budget(inputs: &BudgetInputs) -> Plan {
+    let mut plan = Plan::default();
+    let due = faults::due_evictions(inputs.default_action, &[], inputs);
+    for pod in faults::unrecorded_evictions(&due, inputs) {
         plan.evict(pod, inputs);
     }
     for job in &due.unread_jobs {

@@ -13,6 +13,7 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::plan::plan_without_budget;
 use super::{AffectedPod, BudgetInputs, Cohort, ReportedUsage};
 use super::{
     ObservedQuota, ParsedSpec, Plan, QuotaKind, Remedy, Step, excess_pods, is_exceeded, plan,
@@ -597,6 +598,59 @@ fn gpu_fault_evicts_replaceable_pod_after_its_grace() {
     namespace.settle();
     let gone: Vec<_> = namespace.evicted.keys().collect();
     assert_eq!(gone, ["lets-go", "other"]);
+}
+
+/// The pods that are evicted without a budget where this action is the cluster's default.
+fn evicted_without_budget(namespace: &Namespace, default_action: ContextAction) -> Vec<String> {
+    let inputs = BudgetInputs {
+        default_action,
+        ..namespace.inputs()
+    };
+    let steps = plan_without_budget(&inputs).steps.into_iter();
+    let evicted = steps.filter_map(|step| match step {
+        Step::Evict { pod, .. } => Some(pod.pod),
+        _ => None,
+    });
+    evicted.collect()
+}
+
+#[test]
+fn without_budget_faults_evict_by_the_default_action() {
+    let mut namespace = Namespace::new(100, 100);
+    for pod in ["beyond", "on-gpu", "reported"] {
+        let request = request(pod, PriorityKind::Guaranteed, 1, namespace.second);
+        namespace.pods.insert(pod.to_owned(), request);
+    }
+    namespace.strike("beyond", FaultKind::Context, FaultAction::BeyondMaximum);
+    namespace.strike("on-gpu", FaultKind::Gpu, FaultAction::ResetGpu);
+    namespace.strike("reported", FaultKind::Context, FaultAction::Report);
+    for default in ContextAction::DEFAULTS {
+        let evicted = evicted_without_budget(&namespace, default);
+        let expected = ["beyond"]
+            .iter()
+            .filter(|_| default != ContextAction::Report);
+        assert!(evicted.iter().eq(expected), "{default:?}: {evicted:?}");
+    }
+    namespace.second += 30;
+    let evicted = evicted_without_budget(&namespace, ContextAction::Process);
+    assert_eq!(evicted, ["beyond", "on-gpu"]);
+}
+
+#[test]
+fn without_budget_refused_evictions_block_no_others() {
+    let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
+    let mut namespace = Namespace::new(100, 100);
+    for name in &names {
+        let request = request(name, PriorityKind::Guaranteed, 1, namespace.second);
+        namespace.pods.insert(name.clone(), request);
+        namespace.strike(name, FaultKind::Context, FaultAction::BeyondMaximum);
+    }
+    for name in &names[..10] {
+        let refused = (name.clone(), Duration::from_secs(5));
+        namespace.refused.extend([refused]);
+    }
+    let evicted = evicted_without_budget(&namespace, ContextAction::Process);
+    assert_eq!(evicted, names[10..10 + MAX_EVICTIONS]);
 }
 
 #[test]

@@ -32,6 +32,8 @@ pub(super) struct BudgetState {
     jobs: BTreeMap<String, bool>,
     /// The first and the last refusal of each pod's eviction, by UID.
     refused: BTreeMap<String, (Instant, Instant)>,
+    /// The pods whose Event about their eviction is published, by UID.
+    announced: BTreeSet<String>,
     /// Whether the last eviction failed.
     last_eviction_failed: bool,
     /// When each fault was first seen, by the fault's id and the pod's UID.
@@ -60,11 +62,16 @@ impl BudgetState {
         if let Some(status) = self.last_written_status(budget, list) {
             budget.status = Some(status.clone());
         }
+        self.recall_evictions(inputs, now);
+        inputs.exceeded_for = self.exceeded_for(is_exceeded(budget), now);
+        Ok(())
+    }
+
+    /// Completes the inputs of evictions for faults.
+    pub(super) fn recall_evictions(&mut self, inputs: &mut BudgetInputs, now: Instant) {
         inputs.jobs_ignoring_disruption = self.known_jobs(&inputs.pods);
         inputs.refused_for = self.refused_for(now);
         self.update_fault_ages(&mut inputs.affected_pods, now);
-        inputs.exceeded_for = self.exceeded_for(is_exceeded(budget), now);
-        Ok(())
     }
 
     /// The rest of the back-off after a failed write.
@@ -108,8 +115,20 @@ impl BudgetState {
             .collect()
     }
 
-    /// Sets how long each fault has been seen, and drops faults that are gone.
+    /// Whether the Event about the pod's eviction is published.
+    pub(super) fn is_announced(&self, uid: &str) -> bool {
+        self.announced.contains(uid)
+    }
+
+    /// Records that the Event about the pod's eviction is published.
+    pub(super) fn record_announcement(&mut self, uid: &str) {
+        self.announced.insert(uid.to_owned());
+    }
+
+    /// Sets how long each fault has been seen, and drops what is known of pods without a fault.
     fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
+        self.announced
+            .retain(|uid| affected_pods.iter().any(|one| one.request.uid == *uid));
         let before = std::mem::take(&mut self.faults_since);
         for one in affected_pods {
             let name = (one.fault.id.clone(), one.request.uid.clone());

@@ -384,15 +384,41 @@ impl ClusterIndex {
             return Vec::new();
         }
         let labelled = self.labels.iter().map(|(key, _)| &key.name);
-        let unreadable = self.unreadable.get(kinds::BUDGETS);
-        let is_there = |namespace: &str| {
-            let unreadable = unreadable.and_then(|all| all.in_namespace(namespace).next());
-            self.budgets.in_namespace(namespace).next().is_some() || unreadable.is_some()
-        };
         labelled
-            .filter(|namespace| !is_there(namespace))
+            .filter(|namespace| !self.has_budget_in(namespace))
             .cloned()
             .collect()
+    }
+
+    /// Whether a namespace has a budget, readable or not.
+    fn has_budget_in(&self, namespace: &str) -> bool {
+        let unreadable = self.unreadable.get(kinds::BUDGETS);
+        let unreadable = unreadable.and_then(|all| all.in_namespace(namespace).next());
+        self.budgets.in_namespace(namespace).next().is_some() || unreadable.is_some()
+    }
+
+    /// The inputs for each namespace that has no budget, and pods that a fault affects. `None`
+    /// until all kinds are listed.
+    pub(crate) fn inputs_without_budget(&self) -> Option<Vec<(String, BudgetInputs)>> {
+        if !self.unlisted_kinds().is_empty() {
+            return None;
+        }
+        let nodes = self
+            .gpu_nodes
+            .iter()
+            .filter(|(_, gpus)| !gpus.faults.is_empty());
+        let namespaces: BTreeSet<&str> = nodes
+            .flat_map(|(key, _)| self.aggregates.namespaces_on(&key.name))
+            .collect();
+        let affected = namespaces
+            .into_iter()
+            .filter(|namespace| !self.has_budget_in(namespace))
+            .map(|namespace| {
+                let inputs = self.budget_inputs(namespace, DEFAULT_COHORT);
+                (namespace.to_owned(), inputs)
+            })
+            .filter(|(_, inputs)| !inputs.affected_pods.is_empty());
+        Some(affected.collect())
     }
 
     /// The context policies by namespace, without those that equal the agents' default.

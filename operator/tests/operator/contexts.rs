@@ -104,6 +104,80 @@ async fn pod_over_restart_limit_is_evicted_after_any_failed_write() {
     ends.buffer_unordered(6).collect::<Vec<_>>().await;
 }
 
+/// Adds pod `p` of namespace `other`, which has no budget.
+fn with_pod_without_budget(api: &SimApiServer) {
+    small(api);
+    let mut pod = pod("p", 4);
+    pod["metadata"]["namespace"] = json!("other");
+    pod["metadata"]["uid"] = json!("other-p");
+    api.put("pods", pod);
+}
+
+/// The agent's report that pod `p` of namespace `other` has poisoned its context too often.
+fn fault_without_budget() -> Value {
+    let mut faults = fault("BeyondMaximum");
+    faults[0]["container"]["namespace"] = json!("other");
+    faults[0]["container"]["podUid"] = json!("other-p");
+    faults
+}
+
+#[tokio::test]
+async fn pod_without_budget_is_evicted_after_its_event() {
+    let running = Running::start(with_pod_without_budget).await;
+    running.until_ready().await;
+    let refused = StatusCode::INTERNAL_SERVER_ERROR;
+    running
+        .api
+        .refuse_requests("/namespaces/other/events", refused, 2);
+    set_faults(&running.api, fault_without_budget());
+    let begin = Instant::now();
+    while !running.api.get("pods", "other", "p").is_null() {
+        assert!(begin.elapsed() < END, "{:?}", running.api.writes());
+        sleep(Duration::from_millis(20)).await;
+    }
+    let requests = running.api.requests();
+    let sent = |end: &str| -> Vec<Instant> {
+        let of_kind = requests
+            .iter()
+            .filter(|(_, request)| request.ends_with(end));
+        of_kind.map(|(time, _)| *time).collect()
+    };
+    let (events, evictions) = (
+        sent("/namespaces/other/events"),
+        sent("/namespaces/other/pods/p/eviction"),
+    );
+    assert_eq!((events.len(), evictions.len()), (3, 1), "{requests:?}");
+    assert!(events[2] < evictions[0], "the Event is stored before");
+    let published = running.api.published_events();
+    let [event] = published
+        .iter()
+        .filter(|event| event["regarding"]["uid"] == "other-p")
+        .collect::<Vec<_>>()[..]
+    else {
+        panic!("{published:?}");
+    };
+    assert_eq!(event["reason"], "GpuContextPoisoned");
+    let note = event["note"].as_str().expect("a text");
+    assert!(note.contains("after 5 restarts within 600 s"), "{note}");
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn pod_of_an_unreadable_budget_is_not_evicted() {
+    let running = Running::start(|api| {
+        with_pod_without_budget(api);
+        let mut unreadable = budget("other", "16Gi");
+        unreadable["spec"]["deviceMemory"]["guaranteed"] = json!(["16Gi"]);
+        api.put(BUDGETS, unreadable);
+    })
+    .await;
+    running.until_ready().await;
+    set_faults(&running.api, fault_without_budget());
+    sleep(Duration::from_secs(5)).await;
+    assert!(!running.api.get("pods", "other", "p").is_null());
+    running.stop().await;
+}
+
 #[tokio::test]
 async fn eviction_is_recorded_first_and_done_once_by_two_operators() {
     let first = Running::start(small).await;
