@@ -155,6 +155,25 @@ fn denial_without_a_request_is_reported_too() {
 }
 
 #[test]
+fn steps_of_a_process_checkpoint_are_refused() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    // A checkpoint of a process that maps retained memory could not be restored.
+    for name in [
+        "cuCheckpointProcessLock",
+        "cuCheckpointProcessCheckpoint",
+        "cuCheckpointProcessRestore",
+        "cuCheckpointProcessUnlock",
+    ] {
+        assert_eq!(program.call(format!("bare {name}")), "err 801", "{name}");
+        let address = program.call(format!("address {name} 12080 0"));
+        assert!(address.starts_with("ok 1 "), "{name}: {address}");
+    }
+    // A question is the driver's to answer. Process 0 does not exist.
+    assert_eq!(program.call("bare cuCheckpointProcessGetState"), "err 1");
+}
+
+#[test]
 fn functions_of_cuda_2_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

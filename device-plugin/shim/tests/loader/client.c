@@ -73,7 +73,7 @@ static int look(const char *name, size_t bytes) {
         if (!library) return none(dlerror());
     }
     if (!strcmp(way, "missing"))
-        return none(dlsym(library, "cuCheckpointProcessLock") ? "a name that the driver lacks was found" : dlerror());
+        return none(dlsym(library, "cuVDPAUGetDevice") ? "a name that the driver lacks was found" : dlerror());
     function *init = find("cuInit");
     if (!init) return none(dlerror());
     int code = init(0);

@@ -73,7 +73,7 @@ fn only_names_that_the_nodes_driver_lacks_are_not_found() {
     let missing = ask("missing");
     let said = missing.said("none").unwrap();
     assert!(
-        said.contains("undefined symbol: cuCheckpointProcessLock"),
+        said.contains("undefined symbol: cuVDPAUGetDevice"),
         "{said}"
     );
     assert_eq!(machine.outcome(&ask("open")), Ok(Outcome::Held));

@@ -27,6 +27,7 @@ impl Code {
     pub(crate) const INVALID_DEVICE: Code = Code(101);
     pub(crate) const INVALID_CONTEXT: Code = Code(201);
     pub(crate) const INVALID_HANDLE: Code = Code(400);
+    pub(crate) const ILLEGAL_STATE: Code = Code(401);
     pub(crate) const NOT_FOUND: Code = Code(500);
     pub(crate) const NOT_READY: Code = Code(600);
     pub(crate) const ILLEGAL_ADDRESS: Code = Code(700);

@@ -4,6 +4,7 @@
 mod abi;
 mod array;
 mod capture;
+mod checkpoint;
 mod context;
 mod context_stack;
 mod copy;

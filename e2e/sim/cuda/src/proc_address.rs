@@ -20,6 +20,7 @@ fn all_exports() -> impl Iterator<Item = &'static Export> {
         crate::copy::EXPORTS,
         crate::stream::EXPORTS,
         crate::capture::EXPORTS,
+        crate::checkpoint::EXPORTS,
         crate::module::EXPORTS,
         crate::library::EXPORTS,
         crate::graph::EXPORTS,
