@@ -43,10 +43,15 @@ pub mod kinds {
     pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
 }
 
-/// Up to this many context policies are written to every node, at 250 bytes each with managed
-/// fields. Beyond it a node gets those of its own pods' namespaces, because each agent write sends
-/// the whole object.
-const MAX_ON_EVERY_NODE: usize = 32;
+/// The bytes of one context policy in a GpuNode, with its managed fields and a name of 20 letters.
+const POLICY_BYTES: usize = 256;
+
+/// The bytes that all policies on all nodes may take. The API server stores the whole object at
+/// each write of an agent.
+const MAX_POLICY_BYTES: usize = 64 << 20;
+
+/// The fewest policies that every node gets, in a cluster of any size.
+const MIN_ON_EVERY_NODE: usize = 32;
 
 /// The actions of agents of earlier versions, which list none.
 const UNLISTED_ACTIONS: [ContextAction; 4] = [
@@ -457,16 +462,18 @@ impl ClusterIndex {
         written: &BTreeMap<String, NodeOrders>,
     ) -> Vec<(String, String, NodeOrders)> {
         let policies = self.context_policies();
+        let are_few = policies.len() <= max_on_every_node(self.gpu_nodes.iter().count());
         let mut by_actions = BTreeMap::new();
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let nodes = nodes.filter_map(|(key, node)| {
             let all: &Arc<_> = by_actions
                 .entry(&node.context_actions)
                 .or_insert_with_key(|actions| Arc::new(supported_policies(&policies, actions)));
-            let (orders, due) = (
-                self.context_policies_for(&key.name, all),
-                self.restart_requests(node),
-            );
+            let orders = match are_few {
+                true => all.clone(),
+                false => self.context_policies_of_pods_on(&key.name, all),
+            };
+            let due = self.restart_requests(node);
             let (contexts, restarts) = written
                 .get(&key.name)
                 .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
@@ -474,7 +481,8 @@ impl ClusterIndex {
             // A correct policy stays until another write, although no pod needs it: the next pod
             // may.
             let idle = |one: &ContextPolicyEntry| {
-                !orders.contains(one) && policy_of(all, &one.namespace) == Some(one)
+                policy_of(&orders, &one.namespace) != Some(one)
+                    && policy_of(all, &one.namespace) == Some(one)
             };
             let differs = node.context_policies != *orders && {
                 let current = node.context_policies.iter().filter(|one| !idle(one));
@@ -505,15 +513,12 @@ impl ClusterIndex {
         due.collect()
     }
 
-    /// The policies for one node: all while they are few, else those of its pods' namespaces.
-    fn context_policies_for(
+    /// The policies of the namespaces that have pods on a node.
+    fn context_policies_of_pods_on(
         &self,
         node: &str,
-        all: &Arc<Vec<ContextPolicyEntry>>,
+        all: &[ContextPolicyEntry],
     ) -> Arc<Vec<ContextPolicyEntry>> {
-        if all.len() <= MAX_ON_EVERY_NODE {
-            return all.clone();
-        }
         let namespaces = self.aggregates.namespaces_on(node);
         let namespaces = namespaces.filter_map(|namespace| policy_of(all, namespace));
         Arc::new(namespaces.take(MAX_CONTEXTS).cloned().collect())
@@ -612,6 +617,13 @@ impl ClusterIndex {
         }
         counts
     }
+}
+
+/// How many context policies every node of a cluster gets. If there are more, a node gets those of
+/// its pods' namespaces.
+fn max_on_every_node(nodes: usize) -> usize {
+    let per_node = MAX_POLICY_BYTES / nodes.max(1);
+    (per_node / POLICY_BYTES).clamp(MIN_ON_EVERY_NODE, MAX_CONTEXTS)
 }
 
 /// The policies for an agent that lists these actions. For every other one it restarts the

@@ -5,10 +5,11 @@
 //!            open faults that the policy now restarts --> GpuNode.spec.restarts
 //! ```
 //!
-//! While few namespaces have a policy, every node gets all of them. A pod's first fault must find
-//! its policy on the node, because a request at that time would take longer than the restart. When
-//! there are many, a node gets those of its pods' namespaces. A pod is bound seconds before it can
-//! fault. If the policy arrives later than the fault, the agent acts by the cluster's default.
+//! Every node gets all policies, as long as these take at most 64 MiB on all nodes together. A
+//! pod's first fault must find its policy on the node, because a request at that time would take
+//! longer than the restart. When there are more, a node gets those of its pods' namespaces. A pod
+//! is bound seconds before it can fault. If the policy arrives later than the fault, the agent acts
+//! by the cluster's default.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -165,13 +165,13 @@ fn node_gets_all_policies_when_few_else_those_of_its_pods() {
         )))
     };
     let mut written = BTreeMap::new();
-    let mut few = index(budgets(MAX_ON_EVERY_NODE));
+    let mut few = index(budgets(MAX_CONTEXTS));
     few.apply(node());
     let all = given(&mut few, &mut written).unwrap();
-    assert_eq!(all.len(), MAX_ON_EVERY_NODE);
+    assert_eq!(all.len(), MAX_CONTEXTS);
     assert_eq!(given(&mut few, &mut written), None);
 
-    let (mut many, mut written) = (index(budgets(1000)), BTreeMap::new());
+    let (mut many, mut written) = (index(budgets(MAX_CONTEXTS + 2)), BTreeMap::new());
     let mut orders = |many: &mut ClusterIndex| given(many, &mut written);
     many.apply(node());
     assert_eq!(orders(&mut many), None);
@@ -204,6 +204,33 @@ fn node_gets_all_policies_when_few_else_those_of_its_pods() {
         Some(vec![namespace(5)]),
         "it is wrong now"
     );
+}
+
+#[test]
+fn policies_on_every_node_are_bounded_by_the_cluster() {
+    let most = [0, 1, 256, 1_000, 5_000, 100_000].map(max_on_every_node);
+    assert_eq!(most, [1024, 1024, 1024, 262, 52, 32]);
+}
+
+#[test]
+fn context_policy_takes_no_more_bytes_than_planned() {
+    let policy = ContextPolicyEntry {
+        namespace: "team-recommendations".to_owned(),
+        action: ContextAction::Restart,
+        max_restarts: 5,
+        window_seconds: 600,
+        grace_seconds: 10,
+    };
+    let key = json!({ "namespace": policy.namespace }).to_string();
+    // The API server has a managed field for each field of an entry, under the entry's key.
+    let mut managed = json!({ ".": {} });
+    let policy = json!(policy);
+    for field in policy.as_object().unwrap().keys() {
+        managed[format!("f:{field}")] = json!({});
+    }
+    let managed = json!({ (format!("k:{key}")): managed });
+    let bytes = policy.to_string().len() + managed.to_string().len();
+    assert!(bytes <= POLICY_BYTES, "{bytes}");
 }
 
 /// A node that is alive, with or without a cohort label.
