@@ -28,16 +28,16 @@
 mod reconcile;
 mod record;
 mod requests;
+mod views;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_crds::gpu_node::LeaseState;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 use bursar_protocol::messages::retained::Key;
 use bursar_sessions::Process;
-use bursar_sessions::lease_handle::{Caller, NodeView};
+use bursar_sessions::lease_handle::NodeView;
 
 pub(crate) use record::StoredRecord;
 pub use record::{Content, LeaseKey, LeaseRecord, Writer};
@@ -162,38 +162,11 @@ impl LeaseTable {
         self.node.free.get(gpu).copied().unwrap_or_default()
     }
 
-    /// Whether a process may use a lease: its pod has the lease open, and before the commit the
-    /// process is the writer.
-    pub(crate) fn is_open(&self, caller: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
-        let pod = self.node.containers.get(&caller.allocation);
-        self.get(id).zip(pod).is_some_and(|(record, binding)| {
-            let may_use = match &record.content {
-                Content::Committed { .. } => true,
-                Content::Writing(writer) => writer.process == caller.process,
-                Content::Discarded => false,
-            };
-            may_use && record.title.gpu == *gpu && record.openers.contains(&binding.pod)
-        })
-    }
-
-    /// The description of a lease that is being created.
-    #[cfg(test)]
-    pub(crate) fn creating(&self, id: LeaseId) -> Option<&LeaseRecord> {
-        let lease = self.leases.get(&id)?;
-        (lease.stage == Stage::Creating).then_some(&lease.record)
-    }
-
     /// Releases a lease of which it is not known whether its memory exists.
     pub(crate) fn release_uncertain(&mut self, id: LeaseId) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release(id, &mut effects);
         effects
-    }
-
-    /// The description of a lease that the fd store has.
-    pub(crate) fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
-        let lease = self.leases.get(&id)?;
-        (lease.stage == Stage::Live).then_some(&lease.record)
     }
 
     /// Releases what a process image was writing: the image ended, or its session did.
@@ -210,35 +183,10 @@ impl LeaseTable {
         effects
     }
 
-    /// The processes that are writing.
-    pub(crate) fn writers(&self) -> BTreeSet<Process> {
-        let leases = self.leases.values();
-        leases
-            .filter(|lease| matches!(lease.stage, Stage::Creating | Stage::Live))
-            .filter_map(|lease| match &lease.record.content {
-                Content::Writing(writer) => Some(writer.process),
-                Content::Committed { .. } | Content::Discarded => None,
-            })
-            .collect()
-    }
-
     /// Refuses new leases on these GPUs; the next [`reconcile`](Self::reconcile) releases the
     /// existing ones.
     pub(crate) fn drain(&mut self, gpus: BTreeSet<GpuUuid>) {
         self.drained = gpus;
-    }
-
-    /// Whether the fd store may have a lease of a GPU.
-    pub(crate) fn has_leases_on(&self, gpu: &GpuUuid) -> bool {
-        let mut leases = self.leases.values();
-        leases.any(|lease| lease.record.title.gpu == *gpu)
-            || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
-    }
-
-    /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
-    pub(crate) fn uncharged(&self) -> usize {
-        let unreadable = self.unreadable.values();
-        unreadable.filter(|extent| extent.is_none()).count()
     }
 
     /// Whether the fd store has a lease that this agent cannot read.
@@ -251,72 +199,9 @@ impl LeaseTable {
         self.capacity = Some(most);
     }
 
-    /// The leases that the fd store has and an account is charged for. Empty while the fd store is
-    /// away, because it may have closed their descriptors.
-    pub(crate) fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
-        let mut live: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
-        if self.store_connected {
-            for (id, lease) in &self.leases {
-                if lease.stage == Stage::Live && lease.is_charged {
-                    let of_gpu = live.entry(lease.record.title.gpu.clone()).or_default();
-                    of_gpu.insert(*id, lease.record.bytes);
-                }
-            }
-            for (id, extent) in &self.unreadable {
-                if let Some((gpu, bytes)) = extent {
-                    live.entry(gpu.clone()).or_default().insert(*id, *bytes);
-                }
-            }
-        }
-        live
-    }
-
-    /// The leases that this agent can read, with their states.
-    pub(crate) fn readable(&self) -> impl Iterator<Item = (LeaseId, &LeaseRecord, LeaseState)> {
-        self.leases.iter().map(|(id, lease)| {
-            let state = match (lease.stage, &lease.record.content) {
-                (Stage::Creating | Stage::Live, Content::Writing(_)) => LeaseState::Writing,
-                (Stage::Creating | Stage::Live, Content::Committed { .. }) => LeaseState::Committed,
-                (Stage::Creating | Stage::Live, Content::Discarded) => LeaseState::Discarded,
-                (Stage::ReleasePending | Stage::ReleaseReported | Stage::Releasing, _) => {
-                    LeaseState::Releasing
-                }
-            };
-            (*id, &lease.record, state)
-        })
-    }
-
-    /// The container that is charged for a lease, until the lease is charged as orphaned exports.
-    pub(crate) fn owner(&self, id: LeaseId) -> Option<AllocationId> {
-        let lease = self.leases.get(&id)?;
-        let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
-        is_one.then_some(lease.record.owner)
-    }
-
-    /// The GPU and the size of a lease.
-    pub(crate) fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
-        if let Some(extent) = self.unreadable.get(&id) {
-            return extent.clone();
-        }
-        let LeaseRecord { title, bytes, .. } = &self.leases.get(&id)?.record;
-        Some((title.gpu.clone(), *bytes))
-    }
-
     /// The node's GPUs.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         self.node.generations.keys()
-    }
-
-    /// The owner, GPU and size of each usable lease.
-    pub(crate) fn lease_owners(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
-        let leases = self.leases.iter();
-        leases
-            .filter(|(_, lease)| matches!(lease.stage, Stage::Creating | Stage::Live))
-            .map(|(id, lease)| {
-                let LeaseRecord { owner, bytes, .. } = lease.record;
-                (*id, (owner, lease.record.title.gpu.clone(), bytes))
-            })
-            .collect()
     }
 
     fn release_writers(&mut self, is_over: impl Fn(&Writer) -> bool, effects: &mut Vec<Effect>) {
@@ -354,9 +239,5 @@ impl LeaseTable {
     }
 }
 
-#[cfg(test)]
-mod generations;
-#[cfg(test)]
-mod history;
 #[cfg(test)]
 mod tests;
