@@ -7,11 +7,13 @@
 //! quota of every GPU, because its pages may go to each of them. Its account stays apart, since the
 //! driver charges managed memory to no process.
 
+mod exited;
+mod leases;
+mod untracked;
+
 use std::collections::BTreeMap;
 
 use bursar_protocol::units::{UNIT, Units};
-
-use super::MAX_PROCESSES;
 
 /// The most credit that a process gets beyond its need: 64 MiB.
 const MAX_PREFETCH: Units = Units((64 << 20) / UNIT as u32);
@@ -49,10 +51,6 @@ pub(crate) struct CreditAccounts {
 /// Stands for the exporter of a released lease, and for exporters beyond [`MAX_EXPORTERS`]: no
 /// process has this pid.
 pub(super) const NO_PID: u32 = 0;
-
-/// The most exited processes whose orphaned exports are kept apart. A container could otherwise
-/// have one for each unit of its quota. Honest containers have a few.
-const MAX_EXPORTERS: usize = 2 * MAX_PROCESSES;
 
 impl CreditAccounts {
     /// Creates empty accounts with these quotas.
@@ -115,24 +113,9 @@ impl CreditAccounts {
         total(&self.granted, account)
     }
 
-    /// The units of exited processes, with their orphaned exports.
-    pub(crate) fn exited(&self, account: usize) -> Units {
-        total(&self.exited, account).saturating_add(self.orphaned(account))
-    }
-
-    /// The exports of exited processes that other processes may hold.
-    pub(crate) fn orphaned(&self, account: usize) -> Units {
-        total(&self.orphaned, account)
-    }
-
     /// The largest sum of granted, exited and leased units of an account so far.
     pub(crate) fn peak(&self, account: usize) -> Units {
         self.peaks.get(account).copied().unwrap_or(Units::ZERO)
-    }
-
-    /// The units of exited processes that count against an account's quota.
-    pub(crate) fn exited_against(&self, account: usize) -> Units {
-        self.against(account, |account| self.exited(account))
     }
 
     /// The units granted to a live process that count against an account's quota.
@@ -192,26 +175,6 @@ impl CreditAccounts {
         self.sibling_charges = inherited;
     }
 
-    /// Charges exports of a container that has ended, or of a released lease, as orphaned exports
-    /// of this container.
-    pub(super) fn charge_orphaned(&mut self, account: usize, units: Units) {
-        let mut amounts = vec![Units::ZERO; self.quotas.len()];
-        if let Some(slot) = amounts.get_mut(account) {
-            *slot = units;
-        }
-        add_amounts(&mut self.orphaned, NO_PID, amounts);
-        self.update_peak(account);
-    }
-
-    /// The units of leases that an account is charged for.
-    pub(crate) fn leased(&self, account: usize) -> Units {
-        let leases = self.leases.values();
-        leases
-            .filter(|(of, _)| *of == account)
-            .map(|(_, units)| *units)
-            .sum()
-    }
-
     /// The charged units of an account, without untracked processes.
     fn tracked_charged(&self, account: usize) -> Units {
         let processes = self.granted(account).saturating_add(self.exited(account));
@@ -220,82 +183,6 @@ impl CreditAccounts {
         covered.map_or(own, |covered| {
             own.saturating_add(self.tracked_charged(covered))
         })
-    }
-
-    pub(super) fn leases(&self) -> &BTreeMap<u64, (usize, Units)> {
-        &self.leases
-    }
-
-    /// Charges a lease.
-    ///
-    /// # Errors
-    /// The free units of the account, where they are fewer.
-    pub(super) fn charge_lease(
-        &mut self,
-        lease: u64,
-        account: usize,
-        units: Units,
-    ) -> Result<(), Units> {
-        let free = self.free(account);
-        if units > free {
-            return Err(free);
-        }
-        self.adopt_lease(lease, account, units);
-        Ok(())
-    }
-
-    /// Charges an existing lease, whether or not the quota allows it.
-    pub(super) fn adopt_lease(&mut self, lease: u64, account: usize, units: Units) {
-        self.leases.insert(lease, (account, units));
-        self.update_peak(account);
-    }
-
-    /// Refunds a lease that has no memory.
-    pub(super) fn refund_lease(&mut self, lease: u64) {
-        self.leases.remove(&lease);
-    }
-
-    /// Ends a lease. Other processes may hold its memory, so its units become orphaned exports.
-    pub(super) fn release_lease(&mut self, lease: u64) {
-        if let Some((account, units)) = self.leases.remove(&lease) {
-            self.charge_orphaned(account, units);
-        }
-    }
-
-    /// The units of an account that untracked processes have.
-    pub(crate) fn untracked(&self, account: usize) -> Units {
-        let charged = self.untracked.get(account);
-        charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
-    }
-
-    /// The units of an account that one untracked process has.
-    pub(super) fn untracked_by(&self, pid: u32, account: usize) -> Units {
-        let charged = self
-            .untracked
-            .get(account)
-            .and_then(|charged| charged.get(&pid));
-        charged.copied().unwrap_or(Units::ZERO)
-    }
-
-    /// The pids of untracked processes that have memory.
-    pub(super) fn untracked_pids(&self) -> impl Iterator<Item = u32> {
-        self.untracked.iter().flat_map(BTreeMap::keys).copied()
-    }
-
-    /// Replaces the units of untracked processes of an account, by pid. The account grants these
-    /// units to no other process.
-    pub(crate) fn set_untracked(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
-        if let Some(slot) = self.untracked.get_mut(account) {
-            *slot = charged;
-        }
-    }
-
-    /// Removes a process that now has a session from the untracked ones: from now on its own report
-    /// counts, within the quota.
-    pub(crate) fn clear_untracked(&mut self, pid: u32) {
-        for charged in &mut self.untracked {
-            charged.remove(&pid);
-        }
     }
 
     /// Grants `need`, and a prefetch where enough is free. Returns the granted units. Covered
@@ -339,65 +226,9 @@ impl CreditAccounts {
         taken
     }
 
-    /// Marks the grants of a process image as exited: they stay charged, and no process can use
-    /// them. The exported part, at most the grant, becomes orphaned.
-    pub(crate) fn mark_exited(&mut self, pid: u32, exported: &[Units]) {
-        let Some(granted) = self.granted.remove(&pid) else {
-            return;
-        };
-        let of = |account: usize| exported.get(account).copied().unwrap_or(Units::ZERO);
-        let orphaned: Vec<_> = (0..)
-            .map(of)
-            .zip(&granted)
-            .map(|(exported, granted)| exported.min(*granted))
-            .collect();
-        let rest: Vec<_> = granted
-            .iter()
-            .zip(&orphaned)
-            .map(|(granted, orphaned)| granted.saturating_sub(*orphaned))
-            .collect();
-        add_amounts(&mut self.exited, pid, rest);
-        let is_apart = self.orphaned.len() < MAX_EXPORTERS || self.orphaned.contains_key(&pid);
-        let exporter = if is_apart { pid } else { NO_PID };
-        add_amounts(&mut self.orphaned, exporter, orphaned);
-    }
-
-    /// Releases the units of an exited image that the driver no longer charges. Its orphaned
-    /// exports stay charged.
-    pub(crate) fn release_exited(&mut self, pid: u32) {
-        self.exited.remove(&pid);
-    }
-
-    /// Caps the orphaned exports of an account by a proven bound on their sum. The bound concerns
-    /// the exports that were orphaned when `of` was copied, so exporters whose entry has changed
-    /// since then keep theirs.
-    pub(super) fn cap_orphaned(&mut self, account: usize, most: Units, of: &AmountsByPid) {
-        let mut left = most;
-        for (pid, accounts) in &mut self.orphaned {
-            let asked = of.get(pid).and_then(|asked| asked.get(account));
-            if let Some(units) = accounts.get_mut(account)
-                && asked == Some(&*units)
-            {
-                *units = left.min(*units);
-                left = left.saturating_sub(*units);
-            }
-        }
-        self.orphaned.retain(|_, accounts| is_any_nonzero(accounts));
-    }
-
-    /// The pids of exited process images that are still charged.
-    pub(crate) fn exited_pids(&self) -> Vec<u32> {
-        self.exited.keys().copied().collect()
-    }
-
     /// The grants of live processes, for the checkpoint.
     pub(super) fn grants(&self) -> &AmountsByPid {
         &self.granted
-    }
-
-    /// The grants of exited processes, and their orphaned exports, for the checkpoint.
-    pub(super) fn exited_and_orphaned(&self) -> [&AmountsByPid; 2] {
-        [&self.exited, &self.orphaned]
     }
 
     /// Restores the grant of a process from the checkpoint. The grant was within the quota.
@@ -433,23 +264,6 @@ impl CreditAccounts {
     }
 }
 
-/// Adds the amounts of a process, if any is above zero.
-fn add_amounts(books: &mut AmountsByPid, pid: u32, amounts: Vec<Units>) {
-    if !is_any_nonzero(&amounts) {
-        return;
-    }
-    let sums = books
-        .entry(pid)
-        .or_insert_with(|| vec![Units::ZERO; amounts.len()]);
-    for (sum, units) in sums.iter_mut().zip(amounts) {
-        *sum = sum.saturating_add(units);
-    }
-}
-
-fn is_any_nonzero(amounts: &[Units]) -> bool {
-    amounts.iter().any(|units| *units != Units::ZERO)
-}
-
 /// The prefetch of a process when `left` units would remain free.
 fn prefetch(left: Units) -> Units {
     let share = (left.0 / PREFETCH_DIVISOR).min(MAX_PREFETCH.0);
@@ -474,6 +288,7 @@ fn total(books: &AmountsByPid, account: usize) -> Units {
 
 #[cfg(test)]
 mod tests {
+    use super::exited::MAX_EXPORTERS;
     use super::*;
     use proptest::prelude::*;
 

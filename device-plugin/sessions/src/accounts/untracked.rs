@@ -1,0 +1,45 @@
+//! Charges the memory of untracked processes.
+
+use std::collections::BTreeMap;
+
+use bursar_protocol::units::Units;
+
+use super::CreditAccounts;
+
+impl CreditAccounts {
+    /// The units of an account that untracked processes have.
+    pub(crate) fn untracked(&self, account: usize) -> Units {
+        let charged = self.untracked.get(account);
+        charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
+    }
+
+    /// The units of an account that one untracked process has.
+    pub(in super::super) fn untracked_by(&self, pid: u32, account: usize) -> Units {
+        let charged = self
+            .untracked
+            .get(account)
+            .and_then(|charged| charged.get(&pid));
+        charged.copied().unwrap_or(Units::ZERO)
+    }
+
+    /// The pids of untracked processes that have memory.
+    pub(in super::super) fn untracked_pids(&self) -> impl Iterator<Item = u32> {
+        self.untracked.iter().flat_map(BTreeMap::keys).copied()
+    }
+
+    /// Replaces the units of untracked processes of an account, by pid. The account grants these
+    /// units to no other process.
+    pub(crate) fn set_untracked(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
+        if let Some(slot) = self.untracked.get_mut(account) {
+            *slot = charged;
+        }
+    }
+
+    /// Removes a process that now has a session from the untracked ones: from now on its own report
+    /// counts, within the quota.
+    pub(crate) fn clear_untracked(&mut self, pid: u32) {
+        for charged in &mut self.untracked {
+            charged.remove(&pid);
+        }
+    }
+}
