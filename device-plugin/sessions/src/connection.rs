@@ -1,45 +1,32 @@
 //! Serves one process's connection: the hello, then requests until the process exits or says hello
 //! again. A connection may also carry a single query.
 
+mod one_shot;
+mod requests;
+
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bursar_host::clock;
-use bursar_ledger::units::AllocationId;
-use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
-use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 use tokio_util::sync::CancellationToken;
 
+use super::container::Container;
+use super::container::admission::Admission;
 use super::container::denials::SharedLogLimiter;
-use super::container::leases::NotAuthorized;
-use super::container::recording::ChangeNumber;
-use super::container::{Admission, Container};
 use super::fault_notifier::FaultNotifier;
 use super::pidfd::ProcessExit;
 use super::rate_limit::{self, RateLimiter};
 use super::stream::PeerStream;
 use super::{ContainerResolver, Process, lock};
-use crate::lease_handle::{Caller, LeaseHandle};
+use crate::lease_handle::LeaseHandle;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a peer may take to make room in its socket for the answer to a hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// The messages of one process that the agent answers at once: more than the start of a program
-/// sends.
-const MESSAGE_BURST: u32 = 64;
-
-/// How often a request checks whether the driver has freed the bytes of exited images.
-const RECLAIM_POLL: Duration = Duration::from_millis(10);
-
-/// The time after which an answer is logged as late. At worst a request waits for the bytes of
-/// exited images, and for the driver.
-const LATE_ANSWER: Duration = Duration::from_secs(3);
 
 /// The oldest protocol version that the agent serves.
 const OLDEST_VERSION: u16 = 1;
@@ -202,208 +189,12 @@ impl Connection {
         Ok(Some(session))
     }
 
-    /// Answers a query for the container's usage.
-    async fn answer_query(
-        &self,
-        stream: &mut PeerStream,
-        pid: u32,
-        version: u16,
-        account: &messages::Account,
-    ) -> Result<(), ConnectionError> {
-        if version < OLDEST_VERSION {
-            return reject(stream, RejectReason::Version).await;
-        }
-        self.wait_turn().await;
-        let resolver = self.resolver.as_ref();
-        let outcome =
-            self.run_charged(|| lock(&self.container).query_usage(pid, account, resolver));
-        match outcome {
-            Ok(usage) => {
-                let frame = usage.frame();
-                let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
-                Ok(())
-            }
-            Err(reason) => reject(stream, reason).await,
-        }
-    }
-
-    /// Passes a request about retained memory to the lease service, and returns the answer.
-    async fn answer_lease_request(
-        &self,
-        stream: &mut PeerStream,
-        process: Process,
-        request: RetainedRequest,
-    ) -> Result<(), ConnectionError> {
-        let outcome = self.authorize(process, request.version(), request.account());
-        let (answer, fd) = match (outcome.await, &self.lease_service) {
-            (Ok(allocation), Some(lease_service)) => {
-                let caller = Caller {
-                    allocation,
-                    process,
-                };
-                let reply = lease_service.request(caller, request).await;
-                (Response::Retained(reply.response), reply.fd)
-            }
-            (Ok(_), None) => {
-                let refusal = RetainedRefusal::Unavailable;
-                (Response::Retained(RetainedResponse::Refused(refusal)), None)
-            }
-            (Err(NotAuthorized::Fenced), _) => {
-                let refusal = RetainedRefusal::Fenced;
-                (Response::Retained(RetainedResponse::Refused(refusal)), None)
-            }
-            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
-        };
-        let sent = async {
-            match fd {
-                Some(fd) => send_with_descriptor(stream, &answer, fd).await,
-                None => stream.write_all(&answer.frame()).await,
-            }
-        };
-        let _ = tokio::time::timeout(ANSWER_TIMEOUT, sent).await;
-        Ok(())
-    }
-
-    /// Passes a request about a memory token to the lease service, and returns the answer.
-    async fn answer_token_request(
-        &self,
-        stream: &mut PeerStream,
-        process: Process,
-        request: TokenRequest,
-    ) -> Result<(), ConnectionError> {
-        let outcome = self.authorize(process, request.version(), request.account());
-        let answer = match (outcome.await, &self.lease_service) {
-            (Ok(allocation), Some(lease_service)) => {
-                let caller = Caller {
-                    allocation,
-                    process,
-                };
-                lease_service.request_token(caller, request).await
-            }
-            (Ok(_), None) => TokenResponse::Refused(TokenRefusal::Unavailable),
-            (Err(NotAuthorized::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
-            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
-        };
-        let frame = Response::Token(answer).frame();
-        let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
-        Ok(())
-    }
-
-    /// The allocation for which a process may send requests to the lease service. The container's
-    /// rate limit applies.
-    async fn authorize(
-        &self,
-        process: Process,
-        version: u16,
-        gpu: Option<&messages::Account>,
-    ) -> Result<AllocationId, NotAuthorized> {
-        if version < OLDEST_VERSION {
-            return Err(NotAuthorized::Rejected(RejectReason::Version));
-        }
-        self.wait_turn().await;
-        let resolver = self.resolver.as_ref();
-        self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, resolver))
-    }
-
     /// Resolves the process that connected, pinned by a pidfd. The agent opens the pidfd before it
     /// reads `/proc`, so that both are of the same process.
     fn resolve_peer(&self, stream: &PeerStream) -> Option<(Process, ProcessExit)> {
         let pid = stream.peer_pid()?;
         let exit = ProcessExit::open(pid).ok()?;
         Some((self.resolver.process(pid)?, exit))
-    }
-
-    /// Answers requests until the peer breaks the protocol.
-    async fn serve_requests(
-        &self,
-        stream: &mut PeerStream,
-        pid: u32,
-    ) -> Result<std::convert::Infallible, ConnectionError> {
-        let mut own = RateLimiter::for_messages(MESSAGE_BURST);
-        loop {
-            let message = read_request(stream).await?;
-            // The limit of the process comes first, so that a flood uses up its own budget and not
-            // that of its siblings.
-            rate_limit::wait(own.charge_message(Instant::now())).await;
-            self.wait_turn().await;
-            let received_at = Instant::now();
-            if let Request::Credit { account, units } = message {
-                let is_pending = || {
-                    let container = lock(&self.container);
-                    container.is_reclaim_pending(pid, account, units, received_at, clock::now())
-                };
-                while self.run_charged(is_pending) {
-                    tokio::time::sleep(RECLAIM_POLL).await;
-                }
-            }
-            let answer = match message {
-                Request::Credit { account, units } => {
-                    let (change, answered) = self
-                        .run_charged(|| lock(&self.container).request_credit(pid, account, units));
-                    self.wait_recorded(change).await;
-                    answered.await.ok()
-                }
-                Request::Refresh => {
-                    let change = self.run_charged(|| {
-                        let mut container = lock(&self.container);
-                        container.handle_refresh(pid)
-                    });
-                    if let Some(change) = change {
-                        self.wait_recorded(change).await;
-                    }
-                    Some(Response::Refreshed)
-                }
-                Request::Denied {
-                    account,
-                    bytes,
-                    function,
-                } => {
-                    lock(&self.container).record_denial(pid, account, bytes, &function);
-                    None
-                }
-                Request::ContextMade { account } => {
-                    Some(lock(&self.container).handle_context_made(pid, account))
-                }
-                Request::Poisoned {
-                    account,
-                    code,
-                    can_reexec,
-                } => {
-                    self.fault_notifier.notify();
-                    let root = self.root_process(pid);
-                    let can_reexec = can_reexec && self.is_main_process(pid);
-                    let poisoned = || {
-                        let now = clock::read_clocks();
-                        let mut container = lock(&self.container);
-                        container.handle_poisoned(pid, account, code, can_reexec, root, now)
-                    };
-                    Some(self.run_charged(poisoned))
-                }
-                Request::Hello { .. }
-                | Request::Query { .. }
-                | Request::Retained(_)
-                | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
-            };
-            if let Some(answer) = answer {
-                // A peer that reads late does not make the answer late.
-                let took = received_at.elapsed();
-                let sent = stream.write_all(&answer.frame()).await;
-                sent.map_err(ConnectionError::NotTaken)?;
-                // A shim that waited too long refuses the allocation, and the program is out of
-                // memory.
-                if took > LATE_ANSWER
-                    && let Some(suppressed) = self.log_limiter.due("late", Instant::now())
-                {
-                    tracing::warn!(
-                        pid,
-                        ?took,
-                        ?answer,
-                        suppressed,
-                        "answered a tenant process late"
-                    );
-                }
-            }
-        }
     }
 }
 
@@ -419,32 +210,6 @@ impl Connection {
         let (result, took) = rate_limit::measure_cpu_time(work);
         lock(&self.rate_limiter).charge_cpu_time(took, Instant::now());
         result
-    }
-
-    /// Waits until the checkpoint holds a change.
-    async fn wait_recorded(&self, change: ChangeNumber) {
-        let record = || lock(&self.container).poll_recorded(change, Instant::now());
-        while let Some(wait) = self.run_charged(record) {
-            tokio::time::sleep(wait).await;
-        }
-    }
-
-    /// The root process from which a process descends. Reading `/proc` takes time, so the agent
-    /// does it without the lock.
-    fn root_process(&self, pid: u32) -> Option<Process> {
-        let container = lock(&self.container);
-        let (process, pod) = (container.process_of(pid)?, container.pod().clone());
-        drop(container);
-        self.resolver.root_process(process, &pod)
-    }
-
-    /// Whether a process is the container's main process. Reading `/proc` takes time, so the agent
-    /// does it without the lock.
-    fn is_main_process(&self, pid: u32) -> bool {
-        let container = lock(&self.container);
-        let (first, pod) = (container.pid_namespace_init(pid), container.pod().clone());
-        drop(container);
-        first.is_some_and(|process| self.resolver.is_container_root(process, &pod))
     }
 }
 
