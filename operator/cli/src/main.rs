@@ -30,7 +30,7 @@ fn is_closed_pipe(failure: &anyhow::Error) -> bool {
 fn run(cli: &Cli) -> anyhow::Result<u8> {
     let mut out = std::io::stdout().lock();
     match &cli.command {
-        Command::Convert(arguments) => return run::convert(arguments, &mut out),
+        Command::Convert(arguments) => return run::convert::convert(arguments, &mut out),
         Command::Completion { shell } => {
             out.write_all(completion::script(*shell).as_bytes())?;
             return Ok(0);

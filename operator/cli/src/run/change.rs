@@ -1,0 +1,202 @@
+//! Runs the commands that change objects: `drain`, `undrain`, `resize`.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead as _, Write};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use bursar_crds::quantity::parse_bytes;
+use bursar_crds::{GpuMemoryBudget, GpuNode};
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::{AMISS, Session};
+use crate::act::{self, drain, resize};
+use crate::args::DrainArgs;
+use crate::objects::Pod;
+use crate::read::{self, list_path};
+use crate::snapshot::Kind;
+
+/// How often a wait looks.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How long `resize` waits for the agent.
+const RESIZE_TIMEOUT: Duration = Duration::from_secs(30);
+
+impl<W: Write> Session<'_, W> {
+    pub(super) async fn gpu_node(&self, name: &str) -> anyhow::Result<GpuNode> {
+        let path = list_path(Kind::GpuNodes, None);
+        act::get(&self.client, &path, name)
+            .await
+            .with_context(|| format!("failed to read GpuNode {name}"))
+    }
+
+    pub(super) async fn drain(&mut self, arguments: &DrainArgs) -> anyhow::Result<u8> {
+        let DrainArgs {
+            node: name,
+            gpus: wanted,
+            yes,
+            dry_run,
+            no_wait,
+            timeout,
+        } = arguments;
+        let node = self.gpu_node(name).await?;
+        let selected = drain::selected(&node, wanted)?;
+        let patch = drain::drain_patch(&node, &selected);
+        if *dry_run {
+            return self.print_patch("gpunode", name, patch.as_ref());
+        }
+        if let Some(patch) = &patch {
+            let kinds = [Kind::GpuNodes, Kind::Pods, Kind::OwnPods];
+            let mut snapshot = self.read(&kinds, None).await?;
+            read::read_metrics(&self.client, &mut snapshot, |node| node == name).await;
+            writeln!(self.out, "{}", drain::cost(&snapshot, &node, &selected))?;
+            if !*yes && !self.confirm("Go on?")? {
+                writeln!(self.out, "Nothing was changed.")?;
+                return Ok(AMISS);
+            }
+            let path = list_path(Kind::GpuNodes, None);
+            let _: GpuNode = act::patch(&self.client, &path, name, patch)
+                .await
+                .with_context(|| format!("failed to change GpuNode {name}"))?;
+        }
+        let uuids: BTreeSet<String> = selected.iter().map(|gpu| gpu.uuid.clone()).collect();
+        writeln!(
+            self.out,
+            "Undo: kubectl bursar undrain {name} {}",
+            uuids.iter().cloned().collect::<Vec<_>>().join(" ")
+        )?;
+        if *no_wait {
+            return Ok(0);
+        }
+        let start = Instant::now();
+        let deadline = start + Duration::from_secs(u64::try_from(*timeout).unwrap_or(0));
+        loop {
+            let left = drain::not_drained(&self.gpu_node(name).await?, &uuids);
+            if left.is_empty() {
+                writeln!(
+                    self.out,
+                    "{name}: drained after {:.1}s. Other processes may have /dev/nvidia* open: fuser -v /dev/nvidia*",
+                    start.elapsed().as_secs_f64()
+                )?;
+                return Ok(0);
+            }
+            if Instant::now() >= deadline {
+                writeln!(
+                    self.out,
+                    "{name} is not drained after {timeout}s: {}",
+                    left.join(", ")
+                )?;
+                return Ok(AMISS);
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    pub(super) async fn undrain(
+        &mut self,
+        name: &str,
+        wanted: &[String],
+        dry_run: bool,
+    ) -> anyhow::Result<u8> {
+        let node = self.gpu_node(name).await?;
+        let selected = if wanted.is_empty() {
+            None
+        } else {
+            Some(drain::selected(&node, wanted)?)
+        };
+        let patch = drain::undrain_patch(&node, selected.as_deref());
+        if dry_run {
+            return self.print_patch("gpunode", name, patch.as_ref());
+        }
+        let Some(patch) = patch else {
+            writeln!(self.out, "{name}: no such GPU is drained.")?;
+            return Ok(0);
+        };
+        let path = list_path(Kind::GpuNodes, None);
+        let _: GpuNode = act::patch(&self.client, &path, name, &patch)
+            .await
+            .with_context(|| format!("failed to change GpuNode {name}"))?;
+        writeln!(
+            self.out,
+            "{name}: the agent probes the GPUs, and offers them to pods again."
+        )?;
+        Ok(0)
+    }
+
+    pub(super) async fn resize(
+        &mut self,
+        name: &str,
+        amount: Option<&str>,
+        dry_run: bool,
+    ) -> anyhow::Result<u8> {
+        let namespace = self.namespace();
+        let pods = list_path(Kind::Pods, Some(&namespace));
+        let pod: Pod = act::get(&self.client, &pods, name)
+            .await
+            .with_context(|| format!("failed to read pod {namespace}/{name}"))?;
+        let path = list_path(Kind::Budgets, Some(&namespace));
+        let budget: GpuMemoryBudget = act::get(&self.client, &path, "default").await.with_context(|| {
+            format!("failed to read GpuMemoryBudget {namespace}/default, which has the quotas of running pods")
+        })?;
+        let patch = resize::patch(&budget, &pod, amount)?;
+        if dry_run {
+            let budget = format!("gpumemorybudget -n {namespace}");
+            return self.print_patch(&budget, "default", patch.as_ref());
+        }
+        if let Some(patch) = &patch {
+            let _: GpuMemoryBudget = act::patch(&self.client, &path, "default", patch)
+                .await
+                .with_context(|| format!("failed to change GpuMemoryBudget {namespace}/default"))?;
+        }
+        let bytes = amount.map(parse_bytes).transpose()?;
+        let deadline = Instant::now() + RESIZE_TIMEOUT;
+        let nodes = list_path(Kind::GpuNodes, None);
+        loop {
+            match act::get::<GpuNode>(&self.client, &nodes, &pod.spec.node_name).await {
+                Ok(node) => {
+                    if let Some(text) = resize::state(&node, &pod, bytes) {
+                        writeln!(self.out, "{text}")?;
+                        return Ok(0);
+                    }
+                }
+                Err(error) => {
+                    writeln!(
+                        self.out,
+                        "The budget is changed; whether the agent has applied it is not known: could not read the GpuNode: {}",
+                        read::reason(&error)
+                    )?;
+                    return Ok(0);
+                }
+            }
+            if Instant::now() >= deadline {
+                writeln!(
+                    self.out,
+                    "The budget is changed, and the agent has not applied it after {}s: see kubectl bursar doctor",
+                    RESIZE_TIMEOUT.as_secs()
+                )?;
+                return Ok(AMISS);
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    fn print_patch(&mut self, kind: &str, name: &str, patch: Option<&Value>) -> anyhow::Result<u8> {
+        match patch {
+            Some(patch) => writeln!(
+                self.out,
+                "kubectl patch {kind} {name} --type merge -p '{patch}'"
+            )?,
+            None => writeln!(self.out, "Nothing would change.")?,
+        }
+        Ok(0)
+    }
+
+    fn confirm(&mut self, question: &str) -> anyhow::Result<bool> {
+        write!(self.out, "{question} [y/N] ")?;
+        self.out.flush()?;
+        let mut answer = String::new();
+        std::io::stdin().lock().read_line(&mut answer)?;
+        Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+    }
+}

@@ -1,0 +1,188 @@
+//! Runs `explain`.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+
+use anyhow::Context as _;
+use kube::api::ListParams;
+use kube::core::Request;
+
+use super::{AMISS, Session};
+use crate::act;
+use crate::args::WorkloadKind;
+use crate::explain::workload::Controlled;
+use crate::explain::{self, Explanation, Verdict};
+use crate::objects::{Event, Pod, Workload};
+use crate::read::{self, list_path};
+use crate::snapshot::{Kind, Snapshot};
+
+impl<W: Write> Session<'_, W> {
+    pub(super) async fn explain(&mut self, kind: WorkloadKind, name: &str) -> anyhow::Result<u8> {
+        let namespace = self.namespace();
+        let kinds = [
+            Kind::GpuNodes,
+            Kind::Budgets,
+            Kind::Quotas,
+            Kind::Nodes,
+            Kind::AgentEvents,
+            Kind::OperatorEvents,
+            Kind::OwnPods,
+        ];
+        let mut snapshot = self.read(&kinds, Some(&namespace)).await?;
+        // Pods in the way are of other namespaces, which only an admin may read.
+        let mut pods = self.read(&[Kind::Pods], None).await?;
+        if !pods.has_all(Kind::Pods) {
+            pods = self.read(&[Kind::Pods], Some(&namespace)).await?;
+            let reason = "forbidden in other namespaces".to_owned();
+            snapshot.unread.insert(Kind::Pods, reason);
+        }
+        snapshot.pods = pods.pods;
+        let explanation = match kind {
+            WorkloadKind::Pod => self.explain_pod(&mut snapshot, &namespace, name).await?,
+            _ => {
+                self.explain_workload(&mut snapshot, kind, &namespace, name)
+                    .await?
+            }
+        };
+        self.print(
+            |terminal| explanation.render(terminal),
+            || explanation.json(),
+            || {
+                explanation
+                    .causes
+                    .iter()
+                    .map(|cause| cause.as_str().to_owned())
+                    .collect()
+            },
+        )?;
+        Ok(if explanation.verdict == Verdict::Runs {
+            0
+        } else {
+            AMISS
+        })
+    }
+
+    async fn explain_pod(
+        &self,
+        snapshot: &mut Snapshot,
+        namespace: &str,
+        name: &str,
+    ) -> anyhow::Result<Explanation> {
+        let path = list_path(Kind::Pods, Some(namespace));
+        let pod: Pod = act::get(&self.client, &path, name)
+            .await
+            .with_context(|| format!("failed to read pod {namespace}/{name}"))?;
+        self.add_events(snapshot, namespace, &pod.metadata.uid)
+            .await?;
+        self.add_metrics(snapshot, &[&pod]).await?;
+        Ok(explain::explain_pod(snapshot, &pod))
+    }
+
+    async fn explain_workload(
+        &self,
+        snapshot: &mut Snapshot,
+        kind: WorkloadKind,
+        namespace: &str,
+        name: &str,
+    ) -> anyhow::Result<Explanation> {
+        let (word, path) = match kind {
+            WorkloadKind::Deployment => ("deployment", "/apis/apps/v1/namespaces/{}/deployments"),
+            WorkloadKind::Statefulset => {
+                ("statefulset", "/apis/apps/v1/namespaces/{}/statefulsets")
+            }
+            WorkloadKind::Replicaset => ("replicaset", "/apis/apps/v1/namespaces/{}/replicasets"),
+            WorkloadKind::Job | WorkloadKind::Pod => ("job", "/apis/batch/v1/namespaces/{}/jobs"),
+        };
+        let workload: Workload = act::get(&self.client, &path.replace("{}", namespace), name)
+            .await
+            .with_context(|| format!("failed to read {word} {namespace}/{name}"))?;
+        let mut creators = vec![workload.metadata.uid.clone()];
+        if kind == WorkloadKind::Deployment {
+            let path = format!("/apis/apps/v1/namespaces/{namespace}/replicasets");
+            let sets: Vec<Workload> = self.list(&path, &ListParams::default()).await?;
+            let own = sets
+                .iter()
+                .filter(|set| set.metadata.is_controlled_by(&workload.metadata.uid));
+            // The newest ReplicaSet is the one that creates pods.
+            let wanted = own.filter(|set| set.spec.replicas != Some(0));
+            creators.extend(wanted.map(|set| set.metadata.uid.clone()));
+        }
+        for uid in &creators {
+            self.add_events(snapshot, namespace, uid).await?;
+        }
+        let is_own = |pod: &&Pod| {
+            creators
+                .iter()
+                .any(|uid| pod.metadata.is_controlled_by(uid))
+        };
+        let pods: Vec<Pod> = snapshot.pods.iter().filter(is_own).cloned().collect();
+        for pod in &pods {
+            self.add_events(snapshot, namespace, &pod.metadata.uid)
+                .await?;
+        }
+        self.add_metrics(snapshot, &pods.iter().collect::<Vec<_>>())
+            .await?;
+        let controlled = Controlled {
+            kind: word,
+            workload: &workload,
+            creators,
+            pods: pods.iter().collect(),
+        };
+        Ok(explain::workload::explain(snapshot, &controlled))
+    }
+
+    /// Adds the Events of all writers on one object.
+    async fn add_events(
+        &self,
+        snapshot: &mut Snapshot,
+        namespace: &str,
+        uid: &str,
+    ) -> anyhow::Result<()> {
+        let path = list_path(Kind::AgentEvents, Some(namespace));
+        let params = ListParams::default().fields(&format!("involvedObject.uid={uid}"));
+        match self.list::<Event>(&path, &params).await {
+            Ok(found) => {
+                let known: BTreeSet<String> = snapshot
+                    .events
+                    .iter()
+                    .map(|event| event.metadata.uid.clone())
+                    .collect();
+                snapshot.events.extend(
+                    found
+                        .into_iter()
+                        .filter(|event| !known.contains(&event.metadata.uid)),
+                );
+            }
+            Err(error) => drop(
+                snapshot
+                    .unread
+                    .insert(Kind::AgentEvents, read::reason(&error)),
+            ),
+        }
+        Ok(())
+    }
+
+    /// Adds the metrics of the agents on the nodes of these pods.
+    async fn add_metrics(&self, snapshot: &mut Snapshot, pods: &[&Pod]) -> anyhow::Result<()> {
+        let nodes: BTreeSet<&str> = pods.iter().map(|pod| pod.spec.node_name.as_str()).collect();
+        read::read_metrics(&self.client, snapshot, |node| nodes.contains(node)).await;
+        Ok(())
+    }
+
+    async fn list<T: serde::de::DeserializeOwned>(
+        &self,
+        path: &str,
+        params: &ListParams,
+    ) -> Result<Vec<T>, kube::Error> {
+        #[derive(serde::Deserialize)]
+        struct List<T> {
+            #[serde(default = "Vec::new")]
+            items: Vec<T>,
+        }
+        let request = Request::new(path)
+            .list(params)
+            .map_err(kube::Error::BuildRequest)?;
+        let list: List<T> = self.client.request(request).await?;
+        Ok(list.items)
+    }
+}

@@ -1,0 +1,204 @@
+//! Runs the commands about the installation: `doctor`, `support`, `uninstall`, `version`.
+
+use std::io::Write;
+
+use anyhow::Context as _;
+use serde_json::Value;
+
+use super::{AMISS, Session, required, unreachable};
+use crate::act::{self, notify};
+use crate::amounts::count;
+use crate::doctor::{self, Level, preflight};
+use crate::snapshot::Kind;
+use crate::{read, support, uninstall, version};
+
+/// The lines of each log in an archive.
+const LOG_LINES: u32 = 5000;
+
+impl<W: Write> Session<'_, W> {
+    pub(super) async fn doctor(&mut self, only_preflight: bool) -> anyhow::Result<u8> {
+        let kinds: &[Kind] = if only_preflight {
+            &[Kind::Nodes]
+        } else {
+            &[
+                Kind::Nodes,
+                Kind::GpuNodes,
+                Kind::Budgets,
+                Kind::Namespaces,
+                Kind::OwnPods,
+                Kind::DaemonSets,
+                Kind::MutatingPolicies,
+                Kind::NetworkPolicies,
+                Kind::PodMonitors,
+                Kind::Leases,
+            ]
+        };
+        let mut snapshot = self.read(kinds, None).await?;
+        let (server, clock) = read::server(&self.client).await.map_err(unreachable)?;
+        snapshot.server_version = Some(server);
+        snapshot.now = clock.unwrap_or(snapshot.now);
+        let absent = "the API server does not have it";
+        for optional in [Kind::PodMonitors, Kind::MutatingPolicies] {
+            if snapshot
+                .unread
+                .get(&optional)
+                .is_some_and(|reason| reason == absent)
+            {
+                snapshot.unread.remove(&optional);
+            }
+        }
+        let findings = if only_preflight {
+            preflight::examine(&snapshot)
+        } else {
+            doctor::examine(&snapshot)
+        };
+        self.print(
+            |terminal| doctor::render(&findings, terminal),
+            || doctor::json(&findings),
+            || {
+                findings
+                    .iter()
+                    .map(|finding| finding.check.to_owned())
+                    .collect()
+            },
+        )?;
+        Ok(if doctor::worst(&findings) >= Level::Warn {
+            AMISS
+        } else {
+            0
+        })
+    }
+
+    pub(super) async fn support(&mut self, file: &std::path::Path) -> anyhow::Result<u8> {
+        let kinds = [
+            Kind::GpuNodes,
+            Kind::Budgets,
+            Kind::Pods,
+            Kind::OwnPods,
+            Kind::DaemonSets,
+            Kind::Deployments,
+            Kind::Nodes,
+            Kind::Namespaces,
+            Kind::Quotas,
+            Kind::AgentEvents,
+            Kind::OperatorEvents,
+        ];
+        let mut snapshot = self.read(&kinds, None).await?;
+        let (server, clock) = read::server(&self.client).await.map_err(unreachable)?;
+        snapshot.server_version = Some(server);
+        snapshot.now = clock.unwrap_or(snapshot.now);
+        let mut configuration = None;
+        if let Some(set) = snapshot
+            .daemon_sets
+            .iter()
+            .find(|set| set.metadata.name.ends_with("-agent"))
+        {
+            let path = format!("/api/v1/namespaces/{}/configmaps", set.metadata.namespace);
+            configuration = act::get::<Value>(&self.client, &path, &set.metadata.name)
+                .await
+                .ok();
+        }
+        let data = configuration
+            .as_ref()
+            .map(|configuration| &configuration["data"]);
+        let mut files = support::files(&snapshot, data);
+        for pod in &snapshot.own_pods {
+            let request = http::Request::get(format!(
+                "/api/v1/namespaces/{}/pods/{}/log?tailLines={LOG_LINES}",
+                pod.metadata.namespace, pod.metadata.name
+            ));
+            let request = request.body(Vec::new()).map_err(kube::Error::HttpError)?;
+            match self.client.request_text(request).await {
+                Ok(log) => files.push(support::File::log(&pod.metadata.name, &log)),
+                Err(error) => writeln!(
+                    self.out,
+                    "could not read the log of {}: {}",
+                    pod.metadata.name,
+                    read::reason(&error)
+                )?,
+            }
+        }
+        write!(self.out, "{}", support::listing(&files))?;
+        self.print_unread(&snapshot)?;
+        if file.as_os_str() != "-" {
+            std::fs::write(file, support::archive(&files)?)
+                .with_context(|| format!("failed to write {}", file.display()))?;
+            writeln!(self.out, "wrote {}", file.display())?;
+        }
+        Ok(0)
+    }
+
+    pub(super) async fn uninstall(&mut self) -> anyhow::Result<u8> {
+        let kinds = [
+            Kind::GpuNodes,
+            Kind::Budgets,
+            Kind::Pods,
+            Kind::DaemonSets,
+            Kind::Deployments,
+            Kind::Nodes,
+            Kind::Namespaces,
+            Kind::Quotas,
+        ];
+        let mut snapshot = self.read(&kinds, None).await?;
+        // Once the CRDs are gone, so are their objects.
+        for kind in [Kind::GpuNodes, Kind::Budgets] {
+            if snapshot
+                .unread
+                .get(&kind)
+                .is_some_and(|reason| reason == "the API server does not have it")
+            {
+                snapshot.unread.remove(&kind);
+            }
+        }
+        let text = uninstall::render(&snapshot, self.terminal);
+        self.out.write_all(text.as_bytes())?;
+        Ok(
+            if uninstall::remainders(&snapshot).is_empty() && snapshot.unread.is_empty() {
+                0
+            } else {
+                AMISS
+            },
+        )
+    }
+
+    /// Writes an Event for each running pod with GPU memory.
+    pub(super) async fn notify_of_uninstall(&mut self) -> anyhow::Result<u8> {
+        let snapshot = self.read(&[Kind::Pods], None).await?;
+        required(&snapshot, Kind::Pods)?;
+        let (mut told, mut failed) = (0, 0);
+        for pod in notify::pods(&snapshot) {
+            let path = format!(
+                "/apis/events.k8s.io/v1/namespaces/{}/events",
+                pod.metadata.namespace
+            );
+            let event = notify::event(pod, snapshot.now);
+            match act::create(&self.client, &path, &event).await {
+                // An earlier run has told the pod.
+                Err(kube::Error::Api(answer)) if answer.is_already_exists() => told += 1,
+                Ok(()) => told += 1,
+                Err(error) => {
+                    failed += 1;
+                    let reason = read::reason(&error);
+                    writeln!(self.out, "{} could not be told: {reason}", pod.key())?;
+                }
+            }
+        }
+        let (told, reason) = (count(told, "pod"), notify::REASON);
+        writeln!(self.out, "{told} with GPU memory told by an Event {reason}")?;
+        Ok(if failed == 0 { 0 } else { AMISS })
+    }
+
+    pub(super) async fn version(&mut self) -> anyhow::Result<u8> {
+        let mut snapshot = self
+            .read(&[Kind::GpuNodes, Kind::OwnPods, Kind::DaemonSets], None)
+            .await?;
+        let (server, _) = read::server(&self.client).await.map_err(unreachable)?;
+        snapshot.server_version = Some(server);
+        self.print(
+            |_| version::render(&snapshot),
+            || version::json(&snapshot),
+            || vec![version::CLIENT.to_owned()],
+        )?;
+        Ok(0)
+    }
+}
