@@ -1,0 +1,219 @@
+//! Defines the parts of pods.
+
+use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, Quantum};
+use k8s_openapi::jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::{Amounts, Condition, Meta};
+
+/// A pod.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Pod {
+    /// The metadata.
+    pub metadata: Meta,
+    /// The spec.
+    pub spec: PodSpec,
+    /// The status.
+    pub status: PodStatus,
+}
+
+/// A pod's spec.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PodSpec {
+    /// The node; empty before the scheduler has chosen.
+    pub node_name: String,
+    /// The priority.
+    pub priority: i32,
+    /// The priority class.
+    pub priority_class_name: String,
+    /// Init containers.
+    pub init_containers: Vec<Container>,
+    /// Containers.
+    pub containers: Vec<Container>,
+}
+
+/// A container's spec.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Container {
+    /// The name.
+    pub name: String,
+    /// The image.
+    pub image: String,
+    /// The resources.
+    pub resources: Resources,
+    /// The ports.
+    pub ports: Vec<Port>,
+}
+
+/// A port of a container.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Port {
+    /// The name.
+    pub name: String,
+    /// The number.
+    pub container_port: u16,
+}
+
+/// A container's resources.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Resources {
+    /// The limits.
+    pub limits: Amounts,
+}
+
+/// A pod's status.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PodStatus {
+    /// The phase.
+    pub phase: String,
+    /// The reason of a failed pod.
+    pub reason: String,
+    /// The message of a failed pod.
+    pub message: String,
+    /// The node for which the scheduler or the operator holds room.
+    pub nominated_node_name: String,
+    /// The conditions.
+    pub conditions: Vec<Condition>,
+    /// The states of init containers.
+    pub init_container_statuses: Vec<ContainerStatus>,
+    /// The states of containers.
+    pub container_statuses: Vec<ContainerStatus>,
+}
+
+/// The state of a container.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ContainerStatus {
+    /// The name.
+    pub name: String,
+    /// Starts after the first.
+    pub restart_count: i32,
+    /// The present state.
+    pub state: ContainerState,
+    /// The state before the last restart.
+    pub last_state: ContainerState,
+}
+
+/// One of three states.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ContainerState {
+    /// The container waits.
+    pub waiting: Option<StateReason>,
+    /// The container runs.
+    pub running: Option<Running>,
+    /// The container has ended.
+    pub terminated: Option<StateReason>,
+}
+
+/// The reason of a state.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct StateReason {
+    /// The reason as one word.
+    pub reason: String,
+    /// The message.
+    pub message: String,
+    /// The exit code of a container that has ended.
+    pub exit_code: i32,
+}
+
+/// The state of a running container.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Running {
+    /// The time of the start.
+    pub started_at: Option<Timestamp>,
+}
+
+/// The quanta that a container requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The number of quanta.
+    pub quanta: i64,
+    /// The size of one.
+    pub quantum: Quantum,
+}
+
+impl Request {
+    /// The bytes.
+    pub fn bytes(self) -> u64 {
+        u64::try_from(self.quanta)
+            .unwrap_or(0)
+            .saturating_mul(self.quantum.bytes())
+    }
+}
+
+/// Every quantum that a cluster may use.
+pub const QUANTA: [Quantum; 3] = [Quantum::Gib1, Quantum::Mib512, Quantum::Mib256];
+
+impl Container {
+    /// The device memory that the container requests.
+    pub fn device_memory(&self) -> Option<Request> {
+        QUANTA.into_iter().find_map(|quantum| {
+            let text = self.resources.limits.get(quantum.device_memory())?;
+            let quanta = bursar_crds::quantity::parse_bytes(text).ok()?;
+            let quanta = i64::try_from(quanta).ok()?;
+            Some(Request { quanta, quantum })
+        })
+    }
+}
+
+impl Pod {
+    /// The containers that request device memory, with their requests.
+    pub fn gpu_containers(&self) -> impl Iterator<Item = (&Container, Request)> {
+        let all = self
+            .spec
+            .init_containers
+            .iter()
+            .chain(&self.spec.containers);
+        all.filter_map(|container| Some((container, container.device_memory()?)))
+    }
+
+    /// The device memory that the pod requests: the sum of its containers.
+    pub fn device_memory(&self) -> u64 {
+        let containers = self.spec.containers.iter();
+        containers
+            .filter_map(|container| Some(container.device_memory()?.bytes()))
+            .sum()
+    }
+
+    /// `namespace/name`.
+    pub fn key(&self) -> String {
+        self.metadata.key()
+    }
+
+    /// Whether the pod is a borrower.
+    pub fn borrows(&self) -> bool {
+        self.spec.priority_class_name == BORROWED_PRIORITY_CLASS
+    }
+
+    /// Whether the pod has ended.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
+    }
+
+    /// The states of all containers.
+    pub fn container_statuses(&self) -> impl Iterator<Item = &ContainerStatus> {
+        let status = &self.status;
+        status
+            .init_container_statuses
+            .iter()
+            .chain(&status.container_statuses)
+    }
+
+    /// The message of a waiting container that names its wait for GPU memory.
+    pub fn wait_message(&self) -> Option<&str> {
+        self.container_statuses().find_map(|status| {
+            let waiting = status.state.waiting.as_ref()?;
+            let at = waiting.message.find("waiting for ")?;
+            Some(&waiting.message[at..])
+        })
+    }
+}
