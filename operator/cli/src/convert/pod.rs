@@ -1,8 +1,11 @@
 //! Rewrites pods and the templates of workloads.
 
+mod strip;
+
 use serde_yaml_ng::{Mapping, Value};
 
 use super::{Assumptions, ConvertError, Document, number};
+use strip::strip;
 
 const MIB: u64 = 1 << 20;
 /// The annotation of a container that is spread over several GPUs.
@@ -13,10 +16,7 @@ const TEMPLATES: [&[&str]; 3] = [
     &["spec", "template"],
     &[],
 ];
-/// Schedulers that other ways to share GPUs bring along.
-const SCHEDULERS: [&str; 3] = ["hami-scheduler", "kai-scheduler", "volcano"];
-/// Names of NVIDIA's runtime.
-const RUNTIME_CLASSES: [&str; 3] = ["nvidia", "nvidia-cdi", "nvidia-legacy"];
+
 /// Annotations that choose GPUs by a property.
 const CHOOSING: [(&str, &str); 6] = [
     (
@@ -357,77 +357,4 @@ fn set(container: &mut Value, bytes: u64, assumptions: Assumptions) {
     let quanta = bytes.div_ceil(quantum.bytes()).max(1);
     let resource = quantum.device_memory();
     insert(container, ["resources", "limits"], resource, quanta.into());
-}
-
-/// Takes out what other ways to share GPUs need and Bursar does not.
-fn strip(template: &mut Value, document: &mut Document) {
-    for (field, names) in [
-        ("schedulerName", &SCHEDULERS[..]),
-        ("runtimeClassName", &RUNTIME_CLASSES[..]),
-    ] {
-        let value = template["spec"][field]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        if names.contains(&value.as_str())
-            && let Some(spec) = mapping(template, &["spec"])
-        {
-            spec.remove(field);
-            document.note(format!("{field}: {value} taken out"));
-        }
-    }
-    for list in ["initContainers", "containers"] {
-        for container in elements(template, &["spec", list]) {
-            strip_environment(container, document);
-        }
-    }
-    for field in ["annotations", "labels"] {
-        let Some(all) = mapping(template, &["metadata", field]) else {
-            continue;
-        };
-        for name in ["hami.io/webhook", "kai.scheduler/queue", "runai/queue"] {
-            if all.remove(name).is_some() {
-                document.note(format!("{field} {name} taken out"));
-            }
-        }
-        if all.is_empty()
-            && let Some(metadata) = mapping(template, &["metadata"])
-        {
-            metadata.remove(field);
-        }
-    }
-    if template["metadata"]
-        .as_mapping()
-        .is_some_and(Mapping::is_empty)
-        && let Some(template) = template.as_mapping_mut()
-    {
-        template.remove("metadata");
-    }
-}
-
-/// Takes out variables that would give the container every GPU, or that only MPS reads.
-fn strip_environment(container: &mut Value, document: &mut Document) {
-    const VARIABLES: [&str; 5] = [
-        "NVIDIA_VISIBLE_DEVICES",
-        "CUDA_MPS_PIPE_DIRECTORY",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-        "CUDA_DEVICE_MEMORY_LIMIT",
-    ];
-    let Some(variables) = at(container, &["env"]).and_then(Value::as_sequence_mut) else {
-        return;
-    };
-    variables.retain(|variable| {
-        let name = variable["name"].as_str().unwrap_or_default();
-        let goes = VARIABLES.contains(&name);
-        if goes {
-            document.note(format!("variable {name} taken out"));
-        }
-        !goes
-    });
-    if variables.is_empty()
-        && let Some(container) = container.as_mapping_mut()
-    {
-        container.remove("env");
-    }
 }
