@@ -1,11 +1,11 @@
 //! Reads snapshots from the API server, as far as the user's rights go.
 
+mod metrics;
+
 use std::collections::BTreeSet;
 use std::sync::Mutex;
-use std::time::Duration;
 
 use bursar_crds::{GpuMemoryBudget, GpuNode};
-use futures::{StreamExt as _, stream};
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use kube::api::ListParams;
@@ -14,18 +14,14 @@ use kube::core::Request;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tokio::time::timeout;
 
-use crate::agent_metrics::{AgentMetrics, MAX_BYTES};
 use crate::objects::{Named, Pod};
 use crate::snapshot::{Kind, Snapshot, Unreadable};
 
+pub use metrics::read_metrics;
+
 /// Objects in one response. The API server's own tools ask for as many.
 const PAGE: u32 = 500;
-/// Requests to agents at the same time.
-const AGENTS_AT_ONCE: usize = 32;
-/// The time for one agent's response.
-const AGENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The objects that a command reads.
 #[derive(Clone, Debug)]
@@ -273,69 +269,6 @@ pub fn parse<T: DeserializeOwned>(kind: Kind, object: Value) -> Result<T, Unread
         name: named.metadata.key(),
         error: error.to_string(),
     })
-}
-
-/// Reads the metrics of the agents on wanted nodes, through the API server's pod proxy.
-pub async fn read_metrics(
-    client: &Client,
-    snapshot: &mut Snapshot,
-    is_wanted: impl Fn(&str) -> bool,
-) {
-    let agents: Vec<(String, String)> = snapshot
-        .own_pods
-        .iter()
-        .filter(|pod| {
-            let component = pod.metadata.labels.get("app.kubernetes.io/component");
-            component.is_some_and(|component| component == "agent")
-                && is_wanted(&pod.spec.node_name)
-        })
-        .map(|pod| (pod.spec.node_name.clone(), metrics_path(pod)))
-        .collect();
-    if let Some(reason) = snapshot.unread.get(&Kind::OwnPods) {
-        snapshot.unread.insert(Kind::AgentMetrics, reason.clone());
-    }
-    let reads = agents.into_iter().map(|(node, path)| async move {
-        let metrics = timeout(AGENT_TIMEOUT, agent_metrics(client, &path)).await;
-        (node, metrics)
-    });
-    let mut reads = stream::iter(reads).buffer_unordered(AGENTS_AT_ONCE);
-    while let Some((node, metrics)) = reads.next().await {
-        let failure = match metrics {
-            Ok(Ok(metrics)) => {
-                snapshot.metrics.insert(node, metrics);
-                continue;
-            }
-            Ok(Err(error)) => reason(&error),
-            Err(_) => format!(
-                "the agent of {node} did not answer within {} s",
-                AGENT_TIMEOUT.as_secs()
-            ),
-        };
-        snapshot.unread.insert(Kind::AgentMetrics, failure);
-    }
-}
-
-/// The path of an agent's metrics through the API server's pod proxy.
-fn metrics_path(pod: &Pod) -> String {
-    let mut ports = pod
-        .spec
-        .containers
-        .iter()
-        .flat_map(|container| &container.ports);
-    let port = ports
-        .find(|port| port.name == "metrics")
-        .map_or(9400, |port| port.container_port);
-    let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
-    format!("/api/v1/namespaces/{namespace}/pods/{name}:{port}/proxy/metrics")
-}
-
-async fn agent_metrics(client: &Client, path: &str) -> Result<AgentMetrics, kube::Error> {
-    let request = http::Request::get(path)
-        .body(Vec::new())
-        .map_err(kube::Error::HttpError)?;
-    let mut text = client.request_text(request).await?;
-    text.truncate(text.floor_char_boundary(MAX_BYTES));
-    Ok(AgentMetrics::parse(&text))
 }
 
 /// The API server's version and clock.
