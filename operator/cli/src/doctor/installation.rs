@@ -1,17 +1,18 @@
 //! Checks Bursar's own parts: versions, agents, fd stores, relays, rights to run, metrics.
 
+mod scraping;
+mod versions;
+
 use std::collections::BTreeMap;
 
-use serde_json::Value;
-
-use super::{Finding, Level, preflight, version};
+use super::{Finding, Level, preflight};
 use crate::amounts::count;
 use crate::objects::{Pod, Workload};
 use crate::show::name;
 use crate::snapshot::{Kind, Snapshot};
+use scraping::scraped;
+use versions::{skew, steering};
 
-/// The first version of Kubernetes with MutatingAdmissionPolicies by default.
-const STEERING: (u32, u32, u32) = (1, 36, 0);
 /// The label of the Pod Security level that a namespace enforces.
 const PSA: &str = "pod-security.kubernetes.io/enforce";
 
@@ -56,31 +57,6 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
     findings.extend(relays(snapshot));
     findings.extend(scraped(snapshot));
     findings
-}
-
-fn steering(snapshot: &Snapshot) -> Option<Finding> {
-    let version = version(snapshot.server_version.as_ref()?)?;
-    if version < STEERING {
-        return Some(Finding::new(
-            Level::Warn,
-            "Steering",
-            "steering and overflow: Borrow are unavailable before Kubernetes 1.36",
-            "write the affinity of docs/guides/steering-and-preemption.md into pods by hand",
-        ));
-    }
-    if !snapshot.has_all(Kind::MutatingPolicies) {
-        return None;
-    }
-    Some(if snapshot.mutating_policies.is_empty() {
-        Finding::new(
-            Level::Warn,
-            "Steering",
-            "steering is unavailable: the chart's MutatingAdmissionPolicy is missing",
-            "upgrade the chart on this version of Kubernetes; see steering.mode",
-        )
-    } else {
-        Finding::ok("Steering", "steering and overflow are available")
-    })
 }
 
 fn pod_security(snapshot: &Snapshot) -> Option<Finding> {
@@ -210,57 +186,6 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
     findings
 }
 
-/// Versions of agents and operator that differ from the chart's.
-fn skew(snapshot: &Snapshot) -> Option<Finding> {
-    let set = daemon_set(snapshot, "agent")?;
-    let chart = set.metadata.labels.get("app.kubernetes.io/version")?;
-    let mut others: BTreeMap<&str, usize> = BTreeMap::new();
-    let versions = snapshot
-        .gpu_nodes
-        .iter()
-        .filter_map(|node| node.status.as_ref()?.agent_version.as_deref());
-    for version in versions.filter(|version| *version != chart) {
-        *others.entry(version).or_default() += 1;
-    }
-    let operators = snapshot
-        .own_pods
-        .iter()
-        .filter(|pod| component(&pod.metadata.labels, "operator"));
-    let operators =
-        operators.filter_map(|pod| pod.metadata.labels.get("app.kubernetes.io/version"));
-    for version in operators.filter(|version| *version != chart) {
-        *others.entry(version).or_default() += 1;
-    }
-    let client = env!("CARGO_PKG_VERSION");
-    if !others.is_empty() {
-        let list: Vec<String> = others
-            .iter()
-            .map(|(version, number)| format!("{number} at {version}"))
-            .collect();
-        return Some(Finding::new(
-            Level::Warn,
-            "VersionSkew",
-            format!(
-                "the chart is at {chart}, and of agents and operators are {}",
-                list.join(", ")
-            ),
-            "wait for the upgrade's end, or run helm upgrade again",
-        ));
-    }
-    if client != chart {
-        return Some(Finding::new(
-            Level::Warn,
-            "VersionSkew",
-            format!("kubectl bursar is at {client}, the chart at {chart}"),
-            format!("install kubectl bursar {chart}"),
-        ));
-    }
-    Some(Finding::ok(
-        "VersionSkew",
-        format!("agents, operator and kubectl bursar are at {chart}"),
-    ))
-}
-
 fn fd_stores(snapshot: &Snapshot) -> Option<Finding> {
     let loss = "what its node retains is lost (kubectl bursar retained)";
     replaced_by_hand(snapshot, "fdstore", "OldFdStore", "fd store", loss)
@@ -295,80 +220,4 @@ fn replaced_by_hand(
         let all = count(usize::try_from(all).unwrap_or(0), noun);
         Finding::ok(name, format!("{all} of this version"))
     })
-}
-
-/// Whether a PodMonitor selects Bursar's pods, and a namespace may read their metrics.
-fn scraped(snapshot: &Snapshot) -> Option<Finding> {
-    let own = namespace(snapshot)?;
-    if let Some(selected) = closed_to(snapshot) {
-        return Some(Finding::new(
-            Level::Warn,
-            "NotScraped",
-            format!("no namespace has the labels that may read the metrics: {selected}"),
-            "set networkPolicy.monitoringNamespaceSelector to the namespace of Prometheus",
-        ));
-    }
-    let remedy = "create a PodMonitor for port metrics of pods with app.kubernetes.io/name=bursar";
-    if snapshot
-        .unread
-        .get(&Kind::PodMonitors)
-        .is_some_and(|reason| reason != "the API server does not have it")
-    {
-        return None;
-    }
-    let is_ours = |monitor: &&Value| {
-        monitor
-            .to_string()
-            .contains("app.kubernetes.io/name\":\"bursar\"")
-    };
-    Some(match snapshot.pod_monitors.iter().find(is_ours) {
-        Some(monitor) => {
-            let name = monitor["metadata"]["name"].as_str().unwrap_or_default();
-            Finding::ok(
-                "NotScraped",
-                format!("PodMonitor {name} selects Bursar's pods"),
-            )
-        }
-        None => Finding::new(
-            Level::Warn,
-            "NotScraped",
-            format!(
-                "no PodMonitor selects Bursar's pods in {own}; whether Prometheus finds them otherwise is not known"
-            ),
-            remedy,
-        ),
-    })
-}
-
-/// The namespace labels of a NetworkPolicy of Bursar's that no namespace has.
-fn closed_to(snapshot: &Snapshot) -> Option<String> {
-    if !snapshot.has_all(Kind::Namespaces) || snapshot.namespaces.is_empty() {
-        return None;
-    }
-    for policy in &snapshot.network_policies {
-        let rules = policy["spec"]["ingress"].as_array()?;
-        let peers = rules
-            .iter()
-            .filter_map(|rule| rule["from"].as_array())
-            .flatten();
-        for peer in peers {
-            let labels = &peer["namespaceSelector"]["matchLabels"];
-            let Some(labels) = labels.as_object() else {
-                continue;
-            };
-            let has = |namespace: &crate::objects::Named| {
-                labels.iter().all(|(key, value)| {
-                    namespace.metadata.labels.get(key).map(String::as_str) == value.as_str()
-                })
-            };
-            if !snapshot.namespaces.iter().any(has) {
-                let list: Vec<String> = labels
-                    .iter()
-                    .map(|(key, value)| format!("{key}={}", value.as_str().unwrap_or_default()))
-                    .collect();
-                return Some(list.join(","));
-            }
-        }
-    }
-    None
 }
