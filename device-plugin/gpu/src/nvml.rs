@@ -21,35 +21,36 @@
 //! the other GPUs are opened by their PCI addresses (`calls`).
 
 mod calls;
+mod handle;
 mod process;
 mod protocol;
+mod reports;
+mod rounds;
+mod slot;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_host::clock;
-use bursar_ledger::units::{Bytes, GpuUuid};
-use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::{sleep_until, timeout};
-use tokio_util::sync::{CancellationToken, DropGuard};
-use tracing::{debug, info, warn};
+use bursar_ledger::units::GpuUuid;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::sleep_until;
+use tracing::{info, warn};
 
 pub use calls::{SUBCOMMAND, run_child};
+pub use handle::{NvmlHandle, QueryError};
 pub use protocol::CallError;
 
 use super::health::HealthThresholds;
-use super::pci::PciAddress;
 use super::registry::{GpuRegistry, PersistedGpu, ProbeResult};
 use super::xid::RecentXids;
 use super::{Inventory, NoDriver};
 use crate::drain::DrainState;
-use crate::memory_sample::{GpuMemorySample, MemorySampler};
-use process::{Job, NvmlProcess, ProcessNumber, ProcessReport};
-use protocol::{GpuProbe, Request, Response, Scope};
+use process::{Job, ProcessNumber, ProcessReport};
+use protocol::Scope;
+use slot::ProbeSlot;
 
 /// How long one answer of NVML may take.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -57,12 +58,6 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// How long the first answer of a process may take. Without persistence mode the driver initialises
 /// the GPU for it.
 const FIRST_ANSWER: Duration = Duration::from_secs(20);
-
-/// How long a search for the library may delay a round of probes.
-const FIND: Duration = Duration::from_secs(1);
-
-/// The most requests that wait for one GPU.
-const JOB_QUEUE_LENGTH: usize = 32;
 
 /// The most requests that wait until the GPUs are known.
 const MAX_DEFERRED: usize = 1_024;
@@ -93,81 +88,6 @@ impl Default for PollIntervals {
 
 /// Finds `libnvidia-ml.so.1`, or says why not; called again before processes start.
 pub(crate) type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
-
-/// Why NVML did not answer a request.
-#[derive(Debug, thiserror::Error)]
-pub enum QueryError {
-    /// No driver is available at present.
-    #[error("NVML is not available")]
-    NotAvailable,
-    /// NVML answered with an error.
-    #[error("NVML does not answer about {gpu}")]
-    Nvml {
-        /// The GPU of the request.
-        gpu: GpuUuid,
-        /// NVML's error.
-        source: CallError,
-    },
-}
-
-/// Sends requests to NVML; the watcher ends when the last handle is dropped.
-#[derive(Debug, Clone)]
-pub struct NvmlHandle {
-    requests: mpsc::UnboundedSender<(GpuUuid, Job)>,
-}
-
-impl MemorySampler for NvmlHandle {
-    fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample> {
-        self.request(gpu, false).blocking_recv().ok()?.ok()
-    }
-}
-
-impl NvmlHandle {
-    /// Requests a GPU's memory and processes, with their SM utilization. The channel closes without
-    /// an answer if the GPU gives none within [`ANSWER`].
-    pub fn request_sample(
-        &self,
-        gpu: &GpuUuid,
-    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
-        self.request(gpu, true)
-    }
-
-    fn request(
-        &self,
-        gpu: &GpuUuid,
-        with_utilization: bool,
-    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
-        let (answer, answered) = oneshot::channel();
-        let request = Request::Sample {
-            gpu: gpu.clone(),
-            with_utilization,
-        };
-        let job = Job::Sample(request, answer);
-        // After the watcher's end the receiver reports the closed channel.
-        let _ = self.requests.send((gpu.clone(), job));
-        answered
-    }
-
-    /// Requests a driver limit for the processes in `cgroup`. The channel may close without an
-    /// answer, as with [`request_sample`](Self::request_sample).
-    pub fn request_limit(
-        &self,
-        gpu: &GpuUuid,
-        cgroup: &Path,
-        hard: Bytes,
-    ) -> oneshot::Receiver<Result<(), QueryError>> {
-        let (answer, answered) = oneshot::channel();
-        let request = Request::SetLimit {
-            gpu: gpu.clone(),
-            cgroup: cgroup.to_owned(),
-            hard,
-        };
-        let _ = self
-            .requests
-            .send((gpu.clone(), Job::SetLimit(request, answer)));
-        answered
-    }
-}
 
 /// Starts the watcher. `find` locates the driver's library; its processes read no file below
 /// `hidden` but those beside the library. `persisted` has the GPUs that the previous agent of the
@@ -255,94 +175,6 @@ struct NvmlWatcher {
     round_deadline: Option<Instant>,
 }
 
-/// A part of the driver that the watcher probes through one process.
-struct ProbeSlot {
-    scope: Scope,
-    /// The physical GPU, once NVML has reported it.
-    uuid: Option<GpuUuid>,
-    process: Option<SlotProcess>,
-    /// The last call did not return in time, and no later call has returned.
-    is_hung: bool,
-    /// The result of the last probe.
-    found: Option<GpuProbe>,
-}
-
-/// A running process, from its slot's view.
-struct SlotProcess {
-    id: ProcessNumber,
-    jobs: mpsc::Sender<Job>,
-    /// Stops the process when dropped; none while the process is being stopped.
-    stop_guard: Option<DropGuard>,
-    started_at: Instant,
-    /// A probe was sent and is not answered.
-    is_probing: bool,
-    /// A probe of this process has failed.
-    has_failed: bool,
-}
-
-impl ProbeSlot {
-    fn new(scope: Scope) -> Self {
-        Self {
-            scope,
-            uuid: None,
-            process: None,
-            is_hung: false,
-            found: None,
-        }
-    }
-
-    fn is_probing(&self) -> bool {
-        self.process
-            .as_ref()
-            .is_some_and(|running| running.is_probing)
-    }
-
-    /// Whether a round waits for this slot's answer, or for the end of its process.
-    fn is_awaited(&self) -> bool {
-        let ends = |running: &SlotProcess| running.stop_guard.is_none();
-        (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
-    }
-
-    /// Sends a probe, unless one is pending.
-    fn probe(&mut self) {
-        if let Some(running) = &mut self.process
-            && !running.is_probing
-            && running.stop_guard.is_some()
-            && running.jobs.try_send(Job::Probe).is_ok()
-        {
-            running.is_probing = true;
-            self.found = None;
-        }
-    }
-
-    /// Starts to stop the process, which stays in the slot until its end.
-    fn stop_process(&mut self) {
-        if let Some(running) = &mut self.process {
-            running.stop_guard = None;
-            running.is_probing = false;
-        }
-    }
-
-    /// Stops a process whose probe failed, once its GPU answers or the process is `old`.
-    fn replace_failed(&mut self, old: Duration) {
-        let Some(running) = &mut self.process else {
-            return;
-        };
-        match self.found {
-            Some(GpuProbe::Lost | GpuProbe::Failed(_)) => running.has_failed = true,
-            Some(GpuProbe::Gpus(..)) if running.has_failed => return self.stop_process(),
-            Some(GpuProbe::Gpus(..)) | None => {}
-        }
-        if running.has_failed && running.started_at.elapsed() >= old && !self.is_hung {
-            self.stop_process();
-        }
-    }
-
-    fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
-        matches!(&self.scope, Scope::Address(place) if places.contains(place))
-    }
-}
-
 impl NvmlWatcher {
     async fn run(mut self) {
         let drained = self.drain.borrow_and_update().released.clone();
@@ -401,189 +233,6 @@ impl NvmlWatcher {
         }
     }
 
-    fn is_round_pending(&self) -> bool {
-        let slots = || self.gpu_slots.iter().chain([&self.driver_slot]);
-        let is_finding =
-            self.gpu_slots.is_empty() && self.gpu_count > 0 && !self.registry.has_drained();
-        slots().any(ProbeSlot::is_awaited) || is_finding
-    }
-
-    async fn begin_round(&mut self) {
-        let places = self.registry.probed_addresses();
-        self.next_round = Instant::now() + self.intervals.probe_unhealthy;
-        if places.as_ref().is_some_and(BTreeSet::is_empty) {
-            return;
-        }
-        let starts = |slot: &ProbeSlot| slot.process.is_none();
-        let starts = starts(&self.driver_slot) || self.gpu_slots.iter().any(starts);
-        if (starts || self.library.is_none())
-            && let Err(why) = self.find_library().await
-        {
-            return self.reset_driver(NoDriver::Missing(why));
-        }
-        if let Some(places) = places {
-            self.retain_at(&places);
-            let lacking = places.into_iter().map(Scope::Address);
-            let is_there = |scope: &Scope| self.gpu_slots.iter().any(|slot| slot.scope == *scope);
-            let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
-            if self.exiting.is_empty() {
-                self.gpu_slots
-                    .extend(lacking.into_iter().map(ProbeSlot::new));
-            }
-        }
-        self.round_deadline = Some(Instant::now() + ANSWER);
-        self.probe_all();
-    }
-
-    /// Stops the processes of all GPUs except those at these addresses.
-    fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
-        let goes = |slot: &mut ProbeSlot| !slot.is_at(places);
-        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
-        gone.into_iter().for_each(|slot| self.retire(slot));
-    }
-
-    /// Searches for the library. At most one search waits; while a disk hangs the last known path
-    /// is used.
-    async fn find_library(&mut self) -> Result<(), String> {
-        let find = self.locate_library.clone();
-        let mut finding = match self.locating.take() {
-            Some(finding) => finding,
-            None => spawn_blocking(move || find()),
-        };
-        match timeout(FIND, &mut finding).await {
-            Ok(found) => {
-                let found = found.map_err(|error| error.to_string());
-                self.library = Some(found.flatten()?);
-            }
-            Err(_) => self.locating = Some(finding),
-        }
-        let late = || format!("failed to find the driver within {FIND:?}: a file system hangs");
-        self.library.as_ref().map(|_| ()).ok_or_else(late)
-    }
-
-    fn probe_all(&mut self) {
-        let Self {
-            driver_slot: driver,
-            gpu_slots: gpus,
-            library,
-            hidden,
-            next_process: started,
-            report_sender: report,
-            intervals: pace,
-            ..
-        } = self;
-        for slot in gpus.iter_mut().chain([driver]) {
-            if let (None, Some(library)) = (&slot.process, library.as_ref()) {
-                let process = NvmlProcess::start(library, slot.scope, hidden);
-                slot.process = run(slot.scope, process, started, report, pace);
-            }
-            slot.probe();
-        }
-    }
-
-    fn handle_report(&mut self, id: ProcessNumber, report: ProcessReport) {
-        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
-        let slots = self.gpu_slots.iter_mut().chain([&mut self.driver_slot]);
-        let Some(slot) = slots.into_iter().find(has_it) else {
-            if matches!(report, ProcessReport::Exited) {
-                self.exiting.remove(&id);
-            }
-            return;
-        };
-        let now = Instant::now();
-        match report {
-            ProcessReport::Probed(response) => {
-                slot.is_hung = false;
-                if let Some(running) = &mut slot.process {
-                    running.is_probing = false;
-                }
-                self.handle_probe(id, response);
-            }
-            ProcessReport::Xids(codes) => {
-                if let Some(uuid) = slot.uuid.clone() {
-                    self.handle_xids(&uuid, &codes);
-                }
-            }
-            ProcessReport::TimedOut => {
-                if !std::mem::replace(&mut slot.is_hung, true) {
-                    let gpu = slot.uuid.as_ref().map(GpuUuid::as_str);
-                    warn!(gpu, scope = ?slot.scope, "nvml call hangs");
-                }
-                slot.stop_process();
-                if let Some(uuid) = slot.uuid.clone() {
-                    self.registry.record_timeout(&uuid, now);
-                    self.publish_inventory();
-                }
-            }
-            ProcessReport::Exited => {
-                let ended = slot.process.take();
-                if ended.is_some_and(|ended| ended.is_probing) {
-                    slot.found = Some(GpuProbe::Failed(
-                        "the process that calls NVML has ended".to_owned(),
-                    ));
-                }
-                if !slot.is_hung {
-                    // The GPU's XIDs are lost until the next process has registered for them.
-                    self.next_round = now;
-                }
-            }
-        }
-    }
-
-    fn handle_probe(&mut self, id: ProcessNumber, response: Response) {
-        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
-        match response {
-            Response::Driver { gpus, version } => {
-                (self.gpu_count, self.driver_version) = (gpus, version);
-                let is_hung = self.gpu_slots.iter().any(|slot| slot.is_hung);
-                if gpus as usize > self.gpu_slots.len() && !self.registry.has_drained() && !is_hung
-                {
-                    // The count does not say which of the GPUs is new.
-                    for slot in std::mem::take(&mut self.gpu_slots) {
-                        self.retire(slot);
-                    }
-                }
-            }
-            Response::Gpu { uuid, found } => {
-                let drained = self.registry.drained();
-                let Some(slot) = self.gpu_slots.iter_mut().find(has_it) else {
-                    return;
-                };
-                slot.uuid = uuid.or_else(|| slot.uuid.take());
-                if let GpuProbe::Gpus(gpus, place) = &found {
-                    slot.scope = place.map_or(slot.scope, Scope::Address);
-                    if !gpus.is_empty() && gpus.iter().all(|gpu| gpu.is_in(drained)) {
-                        // A starting agent probes all GPUs once, since their UUIDs are unknown
-                        // before.
-                        slot.stop_process();
-                    }
-                }
-                slot.found = Some(found);
-            }
-            Response::NoDriver(why) => match self.gpu_slots.iter_mut().find(has_it) {
-                Some(slot) => slot.found = Some(GpuProbe::Failed(why.to_string())),
-                None => self.reset_driver(why),
-            },
-            Response::Xids(_) | Response::Sample(_) | Response::SetLimit(_) => {}
-        }
-    }
-
-    fn handle_xids(&mut self, uuid: &GpuUuid, codes: &[u64]) {
-        let ailed = self.registry.has_unhealthy();
-        for code in codes.iter().copied() {
-            warn!(gpu = %uuid, xid = code, "xid");
-            self.registry.record_xid(uuid, code, Instant::now());
-            if let Some(place) = self.registry.pci_address_of(uuid) {
-                self.xids
-                    .send_modify(|recent_xids| recent_xids.record(place, code, clock::now()));
-            }
-        }
-        self.publish_inventory();
-        if !ailed && self.registry.has_unhealthy() {
-            self.next_round = Instant::now();
-        }
-    }
-
     /// Moves the process of a removed slot to those that are ending.
     fn retire(&mut self, slot: ProbeSlot) {
         if let Some(running) = slot.process {
@@ -603,18 +252,6 @@ impl NvmlWatcher {
         self.library = None;
         self.next_round = Instant::now() + self.intervals.probe_unhealthy;
         self.record_probe(ProbeResult::NoDriver(why));
-    }
-
-    /// Probes all GPUs by NVML's index, once no other process is left.
-    fn enumerate_gpus(&mut self) {
-        let is_due = self.gpu_slots.is_empty() && self.exiting.is_empty() && self.gpu_count > 0;
-        if is_due && self.round_deadline.is_some() && !self.registry.has_drained() {
-            self.gpu_slots = (0..self.gpu_count)
-                .map(|i| ProbeSlot::new(Scope::Index(i)))
-                .collect();
-            self.next_round = Instant::now();
-            self.round_deadline = None;
-        }
     }
 
     /// Records the requested drains, stops the processes of drained GPUs, and publishes the drain
@@ -647,80 +284,6 @@ impl NvmlWatcher {
         }
     }
 
-    fn end_round(&mut self) {
-        self.round_deadline = None;
-        for slot in self.gpu_slots.iter_mut().chain([&mut self.driver_slot]) {
-            slot.is_hung |= slot.is_probing();
-        }
-        if self.gpu_slots.is_empty() && self.driver_slot.is_hung {
-            let why = format!("NVML does not answer within {ANSWER:?}");
-            self.record_probe(ProbeResult::NoDriver(NoDriver::Failed(why)));
-        } else {
-            self.record_probe(self.round_result());
-        }
-        for slot in &mut self.gpu_slots {
-            slot.replace_failed(self.intervals.replace_failed);
-        }
-        let is_well = !self.gpu_slots.is_empty() && !self.registry.has_unhealthy();
-        let pause = if is_well {
-            self.intervals.probe
-        } else {
-            self.intervals.probe_unhealthy
-        };
-        self.next_round = Instant::now() + pause;
-    }
-
-    /// The result of a round, for the registry.
-    fn round_result(&self) -> ProbeResult {
-        let (mut gpus, mut silent, mut lost, mut hung) =
-            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
-        let places = self.registry.probed_addresses();
-        let looked_at = match &places {
-            Some(places) => places.len(),
-            None => usize::from(self.gpu_count > 0),
-        };
-        let (mut complete, mut all_told) = (true, self.gpu_slots.len() >= looked_at);
-        for ProbeSlot {
-            uuid,
-            found,
-            is_hung: hangs,
-            ..
-        } in &self.gpu_slots
-        {
-            let uuid = uuid.clone();
-            match found {
-                _ if *hangs => match uuid {
-                    Some(uuid) => hung.push(uuid),
-                    None => all_told = false,
-                },
-                Some(GpuProbe::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
-                // Without an UUID the registry takes the unlisted GPU for the lost one.
-                Some(GpuProbe::Lost) => lost.extend(uuid),
-                Some(GpuProbe::Failed(why)) => {
-                    debug!(
-                        gpu = uuid.as_ref().map(GpuUuid::as_str),
-                        why, "gpu does not answer"
-                    );
-                    complete &= uuid.is_some();
-                    silent.extend(uuid);
-                }
-                None => {
-                    complete &= uuid.is_some();
-                    silent.extend(uuid);
-                }
-            }
-        }
-        ProbeResult::Listed {
-            driver: self.driver_version.clone(),
-            gpus,
-            unresponsive: silent,
-            lost,
-            timed_out: hung,
-            failures_named: complete,
-            timeouts_named: all_told,
-        }
-    }
-
     fn record_probe(&mut self, probe: ProbeResult) {
         let complaint = match &probe {
             ProbeResult::NoDriver(why) => Some(why.clone()),
@@ -750,30 +313,4 @@ impl NvmlWatcher {
             changed
         });
     }
-}
-
-/// Runs a process; none where the system refused to start it.
-fn run(
-    scope: Scope,
-    process: io::Result<NvmlProcess>,
-    started: &mut ProcessNumber,
-    report: &mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
-    pace: &PollIntervals,
-) -> Option<SlotProcess> {
-    let process = process
-        .inspect_err(|error| warn!(%error, "failed to start a process that calls NVML"))
-        .ok()?;
-    let (jobs, received) = mpsc::channel(JOB_QUEUE_LENGTH);
-    let (stop, id) = (CancellationToken::new(), *started);
-    *started += 1;
-    let events = (scope != Scope::Driver).then_some(pace.xids);
-    tokio::spawn(process.run(id, received, report.clone(), events, stop.clone()));
-    Some(SlotProcess {
-        id,
-        jobs,
-        stop_guard: Some(stop.drop_guard()),
-        started_at: Instant::now(),
-        is_probing: false,
-        has_failed: false,
-    })
 }

@@ -1,0 +1,85 @@
+//! Passes requests of the agent's tasks to the watcher.
+
+use std::path::Path;
+
+use bursar_ledger::units::{Bytes, GpuUuid};
+use tokio::sync::{mpsc, oneshot};
+
+use super::process::Job;
+use super::protocol::{CallError, Request};
+use crate::memory_sample::{GpuMemorySample, MemorySampler};
+
+/// Why NVML did not answer a request.
+#[derive(Debug, thiserror::Error)]
+pub enum QueryError {
+    /// No driver is available at present.
+    #[error("NVML is not available")]
+    NotAvailable,
+    /// NVML answered with an error.
+    #[error("NVML does not answer about {gpu}")]
+    Nvml {
+        /// The GPU of the request.
+        gpu: GpuUuid,
+        /// NVML's error.
+        source: CallError,
+    },
+}
+
+/// Sends requests to NVML; the watcher ends when the last handle is dropped.
+#[derive(Debug, Clone)]
+pub struct NvmlHandle {
+    pub(super) requests: mpsc::UnboundedSender<(GpuUuid, Job)>,
+}
+
+impl MemorySampler for NvmlHandle {
+    fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        self.request(gpu, false).blocking_recv().ok()?.ok()
+    }
+}
+
+impl NvmlHandle {
+    /// Requests a GPU's memory and processes, with their SM utilization. The channel closes without
+    /// an answer if the GPU gives none within [`ANSWER`](super::ANSWER).
+    pub fn request_sample(
+        &self,
+        gpu: &GpuUuid,
+    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
+        self.request(gpu, true)
+    }
+
+    fn request(
+        &self,
+        gpu: &GpuUuid,
+        with_utilization: bool,
+    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
+        let (answer, answered) = oneshot::channel();
+        let request = Request::Sample {
+            gpu: gpu.clone(),
+            with_utilization,
+        };
+        let job = Job::Sample(request, answer);
+        // After the watcher's end the receiver reports the closed channel.
+        let _ = self.requests.send((gpu.clone(), job));
+        answered
+    }
+
+    /// Requests a driver limit for the processes in `cgroup`. The channel may close without an
+    /// answer, as with [`request_sample`](Self::request_sample).
+    pub fn request_limit(
+        &self,
+        gpu: &GpuUuid,
+        cgroup: &Path,
+        hard: Bytes,
+    ) -> oneshot::Receiver<Result<(), QueryError>> {
+        let (answer, answered) = oneshot::channel();
+        let request = Request::SetLimit {
+            gpu: gpu.clone(),
+            cgroup: cgroup.to_owned(),
+            hard,
+        };
+        let _ = self
+            .requests
+            .send((gpu.clone(), Job::SetLimit(request, answer)));
+        answered
+    }
+}

@@ -1,0 +1,188 @@
+//! Probes all GPUs in rounds.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use bursar_ledger::units::GpuUuid;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use tracing::debug;
+
+use super::process::NvmlProcess;
+use super::protocol::{GpuProbe, Scope};
+use super::slot::{ProbeSlot, SlotProcess};
+use super::{ANSWER, NvmlWatcher};
+use crate::NoDriver;
+use crate::pci::PciAddress;
+use crate::registry::ProbeResult;
+
+/// How long a search for the library may delay a round of probes.
+const FIND: Duration = Duration::from_secs(1);
+
+impl NvmlWatcher {
+    pub(super) fn is_round_pending(&self) -> bool {
+        let slots = || self.gpu_slots.iter().chain([&self.driver_slot]);
+        let is_finding =
+            self.gpu_slots.is_empty() && self.gpu_count > 0 && !self.registry.has_drained();
+        slots().any(ProbeSlot::is_awaited) || is_finding
+    }
+
+    pub(super) async fn begin_round(&mut self) {
+        let places = self.registry.probed_addresses();
+        self.next_round = Instant::now() + self.intervals.probe_unhealthy;
+        if places.as_ref().is_some_and(BTreeSet::is_empty) {
+            return;
+        }
+        let starts = |slot: &ProbeSlot| slot.process.is_none();
+        let starts = starts(&self.driver_slot) || self.gpu_slots.iter().any(starts);
+        if (starts || self.library.is_none())
+            && let Err(why) = self.find_library().await
+        {
+            return self.reset_driver(NoDriver::Missing(why));
+        }
+        if let Some(places) = places {
+            self.retain_at(&places);
+            let lacking = places.into_iter().map(Scope::Address);
+            let is_there = |scope: &Scope| self.gpu_slots.iter().any(|slot| slot.scope == *scope);
+            let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
+            if self.exiting.is_empty() {
+                self.gpu_slots
+                    .extend(lacking.into_iter().map(ProbeSlot::new));
+            }
+        }
+        self.round_deadline = Some(Instant::now() + ANSWER);
+        self.probe_all();
+    }
+
+    /// Stops the processes of all GPUs except those at these addresses.
+    pub(super) fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
+        let goes = |slot: &mut ProbeSlot| !slot.is_at(places);
+        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
+        gone.into_iter().for_each(|slot| self.retire(slot));
+    }
+
+    /// Searches for the library. At most one search waits; while a disk hangs the last known path
+    /// is used.
+    async fn find_library(&mut self) -> Result<(), String> {
+        let find = self.locate_library.clone();
+        let mut finding = match self.locating.take() {
+            Some(finding) => finding,
+            None => spawn_blocking(move || find()),
+        };
+        match timeout(FIND, &mut finding).await {
+            Ok(found) => {
+                let found = found.map_err(|error| error.to_string());
+                self.library = Some(found.flatten()?);
+            }
+            Err(_) => self.locating = Some(finding),
+        }
+        let late = || format!("failed to find the driver within {FIND:?}: a file system hangs");
+        self.library.as_ref().map(|_| ()).ok_or_else(late)
+    }
+
+    fn probe_all(&mut self) {
+        let Self {
+            driver_slot: driver,
+            gpu_slots: gpus,
+            library,
+            hidden,
+            next_process: started,
+            report_sender: report,
+            intervals: pace,
+            ..
+        } = self;
+        for slot in gpus.iter_mut().chain([driver]) {
+            if let (None, Some(library)) = (&slot.process, library.as_ref()) {
+                let process = NvmlProcess::start(library, slot.scope, hidden);
+                slot.process = SlotProcess::run(slot.scope, process, started, report, pace);
+            }
+            slot.probe();
+        }
+    }
+
+    /// Probes all GPUs by NVML's index, once no other process is left.
+    pub(super) fn enumerate_gpus(&mut self) {
+        let is_due = self.gpu_slots.is_empty() && self.exiting.is_empty() && self.gpu_count > 0;
+        if is_due && self.round_deadline.is_some() && !self.registry.has_drained() {
+            self.gpu_slots = (0..self.gpu_count)
+                .map(|i| ProbeSlot::new(Scope::Index(i)))
+                .collect();
+            self.next_round = Instant::now();
+            self.round_deadline = None;
+        }
+    }
+
+    pub(super) fn end_round(&mut self) {
+        self.round_deadline = None;
+        for slot in self.gpu_slots.iter_mut().chain([&mut self.driver_slot]) {
+            slot.is_hung |= slot.is_probing();
+        }
+        if self.gpu_slots.is_empty() && self.driver_slot.is_hung {
+            let why = format!("NVML does not answer within {ANSWER:?}");
+            self.record_probe(ProbeResult::NoDriver(NoDriver::Failed(why)));
+        } else {
+            self.record_probe(self.round_result());
+        }
+        for slot in &mut self.gpu_slots {
+            slot.replace_failed(self.intervals.replace_failed);
+        }
+        let is_well = !self.gpu_slots.is_empty() && !self.registry.has_unhealthy();
+        let pause = if is_well {
+            self.intervals.probe
+        } else {
+            self.intervals.probe_unhealthy
+        };
+        self.next_round = Instant::now() + pause;
+    }
+
+    /// The result of a round, for the registry.
+    fn round_result(&self) -> ProbeResult {
+        let (mut gpus, mut silent, mut lost, mut hung) =
+            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
+        let places = self.registry.probed_addresses();
+        let looked_at = match &places {
+            Some(places) => places.len(),
+            None => usize::from(self.gpu_count > 0),
+        };
+        let (mut complete, mut all_told) = (true, self.gpu_slots.len() >= looked_at);
+        for ProbeSlot {
+            uuid,
+            found,
+            is_hung: hangs,
+            ..
+        } in &self.gpu_slots
+        {
+            let uuid = uuid.clone();
+            match found {
+                _ if *hangs => match uuid {
+                    Some(uuid) => hung.push(uuid),
+                    None => all_told = false,
+                },
+                Some(GpuProbe::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
+                // Without an UUID the registry takes the unlisted GPU for the lost one.
+                Some(GpuProbe::Lost) => lost.extend(uuid),
+                Some(GpuProbe::Failed(why)) => {
+                    debug!(
+                        gpu = uuid.as_ref().map(GpuUuid::as_str),
+                        why, "gpu does not answer"
+                    );
+                    complete &= uuid.is_some();
+                    silent.extend(uuid);
+                }
+                None => {
+                    complete &= uuid.is_some();
+                    silent.extend(uuid);
+                }
+            }
+        }
+        ProbeResult::Listed {
+            driver: self.driver_version.clone(),
+            gpus,
+            unresponsive: silent,
+            lost,
+            timed_out: hung,
+            failures_named: complete,
+            timeouts_named: all_told,
+        }
+    }
+}
