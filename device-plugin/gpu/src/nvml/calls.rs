@@ -5,35 +5,29 @@
 //! that it enumerates or compares with a UUID. So a process opens its GPU by the PCI address, as
 //! soon as that is known.
 
-use std::collections::BTreeMap;
+mod describe;
+mod sample;
+
 use std::ffi::OsString;
 use std::io::{self, BufRead as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use bursar_ledger::units::{Bytes, GpuUuid, UnitError};
+use bursar_ledger::units::{GpuUuid, UnitError};
 use nvml_wrapper::bitmasks::event::EventTypes;
-use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::struct_wrappers::device::ProcessUtilizationSample;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::protocol::{CallError, GpuProbe, Request, Response, Scope};
+use crate::NoDriver;
 use crate::cgroup_limit::{self, is_unsupported};
-use crate::holders;
-use crate::memory_sample::{GpuMemorySample, ProcessMemory};
-use crate::mig::{CAPABILITIES_DIR, MigInstance};
-use crate::pci::PciAddress;
-use crate::{Gpu, NoDriver};
+use describe::{describe_instances, find_instance, pci_address};
+use sample::{sample_memory, sm_percents};
 
 /// The first argument with which the agent's program runs [`run_child`].
 pub const SUBCOMMAND: &str = "nvml";
-
-/// The age of the oldest utilization sample. The driver's samples are up to a second apart.
-const UTILIZATION_WINDOW: Duration = Duration::from_secs(2);
 
 /// The process name that `ps` shows.
 const PROCESS_NAME: &std::ffi::CStr = c"bursar-nvml";
@@ -231,166 +225,5 @@ fn probe_driver(nvml: &Nvml) -> Response {
             version: nvml.sys_driver_version().ok(),
         },
         Err(error) => Response::NoDriver(driver_error(&"nvmlDeviceGetCount", &error)),
-    }
-}
-
-/// Describes the GPU itself, or its MIG instances if it is partitioned.
-fn describe_instances(
-    nvml: &Nvml,
-    device: &Device<'_>,
-    uuid: &GpuUuid,
-) -> Result<Vec<Gpu>, GpuError> {
-    let minor = device.minor_number()?;
-    // NVML answers NotSupported for GPUs without MIG, and FunctionNotFound with old drivers.
-    let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
-    if !cut {
-        return Ok(vec![describe_gpu(device, uuid.clone(), minor)?]);
-    }
-    let mut instances = Vec::new();
-    for index in 0..device.mig_device_count()? {
-        match device.mig_device_by_index(index) {
-            Ok(instance) => {
-                let name = instance.uuid()?.parse()?;
-                let numbers = MigInstance::query(nvml, &instance);
-                let capabilities = numbers
-                    .map(|numbers| numbers.capability_minors(Path::new(CAPABILITIES_DIR), minor))
-                    .unwrap_or_default();
-                instances.push(Gpu {
-                    pci: pci_address(device),
-                    mig_parent: Some(uuid.clone()),
-                    capabilities,
-                    ..describe_gpu(&instance, name, minor)?
-                });
-            }
-            // NVML's count is the largest number of instances, not the present one.
-            Err(NvmlError::NotFound) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(instances)
-}
-
-fn describe_gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
-    let memory = device.memory_info()?;
-    Ok(Gpu {
-        uuid,
-        minor,
-        model: device.name()?,
-        memory: Bytes(memory.total.saturating_sub(memory.reserved)),
-        pci: pci_address(device),
-        mig_parent: None,
-        capabilities: Vec::new(),
-    })
-}
-
-fn pci_address(device: &Device<'_>) -> Option<PciAddress> {
-    device.pci_info().ok()?.bus_id.parse().ok()
-}
-
-/// The MIG instance of that UUID.
-fn find_instance<'nvml>(
-    physical: &Device<'nvml>,
-    gpu: &GpuUuid,
-) -> Result<Device<'nvml>, NvmlError> {
-    for index in 0..physical.mig_device_count()? {
-        match physical.mig_device_by_index(index) {
-            Ok(instance) if instance.uuid()? == gpu.as_str() => return Ok(instance),
-            Ok(_) | Err(NvmlError::NotFound) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(NvmlError::NotFound)
-}
-
-/// Reads the memory first: a process whose memory it includes is listed then, or has ended. Reads
-/// it again after the list, without the memory that was freed meanwhile.
-fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
-    let used = Bytes(device.memory_info()?.used);
-    let compute = device.running_compute_processes()?;
-    // NVML answers NotSupported for a GPU without graphics.
-    let graphics = device.running_graphics_processes().unwrap_or_default();
-    let charged = compute.into_iter().chain(graphics).map(|process| {
-        let bytes = match process.used_gpu_memory {
-            UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
-            UsedGpuMemory::Unavailable => None,
-        };
-        (process.pid, bytes)
-    });
-    let charges: ProcessMemory = charged.collect();
-    let used_after = Some(Bytes(device.memory_info()?.used));
-    let contextless = contextless_memory(gpu, &charges);
-    Ok(GpuMemorySample {
-        used,
-        used_after,
-        charges,
-        contextless,
-        sm_percents: None,
-    })
-}
-
-/// The SM utilization of the listed processes in percent, from the newest sample of each.
-fn sm_percents(
-    device: &Device<'_>,
-    listed: &ProcessMemory,
-) -> Result<BTreeMap<u32, u8>, NvmlError> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let since = now.unwrap_or_default().saturating_sub(UTILIZATION_WINDOW);
-    let since = u64::try_from(since.as_micros()).unwrap_or_default();
-    match device.process_utilization_stats(since) {
-        Ok(samples) => Ok(newest_percents(samples, listed)),
-        // No process has used the GPU since.
-        Err(NvmlError::NotFound) => Ok(BTreeMap::new()),
-        Err(error) => Err(error),
-    }
-}
-
-/// The driver's array has entries of ended processes, and entries that it has not filled.
-fn newest_percents(
-    mut samples: Vec<ProcessUtilizationSample>,
-    listed: &ProcessMemory,
-) -> BTreeMap<u32, u8> {
-    samples.retain(|sample| sample.sm_util <= 100 && listed.contains(sample.pid));
-    samples.sort_by_key(|sample| sample.timestamp);
-    let percents = samples.into_iter();
-    let percents =
-        percents.filter_map(|sample| Some((sample.pid, u8::try_from(sample.sm_util).ok()?)));
-    percents.collect()
-}
-
-/// The bytes of processes that NVML does not list; empty where the kernel module gives no answer. A
-/// MIG instance has none, since the kernel module reports the whole GPU.
-fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, Bytes> {
-    if gpu.is_mig() {
-        return BTreeMap::new();
-    }
-    let mut contextless = holders::query_holders(gpu).unwrap_or_default();
-    contextless.retain(|pid, _| !charges.contains(*pid));
-    contextless
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn process_has_the_percentage_of_its_newest_sample() {
-        let sample = |pid, timestamp, sm_util| ProcessUtilizationSample {
-            pid,
-            timestamp,
-            sm_util,
-            mem_util: 0,
-            enc_util: 0,
-            dec_util: 0,
-        };
-        let listed = [7, 8, 9].map(|pid| (pid, Some(Bytes::mib(518))));
-        let samples = vec![
-            sample(7, 20, 60),
-            sample(7, 10, 90),
-            sample(8, 20, 4_000_000_000),
-            sample(0, 0, 0),
-            sample(77, 20, 5),
-        ];
-        let percents = newest_percents(samples, &listed.into_iter().collect());
-        assert_eq!(percents, [(7, 60)].into());
     }
 }
