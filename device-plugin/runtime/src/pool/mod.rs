@@ -8,8 +8,9 @@
 //!   [biased lock](crate::sync::biased_lock).
 //! * [`epoch`] records for which streams a free block must still wait.
 //! * [`stream_slots`] numbers the streams and orders one behind others.
-//! * This file is the resource: it grows by slabs, releases empty ones, and orders streams when a
-//!   block changes streams.
+//! * [`growth`] adds slabs and releases empty ones.
+//! * [`block_use`] records which streams use a block.
+//! * This file is the resource: it orders streams when a block changes streams.
 //!
 //! The next request in the stream of a free reuses the freed block without an event. If another
 //! stream takes the block, the pool records an event at that time and orders the other stream
@@ -17,7 +18,10 @@
 //! KiB) stays with the block.
 #![forbid(unsafe_code)]
 
+mod block_use;
 mod epoch;
+mod growth;
+mod settings;
 mod shard_affinity;
 mod shards;
 mod size_classes;
@@ -25,96 +29,29 @@ mod stream_slots;
 mod tlsf;
 
 use std::alloc::Layout;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Access, Context, Stream};
-use crate::error::{CudaError, ErrorClass, ResourceError};
+use crate::error::{CudaError, ResourceError};
 use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
     Outstanding, Reaped, Tag, check_request, check_stream,
 };
-use epoch::{EventClock, StreamDeps, StreamSlot};
+use block_use::RecordedUse;
+use epoch::{EventClock, StreamSlot};
+use growth::{SLAB_STEP, Slabs};
 use shards::{Allocation, BlockHandle, Request, Shards};
 use stream_slots::StreamSlots;
-use tlsf::{BlockId, EmptyRegion, HeapError, UseCount};
+use tlsf::{BlockId, HeapError, UseCount};
 
-/// Slab sizes are multiples of this, because the driver allocates linear memory above 1 MiB in such
-/// steps.
-const SLAB_STEP: u64 = 2 << 20;
+pub use settings::{PoolSettings, PoolStatistics};
+
 /// Largest supported alignment.
 const MAX_ALIGN: usize = 2 << 20;
 /// Low bits of a generation that hold the shard; the other bits hold the serial number in that
 /// shard.
 const SHARD_BITS: u32 = 6;
-
-/// Size limits and growth of a pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PoolSettings {
-    /// Bytes of the first slab; 0 for none.
-    pub initial: u64,
-    /// Largest number of bytes that the pool takes from its source.
-    pub maximum: u64,
-    /// Bytes by which the pool grows if the source has as many and the request fits.
-    pub step: u64,
-    /// Largest number of requested bytes of live blocks, enforced exactly and without cost for an
-    /// allocation. [`Pool::set_limit`] changes it.
-    pub limit: u64,
-}
-
-impl Default for PoolSettings {
-    fn default() -> PoolSettings {
-        PoolSettings {
-            initial: 0,
-            maximum: u64::MAX,
-            step: 256 << 20,
-            limit: u64::MAX,
-        }
-    }
-}
-
-/// Statistics of a pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PoolStatistics {
-    /// Bytes taken from the source.
-    pub reserved: u64,
-    /// Number of slabs.
-    pub slabs: usize,
-    /// Requested bytes of live blocks.
-    pub requested: u64,
-    /// Bytes of live blocks after rounding.
-    pub live: u64,
-    /// Number of live blocks.
-    pub blocks: u64,
-    /// Bytes that are free for the next request.
-    pub free: u64,
-    /// Largest free range. Adjacent ranges of several shards count separately until a request needs
-    /// them as one.
-    pub largest_free: u64,
-    /// Number of blocks for which one stream had to wait for another.
-    pub waits: u64,
-}
-
-/// Recorded use of a block.
-struct RecordedUse {
-    /// Slot of the stream that uses the block.
-    slot: StreamSlot,
-    /// Slots of the streams that the use must follow.
-    before: u64,
-}
-
-#[derive(Debug)]
-struct Slab {
-    block: Block,
-    span: EmptyRegion,
-}
-
-#[derive(Debug, Default)]
-struct Slabs {
-    /// Indexed by the region's number.
-    all: Vec<Option<Slab>>,
-    bytes: u64,
-}
 
 /// Pool over a source of memory.
 ///
@@ -217,14 +154,6 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(self.slots.forget(stream)?)
     }
 
-    fn slabs(&self) -> MutexGuard<'_, Slabs> {
-        self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_growth(&self) -> MutexGuard<'_, ()> {
-        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Finds credit and room for a request in any shard.
     fn allocate_slow(&self, slot: usize, request: Request) -> Result<Allocation, ResourceError> {
         if let Some(allocation) = self.shards.allocate_with_draw(slot, request) {
@@ -240,137 +169,12 @@ impl<R: DeviceMemoryResource> Pool<R> {
             .inspect_err(|_| self.shards.uncharge(request.bytes))
     }
 
-    /// Takes room from any shard, grows the pool, or makes the source reclaim memory.
-    fn allocate_or_grow(&self, request: Request) -> Result<Allocation, ResourceError> {
-        let mut gave_back = false;
-        loop {
-            if let Some(allocation) = self.shards.allocate_any(request) {
-                return Ok(allocation);
-            }
-            // Another thread may use up the new slab first; the loop then adds one more.
-            let Err(error) = self.grow(request) else {
-                continue;
-            };
-            if error.class() != ErrorClass::OutOfMemory || gave_back {
-                return Err(error);
-            }
-            gave_back = true;
-            let released = self.release_empty_slabs()?;
-            if released + self.source.reap_pending()?.freed == 0 {
-                return Err(error);
-            }
-        }
-    }
-
     fn over_budget(&self, request: Request, found: BudgetSnapshot) -> ResourceError {
         ResourceError::OverBudget {
             ordinal: self.ordinal,
             requested: request.bytes,
             used: found.used,
             limit: found.limit,
-        }
-    }
-
-    /// Adds a slab that has room for a request.
-    fn grow(&self, request: Request) -> Result<(), ResourceError> {
-        let used = self.slabs().bytes;
-        let room = self.settings.maximum.saturating_sub(used);
-        let min_bytes = request
-            .bytes
-            .checked_add(request.align)
-            .and_then(|bytes| bytes.checked_next_multiple_of(SLAB_STEP))
-            .filter(|&bytes| bytes <= room)
-            .ok_or_else(|| {
-                let limit = self.settings.maximum;
-                self.over_budget(request, BudgetSnapshot { limit, used })
-            })?;
-        let wanted = self.settings.step.clamp(min_bytes, room);
-        match self.add_slab(wanted) {
-            Err(error) if error.class() == ErrorClass::OutOfMemory && wanted > min_bytes => {
-                self.add_slab(min_bytes)
-            }
-            other => other,
-        }
-    }
-
-    fn add_slab(&self, bytes: u64) -> Result<(), ResourceError> {
-        let (internal, slot) = self.slots.internal_stream();
-        let too_large = || ResourceError::TooLarge {
-            ordinal: self.ordinal,
-            requested: bytes,
-        };
-        let size = usize::try_from(bytes).map_err(|_| too_large())?;
-        let layout =
-            Layout::from_size_align(size, tlsf::GRANULE as usize).map_err(|_| too_large())?;
-        let block = self.source.allocate(layout, internal, Tag("slab"))?;
-        let mut slabs = self.slabs();
-        let vacant = slabs.all.iter().position(Option::is_none);
-        let region = vacant.unwrap_or(slabs.all.len());
-        // A stream-ordered source allocated the slab for work of the internal stream.
-        let deps = match internal.is_idle() {
-            Ok(true) => StreamDeps::NONE,
-            _ => self.clock.stamp_free(slot.bit()),
-        };
-        let added = u32::try_from(region)
-            .ok()
-            .and_then(|region| self.shards.add_region(region, block.address(), bytes, deps));
-        let Some(span) = added else {
-            drop(slabs);
-            // The source answers for the slab even if this free fails.
-            let _ = self.source.deallocate(block, internal);
-            return Err(too_large());
-        };
-        if vacant.is_none() {
-            slabs.all.push(None);
-        }
-        slabs.all[region] = Some(Slab { block, span });
-        slabs.bytes += bytes;
-        Ok(())
-    }
-
-    /// Releases empty slabs. The holder of `growth` waits for the device here, so only threads that
-    /// need that memory wait too.
-    fn release_empty_slabs(&self) -> Result<u64, ResourceError> {
-        self.shards.return_chunks();
-        let count = self.slabs().all.len();
-        let mut released = 0;
-        for region in 0..count {
-            let mut slabs = self.slabs();
-            let Some(deps) = slabs.all[region]
-                .as_ref()
-                .and_then(|slab| self.shards.remove_region(slab.span))
-            else {
-                continue;
-            };
-            let Some(slab) = slabs.all[region].take() else {
-                continue;
-            };
-            drop(slabs);
-            let bytes = slab.block.bytes();
-            if let Err((slab, error)) = self.release_slab(slab, deps) {
-                let span =
-                    self.shards
-                        .add_region(slab.span.region, slab.block.address(), bytes, deps);
-                let slab = span.map(|span| Slab { span, ..slab });
-                self.slabs().all[region] = slab;
-                return Err(error);
-            }
-            self.slabs().bytes -= bytes;
-            released += bytes;
-        }
-        Ok(released)
-    }
-
-    fn release_slab(&self, slab: Slab, deps: StreamDeps) -> Result<(), (Slab, ResourceError)> {
-        let (internal, slot) = self.slots.internal_stream();
-        let unmet = self.clock.unmet(slot, deps);
-        if let Err(error) = self.slots.wait(&self.clock, internal, Some(slot), unmet) {
-            return Err((slab, error.into()));
-        }
-        match self.source.deallocate(slab.block, internal) {
-            Err(FreeError::Refused { block, reason }) => Err((Slab { block, ..slab }, reason)),
-            // The source counts and retries a failed free.
-            Ok(()) | Err(FreeError::Retired { .. }) => Ok(()),
         }
     }
 
@@ -446,48 +250,6 @@ impl<R: DeviceMemoryResource> Pool<R> {
             handle,
             StreamSlot::new((block.cookie >> u32::BITS) as usize),
         )
-    }
-
-    /// Returns the block's handle, the allocating stream's slot and the slot of the stream that
-    /// will use the block.
-    fn slots_of_use(
-        &self,
-        block: BlockRef,
-        stream: &Stream,
-    ) -> Result<(BlockHandle, StreamSlot, StreamSlot), ResourceError> {
-        self.check(block, stream)?;
-        let (handle, alloc_slot) = self.decode(block);
-        match (alloc_slot, self.slots.slot_for(stream)?) {
-            (Some(alloc_slot), Some(slot)) => Ok((handle, alloc_slot, slot)),
-            _ => Err(self.stream_misuse()),
-        }
-    }
-
-    fn record_use(
-        &self,
-        block: BlockRef,
-        stream: &Stream,
-        access: Access,
-        count: UseCount,
-    ) -> Result<RecordedUse, ResourceError> {
-        let (handle, alloc_slot, slot) = self.slots_of_use(block, stream)?;
-        let deps = self.clock.stamp_free(slot.bit());
-        let writers = if access.writes() { slot.bit() } else { 0 };
-        let earlier = self
-            .shards
-            .update_use(handle, deps, writers, count)
-            .map_err(|reason| heap_error(block.generation, reason))?;
-        let conflicting = match access.writes() {
-            true => earlier.all.slots,
-            false => earlier.writers,
-        };
-        let (slots, stamp) = (conflicting, earlier.all.stamp);
-        let unmet = self.clock.unmet(slot, StreamDeps { slots, stamp });
-        Ok(RecordedUse {
-            slot,
-            // The present work of the allocating stream, such as the first write, counts too.
-            before: (unmet | alloc_slot.bit()) & !slot.bit(),
-        })
     }
 
     /// Frees a block behind the work of a stream and behind the deps of its allocation. The host
