@@ -1,10 +1,14 @@
 //! Compares random histories with a model of all byte ranges, and runs threads against each other.
 
-use super::*;
-use crate::pool::tlsf::GRANULE;
-use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU8, Ordering};
+
+use proptest::prelude::*;
+
+use super::credit::LOW_CREDIT_DRAWS;
+use super::*;
+use crate::pool::tlsf::GRANULE;
+use crate::resource::BudgetSnapshot;
 
 const MIB: u64 = 1 << 20;
 
