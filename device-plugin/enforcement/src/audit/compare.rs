@@ -46,6 +46,11 @@
 //! process from honest ones, so none is accused: the finding is [`Finding::Unaccounted`], with the
 //! container if only one uses the driver.
 
+mod attribution;
+mod finding;
+mod holders;
+mod managed;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_config::AuditConfig;
@@ -54,6 +59,11 @@ use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process, ProcessCredit};
 
 use crate::attestation::AttestedProcess;
+use attribution::{Attribution, attribute, is_allowed, untracked_finding};
+use managed::{MANAGED_CACHE, known_managed};
+
+pub use finding::Finding;
+pub(crate) use managed::has_managed;
 
 /// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -108,113 +118,6 @@ pub struct AttestedState {
     pub agent_start: u64,
 }
 
-/// A difference between the driver's figures and the accounts.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Finding {
-    /// A container has more of a GPU than its quota and all allowances.
-    OverQuota {
-        /// The container's allocation.
-        allocation: AllocationId,
-        /// The GPU's UUID.
-        gpu: GpuUuid,
-        /// The container's quota.
-        quota: Bytes,
-        /// The bytes that the driver charges to the container's processes.
-        charged: Bytes,
-        /// The processes with more than their grant and allowance; all of them if none has more.
-        processes: Vec<Process>,
-    },
-    /// A process without a session uses a GPU.
-    UntrackedProcess {
-        /// The GPU's UUID.
-        gpu: GpuUuid,
-        /// The process.
-        process: Process,
-        /// The bytes that the driver charges to the process.
-        bytes: Option<Bytes>,
-        /// The pod or host to which the process belongs.
-        owner: ProcessOwner,
-        /// The allocation of its container, if the agent gave it a GPU.
-        allocation: Option<AllocationId>,
-    },
-    /// A process wrote another grant into its credit page.
-    ForgedPage {
-        /// The allocation of its container.
-        allocation: AllocationId,
-        /// The process.
-        process: Process,
-    },
-    /// A process uses the driver past the shim and without a context, so that the driver does not
-    /// list it. Its GPU has unaccounted memory.
-    Holder {
-        /// The GPU's UUID.
-        gpu: GpuUuid,
-        /// The process.
-        process: Process,
-        /// The GPU's unaccounted bytes.
-        bytes: Bytes,
-        /// The allocation of its container.
-        allocation: AllocationId,
-        /// Whether no other container has such a process.
-        is_only_suspect: bool,
-    },
-    /// A container has more managed memory mapped than it was charged, and its GPU has unaccounted
-    /// memory.
-    OverManaged {
-        /// The container's allocation.
-        allocation: AllocationId,
-        /// The GPU's UUID.
-        gpu: GpuUuid,
-        /// The bytes of managed memory that the container was charged.
-        charged: Bytes,
-        /// The bytes of managed memory that its processes have mapped.
-        mapped: Bytes,
-        /// The unaccounted bytes that may be its managed memory.
-        bytes: Bytes,
-    },
-    /// A GPU has memory in use that neither the driver nor the accounts charge.
-    Unaccounted {
-        /// The GPU's UUID.
-        gpu: GpuUuid,
-        /// The number of bytes.
-        bytes: Bytes,
-        /// The container whose processes use the driver, if there is only one.
-        only_container: Option<AllocationId>,
-    },
-}
-
-impl Finding {
-    /// Every kind.
-    pub const KINDS: [&'static str; 6] = [
-        "over-quota",
-        "intruder",
-        "forged-page",
-        "holder",
-        "over-managed",
-        "unaccounted",
-    ];
-
-    /// The kind of the finding, for metrics.
-    pub fn kind(&self) -> &'static str {
-        let [
-            over_quota,
-            intruder,
-            forged_page,
-            holder,
-            over_managed,
-            unaccounted,
-        ] = Self::KINDS;
-        match self {
-            Self::OverQuota { .. } => over_quota,
-            Self::UntrackedProcess { .. } => intruder,
-            Self::ForgedPage { .. } => forged_page,
-            Self::Holder { .. } => holder,
-            Self::OverManaged { .. } => over_managed,
-            Self::Unaccounted { .. } => unaccounted,
-        }
-    }
-}
-
 /// The result of one audit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditResult {
@@ -259,19 +162,6 @@ pub fn compare_accounts(
         result.findings.extend(found);
     }
     result
-}
-
-/// The account to which a listed process belongs.
-enum Attribution {
-    /// A session of this container, or an exited process whose memory is still charged there.
-    Tracked(AllocationId),
-    /// A process of this container that has the shim and is older than this agent. The record of
-    /// its session is lost; it connects again when it next needs the agent.
-    SessionLost(AllocationId),
-    /// A process that lacks a session; with its container's allocation, if the agent gave it a GPU.
-    Untracked(Option<AllocationId>),
-    /// The process has ended since the driver was asked.
-    Exited,
 }
 
 impl AuditResult {
@@ -359,83 +249,6 @@ impl AuditResult {
         }
     }
 
-    /// Finds containers that may have `excess` bytes of a GPU as managed memory beyond their
-    /// charges. Returns the bytes that they may have together.
-    fn over_managed(
-        &mut self,
-        gpu: &GpuUuid,
-        excess: Bytes,
-        books: &[ContainerUsage],
-        containers: &AttestedState,
-    ) -> u64 {
-        let mut explained = 0_u64;
-        for of_it in books {
-            let Some((_, account)) = account_of(of_it, gpu) else {
-                continue;
-            };
-            let charged = managed_charge(of_it, account);
-            let mapped = managed_mapped(of_it, containers);
-            let beyond = mapped
-                .sum
-                .saturating_sub(charged)
-                .saturating_sub(mapped.slack);
-            if beyond > 0 {
-                explained = explained.saturating_add(beyond);
-                self.findings.push(Finding::OverManaged {
-                    allocation: of_it.allocation,
-                    gpu: gpu.clone(),
-                    charged: Bytes(charged),
-                    mapped: Bytes(mapped.sum),
-                    bytes: Bytes(excess.0.min(beyond)),
-                });
-            }
-        }
-        explained
-    }
-
-    /// Finds processes that may hold unaccounted memory.
-    fn unaccounted(
-        &mut self,
-        seen: &GpuSample,
-        bytes: Bytes,
-        books: &[ContainerUsage],
-        containers: &AttestedState,
-    ) {
-        let gpu = &seen.gpu;
-        let users = driver_users(gpu, books, containers);
-        let mut of_them = users.iter().map(|(books, ..)| books.allocation);
-        let first = of_them.next();
-        let only = first.filter(|first| of_them.all(|other| other == *first));
-        self.findings.push(Finding::Unaccounted {
-            gpu: gpu.clone(),
-            bytes,
-            only_container: only,
-        });
-        let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
-        let is_holder = |(books, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
-            let is_older = running.has_shim && running.start < containers.agent_start;
-            !is_listed(*pid)
-                && !is_older
-                && !books.has_session(*pid, running.start)
-                && !is_forked_copy(running, books, containers)
-        };
-        let holders: Vec<_> = users.iter().filter(is_holder).collect();
-        for (books, pid, running) in &holders {
-            let allocation = books.allocation;
-            let mut all = holders.iter();
-            self.findings.push(Finding::Holder {
-                gpu: gpu.clone(),
-                process: Process {
-                    pid: *pid,
-                    start: running.start,
-                },
-                bytes,
-                allocation,
-                is_only_suspect: all.all(|(of_it, ..)| of_it.allocation == allocation),
-            });
-        }
-    }
-
     fn compare_container(
         &mut self,
         gpu: &GpuUuid,
@@ -502,128 +315,10 @@ impl AuditResult {
     }
 }
 
-fn attribute(
-    listed: &ListedProcess,
-    gpu: &GpuUuid,
-    books: &[ContainerUsage],
-    known: &AttestedState,
-    limits: &AuditConfig,
-) -> Attribution {
-    let pid = listed.pid;
-    let has_gpu = |books: &&ContainerUsage| account_of(books, gpu).is_some();
-    let exited = || {
-        let exited = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
-        books.iter().filter(has_gpu).find(exited)
-    };
-    let Some(LiveProcess { start, owner }) = &listed.live else {
-        return exited().map_or(Attribution::Exited, |books| {
-            Attribution::Tracked(books.allocation)
-        });
-    };
-    let is_member = |books: &&ContainerUsage| books.has_session(pid, *start);
-    if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
-        return Attribution::Tracked(books.allocation);
-    }
-    // A new process may get a pid that the driver still lists for an exited one.
-    let left = |books: &&ContainerUsage| {
-        let left = account_of(books, gpu).map_or(0, |(_, account)| account.exited.0);
-        let most = left.saturating_add(limits.process_allowance.0);
-        listed.bytes.is_some_and(|bytes| bytes.0 <= most)
-    };
-    if let Some(books) = exited().filter(left) {
-        return Attribution::Tracked(books.allocation);
-    }
-    // The driver listed the exited process that had this pid, and has freed its memory since.
-    if exited().is_none() && known.exited_pids.contains(&pid) {
-        return Attribution::Exited;
-    }
-    let ProcessOwner::Container { pod, cgroup } = owner else {
-        return Attribution::Untracked(None);
-    };
-    let at_home =
-        |books: &&ContainerUsage| books.pod == *pod && books.cgroup.as_ref() == Some(cgroup);
-    let allocation = known
-        .allocations
-        .get(&(pod.clone(), cgroup.clone()))
-        .copied()
-        .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
-    let Some(allocation) = allocation else {
-        return Attribution::Untracked(None);
-    };
-    let of_it = books.iter().find(|books| books.allocation == allocation);
-    let attested = known.processes.get(&pid);
-    let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
-    // The shim connects before it makes a context.
-    match of_it.filter(has_gpu) {
-        Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
-        _ => Attribution::Untracked(Some(allocation)),
-    }
-}
-
-/// Whether the process is a program of the host that the configuration allows. Its memory is
-/// withheld from pods as that of others is.
-fn is_allowed(listed: &ListedProcess) -> bool {
-    let live = listed.live.as_ref();
-    live.is_some_and(|live| live.owner == ProcessOwner::AllowedHost)
-}
-
-fn untracked_finding(
-    gpu: &GpuUuid,
-    listed: &ListedProcess,
-    allocation: Option<AllocationId>,
-) -> Option<Finding> {
-    let LiveProcess { start, owner } = listed.live.clone()?;
-    let pid = listed.pid;
-    Some(Finding::UntrackedProcess {
-        gpu: gpu.clone(),
-        process: Process { pid, start },
-        bytes: listed.bytes,
-        owner,
-        allocation,
-    })
-}
-
 /// The account of a GPU, and its index in the container's accounts.
 fn account_of<'a>(books: &'a ContainerUsage, gpu: &GpuUuid) -> Option<(usize, &'a AccountBalance)> {
     let mut accounts = books.accounts.iter().enumerate();
     accounts.find(|(_, it)| matches!(&it.account, Account::Gpu(uuid) if uuid == gpu))
-}
-
-/// The processes that use the driver, of containers with this GPU, each with its container's usage.
-fn driver_users<'a>(
-    gpu: &GpuUuid,
-    books: &'a [ContainerUsage],
-    containers: &'a AttestedState,
-) -> Vec<(&'a ContainerUsage, u32, &'a AttestedProcess)> {
-    let processes = containers.processes.iter();
-    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
-        let of_it = books.iter().find(|books| books.allocation == *allocation)?;
-        let uses_it = !running.device_mappings.is_empty() && account_of(of_it, gpu).is_some();
-        uses_it.then_some((of_it, *pid, running))
-    };
-    processes.filter_map(uses_it).collect()
-}
-
-/// Whether all driver mappings of a process come from a fork of a process with a session. The
-/// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
-/// the parent has exited, a comparison is impossible; its memory stays charged as long as the child
-/// holds it.
-fn is_forked_copy(
-    running: &AttestedProcess,
-    books: &ContainerUsage,
-    containers: &AttestedState,
-) -> bool {
-    if running.forked && !books.exited_pids.is_empty() {
-        return true;
-    }
-    let mut members = books.processes.iter();
-    members.any(|member| {
-        let of_it = containers.processes.get(&member.process.pid);
-        of_it.is_some_and(|(_, parent)| {
-            parent.start == member.process.start
-                && running.device_mappings.is_subset(&parent.device_mappings)
-        })
-    })
 }
 
 /// The bytes that this number of processes may have besides their container's quota: an allowance
@@ -632,74 +327,6 @@ fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
     let each = limits.process_allowance.0.saturating_mul(processes as u64);
     let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
     each.min(most)
-}
-
-/// The free memory that the driver keeps on a GPU once managed memory was there: it takes 64 chunks
-/// of 2 MiB at a time, and has them until the GPU's last context ends.
-const MANAGED_CACHE: Bytes = Bytes::mib(128);
-
-/// The mappings of the driver's node of managed memory in a process that uses no managed memory. A
-/// context has 2 MiB.
-const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
-
-/// The mappings of managed memory of a container's processes.
-struct ManagedMappings {
-    /// Their bytes.
-    sum: u64,
-    /// The part that is no managed memory.
-    slack: u64,
-    /// Whether the mappings of all processes with a session are known.
-    is_complete: bool,
-}
-
-fn managed_mapped(books: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
-    let processes = containers.processes.iter();
-    let of_it = processes.filter(|(_, (allocation, _))| *allocation == books.allocation);
-    let (mut sum, mut slack) = (0_u64, 0_u64);
-    for (_, (_, running)) in of_it {
-        sum = sum.saturating_add(running.managed_mapped);
-        slack = slack.saturating_add(UNMANAGED_MAPPING.0);
-    }
-    let is_known = |member: &ProcessCredit| {
-        let known = containers.processes.get(&member.process.pid);
-        known.is_some_and(|(_, running)| running.start == member.process.start)
-    };
-    ManagedMappings {
-        sum,
-        slack,
-        is_complete: books.processes.iter().all(is_known),
-    }
-}
-
-/// The managed memory that a container was charged, whether the quota of the GPU covers it or not.
-fn managed_charge(books: &ContainerUsage, of_gpu: &AccountBalance) -> u64 {
-    let managed = books.accounts.iter();
-    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
-    managed.fold(of_gpu.managed.0, |sum, managed| {
-        sum.saturating_add(managed.used.0)
-    })
-}
-
-/// The most managed memory of a GPU that a container's accounts explain: what it was charged, and
-/// its processes have mapped.
-fn known_managed(
-    books: &ContainerUsage,
-    of_gpu: &AccountBalance,
-    containers: &AttestedState,
-) -> u64 {
-    let charged = managed_charge(books, of_gpu);
-    let mapped = managed_mapped(books, containers);
-    match mapped.is_complete {
-        true => charged.min(mapped.sum),
-        false => charged,
-    }
-}
-
-/// Whether a container has managed memory, or its processes have it mapped.
-pub(crate) fn has_managed(books: &ContainerUsage, containers: &AttestedState) -> bool {
-    let mapped = managed_mapped(books, containers);
-    let charged = |account: &AccountBalance| managed_charge(books, account) > 0;
-    mapped.sum > mapped.slack || books.accounts.iter().any(charged)
 }
 
 /// The most that a container's accounts explain of the memory that the driver lists for no process.

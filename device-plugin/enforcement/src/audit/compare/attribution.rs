@@ -1,0 +1,103 @@
+//! Attributes a process that the driver lists to an account.
+
+use bursar_config::AuditConfig;
+use bursar_host::procfs::ProcessOwner;
+use bursar_ledger::units::{AllocationId, GpuUuid};
+use bursar_sessions::{ContainerUsage, Process};
+
+use super::finding::Finding;
+use super::{AttestedState, ListedProcess, LiveProcess, account_of};
+
+/// The account to which a listed process belongs.
+pub(super) enum Attribution {
+    /// A session of this container, or an exited process whose memory is still charged there.
+    Tracked(AllocationId),
+    /// A process of this container that has the shim and is older than this agent. The record of
+    /// its session is lost; it connects again when it next needs the agent.
+    SessionLost(AllocationId),
+    /// A process that lacks a session; with its container's allocation, if the agent gave it a GPU.
+    Untracked(Option<AllocationId>),
+    /// The process has ended since the driver was asked.
+    Exited,
+}
+
+pub(super) fn attribute(
+    listed: &ListedProcess,
+    gpu: &GpuUuid,
+    books: &[ContainerUsage],
+    known: &AttestedState,
+    limits: &AuditConfig,
+) -> Attribution {
+    let pid = listed.pid;
+    let has_gpu = |books: &&ContainerUsage| account_of(books, gpu).is_some();
+    let exited = || {
+        let exited = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
+        books.iter().filter(has_gpu).find(exited)
+    };
+    let Some(LiveProcess { start, owner }) = &listed.live else {
+        return exited().map_or(Attribution::Exited, |books| {
+            Attribution::Tracked(books.allocation)
+        });
+    };
+    let is_member = |books: &&ContainerUsage| books.has_session(pid, *start);
+    if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
+        return Attribution::Tracked(books.allocation);
+    }
+    // A new process may get a pid that the driver still lists for an exited one.
+    let left = |books: &&ContainerUsage| {
+        let left = account_of(books, gpu).map_or(0, |(_, account)| account.exited.0);
+        let most = left.saturating_add(limits.process_allowance.0);
+        listed.bytes.is_some_and(|bytes| bytes.0 <= most)
+    };
+    if let Some(books) = exited().filter(left) {
+        return Attribution::Tracked(books.allocation);
+    }
+    // The driver listed the exited process that had this pid, and has freed its memory since.
+    if exited().is_none() && known.exited_pids.contains(&pid) {
+        return Attribution::Exited;
+    }
+    let ProcessOwner::Container { pod, cgroup } = owner else {
+        return Attribution::Untracked(None);
+    };
+    let at_home =
+        |books: &&ContainerUsage| books.pod == *pod && books.cgroup.as_ref() == Some(cgroup);
+    let allocation = known
+        .allocations
+        .get(&(pod.clone(), cgroup.clone()))
+        .copied()
+        .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
+    let Some(allocation) = allocation else {
+        return Attribution::Untracked(None);
+    };
+    let of_it = books.iter().find(|books| books.allocation == allocation);
+    let attested = known.processes.get(&pid);
+    let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
+    // The shim connects before it makes a context.
+    match of_it.filter(has_gpu) {
+        Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
+        _ => Attribution::Untracked(Some(allocation)),
+    }
+}
+
+/// Whether the process is a program of the host that the configuration allows. Its memory is
+/// withheld from pods as that of others is.
+pub(super) fn is_allowed(listed: &ListedProcess) -> bool {
+    let live = listed.live.as_ref();
+    live.is_some_and(|live| live.owner == ProcessOwner::AllowedHost)
+}
+
+pub(super) fn untracked_finding(
+    gpu: &GpuUuid,
+    listed: &ListedProcess,
+    allocation: Option<AllocationId>,
+) -> Option<Finding> {
+    let LiveProcess { start, owner } = listed.live.clone()?;
+    let pid = listed.pid;
+    Some(Finding::UntrackedProcess {
+        gpu: gpu.clone(),
+        process: Process { pid, start },
+        bytes: listed.bytes,
+        owner,
+        allocation,
+    })
+}

@@ -1,0 +1,111 @@
+//! Bounds the managed memory of a GPU that the accounts explain.
+
+use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_sessions::{Account, AccountBalance, ContainerUsage, ProcessCredit};
+
+use super::finding::Finding;
+use super::{AttestedState, AuditResult, account_of};
+
+/// The free memory that the driver keeps on a GPU once managed memory was there: it takes 64 chunks
+/// of 2 MiB at a time, and has them until the GPU's last context ends.
+pub(super) const MANAGED_CACHE: Bytes = Bytes::mib(128);
+
+/// The mappings of the driver's node of managed memory in a process that uses no managed memory. A
+/// context has 2 MiB.
+const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
+
+/// The mappings of managed memory of a container's processes.
+struct ManagedMappings {
+    /// Their bytes.
+    sum: u64,
+    /// The part that is no managed memory.
+    slack: u64,
+    /// Whether the mappings of all processes with a session are known.
+    is_complete: bool,
+}
+
+fn managed_mapped(books: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
+    let processes = containers.processes.iter();
+    let of_it = processes.filter(|(_, (allocation, _))| *allocation == books.allocation);
+    let (mut sum, mut slack) = (0_u64, 0_u64);
+    for (_, (_, running)) in of_it {
+        sum = sum.saturating_add(running.managed_mapped);
+        slack = slack.saturating_add(UNMANAGED_MAPPING.0);
+    }
+    let is_known = |member: &ProcessCredit| {
+        let known = containers.processes.get(&member.process.pid);
+        known.is_some_and(|(_, running)| running.start == member.process.start)
+    };
+    ManagedMappings {
+        sum,
+        slack,
+        is_complete: books.processes.iter().all(is_known),
+    }
+}
+
+/// The managed memory that a container was charged, whether the quota of the GPU covers it or not.
+fn managed_charge(books: &ContainerUsage, of_gpu: &AccountBalance) -> u64 {
+    let managed = books.accounts.iter();
+    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
+    managed.fold(of_gpu.managed.0, |sum, managed| {
+        sum.saturating_add(managed.used.0)
+    })
+}
+
+/// The most managed memory of a GPU that a container's accounts explain: what it was charged, and
+/// its processes have mapped.
+pub(super) fn known_managed(
+    books: &ContainerUsage,
+    of_gpu: &AccountBalance,
+    containers: &AttestedState,
+) -> u64 {
+    let charged = managed_charge(books, of_gpu);
+    let mapped = managed_mapped(books, containers);
+    match mapped.is_complete {
+        true => charged.min(mapped.sum),
+        false => charged,
+    }
+}
+
+/// Whether a container has managed memory, or its processes have it mapped.
+pub(crate) fn has_managed(books: &ContainerUsage, containers: &AttestedState) -> bool {
+    let mapped = managed_mapped(books, containers);
+    let charged = |account: &AccountBalance| managed_charge(books, account) > 0;
+    mapped.sum > mapped.slack || books.accounts.iter().any(charged)
+}
+
+impl AuditResult {
+    /// Finds containers that may have `excess` bytes of a GPU as managed memory beyond their
+    /// charges. Returns the bytes that they may have together.
+    pub(super) fn over_managed(
+        &mut self,
+        gpu: &GpuUuid,
+        excess: Bytes,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+    ) -> u64 {
+        let mut explained = 0_u64;
+        for of_it in books {
+            let Some((_, account)) = account_of(of_it, gpu) else {
+                continue;
+            };
+            let charged = managed_charge(of_it, account);
+            let mapped = managed_mapped(of_it, containers);
+            let beyond = mapped
+                .sum
+                .saturating_sub(charged)
+                .saturating_sub(mapped.slack);
+            if beyond > 0 {
+                explained = explained.saturating_add(beyond);
+                self.findings.push(Finding::OverManaged {
+                    allocation: of_it.allocation,
+                    gpu: gpu.clone(),
+                    charged: Bytes(charged),
+                    mapped: Bytes(mapped.sum),
+                    bytes: Bytes(excess.0.min(beyond)),
+                });
+            }
+        }
+        explained
+    }
+}
