@@ -1,0 +1,172 @@
+//! Checks the rights of a container's first process, which limit those of all its processes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use bursar_host::procfs::{Stat, bounding_capabilities};
+use tracing::warn;
+
+use super::grant::ContainerGrant;
+use super::host_view::HostView;
+use super::{MAX_AGE, PodAttestor, file_name};
+use crate::attestation::device_access::{self, openable_nodes};
+use crate::attestation::evaluate::{self, EnforcementGap};
+use crate::attestation::mounts::MountTable;
+
+/// The most names in a container's `/dev`.
+const MAX_DEV_NAMES: usize = 16_384;
+
+/// The agent's own program, even after its file was replaced.
+const SELF_EXE: &str = "/proc/self/exe";
+
+/// The result that changes only with a container's first process.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RightsRecord {
+    pub(super) gap: Option<EnforcementGap>,
+    /// The gap that is reported only if the container has no other.
+    pub(super) minor_gap: Option<EnforcementGap>,
+    pub(super) device_check: Option<DeviceCheck>,
+}
+
+/// The GPUs that a container was checked for, and those that it may open.
+#[derive(Clone, Debug)]
+pub(super) struct DeviceCheck {
+    other_gpus: BTreeMap<String, PathBuf>,
+    /// The GPU nodes in the container's `/dev`.
+    visible_gpus: BTreeSet<String>,
+    /// None where the check gave no answer.
+    openable: Option<BTreeSet<String>>,
+    /// Since when the check gives no answer.
+    unanswered_since: Option<Instant>,
+}
+
+impl PodAttestor {
+    /// Checks the rights of a container's first process, which limit those of all its processes.
+    pub(super) fn check_rights(
+        &self,
+        folder: &Path,
+        first: (u32, Stat),
+        mounts: &MountTable,
+        given: &ContainerGrant,
+        before: Option<DeviceCheck>,
+        host: &HostView,
+    ) -> RightsRecord {
+        let asked = before.clone();
+        let of = |gap: EnforcementGap| RightsRecord {
+            gap: Some(gap),
+            device_check: asked,
+            ..RightsRecord::default()
+        };
+        let (pid, _) = first;
+        let bounding = match self.read_text(pid, "status") {
+            Ok(status) => bounding_capabilities(&status),
+            Err(error) if error.kind() == ErrorKind::FileTooLarge => {
+                return of(EnforcementGap::not_attested(
+                    "its first process belongs to too many groups",
+                ));
+            }
+            Err(_) => None,
+        };
+        // The process has ended.
+        let Some(bounding) = bounding else {
+            return RightsRecord::default();
+        };
+        let namespace = self.read_link(pid, "ns/user");
+        let over_the_host = namespace.is_some() && namespace == host.user_namespace;
+        if let Some(gap) = evaluate::check_capabilities(bounding, over_the_host) {
+            return of(gap);
+        }
+        let Some(seen) = self.visible_gpu_nodes(pid, mounts) else {
+            return of(EnforcementGap::not_attested(
+                "its /dev has too many names to be read",
+            ));
+        };
+        let (mut gap, mut asked) = (None, before);
+        let other_gpus = host.other_gpu_nodes(&given.nodes);
+        let asks = evaluate::needs_device_check(&given.nodes, &seen, bounding, over_the_host);
+        if asks && !other_gpus.is_empty() {
+            let now = self.check_devices(folder, (other_gpus, seen), asked, host);
+            gap = match &now {
+                DeviceCheck {
+                    openable: Some(openable),
+                    ..
+                } => evaluate::check_openable(openable),
+                // A container that just ended gives no answer either.
+                DeviceCheck {
+                    unanswered_since: silent,
+                    ..
+                } => silent
+                    .filter(|since| host.now.duration_since(*since) >= MAX_AGE)
+                    .map(|_| {
+                        EnforcementGap::not_attested(
+                            "its cgroup prevents the check of device access",
+                        )
+                    }),
+            };
+            asked = Some(now);
+        }
+        RightsRecord {
+            gap,
+            minor_gap: evaluate::check_scheduling(bounding, over_the_host),
+            device_check: asked,
+        }
+    }
+
+    /// Checks which of `other_gpus` a container may open, where `seen` are the GPU nodes in its
+    /// `/dev`. A result is reused until either changes.
+    fn check_devices(
+        &self,
+        folder: &Path,
+        (other_gpus, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
+        before: Option<DeviceCheck>,
+        host: &HostView,
+    ) -> DeviceCheck {
+        let same = |before: &DeviceCheck| {
+            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &seen)
+        };
+        let answered = |before: &DeviceCheck| before.openable.is_some();
+        if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
+            return before.clone();
+        }
+        let asked = device_access::AccessQuery {
+            proc: &self.paths.proc,
+            cgroup_root: &self.paths.cgroup_root,
+            container_cgroup: folder,
+        };
+        let openable = openable_nodes(Path::new(SELF_EXE), asked, &other_gpus);
+        let openable =
+            openable.inspect_err(|error| warn!(%error, ?folder, "failed to check device access"));
+        let openable = openable.ok();
+        let silent = before.and_then(|before| before.unanswered_since);
+        DeviceCheck {
+            other_gpus,
+            visible_gpus: seen,
+            unanswered_since: openable.is_none().then(|| silent.unwrap_or(host.now)),
+            openable,
+        }
+    }
+
+    /// The names of GPU nodes in a container's `/dev`; none where `/dev` has too many names.
+    fn visible_gpu_nodes(&self, pid: u32, mounts: &MountTable) -> Option<BTreeSet<String>> {
+        let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
+        let dev = mounts.resolve(Path::new("/dev"));
+        if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.fs_type)) {
+            return Some(BTreeSet::new());
+        }
+        let entries = std::fs::read_dir(self.proc_path(pid, "root/dev"));
+        let (mut count, mut found) = (0, BTreeSet::new());
+        for entry in entries.into_iter().flatten().flatten() {
+            count += 1;
+            let name = file_name(&entry.path());
+            if evaluate::is_gpu_node(&name) {
+                found.insert(name);
+            }
+            if count > MAX_DEV_NAMES {
+                return None;
+            }
+        }
+        Some(found)
+    }
+}
