@@ -6,6 +6,8 @@
 //!
 //! The debounce bounds the rate of writes: each budget is reconciled once per period at most.
 
+mod update;
+
 use std::convert::identity;
 use std::fmt::Debug;
 use std::future::ready;
@@ -25,19 +27,15 @@ use kube::runtime::reflector::store::Writer;
 use kube::runtime::watcher;
 use kube::{Api, Client, Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
-use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::budget::ObservedQuota;
 use crate::cluster::own_writes::{WriteReceiver, merge_with_watch};
 use crate::cluster::pod_request::{PodRequest, SlimPod};
-use crate::cluster::unknown_values::{REMEDY, unknown_in_budget, unknown_in_node};
+use crate::cluster::unknown_values::{unknown_in_budget, unknown_in_node};
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::{
-    Affected, BudgetSummary, ClusterIndex, GpuNodeSummary, Key, NodeSummary, WatchEvent,
-    budget_label, kinds, project,
+    BudgetSummary, GpuNodeSummary, NodeSummary, WatchEvent, budget_label, kinds, project,
 };
 use crate::error::error_chain;
 use crate::placement::PlacementEvent;
@@ -46,6 +44,8 @@ use crate::placement::node_usage::PodRequests;
 use crate::placement::pod::PodFacts;
 use crate::placement::snapshot::quota_overrides;
 use crate::serve::metrics::Metrics;
+
+pub use update::{DEBOUNCE, update_index};
 
 /// The lifetime of a watch in seconds. The API server ends it then, and the client resumes it.
 const WATCH_SECONDS: u32 = 200;
@@ -62,12 +62,6 @@ const MAX_BACKOFF: Duration = Duration::from_secs(5);
 /// How many budgets or GpuNodes one page of a list holds. They are parsed whole, and most of each
 /// object is its `managedFields`.
 const PAGE_SIZE: u32 = 50;
-
-/// How often the index gets the time while it has deadlines.
-const CLOCK_INTERVAL: Duration = Duration::from_secs(5);
-
-/// How long affected budgets are collected before they are queued.
-pub const DEBOUNCE: Duration = Duration::from_millis(500);
 
 /// Watches all objects of a kind. Each watch detects a restored etcd by itself, because its
 /// connection ends with the restored API server.
@@ -312,78 +306,5 @@ fn hint(error: &watcher::Error) -> &'static str {
         401 | 403 => "give the operator's service account the chart's ClusterRole",
         404 => "install the chart's CRDs (crds.install)",
         _ => "check that the API server is reachable",
-    }
-}
-
-/// Applies `changes` to the index and queues affected budgets in `work` once all kinds are listed.
-///
-/// Ends with `shutdown`, with `changes`, or when the receiver of `work` is gone.
-pub async fn update_index(
-    mut changes: impl Stream<Item = WatchEvent> + Unpin,
-    index: watch::Sender<ClusterIndex>,
-    work: mpsc::Sender<ObjectRef<GpuMemoryBudget>>,
-    gather: Duration,
-    shutdown: CancellationToken,
-) {
-    let mut affected = Affected::default();
-    let mut due = None;
-    let mut clock = interval(CLOCK_INTERVAL);
-    clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            () = shutdown.cancelled() => return,
-            event = changes.next() => {
-                let Some(event) = event else { return };
-                warn_if_unreadable(&index.borrow(), &event);
-                index.send_modify(|index| affected.add(index.apply(event)));
-            }
-            now = clock.tick(), if index.borrow().has_deadlines() => {
-                index.send_if_modified(|index| {
-                    let changed = index.apply(WatchEvent::Clock(now));
-                    let is_news = !changed.is_empty();
-                    affected.add(changed);
-                    is_news
-                });
-            }
-            () = sleep_until_due(due) => {
-                due = None;
-                let budgets = index.borrow().affected_budgets(&std::mem::take(&mut affected));
-                for key in budgets {
-                    let budget = ObjectRef::new(&key.name).within(&key.namespace);
-                    if work.send(budget).await.is_err() {
-                        return;
-                    }
-                }
-            }
-        }
-        if due.is_none() && !affected.is_empty() && index.borrow().unlisted_kinds().is_empty() {
-            due = Some(Instant::now() + gather);
-        }
-    }
-}
-
-/// Logs an unreadable object once.
-fn warn_if_unreadable(index: &ClusterIndex, event: &WatchEvent) {
-    use watcher::Event::{Apply, InitApply};
-    if let WatchEvent::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
-        event
-        && !index.is_unreadable(kind, key)
-    {
-        let Key { namespace, name } = key;
-        warn!(
-            kind,
-            namespace,
-            name,
-            error,
-            remedy = REMEDY,
-            "failed to read all of an object"
-        );
-    }
-}
-
-async fn sleep_until_due(due: Option<Instant>) {
-    match due {
-        Some(due) => sleep_until(due).await,
-        None => std::future::pending().await,
     }
 }
