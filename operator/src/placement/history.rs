@@ -3,17 +3,24 @@
 //! A loss costs repeated requests and no second victim. Victims follow from the cluster's state,
 //! except in the seconds in which a victim's memory is proven free.
 
+mod evictions;
+mod freeing;
+mod relocations;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{MAX_RECORDED_RELOCATIONS, QuotaOverride, Relocation, Reservation};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::Timestamp;
+use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
-use super::node::Gpu;
-use super::pod::{Owner, Placement, PodFacts};
+use super::pod::{Owner, Placement};
 use super::snapshot::Snapshot;
 use crate::quanta::Quanta;
+use evictions::EvictionAttempt;
+use freeing::Termination;
+use relocations::{OwnerRelocations, RELOCATIONS_TTL};
+
+pub(super) use evictions::EvictionOutcome;
+pub(super) use relocations::RelocationRecord;
 
 /// The time since the operator started.
 pub type Uptime = Duration;
@@ -25,45 +32,8 @@ pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
 /// further failure up to [`MAX_RESERVATION_BACKOFF`].
 pub(super) const RESERVATION_TIMEOUT: Duration = Duration::from_secs(300);
 const MAX_RESERVATION_BACKOFF: Duration = Duration::from_secs(3600);
-/// How long the memory of a pod that is gone may take to become free. Memory that is held for
-/// longer has another holder.
-const FREEING_TIME: Duration = Duration::from_secs(5);
-/// How long a watch may take to show that a pod is terminating.
-const WATCH_LAG: Duration = Duration::from_secs(10);
-/// How long a terminating pod may take: twice the default grace period. A victim may take as long
-/// as the reservation that it was evicted for, so that no second victim is chosen.
-const TERMINATION_TIME: Duration = Duration::from_secs(60);
-/// The delay before a refused or failed eviction is requested again.
-const EVICTION_RETRY: Duration = Duration::from_secs(5);
-/// A refusal is forgotten when no eviction has been requested for this long. The pod that needed
-/// the room waits no longer.
-const REFUSAL_TTL: Duration = Duration::from_secs(20);
-/// How often pods of one owner are relocated, and when the count is forgotten.
-const MAX_RELOCATIONS: u32 = 3;
-const RELOCATIONS_TTL: Duration = Duration::from_secs(3600);
-/// The replacement of a relocated pod begins to wait within this time, if at all.
-const REPLACEMENT_WINDOW: Duration = Duration::from_secs(120);
-/// The first pause after a relocation; it doubles with each.
-const RELOCATION_BACKOFF: Duration = Duration::from_secs(10);
-/// How long the room for a relocated pod counts as taken.
-const ASSUMED_FOR: Duration = Duration::from_secs(30);
 /// Label writes per second, and the burst after a pause.
 const LABEL_RATE: f64 = 20.0;
-
-/// A pod whose memory is about to become free.
-#[derive(Clone, Debug)]
-struct Termination {
-    /// The pod object is gone, and only the node still reports the pod.
-    ended: bool,
-    since: Uptime,
-    /// The GPU is reserved. This or an earlier operator may have evicted the pod for that
-    /// reservation.
-    gpu_reserved: bool,
-}
-
-/// The recorded relocations of one owner from a node, with the uptime at which this operator first
-/// saw them. The record's own timestamp decides nothing, because another operator's clock wrote it.
-pub(super) type RelocationRecord = (Relocation, Uptime);
 
 /// The attempts of this operator.
 #[derive(Clone, Debug, Default)]
@@ -101,16 +71,6 @@ pub struct History {
     label_tokens: (f64, Uptime),
 }
 
-/// The last attempt to evict a pod.
-#[derive(Clone, Copy, Debug)]
-struct EvictionAttempt {
-    last: Uptime,
-    /// Since when PodDisruptionBudgets have refused it.
-    refused: Option<Uptime>,
-    /// The API server accepted it.
-    accepted: bool,
-}
-
 /// The failed reservations of one pod.
 #[derive(Clone, Debug, Default)]
 struct ReservationBackoff {
@@ -126,16 +86,6 @@ struct PendingSince {
     since: Uptime,
     /// When the planner last considered the pod.
     last_considered: Option<Uptime>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct OwnerRelocations {
-    count: u32,
-    last: Uptime,
-    /// The node with room at the last relocation.
-    target: Option<String>,
-    /// Nodes with room that the scheduler did not choose for the replacement.
-    failed_targets: BTreeSet<String>,
 }
 
 impl ReservationBackoff {
@@ -226,172 +176,9 @@ impl History {
         self.quotas.retain(|node, _| known(node));
     }
 
-    /// A pod begins to wait. When a pod of its owner was relocated just before, the scheduler did
-    /// not use the room.
-    fn observe_replacement(&mut self, pod: Option<&PodFacts>, now: Uptime) {
-        let relocation = pod
-            .and_then(|pod| Some((pod, self.relocations.get_mut(pod.owner.relocatable_uid()?)?)));
-        if let Some((pod, relocations)) = relocation
-            && now.saturating_sub(relocations.last) < REPLACEMENT_WINDOW
-            && let Some(to) = relocations.target.take_if(|to| pod.node() != Some(to))
-        {
-            relocations.failed_targets.insert(to);
-        }
-    }
-
     /// Whether the same plan would result later while nothing changes.
     pub(super) fn is_idle(&self) -> bool {
         self.pending.is_empty() && self.reserved_since.is_empty() && self.outdated_labels.is_empty()
-    }
-
-    /// Restores the relocations that an earlier operator recorded.
-    fn restore(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
-        for (node, gpus) in &snapshot.gpu_nodes {
-            // The entries that this operator wrote are newer than those of a late watch.
-            let recorded = self.recorded_relocations.entry((*node).to_owned());
-            recorded.or_insert_with(|| {
-                gpus.relocations
-                    .iter()
-                    .map(|one| (one.clone(), now))
-                    .collect()
-            });
-        }
-        let known = |node: &String| snapshot.gpu_nodes.contains_key(node.as_str());
-        self.recorded_relocations.retain(|node, _| known(node));
-        let mut sums: BTreeMap<&str, (u32, Uptime)> = BTreeMap::new();
-        for (relocation, seen) in self.recorded_relocations.values().flatten() {
-            if is_fresh(*seen, now) {
-                let (count, last) = sums.entry(&relocation.owner).or_default();
-                *count += relocation.count.unsigned_abs();
-                *last = (*last).max(*seen);
-            }
-        }
-        for (owner, (count, last)) in sums {
-            if !self.relocations.contains_key(owner) {
-                let relocations = OwnerRelocations {
-                    count,
-                    last,
-                    ..OwnerRelocations::default()
-                };
-                self.relocations.insert(owner.to_owned(), relocations);
-            }
-        }
-    }
-
-    /// Whether this operator has not tried to evict the pod before.
-    pub(super) fn is_first_eviction(&self, pod: &str) -> bool {
-        !self.evictions.contains_key(pod)
-    }
-
-    /// The node's record with one more relocation of the owner's pods. Expired entries are left
-    /// out.
-    pub(super) fn relocations_with(
-        &self,
-        node: &str,
-        owner: &str,
-        now: Uptime,
-        timestamp: Timestamp,
-    ) -> Vec<RelocationRecord> {
-        let recorded = self.recorded_relocations.get(node).into_iter().flatten();
-        let (mut of_owner, mut others) = (0, Vec::new());
-        for (relocation, seen) in recorded.filter(|(_, seen)| is_fresh(*seen, now)) {
-            if relocation.owner == owner {
-                of_owner = relocation.count;
-            } else {
-                others.push((relocation.clone(), *seen));
-            }
-        }
-        others.sort_by_key(|(_, seen)| *seen);
-        let over = (others.len() + 1).saturating_sub(MAX_RECORDED_RELOCATIONS);
-        others.drain(..over);
-        let relocation = Relocation {
-            owner: owner.to_owned(),
-            count: of_owner.saturating_add(1),
-            last: Time(timestamp),
-        };
-        others.push((relocation, now));
-        others
-    }
-
-    /// Stores the record of a node's relocations.
-    pub(super) fn set_relocations(&mut self, node: String, relocations: Vec<RelocationRecord>) {
-        self.recorded_relocations.insert(node, relocations);
-    }
-
-    fn observe_holders(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
-        let concerned = snapshot
-            .gpu_nodes
-            .iter()
-            .filter(|(_, gpus)| !gpus.pending.is_empty() || !gpus.reservations.is_empty());
-        for (node, gpu) in
-            concerned.flat_map(|(node, gpus)| gpus.gpus.iter().map(move |gpu| (node, gpu)))
-        {
-            let key = ((*node).to_owned(), gpu.uuid.clone());
-            let holders = self.holders.entry(key).or_default();
-            let pods = gpu.pods.iter();
-            holders.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
-        }
-        self.holders.retain(|_, holders| {
-            holders.retain(|_, (_, seen)| now.saturating_sub(*seen) < FREEING_TIME);
-            !holders.is_empty()
-        });
-    }
-
-    fn observe_terminations(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
-        let ending = snapshot.pods.iter().filter(|(_, (_, pod))| pod.terminating);
-        let gpus = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
-        let have = gpus.flat_map(|gpu| gpu.pods.keys().map(String::as_str));
-        let ended = have.filter(|uid| !snapshot.pods.contains_key(uid));
-        let terminating = ending.map(|(uid, _)| (*uid, false));
-        let terminating = terminating.chain(ended.map(|uid| (uid, true)));
-        let reserved = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
-        let reserved = reserved.filter(|gpu| gpu.reserved_for.is_some());
-        let reserved: BTreeSet<&str> = reserved
-            .flat_map(|gpu| gpu.pods.keys().map(String::as_str))
-            .collect();
-        self.terminations = terminating
-            .map(|(uid, ended)| {
-                let before = self.terminations.get(uid).filter(|was| was.ended == ended);
-                let terminating = Termination {
-                    ended,
-                    since: before.map_or(now, |was| was.since),
-                    gpu_reserved: reserved.contains(uid),
-                };
-                (uid.to_owned(), terminating)
-            })
-            .collect();
-    }
-
-    /// Whether a terminating pod has taken so long that the planner no longer expects its memory.
-    pub(super) fn termination_overdue(&self, pod: &str, now: Uptime) -> bool {
-        let Some(Termination {
-            since,
-            gpu_reserved: reserved,
-            ..
-        }) = self.terminations.get(pod)
-        else {
-            return false;
-        };
-        let attempt = self
-            .evictions
-            .get(pod)
-            .is_some_and(|attempt| attempt.accepted);
-        let expected = if attempt || *reserved {
-            RESERVATION_TIMEOUT
-        } else {
-            TERMINATION_TIME
-        };
-        now.saturating_sub(*since) >= expected
-    }
-
-    /// Memory of pods that ended a moment ago, which is not free yet.
-    pub(super) fn recently_freed(&self, node: &str, gpu: &Gpu) -> Quanta {
-        let holders = self.holders.get(&(node.to_owned(), gpu.uuid.clone()));
-        let holders = holders.into_iter().flatten();
-        let freed = holders.filter(|(pod, _)| !gpu.pods.contains_key(*pod));
-        let freed: Quanta = freed.map(|(_, (quanta, _))| *quanta).sum();
-        let bound: Quanta = gpu.pods.values().copied().sum();
-        freed.min(gpu.capacity.minus(gpu.free).minus(bound))
     }
 
     /// How long a pod has been pending.
@@ -429,80 +216,6 @@ impl History {
             .unwrap_or(0)
     }
 
-    /// Whether the API server has accepted the eviction and the watch may not show it yet.
-    pub(super) fn eviction_accepted(&self, pod: &str, now: Uptime) -> bool {
-        let attempt = self.evictions.get(pod);
-        attempt
-            .is_some_and(|attempt| attempt.accepted && now.saturating_sub(attempt.last) < WATCH_LAG)
-    }
-
-    /// Whether the eviction of a pod may be requested now.
-    pub(super) fn may_evict(&self, pod: &str, now: Uptime) -> bool {
-        let attempt = self.evictions.get(pod);
-        attempt.is_none_or(|attempt| now.saturating_sub(attempt.last) >= EVICTION_RETRY)
-    }
-
-    /// How long PodDisruptionBudgets have refused the eviction of a pod.
-    pub(super) fn refused_for(&self, pod: &str, now: Uptime) -> Option<Duration> {
-        let attempt = self.evictions.get(pod)?;
-        let forgotten = now.saturating_sub(attempt.last) >= REFUSAL_TTL;
-        let since = attempt.refused.filter(|_| !forgotten)?;
-        Some(now.saturating_sub(since))
-    }
-
-    /// Whether PodDisruptionBudgets refused the last eviction of a pod.
-    pub(super) fn was_refused(&self, pod: &str) -> bool {
-        let attempt = self.evictions.get(pod);
-        attempt.is_some_and(|attempt| attempt.refused.is_some())
-    }
-
-    /// Records an eviction attempt.
-    pub(super) fn record_eviction(&mut self, pod: &str, outcome: EvictionOutcome, now: Uptime) {
-        let refused = self.refused_for(pod, now);
-        let refused = refused.map(|lasted| now.saturating_sub(lasted));
-        let attempt = EvictionAttempt {
-            last: now,
-            refused: match outcome {
-                EvictionOutcome::Accepted => None,
-                EvictionOutcome::BlockedByPdb => Some(refused.unwrap_or(now)),
-                EvictionOutcome::Failed => refused,
-            },
-            accepted: outcome == EvictionOutcome::Accepted,
-        };
-        self.evictions.insert(pod.to_owned(), attempt);
-    }
-
-    /// When a pod of this owner may be relocated next. `None` after too many relocations.
-    pub(super) fn next_relocation(&self, owner: &str) -> Option<Uptime> {
-        let Some(relocations) = self.relocations.get(owner) else {
-            return Some(Uptime::ZERO);
-        };
-        let pause = RELOCATION_BACKOFF * 2_u32.pow(relocations.count.saturating_sub(1).min(8));
-        (relocations.count < MAX_RELOCATIONS).then_some(relocations.last + pause)
-    }
-
-    /// Whether an earlier relocation of the owner's pods to `node` failed.
-    pub(super) fn relocation_failed(&self, owner: &str, node: &str) -> bool {
-        let relocations = self.relocations.get(owner);
-        relocations.is_some_and(|relocations| relocations.failed_targets.contains(node))
-    }
-
-    /// Records the relocation of a pod of this owner to `node`.
-    pub(super) fn record_relocation(&mut self, owner: &str, node: &str, room: Quanta, now: Uptime) {
-        let relocations = self.relocations.entry(owner.to_owned()).or_default();
-        relocations.count += 1;
-        relocations.last = now;
-        relocations.target = Some(node.to_owned());
-        self.assumed
-            .push((node.to_owned(), room, now + ASSUMED_FOR));
-    }
-
-    /// Room on a node that relocated pods are about to take.
-    pub(super) fn assumed_room(&self, node: &str) -> Quanta {
-        let there = self.assumed.iter().filter(|(name, ..)| name == node);
-        there.map(|(_, room, _)| *room).sum()
-    }
-
     /// How many label writes the rate allows now.
     pub(super) fn available_label_writes(&mut self, now: Uptime) -> usize {
         let (saved, at) = self.label_tokens;
@@ -517,22 +230,6 @@ impl History {
     pub(super) fn record_label_write(&mut self) {
         self.label_tokens.0 -= 1.0;
     }
-}
-
-/// The result of an eviction request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EvictionOutcome {
-    /// The pod terminates or is gone.
-    Accepted,
-    /// A PodDisruptionBudget refused the eviction.
-    BlockedByPdb,
-    /// The request failed otherwise.
-    Failed,
-}
-
-/// Whether a recorded relocation first seen at `seen` still counts.
-fn is_fresh(seen: Uptime, now: Uptime) -> bool {
-    now.saturating_sub(seen) < RELOCATIONS_TTL
 }
 
 #[cfg(test)]
