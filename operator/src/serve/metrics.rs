@@ -2,21 +2,18 @@
 //!
 //! `docs/reference/metrics.md` documents names, labels and units; a test compares both.
 
-use std::collections::BTreeMap;
+mod budgets;
+mod cluster;
+
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::budget::QuantaAmount;
-use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
-use kube::ResourceExt as _;
+use bursar_crds::GpuMemoryBudget;
 use kube::runtime::reflector::Store;
-use prometheus_client::collector::Collector;
+use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric as _};
-use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
@@ -25,6 +22,8 @@ use tokio::sync::watch;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::{ClusterIndex, kinds};
 use crate::placement;
+use budgets::BudgetCollector;
+use cluster::ClusterCollector;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ResultLabels {
@@ -120,9 +119,6 @@ impl WriteKind {
         }
     }
 }
-
-/// How many unreadable objects get a series.
-const MAX_UNREADABLE: usize = 64;
 
 /// The operator's metrics. Cheap to clone; clones share the counters.
 #[derive(Clone, Debug)]
@@ -257,195 +253,6 @@ impl Metrics {
             .get_or_create(&KindLabels { kind })
             .inc();
     }
-}
-
-/// Exports the budgets' statuses at each scrape.
-#[derive(Debug)]
-struct BudgetCollector(Store<GpuMemoryBudget>);
-
-impl Collector for BudgetCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let budgets = self.0.state();
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_memory_bytes",
-            "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (namespace, status) in statuses(&budgets) {
-            for (resource, amount, counted) in amounts(status) {
-                let bytes = counted.bytes.bytes().unwrap_or(0);
-                let labels = AmountLabels {
-                    namespace: namespace.clone(),
-                    resource,
-                    amount,
-                };
-                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-                gauge.encode(family.encode_family(&labels)?)?;
-            }
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_info",
-            "Cohort of a budget; always 1",
-            None,
-            MetricType::Gauge,
-        )?;
-        for budget in budgets.iter().filter(|budget| budget.status.is_some()) {
-            let labels = [
-                ("namespace", budget.namespace().unwrap_or_default()),
-                ("cohort", budget.spec.cohort.clone()),
-            ];
-            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
-        }
-        let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
-        for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
-            let labels = StatusLabels {
-                condition: condition.type_.clone(),
-                status: condition.status.clone(),
-            };
-            *counts.entry(labels).or_default() += 1;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_budgets",
-            "Budgets by condition and its status",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (labels, budgets) in counts {
-            ConstGauge::new(budgets).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_condition",
-            "1 while a condition of a budget is True, 0 while it is False, -1 while it is Unknown",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (namespace, status) in statuses(&budgets) {
-            for condition in &status.conditions {
-                let labels = ConditionLabels {
-                    namespace: namespace.clone(),
-                    condition: condition.type_.clone(),
-                };
-                let value: i64 = match condition.status.as_str() {
-                    "True" => 1,
-                    "False" => 0,
-                    _ => -1,
-                };
-                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Exports the index's figures and the age of each watch at each scrape.
-#[derive(Debug)]
-struct ClusterCollector {
-    index: watch::Receiver<ClusterIndex>,
-    liveness: WatchLiveness,
-}
-
-impl Collector for ClusterCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_watch_age_seconds",
-            "Time since a watch last made progress",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (kind, age) in self.liveness.ages() {
-            let gauge = ConstGauge::new(age.as_secs_f64());
-            gauge.encode(family.encode_family(&KindLabels { kind })?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_nodes",
-            "GpuNodes by condition and its status",
-            None,
-            MetricType::Gauge,
-        )?;
-        for ((condition, status), nodes) in self.index.borrow().nodes_by_condition() {
-            let labels = StatusLabels {
-                condition: condition.to_owned(),
-                status: status.to_owned(),
-            };
-            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_cohort_memory_bytes",
-            "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes, and \
-             the most that one GPU has free",
-            None,
-            MetricType::Gauge,
-        )?;
-        let index = self.index.borrow();
-        // The sums are partial until all kinds are listed.
-        let known = index.unlisted_kinds().is_empty();
-        for (cohort, guaranteed, allocatable) in index.cohorts().filter(|_| known) {
-            for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {
-                let labels = CohortLabels {
-                    cohort: cohort.to_owned(),
-                    amount,
-                };
-                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-                gauge.encode(family.encode_family(&labels)?)?;
-            }
-        }
-        for (cohort, bytes) in index.largest_free() {
-            let labels = CohortLabels {
-                cohort: cohort.to_owned(),
-                amount: "largest_free",
-            };
-            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-            gauge.encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_nodes_left_out",
-            "Nodes whose memory counts in no cohort",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (reason, nodes) in index.excluded_nodes() {
-            let labels = [("reason", reason)];
-            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_unreadable",
-            "1 for each object that cannot be parsed or has an unknown value",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (kind, key) in index.unreadable().take(MAX_UNREADABLE) {
-            let labels = [
-                ("kind", kind),
-                ("namespace", key.namespace.as_str()),
-                ("name", key.name.as_str()),
-            ];
-            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
-    }
-}
-
-fn statuses(
-    budgets: &[Arc<GpuMemoryBudget>],
-) -> impl Iterator<Item = (String, &GpuMemoryBudgetStatus)> {
-    budgets
-        .iter()
-        .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
-}
-
-fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 8] {
-    let (device, managed) = (&status.device_memory, &status.managed_memory);
-    [
-        ("gpu-memory", "guaranteed", &device.guaranteed),
-        ("gpu-memory", "limit", &device.limit),
-        ("gpu-memory", "requested", &device.requested),
-        ("gpu-memory", "borrowed", &device.borrowed),
-        ("gpu-memory", "observed", &device.observed),
-        ("gpu-memory", "peak", &device.peak),
-        ("managed-memory", "limit", &managed.limit),
-        ("managed-memory", "requested", &managed.requested),
-    ]
 }
 
 #[cfg(test)]

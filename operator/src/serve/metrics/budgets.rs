@@ -1,0 +1,116 @@
+//! Encodes the figures of budgets.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bursar_crds::budget::QuantaAmount;
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
+use kube::ResourceExt as _;
+use kube::runtime::reflector::Store;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+
+use super::{AmountLabels, ConditionLabels, StatusLabels};
+
+/// Exports the budgets' statuses at each scrape.
+#[derive(Debug)]
+pub(super) struct BudgetCollector(pub(super) Store<GpuMemoryBudget>);
+
+impl Collector for BudgetCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let budgets = self.0.state();
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_memory_bytes",
+            "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (namespace, status) in statuses(&budgets) {
+            for (resource, amount, counted) in amounts(status) {
+                let bytes = counted.bytes.bytes().unwrap_or(0);
+                let labels = AmountLabels {
+                    namespace: namespace.clone(),
+                    resource,
+                    amount,
+                };
+                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+                gauge.encode(family.encode_family(&labels)?)?;
+            }
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_info",
+            "Cohort of a budget; always 1",
+            None,
+            MetricType::Gauge,
+        )?;
+        for budget in budgets.iter().filter(|budget| budget.status.is_some()) {
+            let labels = [
+                ("namespace", budget.namespace().unwrap_or_default()),
+                ("cohort", budget.spec.cohort.clone()),
+            ];
+            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
+        }
+        let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
+        for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
+            let labels = StatusLabels {
+                condition: condition.type_.clone(),
+                status: condition.status.clone(),
+            };
+            *counts.entry(labels).or_default() += 1;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_budgets",
+            "Budgets by condition and its status",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, budgets) in counts {
+            ConstGauge::new(budgets).encode(family.encode_family(&labels)?)?;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_condition",
+            "1 while a condition of a budget is True, 0 while it is False, -1 while it is Unknown",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (namespace, status) in statuses(&budgets) {
+            for condition in &status.conditions {
+                let labels = ConditionLabels {
+                    namespace: namespace.clone(),
+                    condition: condition.type_.clone(),
+                };
+                let value: i64 = match condition.status.as_str() {
+                    "True" => 1,
+                    "False" => 0,
+                    _ => -1,
+                };
+                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn statuses(
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> impl Iterator<Item = (String, &GpuMemoryBudgetStatus)> {
+    budgets
+        .iter()
+        .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
+}
+
+fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 8] {
+    let (device, managed) = (&status.device_memory, &status.managed_memory);
+    [
+        ("gpu-memory", "guaranteed", &device.guaranteed),
+        ("gpu-memory", "limit", &device.limit),
+        ("gpu-memory", "requested", &device.requested),
+        ("gpu-memory", "borrowed", &device.borrowed),
+        ("gpu-memory", "observed", &device.observed),
+        ("gpu-memory", "peak", &device.peak),
+        ("managed-memory", "limit", &managed.limit),
+        ("managed-memory", "requested", &managed.requested),
+    ]
+}
