@@ -1,19 +1,18 @@
 //! Publishes Events on the node and its pods at a bounded rate: one limit per pod, one for all
 //! pods, one for the node.
 
-use std::collections::{BTreeMap, HashMap};
+mod object;
+mod rate_limit;
+mod reason;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bursar_crds::AGENT_MANAGER;
-use bursar_crds::resources::{AGENT, WRITER_LABEL};
 use bursar_ledger::units::PodUid;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::{Event, EventSeries};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::api::{Api, Patch, PatchParams, PostParams};
-use kube::runtime::events::EventType;
 use kube::{Client, ResourceExt as _};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -21,117 +20,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::metrics::ApiMetrics;
+use object::build_event;
+use rate_limit::{Admission, CountUpdate, RateLimiter};
 
-/// The reasons of all Events that the agent publishes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reason {
-    /// A container was bound to a GPU or to managed memory.
-    Bound,
-    /// A container waits on the node until memory is free.
-    WaitingForRoom,
-    /// A container cannot be bound, for another reason than lack of memory.
-    NotBound,
-    /// A GPU became unhealthy.
-    GpuUnhealthy,
-    /// A GPU became healthy again.
-    GpuHealthy,
-    /// The contents of a GPU's memory are lost; its memory has a new generation.
-    GpuMemoryLost,
-    /// There is no driver, or the driver has no GPU.
-    GpusMissing,
-    /// The node has more device ids than the kubelet can handle.
-    TooManyTokens,
-    /// The checkpoint was malformed; the agent rebuilt it from the node.
-    CheckpointRebuilt,
-    /// The checkpoint cannot be written.
-    CheckpointUnwritable,
-    /// CDI files cannot be written.
-    CdiUnusable,
-    /// The kubelet does not accept the plugin.
-    RegistrationFailed,
-    /// A container uses more than its quota.
-    OverQuota,
-    /// A process uses a GPU without a session.
-    Intruder,
-    /// A process wrote credit into its own credit page.
-    ForgedPage,
-    /// Memory of a GPU is in use and charged to no container.
-    Unaccounted,
-    /// Processes still hold memory that ended pods had exported.
-    MemoryLeaked,
-    /// The audit's policy killed a process.
-    Killed,
-    /// The shim denied allocations of a container for lack of quota.
-    MemoryDenied,
-    /// A program runs again after a fault had poisoned its context.
-    ContextRestarted,
-    /// A fault has poisoned a process's context.
-    ContextPoisoned,
-    /// The quota of a container is not enforced.
-    NotEnforced,
-    /// The quota of a container is enforced again.
-    Enforced,
-}
-
-impl Reason {
-    /// The reason in the Event and in metric labels.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Bound => "GpuMemoryBound",
-            Self::WaitingForRoom => "WaitingForGpuMemory",
-            Self::NotBound => "GpuMemoryNotBound",
-            Self::GpuUnhealthy => "GpuUnhealthy",
-            Self::GpuHealthy => "GpuHealthy",
-            Self::GpuMemoryLost => "GpuMemoryLost",
-            Self::GpusMissing => "GpusMissing",
-            Self::TooManyTokens => "TooManyTokens",
-            Self::CheckpointRebuilt => "CheckpointRebuilt",
-            Self::CheckpointUnwritable => "CheckpointUnwritable",
-            Self::CdiUnusable => "CdiUnusable",
-            Self::RegistrationFailed => "RegistrationFailed",
-            Self::OverQuota => "GpuMemoryOverQuota",
-            Self::Intruder => "GpuIntruder",
-            Self::ForgedPage => "GpuCreditForged",
-            Self::Unaccounted => "GpuMemoryUnaccounted",
-            Self::MemoryLeaked => "GpuMemoryLeaked",
-            Self::Killed => "GpuProcessKilled",
-            Self::MemoryDenied => "GpuMemoryDenied",
-            Self::ContextRestarted => "GpuContextRestarted",
-            Self::ContextPoisoned => "GpuContextPoisoned",
-            Self::NotEnforced => "GpuQuotaNotEnforced",
-            Self::Enforced => "GpuQuotaEnforced",
-        }
-    }
-
-    const fn type_(self) -> EventType {
-        match self {
-            // A reboot loses it too, which an admin expects.
-            Self::Bound
-            | Self::GpuHealthy
-            | Self::GpuMemoryLost
-            | Self::Enforced
-            | Self::ContextRestarted => EventType::Normal,
-            Self::WaitingForRoom
-            | Self::NotBound
-            | Self::GpuUnhealthy
-            | Self::GpusMissing
-            | Self::TooManyTokens
-            | Self::CheckpointRebuilt
-            | Self::CheckpointUnwritable
-            | Self::CdiUnusable
-            | Self::RegistrationFailed
-            | Self::OverQuota
-            | Self::Intruder
-            | Self::ForgedPage
-            | Self::Unaccounted
-            | Self::MemoryLeaked
-            | Self::Killed
-            | Self::MemoryDenied
-            | Self::ContextPoisoned
-            | Self::NotEnforced => EventType::Warning,
-        }
-    }
-}
+pub use reason::Reason;
 
 /// The pod that an Event is about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -169,18 +61,8 @@ struct EventKey {
 
 /// How many Events may wait to be sent; further ones are dropped and counted.
 const QUEUE_CAPACITY: usize = 256;
-/// For how long equal Events are one Event with a count.
-const DEDUP_WINDOW: Duration = Duration::from_secs(300);
 /// How often the counts in the API server are updated.
 const COUNT_INTERVAL: Duration = Duration::from_secs(60);
-/// The burst of the node, and of all pods together.
-const BURST: u32 = 25;
-/// The interval between two Events after the burst.
-const INTERVAL: Duration = Duration::from_secs(1);
-const POD_BURST: u32 = 8;
-const POD_INTERVAL: Duration = Duration::from_secs(30);
-/// The longest note that the API server accepts (`events.k8s.io/v1`).
-const MAX_NOTE_LENGTH: usize = 1024;
 
 /// Accepts Events without waiting for the API server. Clones share the limits.
 #[derive(Clone, Debug)]
@@ -311,220 +193,12 @@ async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
     }
 }
 
-fn build_event(key: &EventKey, node: &str) -> Event {
-    let mut note = key.message.clone();
-    note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
-    let regarding = object_reference(&key.subject, node);
-    let name = regarding.name.as_deref().unwrap_or_default();
-    let now = Timestamp::now();
-    Event {
-        metadata: ObjectMeta {
-            // client-go formats the names of events likewise.
-            name: Some(format!("{name}.{:x}", now.as_nanosecond())),
-            namespace: Some(key.subject.namespace().to_owned()),
-            labels: Some(BTreeMap::from([(
-                WRITER_LABEL.to_owned(),
-                AGENT.to_owned(),
-            )])),
-            ..ObjectMeta::default()
-        },
-        type_: Some(match key.reason.type_() {
-            EventType::Normal => "Normal".to_owned(),
-            EventType::Warning => "Warning".to_owned(),
-        }),
-        reason: Some(key.reason.as_str().to_owned()),
-        action: Some(key.reason.as_str().to_owned()),
-        note: Some(note),
-        event_time: Some(MicroTime(now)),
-        reporting_controller: Some(AGENT_MANAGER.to_owned()),
-        reporting_instance: Some(node.to_owned()),
-        regarding: Some(regarding),
-        ..Event::default()
-    }
-}
-
-fn object_reference(subject: &Subject, node: &str) -> ObjectReference {
-    match subject {
-        // The kubelet sets the node's name as the UID in its own events, and `kubectl describe`
-        // searches for that.
-        Subject::Node => ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("Node".to_owned()),
-            name: Some(node.to_owned()),
-            uid: Some(node.to_owned()),
-            ..ObjectReference::default()
-        },
-        Subject::Pod(PodRef {
-            namespace,
-            name,
-            uid,
-        }) => ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("Pod".to_owned()),
-            namespace: Some(namespace.clone()),
-            name: Some(name.clone()),
-            uid: Some(uid.as_str().to_owned()),
-            ..ObjectReference::default()
-        },
-    }
-}
-
-/// A token bucket.
-#[derive(Clone, Copy, Debug)]
-struct Bucket {
-    tokens: f64,
-    filled: Instant,
-    burst: u32,
-    interval: Duration,
-}
-
-impl Bucket {
-    fn full(burst: u32, interval: Duration, now: Instant) -> Self {
-        let tokens = f64::from(burst);
-        Self {
-            tokens,
-            filled: now,
-            burst,
-            interval,
-        }
-    }
-
-    fn refill(&mut self, now: Instant) {
-        let passed = now.saturating_duration_since(self.filled).as_secs_f64();
-        let more = passed / self.interval.as_secs_f64();
-        self.tokens = (self.tokens + more).min(f64::from(self.burst));
-        self.filled = now;
-    }
-
-    fn has_token(&self) -> bool {
-        self.tokens >= 1.0
-    }
-}
-
-/// Whether an Event is sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Admission {
-    New,
-    /// The Event was sent a short time ago, and its count grows.
-    Repeated,
-    RateLimited,
-}
-
-/// An Event that was sent, with its count.
-#[derive(Debug)]
-struct SentEvent {
-    first_seen: Instant,
-    /// None until the API server has created it.
-    name: Option<String>,
-    count: u32,
-    reported_count: u32,
-}
-
-/// A changed count of an Event.
-#[derive(Debug, PartialEq, Eq)]
-struct CountUpdate {
-    namespace: String,
-    name: String,
-    count: u32,
-}
-
-/// Limits the rate of new Events: per pod, for all pods, and for the node.
-#[derive(Debug)]
-struct RateLimiter {
-    node: Bucket,
-    all_pods: Bucket,
-    pods: HashMap<PodRef, Bucket>,
-    sent: HashMap<EventKey, SentEvent>,
-}
-
-impl RateLimiter {
-    fn new(now: Instant) -> Self {
-        Self {
-            node: Bucket::full(BURST, INTERVAL, now),
-            all_pods: Bucket::full(BURST, INTERVAL, now),
-            pods: HashMap::new(),
-            sent: HashMap::new(),
-        }
-    }
-
-    fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
-        let recent = |_: &EventKey, entry: &mut SentEvent| {
-            now.saturating_duration_since(entry.first_seen) < DEDUP_WINDOW
-        };
-        self.sent.retain(recent);
-        if let Some(entry) = self.sent.get_mut(key) {
-            entry.count = entry.count.saturating_add(1);
-            return Admission::Repeated;
-        }
-        if !self.take_token(&key.subject, now) {
-            return Admission::RateLimited;
-        }
-        let entry = SentEvent {
-            first_seen: now,
-            name: None,
-            count: 1,
-            reported_count: 1,
-        };
-        self.sent.insert(key.clone(), entry);
-        Admission::New
-    }
-
-    /// Takes a token from each bucket that the Event needs, or from none.
-    fn take_token(&mut self, subject: &Subject, now: Instant) -> bool {
-        let Subject::Pod(pod) = subject else {
-            self.node.refill(now);
-            let takes = self.node.has_token();
-            self.node.tokens -= f64::from(u8::from(takes));
-            return takes;
-        };
-        // A pod with a full bucket needs no entry.
-        self.pods.retain(|_, bucket| {
-            bucket.refill(now);
-            bucket.tokens < f64::from(bucket.burst)
-        });
-        let mut own = match self.pods.get(pod) {
-            Some(bucket) => *bucket,
-            None => Bucket::full(POD_BURST, POD_INTERVAL, now),
-        };
-        self.all_pods.refill(now);
-        if !own.has_token() || !self.all_pods.has_token() {
-            return false;
-        }
-        own.tokens -= 1.0;
-        self.all_pods.tokens -= 1.0;
-        self.pods.insert(pod.clone(), own);
-        true
-    }
-
-    /// Records the name of the created Event.
-    fn set_name(&mut self, key: &EventKey, name: String) {
-        if let Some(entry) = self.sent.get_mut(key) {
-            entry.name = Some(name);
-        }
-    }
-
-    /// Returns the counts that have grown since the last call.
-    fn take_count_updates(&mut self) -> Vec<CountUpdate> {
-        let changed = self.sent.iter_mut();
-        let changed = changed.filter(|(_, entry)| entry.count > entry.reported_count);
-        changed
-            .filter_map(|(key, entry)| {
-                let name = entry.name.clone()?;
-                entry.reported_count = entry.count;
-                Some(CountUpdate {
-                    namespace: key.subject.namespace().to_owned(),
-                    name,
-                    count: entry.count,
-                })
-            })
-            .collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
 
+    use super::object::MAX_NOTE_LENGTH;
+    use super::rate_limit::{BURST, DEDUP_WINDOW, POD_BURST};
     use super::*;
 
     fn node_event(message: &str) -> EventKey {

@@ -1,0 +1,114 @@
+//! Names the reasons of all Events that the agent publishes.
+
+use kube::runtime::events::EventType;
+
+/// The reasons of all Events that the agent publishes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// A container was bound to a GPU or to managed memory.
+    Bound,
+    /// A container waits on the node until memory is free.
+    WaitingForRoom,
+    /// A container cannot be bound, for another reason than lack of memory.
+    NotBound,
+    /// A GPU became unhealthy.
+    GpuUnhealthy,
+    /// A GPU became healthy again.
+    GpuHealthy,
+    /// The contents of a GPU's memory are lost; its memory has a new generation.
+    GpuMemoryLost,
+    /// There is no driver, or the driver has no GPU.
+    GpusMissing,
+    /// The node has more device ids than the kubelet can handle.
+    TooManyTokens,
+    /// The checkpoint was malformed; the agent rebuilt it from the node.
+    CheckpointRebuilt,
+    /// The checkpoint cannot be written.
+    CheckpointUnwritable,
+    /// CDI files cannot be written.
+    CdiUnusable,
+    /// The kubelet does not accept the plugin.
+    RegistrationFailed,
+    /// A container uses more than its quota.
+    OverQuota,
+    /// A process uses a GPU without a session.
+    Intruder,
+    /// A process wrote credit into its own credit page.
+    ForgedPage,
+    /// Memory of a GPU is in use and charged to no container.
+    Unaccounted,
+    /// Processes still hold memory that ended pods had exported.
+    MemoryLeaked,
+    /// The audit's policy killed a process.
+    Killed,
+    /// The shim denied allocations of a container for lack of quota.
+    MemoryDenied,
+    /// A program runs again after a fault had poisoned its context.
+    ContextRestarted,
+    /// A fault has poisoned a process's context.
+    ContextPoisoned,
+    /// The quota of a container is not enforced.
+    NotEnforced,
+    /// The quota of a container is enforced again.
+    Enforced,
+}
+
+impl Reason {
+    /// The reason in the Event and in metric labels.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Bound => "GpuMemoryBound",
+            Self::WaitingForRoom => "WaitingForGpuMemory",
+            Self::NotBound => "GpuMemoryNotBound",
+            Self::GpuUnhealthy => "GpuUnhealthy",
+            Self::GpuHealthy => "GpuHealthy",
+            Self::GpuMemoryLost => "GpuMemoryLost",
+            Self::GpusMissing => "GpusMissing",
+            Self::TooManyTokens => "TooManyTokens",
+            Self::CheckpointRebuilt => "CheckpointRebuilt",
+            Self::CheckpointUnwritable => "CheckpointUnwritable",
+            Self::CdiUnusable => "CdiUnusable",
+            Self::RegistrationFailed => "RegistrationFailed",
+            Self::OverQuota => "GpuMemoryOverQuota",
+            Self::Intruder => "GpuIntruder",
+            Self::ForgedPage => "GpuCreditForged",
+            Self::Unaccounted => "GpuMemoryUnaccounted",
+            Self::MemoryLeaked => "GpuMemoryLeaked",
+            Self::Killed => "GpuProcessKilled",
+            Self::MemoryDenied => "GpuMemoryDenied",
+            Self::ContextRestarted => "GpuContextRestarted",
+            Self::ContextPoisoned => "GpuContextPoisoned",
+            Self::NotEnforced => "GpuQuotaNotEnforced",
+            Self::Enforced => "GpuQuotaEnforced",
+        }
+    }
+
+    pub(super) const fn type_(self) -> EventType {
+        match self {
+            // A reboot loses it too, which an admin expects.
+            Self::Bound
+            | Self::GpuHealthy
+            | Self::GpuMemoryLost
+            | Self::Enforced
+            | Self::ContextRestarted => EventType::Normal,
+            Self::WaitingForRoom
+            | Self::NotBound
+            | Self::GpuUnhealthy
+            | Self::GpusMissing
+            | Self::TooManyTokens
+            | Self::CheckpointRebuilt
+            | Self::CheckpointUnwritable
+            | Self::CdiUnusable
+            | Self::RegistrationFailed
+            | Self::OverQuota
+            | Self::Intruder
+            | Self::ForgedPage
+            | Self::Unaccounted
+            | Self::MemoryLeaked
+            | Self::Killed
+            | Self::MemoryDenied
+            | Self::ContextPoisoned
+            | Self::NotEnforced => EventType::Warning,
+        }
+    }
+}
