@@ -9,15 +9,14 @@
 //!
 //! A request is all containers of a pod that have no memory yet: all of them are placed, or none.
 //! The largest is placed first. The search backtracks from a choice that leaves no place for
-//! another container, within [`MAX_TRIES`].
+//! another container, within `MAX_TRIES`.
 //!
 //! Memory that the operator reserved on a GPU is free for one pod alone. That pod takes it there if
 //! it can, and nothing else is set aside for it meanwhile.
 
-use std::cmp::Reverse;
+mod search;
 
-/// The most places that are tried for one request. This bounds the agent's work for a pod's spread.
-const MAX_TRIES: u32 = 256;
+use search::{Aim, Search};
 
 /// A GPU, or the node's managed memory, in quanta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -234,142 +233,6 @@ fn split_capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
         left -= *share;
     }
     shares
-}
-
-/// The criterion by which a place is chosen.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Aim {
-    /// The bin that is left with the least free memory.
-    BestFit,
-    /// The bin with the most free memory.
-    WorstFit,
-    /// The bin with the most free memory, among those that have room once they are empty.
-    SmallestShortage,
-}
-
-/// The search for a place for every container of a request.
-struct Search<'a> {
-    bins: &'a [Bin],
-    request: &'a Request,
-    shares: &'a [Vec<u32>],
-    aim: Aim,
-    /// Whether the reserved bin is the first choice. Otherwise it is the last one.
-    is_reserved_first: bool,
-    placed: Vec<Vec<Part>>,
-    tries_left: u32,
-}
-
-impl<'a> Search<'a> {
-    fn new(bins: &'a [Bin], request: &'a Request, shares: &'a [Vec<u32>], aim: Aim) -> Self {
-        Self {
-            bins,
-            request,
-            shares,
-            aim,
-            is_reserved_first: true,
-            placed: vec![Vec::new(); request.quanta.len()],
-            tries_left: MAX_TRIES,
-        }
-    }
-
-    fn with_reserved_bin_last(self) -> Self {
-        Self {
-            is_reserved_first: false,
-            ..self
-        }
-    }
-
-    fn run(mut self) -> Option<Vec<Vec<Part>>> {
-        let mut order: Vec<usize> = (0..self.request.quanta.len()).collect();
-        order.sort_by_key(|container| Reverse(self.request.quanta[*container]));
-        self.place(&order).then_some(self.placed)
-    }
-
-    /// Places these containers, in their order.
-    fn place(&mut self, order: &[usize]) -> bool {
-        let Some((&container, rest)) = order.split_first() else {
-            return true;
-        };
-        let shares = self.shares;
-        let choices = match shares[container].as_slice() {
-            [share] => self
-                .ranked_bins(container, *share)
-                .map(|bin| vec![(bin, *share)])
-                .collect(),
-            shares => Vec::from_iter(self.spread(container, shares)),
-        };
-        for choice in choices {
-            let Some(tries) = self.tries_left.checked_sub(1) else {
-                break;
-            };
-            self.tries_left = tries;
-            self.placed[container] = choice;
-            if self.place(rest) {
-                return true;
-            }
-        }
-        self.placed[container].clear();
-        false
-    }
-
-    /// The bins that can take a share of a container, the best first: the reserved one first or
-    /// last, the others by `aim`.
-    fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
-        let able = self
-            .bins
-            .iter()
-            .enumerate()
-            .filter(|(_, bin)| bin.capacity > 0);
-        let mut ranked: Vec<_> = able
-            .filter_map(|(index, bin)| {
-                let beside = self
-                    .request
-                    .concurrent_usage(container, &self.placed, index);
-                // Memory bound to the pod is not free, and is part of the concurrent usage.
-                let bound: u32 = self
-                    .request
-                    .bound
-                    .iter()
-                    .map(|parts| amount_on(parts, index))
-                    .sum();
-                let free = bin.free.saturating_add(bound).saturating_sub(beside);
-                let could = match self.aim {
-                    Aim::BestFit | Aim::WorstFit => free,
-                    Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
-                };
-                let is_own = self.request.reserved_bin == Some(index);
-                let is_late = self.aim != Aim::SmallestShortage && is_own != self.is_reserved_first;
-                let rank = match self.aim {
-                    Aim::BestFit => free,
-                    Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
-                };
-                // A container may add nothing to the pod's peak if it runs only while other
-                // containers do not.
-                let peak = self.request.peak(&self.placed, index);
-                let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
-                (could >= share).then_some((is_late, adds, rank, index))
-            })
-            .collect();
-        ranked.sort_unstable();
-        let ranked: Vec<_> = ranked.into_iter().map(|(.., index)| index).collect();
-        ranked.into_iter()
-    }
-
-    /// Gives every share of a container its own bin, the best one. Shares come largest first: a bin
-    /// that can take one share can take every later one, so the greedy choice never misses a
-    /// complete one.
-    fn spread(&self, container: usize, shares: &[u32]) -> Option<Vec<Part>> {
-        let mut parts: Vec<Part> = Vec::with_capacity(shares.len());
-        for &share in shares {
-            let is_free = |bin: &usize| {
-                self.bins[*bin].is_combinable && parts.iter().all(|(taken, _)| taken != bin)
-            };
-            let bin = self.ranked_bins(container, share).find(is_free)?;
-            parts.push((bin, share));
-        }
-        parts.sort_unstable();
-        Some(parts)
-    }
 }
 
 #[cfg(test)]
