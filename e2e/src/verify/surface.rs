@@ -153,7 +153,7 @@ pub(super) fn runbooks() -> anyhow::Result<()> {
     let runbooks = read("docs/runbooks.md")?;
     let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
     let conditions = read("crds/src/conditions.rs")?;
-    let events = read("device-plugin/apiserver/src/events.rs")?;
+    let events = read("device-plugin/apiserver/src/events/reason.rs")?;
     let headings: BTreeSet<&str> = runbooks
         .lines()
         .filter_map(|line| line.strip_prefix("### "))
