@@ -12,9 +12,8 @@ use std::time::{Duration, Instant};
 use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 use tokio_util::sync::CancellationToken;
 
-use super::container::Container;
-use super::container::admission::Admission;
 use super::container::denials::SharedLogLimiter;
+use super::container::{Admission, Container};
 use super::fault_notifier::FaultNotifier;
 use super::pidfd::ProcessExit;
 use super::rate_limit::{self, RateLimiter};

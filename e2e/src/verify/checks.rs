@@ -85,7 +85,7 @@ const TWELVE_TEST_THREADS: &str = "--test-threads=12";
 const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
     target: &["--lib"],
     names: &[
-        "leases::history::leases_keep_their_promises_through_a_million_crashing_steps",
+        "leases::tests::history::leases_keep_their_promises_through_a_million_crashing_steps",
         "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
         "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
         "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",

@@ -244,7 +244,7 @@ fn parse_crate(src: &Path) -> anyhow::Result<BTreeMap<Module, Names>> {
             .iter()
             .map(|name| name.to_string_lossy().into_owned())
             .collect();
-        let is_test = |name: &String| ["tests", "fixtures", "history"].contains(&name.as_str());
+        let is_test = |name: &String| ["tests", "fixtures"].contains(&name.as_str());
         if module.iter().any(is_test) || module == ["main"] {
             continue;
         }

@@ -1,16 +1,19 @@
 //! Tests each transition of a lease.
 
+mod generations;
+mod history;
+
 use bursar_ledger::units::PodUid;
 use bursar_protocol::messages::retained::RetainedRefusal;
-use bursar_sessions::lease_handle::{ChargedLeases, ContainerBinding};
+use bursar_sessions::lease_handle::{Caller, ChargedLeases, ContainerBinding};
 
 use super::*;
 
-pub(super) const A: AllocationId = AllocationId::from_bits(1);
+const A: AllocationId = AllocationId::from_bits(1);
 const B: AllocationId = AllocationId::from_bits(2);
 const C: AllocationId = AllocationId::from_bits(3);
 
-pub(super) fn gpu() -> GpuUuid {
+fn gpu() -> GpuUuid {
     "GPU-a".parse().unwrap()
 }
 

@@ -1,6 +1,6 @@
 //! Shows how each event moves the process generation.
 //!
-//! `retained/src/leases/generations.rs` shows the same for the GPU generation and the lease id.
+//! `retained/src/leases/tests/generations.rs` shows it for the GPU generation and the lease id.
 
 use bursar_host::clock::ClockReading;
 

@@ -5,13 +5,9 @@
 //! disk, and the fd store's answers are correct. The agent carries effects out in the order of
 //! `service.rs`, and may crash between any two of them.
 
-use bursar_ledger::units::PodUid;
-use bursar_protocol::messages::retained::RetainedRefusal;
-use bursar_sessions::lease_handle::{ChargedLeases, ContainerBinding};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
-use super::tests::gpu;
 use super::*;
 
 /// The steps of one run. Some steps find nothing to do.

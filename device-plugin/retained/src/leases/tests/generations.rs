@@ -9,7 +9,6 @@ use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use bursar_gpu::{Gpu, GpuState};
 use bursar_host::checkpoint::Checkpoint;
-use bursar_sessions::lease_handle::{ChargedLeases, ContainerBinding};
 
 use super::*;
 use crate::lease_ids::LeaseIds;
