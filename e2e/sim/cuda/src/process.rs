@@ -139,6 +139,11 @@ impl Process {
         if devices.is_empty() {
             return Err(Code::NO_DEVICE);
         }
+        for device in &devices {
+            if let Some(code) = bursar_sim_state::init_fault::check(&sim, device.unit) {
+                return Err(Code(code));
+            }
+        }
         let sim = Arc::new(sim);
         let image = Image::register(&sim)?;
         map_control_node(&device_dir().join("nvidiactl"));

@@ -2,6 +2,7 @@
 
 use crate::ending;
 use anyhow::{Context as _, Result};
+use bursar_sim_state::init_fault::{self, InitFault};
 use bursar_sim_state::{MachineDir, Sim, xid::Xid};
 use clap::{Parser, Subcommand, ValueEnum};
 use std::fmt::Write as _;
@@ -59,6 +60,18 @@ enum Command {
     /// Let hanging calls return.
     Release {
         /// Position, UUID, or `all`.
+        gpu: String,
+    },
+    /// Make cuInit fail or hang in processes that see a GPU, until `accept`. NVML is not affected.
+    Refuse {
+        /// Position or UUID.
+        gpu: String,
+        /// A CUresult, such as 802, or `hang`.
+        fault: InitFault,
+    },
+    /// Let cuInit succeed again.
+    Accept {
+        /// Position or UUID.
         gpu: String,
     },
     /// Raise an XID event.
@@ -135,6 +148,10 @@ pub(crate) fn run(args: Args) -> Result<String> {
         Command::Restore { gpu: name } => sim.set_lost(gpu(&name)?, false),
         Command::Hang { gpu: name } => set_hung(&sim, &name, gpu, true)?,
         Command::Release { gpu: name } => set_hung(&sim, &name, gpu, false)?,
+        Command::Refuse { gpu: name, fault } => {
+            init_fault::set(&sim, sim.gpu_unit(gpu(&name)?), Some(fault))?;
+        }
+        Command::Accept { gpu: name } => init_fault::set(&sim, sim.gpu_unit(gpu(&name)?), None)?,
         Command::Xid {
             gpu: name,
             code,

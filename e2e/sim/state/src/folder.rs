@@ -70,6 +70,10 @@ impl MachineDir {
     pub fn residue(&self, unit: usize) -> PathBuf {
         self.0.join(format!("state/residue-{unit}"))
     }
+    /// How `cuInit` fails in processes that see a unit.
+    pub fn init_fault(&self, unit: usize) -> PathBuf {
+        self.0.join(format!("state/init-fault-{unit}"))
+    }
     /// The memory limits set through NVML, a line each: UUID, soft, hard, cgroup.
     pub fn memory_limits(&self) -> PathBuf {
         self.0.join("state/memory-limits")

@@ -29,6 +29,7 @@ pub mod config;
 pub mod ffi;
 pub mod folder;
 pub mod image;
+pub mod init_fault;
 pub mod lock;
 pub mod managed;
 pub mod object;

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 /// Interval at which a hanging call checks whether it was released.
-const HANG_POLL_INTERVAL: Duration = Duration::from_millis(10);
+pub(crate) const HANG_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A simulated machine, opened by this process.
 #[derive(Debug)]
