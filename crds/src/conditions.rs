@@ -123,6 +123,8 @@ pub mod gpu_node {
     pub const NOT_SCRUBBED: &str = "NotScrubbed";
     /// The provisioner of a GPU hangs in the driver.
     pub const PROVISIONER_HUNG: &str = "ProvisionerHung";
+    /// CUDA refuses a GPU on which NVML works.
+    pub const CUDA_REFUSED: &str = "CudaRefused";
     /// The spec has orders of another version of the API.
     pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
     /// Another device plugin offers the node's GPUs too.

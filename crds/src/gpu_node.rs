@@ -552,6 +552,68 @@ pub struct GpuStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<GpuPod>,
+    /// The allocator runtime of the GPU, which creates its retained memory. Absent where retained
+    /// memory is switched off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runtime: Option<GpuRuntime>,
+}
+
+/// The allocator runtime of a GPU: the process (provisioner) with which the agent creates retained
+/// memory there. The agent writes changes of `starts`, `lent` and `failures` alone at most once a
+/// minute.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuRuntime {
+    /// The state of the process. `Off`: it does not run. `Starting`: the agent starts it, or starts
+    /// it again after a failure. `Ready`: it runs. `Refused`: CUDA refuses the GPU at each start.
+    /// `Stuck`: it hangs in the driver and cannot be killed. `Drained`: the GPU is drained.
+    pub state: RuntimeState,
+    /// How often the process has started since the agent's own start.
+    pub starts: i64,
+    /// The memory that it has lent: the leases of the GPU.
+    pub lent: Amount,
+    /// How often a start has failed, or the process has ended by itself or missed a deadline, since
+    /// the agent's own start.
+    pub failures: i64,
+    /// The last failure, until the next start succeeds.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 256))]
+    pub reason: String,
+}
+
+/// The state of a GPU's allocator runtime.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RuntimeState {
+    /// The process does not run.
+    #[default]
+    Off,
+    /// The agent starts the process, or starts it again after a failure.
+    Starting,
+    /// The process runs.
+    Ready,
+    /// CUDA refuses the GPU at each start.
+    Refused,
+    /// The process hangs in the driver and cannot be killed.
+    Stuck,
+    /// The GPU is drained.
+    Drained,
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
+}
+
+impl RuntimeState {
+    /// The states that an agent reports.
+    pub const ALL: [Self; 6] = [
+        Self::Off,
+        Self::Starting,
+        Self::Ready,
+        Self::Refused,
+        Self::Stuck,
+        Self::Drained,
+    ];
 }
 
 /// A pod with an amount of a GPU's memory.
@@ -597,8 +659,8 @@ pub enum GpuState {
 pub struct Health {
     /// `Healthy`, or `Unhealthy`: the agent has withdrawn the GPU's quanta from the kubelet.
     pub status: HealthStatus,
-    /// The reason as one word: `Ok`, `GpuLost`, `Xid79`, `Draining`, or `Drained` once the agent
-    /// and its processes have released the GPU.
+    /// The reason as one word: `Ok`, `GpuLost`, `Xid79`, `CudaRefused`, `Draining`, or `Drained`
+    /// once the agent and its processes have released the GPU.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
     /// The time of the last change of the status.

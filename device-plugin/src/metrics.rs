@@ -8,15 +8,17 @@ use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
 use bursar_crds::context_policy::FaultAction;
+use bursar_crds::gpu_node::RuntimeState;
 use bursar_enforcement::audit::metrics::AuditMetrics;
 use bursar_gpu_node::render::ready_condition;
 use bursar_gpu_node::report::{GpuHealth, GpuReport, NodeReport};
-use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
+use bursar_ledger::units::{Quanta, Quantum, Resource};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels,
     gauge_value,
 };
 use bursar_node::metrics::NodeMetrics;
+use bursar_retained::status::RetainedStatus;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -48,6 +50,25 @@ struct NodeConditionLabels {
 struct FaultLabels {
     gpu: String,
     action: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct RuntimeFailureLabels {
+    gpu: String,
+    class: &'static str,
+}
+
+/// The state of an allocator runtime as a label.
+const fn runtime_state(state: RuntimeState) -> &'static str {
+    match state {
+        RuntimeState::Off => "off",
+        RuntimeState::Starting => "starting",
+        RuntimeState::Ready => "ready",
+        RuntimeState::Refused => "refused",
+        RuntimeState::Stuck => "stuck",
+        RuntimeState::Drained => "drained",
+        RuntimeState::Unknown => "unknown",
+    }
 }
 
 /// The agent's metrics. Clones share the same values.
@@ -187,13 +208,32 @@ impl Metrics {
         self.gpus.replace(figures);
     }
 
-    /// Sets the number of retained leases of each GPU, and their bytes.
-    pub(crate) fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+    /// Sets the number of retained leases of each GPU, their bytes, and the state of the GPU's
+    /// allocator runtime.
+    pub(crate) fn set_retained(&self, kept: &RetainedStatus) {
         let mut figures = RetainedFigures::default();
-        for (gpu, (leases, bytes)) in kept {
+        for (gpu, (leases, bytes)) in &kept.live {
             figures.leases.push((gpu.into(), gauge_value(*leases)));
             let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
             figures.bytes.push((gpu.into(), bytes));
+        }
+        for (gpu, runtime) in &kept.runtimes {
+            for state in RuntimeState::ALL {
+                let label = GpuStateLabels {
+                    gpu: gpu.to_string(),
+                    state: runtime_state(state),
+                };
+                let is_in_state = runtime.state == state;
+                figures.runtime_states.push((label, is_in_state.into()));
+            }
+            figures.runtime_starts.push((gpu.into(), runtime.starts));
+            for (class, count) in &runtime.failures {
+                let label = RuntimeFailureLabels {
+                    gpu: gpu.to_string(),
+                    class: class.as_str(),
+                };
+                figures.runtime_failures.push((label, *count));
+            }
         }
         self.kept.replace(figures);
     }
@@ -276,11 +316,14 @@ impl EncodeFamilies for GpuFigures {
     }
 }
 
-/// The retained leases of each GPU.
+/// The retained leases and the allocator runtime of each GPU.
 #[derive(Clone, Debug, Default)]
 struct RetainedFigures {
     leases: Vec<(GpuLabels, i64)>,
     bytes: Vec<(GpuLabels, i64)>,
+    runtime_states: Vec<(GpuStateLabels, i64)>,
+    runtime_starts: Vec<(GpuLabels, u64)>,
+    runtime_failures: Vec<(RuntimeFailureLabels, u64)>,
 }
 
 impl EncodeFamilies for RetainedFigures {
@@ -294,6 +337,21 @@ impl EncodeFamilies for RetainedFigures {
             "bursar_gpu_retained_bytes",
             "Retained memory in the fd store",
             self.bytes.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_runtime_state",
+            "1 for the state of the GPU's allocator runtime, 0 for every other",
+            self.runtime_states.clone(),
+        )?;
+        tables.counters(
+            "bursar_gpu_runtime_starts",
+            "Starts of the GPU's allocator runtime",
+            self.runtime_starts.clone(),
+        )?;
+        tables.counters(
+            "bursar_gpu_runtime_failures",
+            "Failures of the GPU's allocator runtime, by class",
+            self.runtime_failures.clone(),
         )
     }
 }
@@ -315,6 +373,7 @@ mod tests {
     use bursar_node::allocator::BoundContainer;
     use bursar_node::checkpoint_state::{ContainerName, PodName};
     use bursar_node::metrics::{BindResult, Counts};
+    use bursar_retained::runtimes::{FailureClass, RuntimeReport};
     use bursar_sessions::{Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage};
 
     use super::*;
@@ -406,8 +465,7 @@ mod tests {
             faults: vec![gpu_fault()],
             ..report()
         });
-        let gpu = "GPU-a".parse().unwrap();
-        metrics.set_retained(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
+        metrics.set_retained(&retained());
         metrics
             .node
             .set_counts(Resource::DeviceMemory, Counts::default());
@@ -418,6 +476,38 @@ mod tests {
         metrics.api.count_gpu_node_write(true);
         set_audit(&metrics);
         metrics
+    }
+
+    /// A GPU with a lease, whose runtime was refused twice before it started.
+    fn retained() -> RetainedStatus {
+        let gpu: bursar_ledger::units::GpuUuid = "GPU-a".parse().unwrap();
+        let runtime = RuntimeReport {
+            state: RuntimeState::Ready,
+            starts: 1,
+            failures: [(FailureClass::Refused, 2)].into(),
+            ..RuntimeReport::default()
+        };
+        RetainedStatus {
+            live: [(gpu.clone(), (1, Bytes::gib(1)))].into(),
+            runtimes: [(gpu, runtime)].into(),
+            ..RetainedStatus::default()
+        }
+    }
+
+    #[test]
+    fn runtime_has_one_state_and_its_counts() {
+        let metrics = Metrics::new();
+        metrics.set_retained(&retained());
+        let text = metrics.encode();
+        for line in [
+            r#"bursar_gpu_runtime_state{gpu="GPU-a",state="ready"} 1"#,
+            r#"bursar_gpu_runtime_state{gpu="GPU-a",state="refused"} 0"#,
+            r#"bursar_gpu_runtime_starts_total{gpu="GPU-a"} 1"#,
+            r#"bursar_gpu_runtime_failures_total{gpu="GPU-a",class="refused"} 2"#,
+            r#"bursar_gpu_retained_bytes{gpu="GPU-a"} 1073741824"#,
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line}: {text}");
+        }
     }
 
     fn gpu_fault() -> FaultReport {

@@ -135,7 +135,7 @@ impl StatusPublisher {
 
     fn publish(&self, after: &NodeReport, before: Option<&NodeReport>) {
         self.metrics.set_report(after);
-        self.metrics.set_retained(&self.retained.borrow().live);
+        self.metrics.set_retained(&self.retained.borrow());
         let lag = late_write(&self.snapshots.borrow(), &self.audited.borrow()).map(|late| late.lag);
         self.metrics.set_state_write_lag(lag.unwrap_or_default());
         for (resource, counts) in self.snapshots.borrow().counts {

@@ -18,7 +18,7 @@ use bursar_enforcement::faults::{self, FaultInputs};
 use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
-use bursar_gpu::health::HealthThresholds;
+use bursar_gpu::health::{HealthThresholds, UnhealthyReason};
 use bursar_gpu::nvml::{self, NvmlHandle, PollIntervals};
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::xid::RecentXids;
@@ -47,6 +47,7 @@ use bursar_retained::provisioners::{Program, Provisioners};
 use bursar_retained::scrub_check::ScrubCache;
 use bursar_retained::service::LeaseService;
 use bursar_retained::status::RetainedStatus;
+use bursar_retained::supervision::Supervisor;
 use bursar_retained::tokens::seal::{NameTooLong, NodeKey};
 use bursar_retained::tokens::{NodePublicKey, key};
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
@@ -154,7 +155,10 @@ struct Tenants {
     leases: LeaseHandle,
     retained: watch::Receiver<RetainedStatus>,
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
-    hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
+    unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
+    /// `None` where retained memory is off.
+    supervised: Option<Arc<Provisioners>>,
+    live_leases: watch::Receiver<LiveLeases>,
     token_key: NodePublicKey,
 }
 
@@ -212,7 +216,7 @@ pub async fn run(
     let inputs = Inputs {
         inventory: inventory.clone(),
         owners: refuses.then(|| owners.clone()),
-        hung_provisioners: tenants.hung_provisioners,
+        unfit_for_cuda: tenants.unfit_for_cuda,
         drain: drain.subscribe(),
         retained: (!agent.config.allow_unscrubbed).then(|| tenants.retained.clone()),
         spec: spec.clone(),
@@ -221,6 +225,7 @@ pub async fn run(
     let allocator = agent.recover_allocator(&sessions, tenants.leases).await?;
     let (node, handle, updates) = agent.start_node(allocator, inputs, generations);
     let drained = drain.subscribe();
+    let observed_gpus = inventory.clone();
     agent.spawn(
         "drain",
         drain::run(
@@ -250,6 +255,17 @@ pub async fn run(
     });
     let ordered = agent.start_quota_overrides(sessions, &node, spec.clone());
     let registration = agent.register(handle, updates);
+    if let Some(provisioners) = tenants.supervised {
+        agent.start_supervision(
+            Supervisor {
+                provisioners,
+                inventory: observed_gpus,
+                drain: drained.clone(),
+                live_leases: tenants.live_leases,
+            },
+            registration.clone(),
+        );
+    }
     let (reports, readiness) = agent.start_publisher(StatusPublisher {
         config: agent.config.resources,
         boot_id: clock::boot_id(),
@@ -384,11 +400,36 @@ impl Agent {
             leases,
             retained,
             released_gpus: service.released_gpus.subscribe(),
-            hung_provisioners: service.provisioners.hung(),
+            unfit_for_cuda: service.provisioners.unfit(),
+            supervised: self
+                .config
+                .retained
+                .enabled
+                .then(|| service.provisioners.clone()),
+            live_leases: service.live_leases.subscribe(),
             token_key: service.key.public(),
         };
         self.spawn("retained memory", service.run(self.stop.clone()));
         Ok(tenants)
+    }
+
+    /// Starts the supervision of the GPUs' allocator runtimes. It begins once the kubelet has had the
+    /// node's offer.
+    fn start_supervision(
+        &mut self,
+        supervisor: Supervisor,
+        mut registration: watch::Receiver<Registration>,
+    ) {
+        let offered = async move {
+            let registered = registration.wait_for(Registration::is_registered);
+            let is_offered = registered.await.is_ok();
+            // The lifecycle ends only with the agent.
+            if !is_offered {
+                std::future::pending().await
+            }
+        };
+        let task = supervisor.run(offered, std::time::Instant::now, self.stop.clone());
+        self.spawn("runtime supervision", task);
     }
 
     /// The configured provisioner, or else the one beside the agent's program.

@@ -63,5 +63,6 @@ fn gpu(index: u32) -> GpuReport {
             ..GpuView::empty(gpu.uuid.clone())
         },
         gpu,
+        runtime: None,
     }
 }

@@ -25,6 +25,7 @@ use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::PodName;
 use bursar_node::other_plugins::GpuOwners;
+use bursar_retained::runtimes::RuntimeReport;
 use bursar_retained::status::{LeaseReport, RetainedStatus};
 use bursar_retained::tokens::NodePublicKey;
 
@@ -100,7 +101,10 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         Inventory::Gpus { driver, .. } => driver.clone(),
         Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
     };
-    let gpu = |state: &GpuState| gpu_report(state, view, generation_of(state, generations));
+    let gpu = |state: &GpuState| GpuReport {
+        runtime: runtime_report(&state.gpu.uuid, &around.retained),
+        ..gpu_report(state, view, generation_of(state, generations))
+    };
     NodeReport {
         boot_id: around.boot_id.clone(),
         driver_version,
@@ -247,6 +251,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
             | Health::Unhealthy(
                 UnhealthyReason::Xid(_)
                 | UnhealthyReason::ProvisionerHung
+                | UnhealthyReason::CudaRefused
                 | UnhealthyReason::OtherOwner,
             ) => State::Active,
         },
@@ -261,7 +266,16 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
             },
         },
         memory,
+        runtime: None,
     }
+}
+
+/// The allocator runtime of a GPU, and the bytes that it has lent; none where retained memory is
+/// off.
+fn runtime_report(gpu: &GpuUuid, retained: &RetainedStatus) -> Option<(RuntimeReport, Bytes)> {
+    let report = retained.runtimes.get(gpu).cloned().unwrap_or_default();
+    let lent = retained.live.get(gpu).map(|(_, bytes)| *bytes);
+    retained.enabled.then(|| (report, lent.unwrap_or_default()))
 }
 
 fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {

@@ -8,7 +8,7 @@ use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::context_policy::{ContextAction, FaultAction};
 use bursar_crds::gpu_node::{
     EnforcementGap, Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod,
-    GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
+    GpuRuntime, GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
     MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED,
     MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
     QuotaStatus, RetainedLease, TokenKey,
@@ -17,8 +17,9 @@ use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
-use bursar_ledger::units::{PodUid, Quanta};
+use bursar_ledger::units::{Bytes, PodUid, Quanta};
 use bursar_node::checkpoint_state::PodName;
+use bursar_retained::runtimes::RuntimeReport;
 use bursar_retained::status::LeaseReport;
 use bursar_sessions::{ProcessHistory, RecoveryAction};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -36,6 +37,9 @@ const TOKEN_ALGORITHM: &str = "Ed25519";
 
 /// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
+
+/// The longest reason of [`GpuRuntime`].
+const MAX_REASON_LENGTH: usize = 256;
 
 /// Returns the status for `report` after `before`. Entries that did not change keep their times.
 ///
@@ -140,8 +144,8 @@ pub fn render(
     }
 }
 
-/// Whether `after` differs from `before` in more than what tenants change as they like: process
-/// generations and leases.
+/// Whether `after` differs from `before` in more than what tenants change as they like, which is
+/// process generations and leases, and the counts of allocator runtimes.
 pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
     let mut settled = GpuNodeStatus {
         retained_count: before.retained_count,
@@ -154,6 +158,18 @@ pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
         };
         if let Some(old) = before.containers.iter().find(is_same) {
             container.process_generation = old.process_generation;
+        }
+    }
+    for gpu in &mut settled.gpus {
+        let old = before.gpus.iter().find(|old| old.uuid == gpu.uuid);
+        if let (Some(runtime), Some(old)) =
+            (&mut gpu.runtime, old.and_then(|old| old.runtime.as_ref()))
+        {
+            *runtime = GpuRuntime {
+                state: runtime.state,
+                reason: std::mem::take(&mut runtime.reason),
+                ..old.clone()
+            };
         }
     }
     settled != *before
@@ -221,6 +237,7 @@ fn gpu_status(
         generation,
         health,
         memory: in_ledger,
+        runtime,
     } = report;
     let Gpu {
         uuid,
@@ -276,6 +293,23 @@ fn gpu_status(
         reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
         set_aside: names.largest(set_aside, MAX_SET_ASIDE),
         pods: names.largest(pods, MAX_PODS),
+        runtime: runtime.as_ref().map(runtime_status),
+    }
+}
+
+fn runtime_status((runtime, lent): &(RuntimeReport, Bytes)) -> GpuRuntime {
+    let RuntimeReport {
+        state,
+        starts,
+        failures,
+        reason,
+    } = runtime;
+    GpuRuntime {
+        state: *state,
+        starts: to_i64(*starts),
+        lent: Amount::from_bytes(lent.0),
+        failures: to_i64(failures.values().sum()),
+        reason: reason[..reason.floor_char_boundary(MAX_REASON_LENGTH)].to_owned(),
     }
 }
 
@@ -511,11 +545,10 @@ pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
 
 #[cfg(test)]
 mod tests {
-    use bursar_ledger::units::Bytes;
-
-    use bursar_crds::gpu_node::{LeaseState, QuotaState};
+    use bursar_crds::gpu_node::{LeaseState, QuotaState, RuntimeState};
     use bursar_ledger::BootTime;
     use bursar_node::checkpoint_state::ContainerName;
+    use bursar_retained::runtimes::FailureClass;
     use bursar_sessions::{Fault, Process, ProcessImage, RecordedMoment};
 
     use super::*;
@@ -645,6 +678,36 @@ mod tests {
         report.containers.pop();
         report.gpus[0].generation += 1;
         assert!(is_urgent(&before, &render(&report)), "a lost GPU");
+    }
+
+    #[test]
+    fn runtime_is_written_at_once_for_its_state_alone() {
+        let mut report = report();
+        let runtime = |state, starts, failures, gib| {
+            let report = RuntimeReport {
+                state,
+                starts,
+                failures: [(FailureClass::Refused, failures), (FailureClass::Exit, 1)].into(),
+                reason: "ü".repeat(200),
+            };
+            Some((report, Bytes::gib(gib)))
+        };
+        let render = |report: &NodeReport| {
+            super::render(report, &GpuNodeStatus::default(), Some(1), &at(10))
+        };
+        report.gpus[1].runtime = runtime(RuntimeState::Refused, 1, 2, 3);
+        let before = render(&report);
+        let written = before.gpus[1].runtime.as_ref().unwrap();
+        assert_eq!((written.starts, written.failures), (1, 3));
+        assert_eq!(written.lent.bytes(), Ok(3 << 30));
+        assert_eq!(written.reason, "ü".repeat(128));
+        assert_eq!(before.gpus[0].runtime, None);
+        report.gpus[1].runtime = runtime(RuntimeState::Refused, 2, 9, 4);
+        let after = render(&report);
+        assert_ne!(after, before);
+        assert!(!is_urgent(&before, &after));
+        report.gpus[1].runtime = runtime(RuntimeState::Ready, 2, 9, 4);
+        assert!(is_urgent(&before, &render(&report)), "its state");
     }
 
     #[test]

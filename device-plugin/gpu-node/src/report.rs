@@ -8,8 +8,9 @@ use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
-use bursar_ledger::units::{PodUid, Quanta, Quantum};
+use bursar_ledger::units::{Bytes, PodUid, Quanta, Quantum};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
+use bursar_retained::runtimes::RuntimeReport;
 use bursar_retained::status::LeaseReport;
 use bursar_retained::tokens::NodePublicKey;
 use bursar_sessions::ProcessHistory;
@@ -20,7 +21,8 @@ use crate::quota_overrides::AppliedSpec;
 /// The node's state. Equal reports cause no write.
 ///
 /// Nothing in a report may change continuously; such figures are metrics. Process generations and
-/// leases change as tenants like: the publisher delays a write for them alone.
+/// leases change as tenants like: the publisher delays a write for them alone, and for the counts of
+/// allocator runtimes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeReport {
     /// The boot id (`/proc/sys/kernel/random/boot_id`).
@@ -85,6 +87,8 @@ pub struct GpuReport {
     pub health: GpuHealth,
     /// Its memory in the ledger.
     pub memory: GpuView,
+    /// The allocator runtime, and the bytes that it has lent; none where retained memory is off.
+    pub runtime: Option<(RuntimeReport, Bytes)>,
 }
 
 impl GpuReport {

@@ -32,6 +32,8 @@ pub enum UnhealthyReason {
     NoAnswer,
     /// The provisioner of its retained memory hangs in the driver and cannot be killed.
     ProvisionerHung,
+    /// CUDA has refused the GPU at each start of its provisioner for a while.
+    CudaRefused,
     /// Another device plugin offers the GPU too, and the configuration refuses to share it.
     OtherOwner,
     /// A drain of the GPU is requested, and the GPU is still in use.
@@ -48,6 +50,7 @@ impl UnhealthyReason {
             Self::Lost => "GpuLost",
             Self::NoAnswer => "NoAnswer",
             Self::ProvisionerHung => "ProvisionerHung",
+            Self::CudaRefused => "CudaRefused",
             Self::OtherOwner => "OtherOwner",
             Self::Draining => "Draining",
             Self::Drained => "Drained",
@@ -62,6 +65,7 @@ impl std::fmt::Display for UnhealthyReason {
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
             Self::ProvisionerHung => f.write_str("a provisioner hangs in the driver"),
+            Self::CudaRefused => f.write_str("CUDA refuses the GPU"),
             Self::OtherOwner => f.write_str("another device plugin offers the GPU too"),
             Self::Draining => f.write_str("the GPU is being drained"),
             Self::Drained => f.write_str("the GPU is drained"),

@@ -27,7 +27,7 @@ pub mod registry;
 pub mod uvm;
 pub mod xid;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_ledger::units::{Bytes, GpuUuid};
 use serde::{Deserialize, Serialize};
@@ -147,16 +147,15 @@ impl Inventory {
         there.map(|gpu| gpu.uuid.clone()).collect()
     }
 
-    /// Marks these GPUs unhealthy, since a provisioner of theirs hangs in the driver. Other
-    /// processes would hang on such a GPU too, however well it answers NVML.
+    /// Marks these GPUs unhealthy, since their provisioners show that CUDA does not work there.
+    /// Other programs would hang or fail on such a GPU too, however well it answers NVML.
     #[must_use]
-    pub fn with_stuck_provisioners(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
+    pub fn with_unfit_for_cuda(mut self, unfit: &BTreeMap<GpuUuid, UnhealthyReason>) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
-            let hang = |state: &&mut GpuState| {
-                state.health.is_healthy() && stuck.contains(&state.gpu.uuid)
-            };
-            for state in gpus.iter_mut().filter(hang) {
-                state.health = Health::Unhealthy(UnhealthyReason::ProvisionerHung);
+            for state in gpus.iter_mut().filter(|state| state.health.is_healthy()) {
+                if let Some(reason) = unfit.get(&state.gpu.uuid) {
+                    state.health = Health::Unhealthy(*reason);
+                }
             }
         }
         self

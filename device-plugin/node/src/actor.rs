@@ -1,6 +1,6 @@
 //! Runs the task that owns the node's state and handles commands one after the other.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use bursar_apiserver::{Events, ParsedSpec, PodRef, Reason};
 use bursar_config::ResourcesConfig;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::{GenerationChange, GpuGenerations};
+use bursar_gpu::health::UnhealthyReason;
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::clock;
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
@@ -97,8 +98,8 @@ pub struct Snapshot {
 pub struct Inputs {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
-    /// The GPUs whose provisioner hangs in the driver.
-    pub hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// The GPUs on which CUDA does not work, as their provisioners have found, and why.
+    pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
     /// The owners of the GPUs; `None` where another owner is only reported.
@@ -115,7 +116,7 @@ pub struct Inputs {
 impl Inputs {
     fn effective_inventory(&self) -> Inventory {
         let inventory = self.inventory.borrow().clone();
-        let inventory = inventory.with_stuck_provisioners(&self.hung_provisioners.borrow());
+        let inventory = inventory.with_unfit_for_cuda(&self.unfit_for_cuda.borrow());
         let has_other = self
             .owners
             .as_ref()
@@ -430,7 +431,7 @@ impl NodeTask {
                     Err(_) => return,
                 },
                 // These tasks end only with the agent.
-                Ok(()) = self.inputs.hung_provisioners.changed() => self.apply_inventory().await,
+                Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
                 Ok(()) = wait_if_present(&mut self.inputs.owners) => {
                     if let Some(owners) = &mut self.inputs.owners {

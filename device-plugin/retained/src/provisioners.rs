@@ -1,9 +1,9 @@
-//! Runs one provisioner per GPU: starts it for a request, restarts it after an exit, kills it after
-//! a timeout.
+//! Runs one provisioner per GPU: starts it for a request or for the supervision, kills it after a
+//! timeout.
 //!
-//! A provisioner that SIGKILL does not end hangs in the driver. Its GPU counts as
-//! [`hung`](Provisioners::hung) and gets no request until the process has exited. Each GPU has its
-//! own thread, so a hung one delays no other.
+//! A provisioner that SIGKILL does not end hangs in the driver. Its GPU is
+//! [`unfit`](Provisioners::unfit) and gets no request until the process has exited. A GPU that CUDA
+//! refuses at each start is unfit too. Each GPU has its own thread, so a hung one delays no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -12,18 +12,24 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bursar_config::DriverConfig;
+use bursar_gpu::health::UnhealthyReason;
 use bursar_host::driver_files::{Driver, LIBCUDA};
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
+
+use super::runtimes::{Activity, Failure, FailureClass, RuntimeRecord, refusal};
 
 /// How long a provisioner may take to initialize the driver and its GPU.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -38,7 +44,13 @@ const MIN_SCRUB_RATE: u64 = 100 << 30;
 /// How long a provisioner may take to exit after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The first and the longest delay after a failed start.
+/// How often a wait for the provisioner checks whether the provisioner is to end.
+const END_POLL: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 50_000_000,
+};
+
+/// The first and the longest delay after a failed start, in which requests are refused.
 const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 
 /// Why a provisioner did not carry out a request.
@@ -113,10 +125,14 @@ impl Program {
     }
 }
 
-struct Job {
-    request: ProvisionerRequest,
-    timeout: Duration,
-    reply: oneshot::Sender<JobResult>,
+enum Job {
+    /// Starts the provisioner, if it does not run. Its record has the outcome.
+    Start,
+    Request {
+        request: ProvisionerRequest,
+        timeout: Duration,
+        reply: oneshot::Sender<JobResult>,
+    },
 }
 
 type JobResult = Result<(ProvisionerResponse, Option<OwnedFd>), ProvisionerError>;
@@ -124,6 +140,8 @@ type JobResult = Result<(ProvisionerResponse, Option<OwnedFd>), ProvisionerError
 /// A GPU's thread. The thread kills its provisioner and exits once every sender of jobs is dropped.
 struct ProvisionerThread {
     jobs: Sender<Job>,
+    /// Whether the provisioner is to end: the thread then waits for no answer.
+    ends: Arc<AtomicBool>,
     join: JoinHandle<()>,
 }
 
@@ -132,8 +150,10 @@ struct Threads {
     running: BTreeMap<GpuUuid, ProvisionerThread>,
     /// Threads of drained or removed GPUs that have not exited.
     ending: BTreeMap<GpuUuid, JoinHandle<()>>,
-    /// GPUs that must have no provisioner.
+    /// GPUs that must have no provisioner, because they are drained.
     drained: BTreeSet<GpuUuid>,
+    /// GPUs that must have no provisioner, because they are lost or wait for a reset.
+    barred: BTreeSet<GpuUuid>,
 }
 
 impl Threads {
@@ -142,8 +162,15 @@ impl Threads {
     fn end_where(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
         self.ending.retain(|_, join| !join.is_finished());
         let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
-        self.ending
-            .extend(ended.map(|(gpu, ProvisionerThread { jobs: _, join })| (gpu, join)));
+        self.ending.extend(ended.map(|(gpu, thread)| {
+            let ProvisionerThread {
+                jobs: _,
+                ends,
+                join,
+            } = thread;
+            ends.store(true, Ordering::Relaxed);
+            (gpu, join)
+        }));
     }
 
     fn may_hold(&self, gpu: &GpuUuid) -> bool {
@@ -156,7 +183,35 @@ impl Threads {
 pub struct Provisioners {
     program: Program,
     threads: Mutex<Threads>,
-    hung: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    records: Records,
+}
+
+/// The records of all runtimes, which their threads share.
+#[derive(Clone)]
+struct Records {
+    runtimes: Arc<watch::Sender<BTreeMap<GpuUuid, RuntimeRecord>>>,
+    unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
+}
+
+impl Records {
+    /// Changes the record of a GPU, unless the GPU has left the node.
+    fn update<T>(&self, gpu: &GpuUuid, change: impl FnOnce(&mut RuntimeRecord) -> T) -> Option<T> {
+        let (mut result, mut reason) = (None, None);
+        self.runtimes.send_if_modified(|all| {
+            let Some(record) = all.get_mut(gpu) else {
+                return false;
+            };
+            let before = record.clone();
+            result = Some(change(record));
+            reason = record.unfit_reason();
+            *record != before
+        });
+        self.unfit.send_if_modified(|unfit| match reason {
+            Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
+            None => unfit.remove(gpu).is_some(),
+        });
+        result
+    }
 }
 
 impl Provisioners {
@@ -165,13 +220,37 @@ impl Provisioners {
         Provisioners {
             program,
             threads: Mutex::default(),
-            hung: Arc::new(watch::channel(BTreeSet::new()).0),
+            records: Records {
+                runtimes: Arc::default(),
+                unfit: Arc::default(),
+            },
         }
     }
 
-    /// The GPUs whose provisioner hangs in the driver.
-    pub fn hung(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
-        self.hung.subscribe()
+    /// The GPUs on which CUDA does not work: the provisioner hangs in the driver and cannot be
+    /// killed, or CUDA refuses each start.
+    pub fn unfit(&self) -> watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>> {
+        self.records.unfit.subscribe()
+    }
+
+    /// The provisioner of each GPU that has had one.
+    pub fn runtimes(&self) -> watch::Receiver<BTreeMap<GpuUuid, RuntimeRecord>> {
+        self.records.runtimes.subscribe()
+    }
+
+    /// Starts the provisioner of a GPU, if it does not run. Returns whether the start was begun:
+    /// not while the GPU must have none, or its last one has not exited.
+    pub(crate) fn start(&self, gpu: &GpuUuid) -> bool {
+        let Ok(jobs) = self.thread(gpu) else {
+            return false;
+        };
+        // The supervision counts the start from now on.
+        self.records.update(gpu, |record| {
+            if record.activity() == Activity::Stopped {
+                record.begin_start();
+            }
+        });
+        jobs.send(Job::Start).is_ok()
     }
 
     /// Creates memory on a GPU. The returned descriptor is the only reference to it.
@@ -212,9 +291,33 @@ impl Provisioners {
         threads.drained = gpus;
     }
 
+    /// Kills the provisioners of these GPUs, and starts none while the GPUs are lost or wait for a
+    /// reset.
+    pub(crate) fn bar(&self, gpus: BTreeSet<GpuUuid>) {
+        let mut threads = self.threads();
+        threads.end_where(|gpu| gpus.contains(gpu));
+        threads.barred = gpus;
+    }
+
+    /// Kills the provisioners of these GPUs. The next request starts them again.
+    pub(crate) fn end(&self, gpus: &BTreeSet<GpuUuid>) {
+        self.threads().end_where(|gpu| gpus.contains(gpu));
+    }
+
     /// Kills the provisioners of all other GPUs: a new MIG instance has a new UUID.
     pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         self.threads().end_where(|gpu| !gpus.contains(gpu));
+        let records = &self.records;
+        records.runtimes.send_if_modified(|all| {
+            let before = all.len();
+            all.retain(|gpu, _| gpus.contains(gpu));
+            all.len() != before
+        });
+        records.unfit.send_if_modified(|unfit| {
+            let before = unfit.len();
+            unfit.retain(|gpu, _| gpus.contains(gpu));
+            unfit.len() != before
+        });
     }
 
     /// Whether a GPU must have no provisioner.
@@ -233,7 +336,7 @@ impl Provisioners {
 
     async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, timeout: Duration) -> JobResult {
         let (reply, answer) = oneshot::channel();
-        let job = Job {
+        let job = Job::Request {
             request: call,
             timeout,
             reply,
@@ -251,26 +354,34 @@ impl Provisioners {
         if let Some(thread) = threads.running.get(gpu) {
             return Ok(thread.jobs.clone());
         }
-        if threads.drained.contains(gpu) || threads.may_hold(gpu) {
+        let is_barred = threads.drained.contains(gpu) || threads.barred.contains(gpu);
+        if is_barred || threads.may_hold(gpu) {
             return Err(io::Error::other(format!(
-                "{gpu} is drained, or its last provisioner has not exited"
+                "{gpu} is drained or lost, or its last provisioner has not exited"
             )));
         }
         let (jobs, received) = channel();
-        let supervisor = Supervisor {
+        let ends = Arc::<AtomicBool>::default();
+        let supervisor = ProcessSupervisor {
             gpu: gpu.clone(),
             program: self.program.clone(),
             provisioner: None,
             killed: None,
             backoff: RESTART_BACKOFF.0,
             retry_after: None,
-            hung: Arc::clone(&self.hung),
+            ends: Arc::clone(&ends),
+            records: self.records.clone(),
         };
+        self.records.runtimes.send_if_modified(|all| {
+            all.entry(gpu.clone()).or_default();
+            false
+        });
         let join = std::thread::Builder::new()
             .name("provisioner".to_owned())
             .spawn(move || supervisor.run(&received))?;
         let thread = ProvisionerThread {
             jobs: jobs.clone(),
+            ends,
             join,
         };
         threads.running.insert(gpu.clone(), thread);
@@ -279,7 +390,7 @@ impl Provisioners {
 }
 
 /// Runs the provisioner of one GPU.
-struct Supervisor {
+struct ProcessSupervisor {
     gpu: GpuUuid,
     program: Program,
     provisioner: Option<Provisioner>,
@@ -288,7 +399,9 @@ struct Supervisor {
     backoff: Duration,
     /// When the next start may be tried, and why the last one failed.
     retry_after: Option<(Instant, ProvisionerError)>,
-    hung: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    /// Whether the provisioner is to end.
+    ends: Arc<AtomicBool>,
+    records: Records,
 }
 
 struct Provisioner {
@@ -296,18 +409,22 @@ struct Provisioner {
     socket: UnixStream,
 }
 
-impl Supervisor {
+impl ProcessSupervisor {
     fn run(mut self, jobs: &Receiver<Job>) {
         loop {
             match jobs.recv_timeout(KILL_TIMEOUT) {
-                Ok(Job {
+                Ok(Job::Start) => self.start_if_stopped(),
+                Ok(Job::Request {
                     request: call,
                     timeout,
                     reply,
                 }) => {
                     let _ = reply.send(self.run_job(call, timeout));
                 }
-                Err(RecvTimeoutError::Timeout) => self.reap(),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.reap();
+                    self.check_exit();
+                }
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
@@ -317,6 +434,7 @@ impl Supervisor {
             std::thread::sleep(KILL_TIMEOUT);
             self.reap();
         }
+        self.records.update(&self.gpu, RuntimeRecord::end);
     }
 
     fn run_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
@@ -333,12 +451,12 @@ impl Supervisor {
     }
 
     fn try_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
-        let provisioner = self.ensure_started()?;
-        let asked = provisioner
-            .socket
-            .set_read_timeout(Some(timeout))
-            .and_then(|()| send_message(&provisioner.socket, &call, None))
-            .and_then(|()| receive_message::<ProvisionerResponse>(&provisioner.socket));
+        self.ensure_started()?;
+        let Some(provisioner) = &self.provisioner else {
+            return Err(ProvisionerError::Exited("the start failed".to_owned()));
+        };
+        let asked = send_message(&provisioner.socket, &call, None)
+            .and_then(|()| receive(&provisioner.socket, timeout, &self.ends));
         match asked {
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 Err(ProvisionerError::Driver { code, call })
@@ -348,39 +466,63 @@ impl Supervisor {
         }
     }
 
-    /// Returns the provisioner; starts one if there is none.
-    fn ensure_started(&mut self) -> Result<&Provisioner, ProvisionerError> {
-        if self.provisioner.is_none() {
-            if let Some((until, why)) = &self.retry_after
-                && Instant::now() < *until
-            {
-                return Err(why.clone());
-            }
-            match self.start() {
-                Ok(provisioner) => {
-                    info!(gpu = %self.gpu, pid = provisioner.child.id(), "provisioner started");
-                    (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
-                    self.provisioner = Some(provisioner);
-                }
-                Err(error) => {
-                    warn!(gpu = %self.gpu, %error, "failed to start the provisioner");
-                    self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
-                    self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
-                    return Err(error);
-                }
-            }
+    /// Starts the provisioner if there is none, unless the last start has just failed.
+    fn ensure_started(&mut self) -> Result<(), ProvisionerError> {
+        if self.provisioner.is_some() {
+            return Ok(());
         }
-        self.provisioner
-            .as_ref()
-            .ok_or_else(|| ProvisionerError::Exited("the start failed".to_owned()))
+        match &self.retry_after {
+            Some((until, why)) if Instant::now() < *until => Err(why.clone()),
+            _ => self.start(),
+        }
     }
 
-    fn start(&mut self) -> Result<Provisioner, ProvisionerError> {
+    fn start_if_stopped(&mut self) {
+        self.reap();
+        if self.killed.is_none() && self.provisioner.is_none() {
+            // The record has the error.
+            let _ = self.start();
+        }
+    }
+
+    fn start(&mut self) -> Result<(), ProvisionerError> {
+        if self.is_to_end() {
+            return Err(ProvisionerError::Exited(
+                "its GPU is drained or lost".to_owned(),
+            ));
+        }
+        self.update(RuntimeRecord::begin_start);
+        match self.spawn() {
+            Ok(()) => {
+                (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
+                self.update(|record| record.succeed(Instant::now()));
+                Ok(())
+            }
+            Err((class, error)) => {
+                let reason = match error {
+                    ProvisionerError::Driver { code, .. } => match refusal(code) {
+                        Some(meaning) => format!("{error}: {meaning}"),
+                        None => error.to_string(),
+                    },
+                    _ => error.to_string(),
+                };
+                self.fail(Failure { class, reason });
+                self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
+                self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts the process and waits until it has initialized the driver.
+    fn spawn(&mut self) -> Result<(), (FailureClass, ProvisionerError)> {
         let dead = |error: io::Error| {
-            ProvisionerError::Exited(format!("{}: {error}", self.program.path.display()))
+            let reason = format!("{}: {error}", self.program.path.display());
+            (FailureClass::Exit, ProvisionerError::Exited(reason))
         };
         let (socket, child_socket) = UnixStream::pair().map_err(dead)?;
-        socket.set_read_timeout(Some(START_TIMEOUT)).map_err(dead)?;
+        // An answer has arrived as a whole when its first byte has.
+        socket.set_read_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
         socket.set_write_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
         let mut command = self.program.command(&self.gpu);
         command
@@ -391,35 +533,49 @@ impl Supervisor {
         // The command holds the provisioner's end of the socket: while it is open, an exit closes
         // nothing.
         drop(command);
-        let ready = receive_message::<ProvisionerResponse>(&socket);
+        let pid = child.id();
+        let ready = receive(&socket, START_TIMEOUT, &self.ends);
         self.provisioner = Some(Provisioner { child, socket });
-        match ready {
-            Ok((ProvisionerResponse::Ready { .. }, _)) => {}
+        let (class, error) = match ready {
+            Ok((ProvisionerResponse::Ready { .. }, _)) => {
+                info!(gpu = %self.gpu, pid, "provisioner started");
+                return Ok(());
+            }
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
-                self.kill();
-                return Err(ProvisionerError::Driver { code, call });
+                let class = match refusal(code) {
+                    Some(_) => FailureClass::Refused,
+                    None => FailureClass::Driver,
+                };
+                (class, ProvisionerError::Driver { code, call })
             }
             Ok((other, _)) => {
-                self.kill();
-                return Err(ProvisionerError::Exited(format!(
-                    "unexpected first message: {other:?}"
-                )));
+                let reason = format!("unexpected first message: {other:?}");
+                (FailureClass::Exit, ProvisionerError::Exited(reason))
             }
-            Err(error) => return Err(self.kill_after(&error)),
+            Err(error) => (
+                class_of(&error),
+                ProvisionerError::Exited(error.to_string()),
+            ),
+        };
+        self.kill();
+        match self.killed {
+            Some(_) => Err((class, ProvisionerError::Hung)),
+            None => Err((class, error)),
         }
-        self.provisioner
-            .take()
-            .ok_or_else(|| ProvisionerError::Exited("it was killed".to_owned()))
     }
 
     /// Kills a provisioner that sent an invalid message or missed its deadline.
     fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
-        warn!(gpu = %self.gpu, %error, "failed to get a response from the provisioner; killing it");
         self.kill();
-        match self.killed {
+        let ended = match self.killed {
             Some(_) => ProvisionerError::Hung,
             None => ProvisionerError::Exited(error.to_string()),
-        }
+        };
+        self.fail(Failure {
+            class: class_of(error),
+            reason: ended.to_string(),
+        });
+        ended
     }
 
     /// Kills the provisioner and waits for its exit, at most [`KILL_TIMEOUT`].
@@ -438,9 +594,7 @@ impl Supervisor {
         }
         warn!(gpu = %self.gpu, pid = child.id(), "failed to kill the provisioner: it hangs in the driver; reset the GPU or restart the node");
         self.killed = Some(child);
-        self.hung.send_modify(|hung| {
-            hung.insert(self.gpu.clone());
-        });
+        self.update(RuntimeRecord::set_stuck);
     }
 
     /// Checks whether the killed process has exited.
@@ -449,9 +603,101 @@ impl Supervisor {
             && !matches!(child.try_wait(), Ok(None))
         {
             self.killed = None;
-            self.hung.send_modify(|hung| {
-                hung.remove(&self.gpu);
-            });
+            self.update(RuntimeRecord::set_exited);
+        }
+    }
+
+    /// Checks whether the provisioner has exited without a request.
+    fn check_exit(&mut self) {
+        let Some(provisioner) = &mut self.provisioner else {
+            return;
+        };
+        let why = match provisioner.child.try_wait() {
+            Ok(None) => return,
+            Ok(Some(status)) => status.to_string(),
+            Err(error) => error.to_string(),
+        };
+        self.provisioner = None;
+        self.fail(Failure {
+            class: FailureClass::Exit,
+            reason: ProvisionerError::Exited(why).to_string(),
+        });
+    }
+
+    /// Records a failure, unless the agent ends the provisioner anyway. Logs it if it is new.
+    fn fail(&self, failure: Failure) {
+        if self.is_to_end() {
+            return;
+        }
+        let is_stuck = self.killed.is_some();
+        let logged = failure.clone();
+        let is_new = self.records.update(&self.gpu, |record| {
+            let is_new = !record.has_last_failure(&failure);
+            record.fail(failure, Instant::now());
+            if is_stuck {
+                record.set_stuck();
+            }
+            is_new
+        });
+        if is_new.unwrap_or_default() {
+            let Failure { class, reason } = logged;
+            warn!(gpu = %self.gpu, class = class.as_str(), reason, "the provisioner failed");
+        }
+    }
+
+    fn is_to_end(&self) -> bool {
+        self.ends.load(Ordering::Relaxed)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut RuntimeRecord)) {
+        self.records.update(&self.gpu, change);
+    }
+}
+
+/// Waits for the next message, at most for `timeout`, and no longer than until `ends`.
+fn receive(
+    socket: &UnixStream,
+    timeout: Duration,
+    ends: &AtomicBool,
+) -> io::Result<(ProvisionerResponse, Option<OwnedFd>)> {
+    let until = Instant::now() + timeout;
+    loop {
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&END_POLL)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return receive_message(socket),
+            Err(error) => return Err(error.into()),
+        }
+        if ends.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the agent ends the provisioner"));
+        }
+        if Instant::now() >= until {
+            let reason = format!("no answer within {} s", timeout.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
+        }
+    }
+}
+
+fn class_of(error: &io::Error) -> FailureClass {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => FailureClass::Timeout,
+        _ => FailureClass::Exit,
+    }
+}
+
+#[cfg(test)]
+impl Program {
+    /// A program of a folder, on a machine without a driver.
+    pub(crate) fn without_driver(folder: &std::path::Path, name: &str) -> Program {
+        Program {
+            path: folder.join(name),
+            driver: DriverConfig {
+                root: folder.to_owned(),
+                host_root: folder.to_owned(),
+                dev_root: folder.to_owned(),
+                extra_mounts: Vec::new(),
+                provisioner_user: None,
+            },
+            libraries: folder.join("lib"),
         }
     }
 }
@@ -463,17 +709,8 @@ mod tests {
     #[tokio::test]
     async fn provisioner_threads_end_with_their_gpus() {
         let folder = tempfile::tempdir().unwrap();
-        let provisioners = Provisioners::new(Program {
-            path: folder.path().join("no-provisioner"),
-            driver: DriverConfig {
-                root: folder.path().to_owned(),
-                host_root: folder.path().to_owned(),
-                dev_root: folder.path().to_owned(),
-                extra_mounts: Vec::new(),
-                provisioner_user: None,
-            },
-            libraries: folder.path().join("lib"),
-        });
+        let provisioners =
+            Provisioners::new(Program::without_driver(folder.path(), "no-provisioner"));
         for number in 0..20 {
             let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
             let created = provisioners.create(&gpu, Bytes::gib(1)).await;
@@ -481,6 +718,7 @@ mod tests {
             provisioners.retain_gpus(&BTreeSet::from([gpu.clone()]));
             let threads = provisioners.threads();
             assert_eq!(threads.running.keys().collect::<Vec<_>>(), [&gpu]);
+            assert_eq!(provisioners.runtimes().borrow().len(), 1);
         }
         let until = Instant::now() + Duration::from_secs(10);
         while provisioners

@@ -36,6 +36,7 @@ use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
 use super::lease_ids::LeaseIds;
 use super::leases::{Effect, LeaseTable};
 use super::provisioners::{Program, Provisioners};
+use super::runtimes;
 use super::scrub_check::{DriverEpoch, ScrubCache, ScrubCheckResult};
 use super::status::{self, RetainedStatus};
 use crate::tokens::seal::NodeKey;
@@ -150,6 +151,7 @@ impl LeaseService {
         state.apply_drain();
         let mut publish_ticks = tokio::time::interval(PUBLISH_INTERVAL);
         publish_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut runtimes = state.service.provisioners.runtimes();
         let mut is_news = false;
         loop {
             tokio::select! {
@@ -165,6 +167,7 @@ impl LeaseService {
                 },
                 event = next_store_event(&mut state.service.store_events) => state.handle_store_event(event),
                 Ok(()) = state.service.drain.changed() => state.apply_drain(),
+                Ok(()) = runtimes.changed() => drop(runtimes.borrow_and_update()),
                 Some(done) = state.jobs.join_next() => match done {
                     Ok(done) => state.handle_completion(done),
                     Err(error) if error.is_cancelled() => {}
@@ -346,7 +349,9 @@ impl State {
             &self.leases,
             &self.service.scrub_cache,
             |gpu| self.driver_epoch(gpu),
-            &self.service.provisioners.hung().borrow(),
+            runtimes::reports(&self.service.provisioners.runtimes().borrow(), |gpu| {
+                self.drained.contains(gpu)
+            }),
         );
         publish_changed(&self.service.status, status);
     }

@@ -7,6 +7,7 @@ use bursar_crds::gpu_node::{LeaseState, MAX_RETAINED};
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId, PodUid};
 
 use super::leases::{LeaseRecord, LeaseTable};
+use super::runtimes::RuntimeReport;
 use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
 
 /// The state of retained memory on this node.
@@ -20,8 +21,8 @@ pub struct RetainedStatus {
     pub scrubbed: BTreeSet<GpuUuid>,
     /// The GPUs that get no retained memory after their scrub check, with the reason.
     pub refused: BTreeMap<GpuUuid, String>,
-    /// The GPUs whose provisioner hangs in the driver.
-    pub hung: BTreeSet<GpuUuid>,
+    /// The allocator runtimes of the GPUs that have had one.
+    pub runtimes: BTreeMap<GpuUuid, RuntimeReport>,
     /// The number of live leases of each GPU, and their bytes.
     pub live: BTreeMap<GpuUuid, (usize, Bytes)>,
     /// The number of leases that this agent can read.
@@ -103,7 +104,7 @@ pub(super) fn build_status(
     leases: &LeaseTable,
     verdicts: &ScrubCache,
     with: impl Fn(&GpuUuid) -> DriverEpoch,
-    stuck: &BTreeSet<GpuUuid>,
+    runtimes: BTreeMap<GpuUuid, RuntimeReport>,
 ) -> RetainedStatus {
     let why = |gpu: &GpuUuid| match verdicts.get(gpu, &with(gpu))? {
         Verdict::Scrubbed => None,
@@ -125,7 +126,7 @@ pub(super) fn build_status(
             .gpus()
             .filter_map(|gpu| Some((gpu.clone(), why(gpu)?)))
             .collect(),
-        hung: stuck.clone(),
+        runtimes,
         live: live.collect(),
         readable: leases.readable().count(),
         leases: select_leases(leases.readable()),

@@ -1,6 +1,7 @@
 //! Decides the conditions of the node: pure.
 
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
+use bursar_crds::gpu_node::RuntimeState;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::{LimitState, Limits};
 use bursar_gpu::uvm::{PageableMemory, UvmModule};
@@ -205,13 +206,18 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
         is_store_connected: heard,
         scrubbed: _,
         refused,
-        hung: stuck,
+        runtimes,
         live: _,
         readable: _,
         leases: _,
         uncharged,
     } = kept;
-    match (refused.iter().next(), stuck.first()) {
+    let in_state = |state: RuntimeState| {
+        let mut found = runtimes.iter();
+        found.find(|(_, runtime)| runtime.state == state)
+    };
+    let amiss = in_state(RuntimeState::Stuck).or_else(|| in_state(RuntimeState::Refused));
+    match (refused.iter().next(), amiss) {
         _ if !enabled => says(
             false,
             names::SWITCHED_OFF,
@@ -222,7 +228,12 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
             names::FD_STORE_UNAVAILABLE,
             "the fd store does not answer",
         ),
-        (_, Some(gpu)) => says(
+        (_, Some((gpu, runtime))) if runtime.state == RuntimeState::Refused => says(
+            false,
+            names::CUDA_REFUSED,
+            &format!("CUDA refuses {gpu}: {}", runtime.reason),
+        ),
+        (_, Some((gpu, _))) => says(
             false,
             names::PROVISIONER_HUNG,
             &format!(

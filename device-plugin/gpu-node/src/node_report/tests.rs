@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bursar_crds::gpu_node::RuntimeState;
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::{Gpu, NoDriver};
@@ -222,6 +223,7 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
             State::Active,
             "ProvisionerHung",
         ),
+        (UnhealthyReason::CudaRefused, State::Active, "CudaRefused"),
         (UnhealthyReason::OtherOwner, State::Active, "OtherOwner"),
         (UnhealthyReason::Draining, State::Draining, "Draining"),
         (UnhealthyReason::Drained, State::Draining, "Drained"),
@@ -239,6 +241,27 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
             }
         );
     }
+}
+
+#[test]
+fn each_gpu_has_a_runtime_unless_retained_memory_is_off() {
+    let mut around = inputs();
+    let report = |around: &ReportInputs| node_report(&snapshot(), around).gpus[0].runtime.clone();
+    assert_eq!(
+        report(&around),
+        Some((RuntimeReport::default(), Bytes::ZERO)),
+        "not started yet"
+    );
+    let ready = RuntimeReport {
+        state: RuntimeState::Ready,
+        starts: 2,
+        ..RuntimeReport::default()
+    };
+    around.retained.runtimes = [(uuid(), ready.clone())].into();
+    around.retained.live = [(uuid(), (3, Bytes::gib(7)))].into();
+    assert_eq!(report(&around), Some((ready, Bytes::gib(7))));
+    around.retained.enabled = false;
+    assert_eq!(report(&around), None);
 }
 
 #[test]
@@ -555,11 +578,21 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         ..well.clone()
     };
     assert_eq!(said(dirty.clone()), (Some(false), names::NOT_SCRUBBED));
-    let stuck = RetainedStatus {
-        hung: [uuid()].into(),
-        ..dirty
-    };
-    assert_eq!(said(stuck), (Some(false), names::PROVISIONER_HUNG));
+    for (state, reason) in [
+        (RuntimeState::Stuck, names::PROVISIONER_HUNG),
+        (RuntimeState::Refused, names::CUDA_REFUSED),
+        (RuntimeState::Starting, names::NOT_SCRUBBED),
+    ] {
+        let runtime = RuntimeReport {
+            state,
+            ..RuntimeReport::default()
+        };
+        let amiss = RetainedStatus {
+            runtimes: [(uuid(), runtime)].into(),
+            ..dirty.clone()
+        };
+        assert_eq!(said(amiss), (Some(false), reason));
+    }
     let unreadable = RetainedStatus {
         uncharged: 1,
         ..inputs().retained

@@ -21,6 +21,12 @@ pub(super) enum KeepAlive {
 }
 
 impl State {
+    /// Whether the keep-alive may be on a GPU. A MIG instance without leases has none, because an
+    /// administrator could not destroy the instance.
+    pub(super) fn may_have_keep_alive(&self, gpu: &GpuUuid) -> bool {
+        !gpu.is_mig() || self.leases.has_leases_on(gpu)
+    }
+
     /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
     /// docs/facts.md).
     pub(super) fn create_keep_alive(&mut self, gpu: GpuUuid) {

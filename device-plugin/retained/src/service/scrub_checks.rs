@@ -21,7 +21,10 @@ impl State {
     pub(super) fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
         let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
         let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
-        if seen == Some(&Verdict::Scrubbed) && self.keep_alive == KeepAlive::None {
+        if seen == Some(&Verdict::Scrubbed)
+            && self.keep_alive == KeepAlive::None
+            && self.may_have_keep_alive(&gpu)
+        {
             self.create_keep_alive(gpu.clone());
         }
         let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;

@@ -1,0 +1,269 @@
+use bursar_gpu::Gpu;
+use bursar_gpu::health::PersistedHealth;
+use bursar_ledger::units::{Bytes, LeaseId};
+
+use super::*;
+use crate::provisioners::Program;
+use crate::runtimes::{Failure, FailureClass};
+
+/// A node whose runtimes do what the plan says.
+struct Fixture {
+    gpus: Vec<GpuState>,
+    drained: BTreeSet<GpuUuid>,
+    leases: LiveLeases,
+    runtimes: BTreeMap<GpuUuid, RuntimeRecord>,
+    supervision: Supervision,
+    now: Instant,
+}
+
+fn uuid(name: &str) -> GpuUuid {
+    name.parse().unwrap()
+}
+
+fn state(name: &str) -> GpuState {
+    GpuState {
+        gpu: Gpu {
+            uuid: uuid(name),
+            minor: 0,
+            model: "Simulated".to_owned(),
+            memory: Bytes::gib(16),
+            pci: None,
+            mig_parent: name.starts_with("MIG-").then(|| uuid("GPU-parent")),
+            capabilities: Vec::new(),
+        },
+        health: Health::Healthy,
+        persisted: PersistedHealth::default(),
+    }
+}
+
+impl Fixture {
+    fn new(gpus: &[&str]) -> Self {
+        Self {
+            gpus: gpus.iter().map(|name| state(name)).collect(),
+            drained: BTreeSet::new(),
+            leases: LiveLeases::new(),
+            runtimes: BTreeMap::new(),
+            supervision: Supervision::default(),
+            now: Instant::now(),
+        }
+    }
+
+    /// A node whose GPUs have runtimes already.
+    fn running(gpus: &[&str]) -> Self {
+        let mut node = Self::new(gpus);
+        for name in gpus {
+            let now = node.now;
+            node.record(name).succeed(now);
+        }
+        node
+    }
+
+    fn record(&mut self, name: &str) -> &mut RuntimeRecord {
+        self.runtimes.entry(uuid(name)).or_default()
+    }
+
+    fn lease(&mut self, name: &str) {
+        let lease = [(LeaseId(1), Bytes::gib(1))].into();
+        self.leases.insert(uuid(name), lease);
+    }
+
+    fn plan(&mut self) -> Plan {
+        let inventory = Inventory::Gpus {
+            driver: None,
+            gpus: self.gpus.clone(),
+        };
+        self.plan_with(&inventory)
+    }
+
+    fn plan_with(&mut self, inventory: &Inventory) -> Plan {
+        let observed = Observed {
+            inventory,
+            drained: &self.drained,
+            leases: &self.leases,
+            runtimes: &self.runtimes,
+        };
+        self.supervision.plan(observed, self.now)
+    }
+
+    /// The runtimes to start.
+    fn starts(&mut self) -> Vec<String> {
+        let plan = self.plan();
+        plan.start.iter().map(GpuUuid::to_string).collect()
+    }
+}
+
+fn failure() -> Failure {
+    Failure {
+        class: FailureClass::Refused,
+        reason: "802".to_owned(),
+    }
+}
+
+#[test]
+fn two_runtimes_start_at_a_time() {
+    let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c"]);
+    assert_eq!(node.starts(), ["GPU-a", "GPU-b"]);
+    for gpu in ["GPU-a", "GPU-b"] {
+        node.record(gpu).begin_start();
+    }
+    assert!(node.starts().is_empty());
+    let now = node.now;
+    node.record("GPU-b").succeed(now);
+    assert_eq!(node.starts(), ["GPU-c"]);
+    // A tenant's request starts one without a decision; it counts.
+    node.record("GPU-c").begin_start();
+    node.gpus.push(state("GPU-d"));
+    assert!(node.starts().is_empty());
+}
+
+#[test]
+fn failed_start_waits_for_its_back_off_and_for_others() {
+    let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c"]);
+    let now = node.now;
+    let retry_at = node.record("GPU-a").fail(failure(), now);
+    let plan = node.plan();
+    assert_eq!(plan.start, [uuid("GPU-b"), uuid("GPU-c")]);
+    assert_eq!(plan.wake_at, Some(retry_at));
+    node.now = retry_at;
+    assert_eq!(node.starts(), ["GPU-b", "GPU-c"], "those without a failure");
+    for gpu in ["GPU-b", "GPU-c"] {
+        node.record(gpu).succeed(now);
+    }
+    assert_eq!(node.starts(), ["GPU-a"]);
+}
+
+#[test]
+fn drained_gpu_gets_no_runtime_until_the_drain_ends() {
+    let mut node = Fixture::new(&["GPU-a"]);
+    node.drained = [uuid("GPU-a")].into();
+    // The lease service ends the runtimes of drained GPUs.
+    assert_eq!(node.plan(), Plan::default());
+    node.drained.clear();
+    assert_eq!(node.starts(), ["GPU-a"]);
+    let mut instance = Fixture::new(&["MIG-a"]);
+    instance.lease("MIG-a");
+    instance.drained = [uuid("GPU-parent")].into();
+    assert_eq!(instance.plan(), Plan::default());
+}
+
+#[test]
+fn lost_gpu_and_one_that_waits_for_a_reset_have_none() {
+    let mut node = Fixture::running(&["GPU-a", "GPU-b", "GPU-c"]);
+    node.gpus[0].health = Health::Unhealthy(UnhealthyReason::Lost);
+    node.gpus[1].health = Health::Unhealthy(UnhealthyReason::Xid(48));
+    node.gpus[1].persisted.awaits_reset = Some(48);
+    let plan = node.plan();
+    assert_eq!(plan.barred, [uuid("GPU-a"), uuid("GPU-b")].into());
+    assert_eq!((plan.start.len(), plan.end.len()), (0, 0));
+    for gpu in ["GPU-a", "GPU-b"] {
+        node.record(gpu).end();
+    }
+    node.gpus[0] = state("GPU-a");
+    node.gpus[1] = state("GPU-b");
+    let plan = node.plan();
+    assert!(plan.barred.is_empty());
+    assert_eq!(plan.start, [uuid("GPU-a"), uuid("GPU-b")]);
+}
+
+#[test]
+fn runtime_ends_with_a_gpu_that_is_not_listed_any_more() {
+    let mut node = Fixture::running(&["GPU-a", "MIG-b"]);
+    node.gpus.pop();
+    assert_eq!(node.plan().end, [uuid("MIG-b")].into());
+}
+
+#[test]
+fn unhealthy_gpu_keeps_its_runtime_and_gets_none() {
+    for reason in [UnhealthyReason::NoAnswer, UnhealthyReason::Xid(74)] {
+        let mut node = Fixture::running(&["GPU-a"]);
+        node.gpus[0].health = Health::Unhealthy(reason);
+        assert_eq!(node.plan(), Plan::default());
+        node.record("GPU-a").end();
+        assert_eq!(node.plan(), Plan::default());
+    }
+}
+
+#[test]
+fn stuck_runtime_is_not_started_again() {
+    let mut node = Fixture::new(&["GPU-a"]);
+    node.record("GPU-a").set_stuck();
+    assert_eq!(node.plan(), Plan::default());
+    node.record("GPU-a").set_exited();
+    assert_eq!(node.starts(), ["GPU-a"]);
+}
+
+#[test]
+fn nothing_changes_while_nvml_does_not_answer() {
+    let mut node = Fixture::running(&["GPU-a"]);
+    for inventory in [Inventory::Starting, Inventory::NoGpu] {
+        assert_eq!(node.plan_with(&inventory), Plan::default());
+    }
+}
+
+#[tokio::test]
+async fn nothing_starts_before_the_first_offer() {
+    let folder = tempfile::tempdir().unwrap();
+    let provisioners = Arc::new(Provisioners::new(Program::without_driver(
+        folder.path(),
+        "no-provisioner",
+    )));
+    let (drain, leases) = (watch::Sender::default(), watch::Sender::default());
+    let inventory = watch::Sender::new(Inventory::Gpus {
+        driver: None,
+        gpus: vec![state("GPU-a")],
+    });
+    let supervisor = Supervisor {
+        provisioners: Arc::clone(&provisioners),
+        inventory: inventory.subscribe(),
+        drain: drain.subscribe(),
+        live_leases: leases.subscribe(),
+    };
+    let (offer, offered) = tokio::sync::oneshot::channel::<()>();
+    let stop = CancellationToken::new();
+    let offered = async { offered.await.unwrap() };
+    let task = tokio::spawn(supervisor.run(offered, Instant::now, stop.clone()));
+    // Changes wake the task, if it listens to them.
+    inventory.send_modify(|_| {});
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(provisioners.runtimes().borrow().is_empty());
+    offer.send(()).unwrap();
+    let mut runtimes = provisioners.runtimes();
+    let has_failed = |all: &BTreeMap<GpuUuid, RuntimeRecord>| {
+        all.get(&uuid("GPU-a"))
+            .is_some_and(|record| record.failures_in_a_row() >= 2)
+    };
+    let tried = tokio::time::timeout(Duration::from_secs(20), runtimes.wait_for(has_failed));
+    assert!(tried.await.is_ok(), "it starts, and again");
+    stop.cancel();
+    task.await.unwrap();
+}
+
+#[test]
+fn mig_runtime_lasts_from_first_lease_until_after_the_last() {
+    let mut node = Fixture::new(&["MIG-a"]);
+    assert_eq!(node.plan(), Plan::default());
+    node.lease("MIG-a");
+    assert_eq!(node.starts(), ["MIG-a"]);
+    let begun = node.now;
+    node.record("MIG-a").succeed(begun);
+    node.now += 2 * IDLE_MIG;
+    assert_eq!(node.plan(), Plan::default());
+    node.leases.clear();
+    let plan = node.plan();
+    assert_eq!(
+        (plan.end.len(), plan.wake_at),
+        (0, Some(node.now + IDLE_MIG))
+    );
+    // Another lease begins the time again.
+    node.now += IDLE_MIG / 2;
+    node.lease("MIG-a");
+    node.plan();
+    node.leases.clear();
+    node.plan();
+    node.now += IDLE_MIG / 2;
+    assert!(node.plan().end.is_empty());
+    node.now += IDLE_MIG / 2;
+    assert_eq!(node.plan().end, [uuid("MIG-a")].into());
+    node.record("MIG-a").end();
+    assert_eq!(node.plan(), Plan::default());
+}
