@@ -39,6 +39,8 @@ mod offline;
 mod runtime_client;
 #[path = "leases/shared.rs"]
 mod shared;
+#[path = "leases/supervised.rs"]
+mod supervised;
 #[path = "leases/survives.rs"]
 mod survives;
 #[path = "leases/tenant_process.rs"]

@@ -104,6 +104,11 @@ impl Fixture {
         let mut machine = Self::machine(config).await;
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
+        Self::of(machine)
+    }
+
+    /// A fixture of this machine, without an fd store.
+    pub(crate) fn of(machine: Machine) -> Fixture {
         Fixture {
             machine,
             fdstore: None,

@@ -1,6 +1,7 @@
 use bursar_gpu::Gpu;
 use bursar_gpu::health::PersistedHealth;
 use bursar_ledger::units::{Bytes, LeaseId};
+use proptest::prelude::*;
 
 use super::*;
 use crate::provisioners::Program;
@@ -266,4 +267,125 @@ fn mig_runtime_lasts_from_first_lease_until_after_the_last() {
     assert_eq!(node.plan().end, [uuid("MIG-a")].into());
     node.record("MIG-a").end();
     assert_eq!(node.plan(), Plan::default());
+}
+
+/// A change of the node of [`NAMES`].
+#[derive(Clone, Debug)]
+enum Change {
+    Health(usize, Health),
+    Drain(usize, bool),
+    Lease(usize, bool),
+    EndOfStart(usize, bool),
+    Wait(u64),
+}
+
+const NAMES: [&str; 4] = ["GPU-a", "GPU-b", "GPU-c", "MIG-d"];
+
+fn change() -> impl Strategy<Value = Change> {
+    let gpu = 0..NAMES.len();
+    let health = prop_oneof![
+        Just(Health::Healthy),
+        Just(Health::Unhealthy(UnhealthyReason::NoAnswer)),
+        Just(Health::Unhealthy(UnhealthyReason::Lost)),
+    ];
+    prop_oneof![
+        (gpu.clone(), health).prop_map(|(gpu, health)| Change::Health(gpu, health)),
+        (gpu.clone(), any::<bool>()).prop_map(|(gpu, drain)| Change::Drain(gpu, drain)),
+        (gpu.clone(), any::<bool>()).prop_map(|(gpu, lease)| Change::Lease(gpu, lease)),
+        (gpu, any::<bool>()).prop_map(|(gpu, good)| Change::EndOfStart(gpu, good)),
+        (0..700_u64).prop_map(Change::Wait),
+    ]
+}
+
+impl Fixture {
+    fn apply(&mut self, change: &Change) {
+        match *change {
+            Change::Health(gpu, health) => self.gpus[gpu].health = health,
+            Change::Drain(gpu, true) => {
+                self.drained.insert(uuid(NAMES[gpu]));
+                self.record(NAMES[gpu]).end();
+            }
+            Change::Drain(gpu, false) => drop(self.drained.remove(&uuid(NAMES[gpu]))),
+            Change::Lease(gpu, true) => self.lease(NAMES[gpu]),
+            Change::Lease(gpu, false) => drop(self.leases.remove(&uuid(NAMES[gpu]))),
+            Change::EndOfStart(gpu, good) => {
+                let now = self.now;
+                let record = self.record(NAMES[gpu]);
+                match (record.activity(), good) {
+                    (Activity::Starting, true) => record.succeed(now),
+                    (Activity::Starting, false) => drop(record.fail(failure(), now)),
+                    _ => {}
+                }
+            }
+            Change::Wait(seconds) => self.now += Duration::from_secs(seconds),
+        }
+    }
+
+    /// Carries out what is planned. Returns the GPUs whose runtimes it starts.
+    fn carry_out(&mut self) -> Vec<GpuUuid> {
+        let plan = self.plan();
+        for gpu in plan.barred.iter().chain(&plan.end) {
+            self.record(gpu.as_str()).end();
+        }
+        for gpu in &plan.start {
+            self.record(gpu.as_str()).begin_start();
+        }
+        plan.start
+    }
+
+    /// Whether a start is due by the table of this module.
+    fn may_start(&self, gpu: &GpuUuid) -> bool {
+        let healthy = self
+            .gpus
+            .iter()
+            .any(|state| state.gpu.uuid == *gpu && state.health.is_healthy());
+        let record = self.runtimes.get(gpu).cloned().unwrap_or_default();
+        healthy
+            && !self.drained.contains(gpu)
+            && (!gpu.is_mig() || self.leases.contains_key(gpu))
+            && record.activity() == Activity::Stopped
+            && record.retry_at().is_none_or(|at| at <= self.now)
+    }
+}
+
+proptest! {
+    #[test]
+    fn starts_are_bounded_allowed_and_not_forgotten(
+        changes in proptest::collection::vec(change(), 0..60),
+    ) {
+        let mut node = Fixture::new(&NAMES);
+        for change in &changes {
+            node.apply(change);
+            let due: Vec<_> = NAMES.map(uuid).into_iter().filter(|gpu| node.may_start(gpu)).collect();
+            let starting = |node: &Fixture| {
+                let active = node.runtimes.values();
+                active
+                    .filter(|record| record.activity() == Activity::Starting)
+                    .count()
+            };
+            let before = starting(&node);
+            let started = node.carry_out();
+            prop_assert!(started.iter().all(|gpu| due.contains(gpu)), "{started:?} of {due:?}");
+            prop_assert!(starting(&node) <= STARTS_AT_A_TIME);
+            // A start that ends only now makes room for the next decision.
+            let is_full = before + started.len() == STARTS_AT_A_TIME;
+            prop_assert!(started.len() == due.len() || is_full);
+        }
+        // Each GPU that is well in the end gets its runtime.
+        for gpu in 0..NAMES.len() {
+            node.apply(&Change::Health(gpu, Health::Healthy));
+            node.apply(&Change::Drain(gpu, false));
+        }
+        for _ in 0..NAMES.len() {
+            node.apply(&Change::Wait(10));
+            node.carry_out();
+            for gpu in 0..NAMES.len() {
+                node.apply(&Change::EndOfStart(gpu, true));
+            }
+        }
+        for gpu in ["GPU-a", "GPU-b", "GPU-c"] {
+            let is_running = matches!(node.record(gpu).activity(), Activity::Running { .. });
+            prop_assert!(is_running);
+        }
+    }
 }
