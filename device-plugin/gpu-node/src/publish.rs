@@ -104,6 +104,7 @@ impl<O: GpuNodeApi> Publisher<O> {
         let mut failures = 0;
         let mut next_write = Instant::now();
         let mut next_quiet_write = Instant::now();
+        let mut next_probe = Instant::now() + rate.probe_interval;
         let mut is_deferred = false;
         self.reports.mark_changed();
         loop {
@@ -117,7 +118,7 @@ impl<O: GpuNodeApi> Publisher<O> {
                         continue;
                     }
                 }
-                () = sleep(rate.probe_interval), if open => known = None,
+                () = sleep_until(next_probe), if open => known = None,
                 () = sleep_until(next_quiet_write), if is_deferred => {}
             }
             tokio::select! {
@@ -126,6 +127,7 @@ impl<O: GpuNodeApi> Publisher<O> {
             }
             let report = self.reports.borrow_and_update().clone();
             let begun = Instant::now();
+            let reads_object = known.is_none();
             let outcome = tokio::select! {
                 () = shutdown.cancelled() => return,
                 outcome = timeout(
@@ -145,6 +147,9 @@ impl<O: GpuNodeApi> Publisher<O> {
                 *since != before
             });
             is_deferred = matches!(outcome, Ok(Synced::Deferred));
+            if reads_object || !matches!(outcome, Ok(Synced::Unchanged | Synced::Deferred)) {
+                next_probe = begun + rate.probe_interval;
+            }
             match outcome {
                 Ok(Synced::Unchanged | Synced::Deferred) => {}
                 Ok(Synced::Written) => {
@@ -247,7 +252,10 @@ fn backoff(rate: Rate, failures: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use bursar_crds::GpuNodeStatus;
+    use bursar_crds::gpu_node::RuntimeState;
     use bursar_enforcement::faults::report::FaultReport;
+    use bursar_ledger::units::Bytes;
+    use bursar_retained::runtimes::RuntimeReport;
     use prometheus_client::registry::Registry;
 
     use super::*;
@@ -501,8 +509,9 @@ mod tests {
         tokio::join!(publishing, acting);
     }
 
-    #[tokio::test]
-    async fn outage_is_noticed_while_a_fault_is_open() {
+    /// Lets the API server go away while a fault is open, and expects that the publisher notices it
+    /// without a write. `change` changes the report all the while.
+    async fn notice_outage(change: impl Fn(&mut NodeReport)) {
         let fake = FakeApi::default();
         let mut report = report();
         report.faults = vec![FaultReport {
@@ -515,21 +524,56 @@ mod tests {
             image: None,
             time: None,
         }];
-        let (_sender, receiver) = watch::channel(report);
+        change(&mut report);
+        let (sender, receiver) = watch::channel(report);
         let (unreachable_since, mut since) = watch::channel(Some(Instant::now()));
         let shutdown = CancellationToken::new();
-        let publishing = publisher(&fake, receiver, unreachable_since).run(shutdown.clone());
+        let mut publisher = publisher(&fake, receiver, unreachable_since);
+        publisher.rate.quiet_interval = Duration::from_secs(60);
+        let publishing = publisher.run(shutdown.clone());
         let acting = async {
             since.wait_for(Option::is_none).await.unwrap();
             let written = fake.writes();
             fake.fail_next.store(usize::MAX, Ordering::SeqCst);
+            let changing = async {
+                loop {
+                    sender.send_modify(&change);
+                    tokio::time::sleep(FAST.probe_interval / 5).await;
+                }
+            };
             let noticed = since.wait_for(Option::is_some);
-            let noticed = tokio::time::timeout(Duration::from_secs(20), noticed).await;
-            noticed.expect("a look fails").unwrap();
+            let noticed = tokio::time::timeout(Duration::from_secs(20), noticed);
+            tokio::select! {
+                noticed = noticed => drop(noticed.expect("a look fails").unwrap()),
+                () = changing => {}
+            }
             assert_eq!(fake.writes(), written, "nothing is written for it");
             shutdown.cancel();
         };
         tokio::join!(publishing, acting);
+    }
+
+    #[tokio::test]
+    async fn outage_is_noticed_while_a_fault_is_open() {
+        notice_outage(|_| {}).await;
+    }
+
+    #[tokio::test]
+    async fn outage_is_noticed_while_counts_of_runtimes_change() {
+        notice_outage(|report| {
+            let gpu = report.gpus.first_mut().unwrap();
+            let (runtime, _) = gpu.runtime.get_or_insert_with(|| {
+                let stopped = RuntimeReport {
+                    state: RuntimeState::Starting,
+                    starts: 0,
+                    failures: [].into(),
+                    reason: String::new(),
+                };
+                (stopped, Bytes::ZERO)
+            });
+            runtime.starts += 1;
+        })
+        .await;
     }
 
     #[test]
