@@ -564,9 +564,9 @@ pub struct GpuStatus {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuRuntime {
-    /// The state of the process. `Off`: it does not run. `Starting`: the agent starts it, or starts
-    /// it again after a failure. `Ready`: it runs. `Refused`: CUDA refuses the GPU at each start.
-    /// `Stuck`: it hangs in the driver and cannot be killed. `Drained`: the GPU is drained.
+    /// The state of the process. `Stopped`: it does not run. `Starting`: the agent starts it, or
+    /// starts it again after a failure. `Ready`: it runs. `Refused`: CUDA refuses the GPU at each
+    /// start. `Stuck`: it hangs in the driver and cannot be killed. `Drained`: the GPU is drained.
     pub state: RuntimeState,
     /// How often the process has started since the agent's own start.
     pub starts: i64,
@@ -586,7 +586,7 @@ pub struct GpuRuntime {
 pub enum RuntimeState {
     /// The process does not run.
     #[default]
-    Off,
+    Stopped,
     /// The agent starts the process, or starts it again after a failure.
     Starting,
     /// The process runs.
@@ -607,7 +607,7 @@ pub enum RuntimeState {
 impl RuntimeState {
     /// The states that an agent reports.
     pub const ALL: [Self; 6] = [
-        Self::Off,
+        Self::Stopped,
         Self::Starting,
         Self::Ready,
         Self::Refused,

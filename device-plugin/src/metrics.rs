@@ -61,7 +61,7 @@ struct RuntimeFailureLabels {
 /// The state of an allocator runtime as a label.
 const fn runtime_state(state: RuntimeState) -> &'static str {
     match state {
-        RuntimeState::Off => "off",
+        RuntimeState::Stopped => "stopped",
         RuntimeState::Starting => "starting",
         RuntimeState::Ready => "ready",
         RuntimeState::Refused => "refused",

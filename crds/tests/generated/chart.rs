@@ -17,6 +17,16 @@ fn template(crd: &CustomResourceDefinition) -> String {
         !spec.contains("{{"),
         "helm would read {name}'s schema as a template"
     );
+    // Helm reads YAML 1.1, in which these words are booleans and no strings.
+    let is_boolean = |line: &&str| {
+        let word = line.trim_start_matches([' ', '-']).to_lowercase();
+        ["y", "n", "yes", "no", "on", "off"].contains(&word.as_str())
+    };
+    let boolean = spec.lines().find(is_boolean);
+    assert_eq!(
+        boolean, None,
+        "helm would read a value of {name} as a boolean"
+    );
     format!(
         r#"{{{{- /* Generated from crds/src by `{HOW}`. Do not edit. */}}}}
 {{{{- if .Values.crds.install }}}}

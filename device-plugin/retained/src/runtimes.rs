@@ -224,7 +224,7 @@ impl RuntimeRecord {
             Activity::Stopped | Activity::Starting if self.refusals.is_some() => {
                 RuntimeState::Refused
             }
-            Activity::Stopped if self.last_failure.is_none() => RuntimeState::Off,
+            Activity::Stopped if self.last_failure.is_none() => RuntimeState::Stopped,
             Activity::Stopped | Activity::Starting => RuntimeState::Starting,
         }
     }
@@ -384,7 +384,7 @@ mod tests {
         assert_eq!(bed.record.unfit_reason(), None);
         assert_eq!(
             (bed.record.state(), bed.record.retry_at),
-            (RuntimeState::Off, None)
+            (RuntimeState::Stopped, None)
         );
         assert_eq!(
             (

@@ -189,7 +189,7 @@ async fn runtime_ends_with_a_lost_gpu_and_starts_when_it_is_back() {
     let other = until_state(&api, SECOND, "Ready").await;
     simgpu(&fixture.machine, &["lose", "0"]);
     eventually("its end", || runtime_of(&fixture, FIRST).is_none()).await;
-    until_state(&api, FIRST, "Off").await;
+    until_state(&api, FIRST, "Stopped").await;
     simgpu(&fixture.machine, &["restore", "0"]);
     assert_eq!(until_state(&api, FIRST, "Ready").await["starts"], 2);
     assert_eq!(api.gpu(SECOND)["runtime"], other);
@@ -258,7 +258,7 @@ async fn mig_instance_gets_a_runtime_with_its_first_lease() {
         assert_eq!(runtime_of(&fixture, instance), None);
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert_eq!(api.gpu(instance)["runtime"]["state"], "Off");
+    assert_eq!(api.gpu(instance)["runtime"]["state"], "Stopped");
     // The pods leave no room for the check.
     wait_for_scrub_check("both", || {
         let status = api.status();
