@@ -413,8 +413,8 @@ impl Agent {
         Ok(tenants)
     }
 
-    /// Starts the supervision of the GPUs' allocator runtimes. It begins once the kubelet has had the
-    /// node's offer.
+    /// Starts the supervision of the GPUs' allocator runtimes. It begins once the kubelet has had
+    /// the node's offer.
     fn start_supervision(
         &mut self,
         supervisor: Supervisor,

@@ -21,8 +21,8 @@ use crate::quota_overrides::AppliedSpec;
 /// The node's state. Equal reports cause no write.
 ///
 /// Nothing in a report may change continuously; such figures are metrics. Process generations and
-/// leases change as tenants like: the publisher delays a write for them alone, and for the counts of
-/// allocator runtimes.
+/// leases change as tenants like: the publisher delays a write for them alone, and for the counts
+/// of allocator runtimes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeReport {
     /// The boot id (`/proc/sys/kernel/random/boot_id`).

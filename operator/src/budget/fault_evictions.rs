@@ -5,7 +5,7 @@
 //! ```
 //!
 //! No budget's status can record such an eviction. So the operator publishes the pod's Event with
-//! the reason before it requests the eviction, and evicts no pod whose Event the API server refused.
+//! the reason before it requests the eviction. It evicts no pod whose Event was refused.
 //! The eviction has the pod's UID as a precondition: a second operator evicts no other pod.
 
 use std::collections::BTreeMap;
