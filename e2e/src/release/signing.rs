@@ -13,6 +13,9 @@ use crate::progress::Progress;
 /// company cannot use.
 const BY_KEY_ALONE: &[&str] = &["--yes", "--use-signing-config=false", "--tlog-upload=false"];
 
+/// The variable with the key's password.
+const PASSWORD: &str = "COSIGN_PASSWORD";
+
 /// The error of a signature.
 #[derive(Debug, thiserror::Error)]
 pub enum SigningError {
@@ -95,6 +98,8 @@ impl<'a> Signer<'a> {
             .args(["--key", self.key])
             .args(BY_KEY_ALONE)
             .args(arguments)
+            // Without the variable cosign asks a terminal, also for a key without a password.
+            .env(PASSWORD, std::env::var_os(PASSWORD).unwrap_or_default())
             .stdin(Stdio::null())
             .output()
             .map_err(|source| SigningError::Start {
