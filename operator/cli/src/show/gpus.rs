@@ -30,7 +30,7 @@ pub struct GpuMemory {
     pub capacity: u64,
     /// What is bound to pods.
     pub bound: u64,
-    /// What is bound to no pod, with the memory that is set aside for waiting pods.
+    /// The memory without a binding, also that which is set aside for waiting pods.
     pub free: u64,
     /// The most that a new pod can have: the free memory that is not set aside.
     pub largest: u64,

@@ -16,7 +16,7 @@ use crate::attestation::mounts::MountTable;
 /// How long a process may wait to be read before its container counts as not attested.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// What was read of a process.
+/// The facts that the probe has read of a process.
 #[derive(Debug)]
 pub(super) struct ProcessRecord {
     stat: Stat,
