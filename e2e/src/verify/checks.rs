@@ -106,6 +106,14 @@ const LEASE_CHAOS: &[TestSelection] = &[TestSelection {
     env: &[("BURSAR_LONG", "1")],
 }];
 
+/// The soak with fewer operations outside of the long tier. Its target has no named tests.
+const SOAK: &[TestSelection] = &[TestSelection {
+    target: &["--test", "soak"],
+    names: &[],
+    ignored: false,
+    env: &[("BURSAR_LONG", "1")],
+}];
+
 /// The checks that are no named tests, in order: the fastest to fail come first.
 const CHECKS: &[Check] = &[
     cargo_check(
@@ -305,9 +313,14 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "enforcement/soak",
-        "a million operations of 64 processes past kills and 100 agent restarts agree with a model",
+        "200,000 operations of 64 processes past kills and 20 agent restarts agree with a model",
         &["--test", "soak"],
     ),
+    Check {
+        name: "enforcement/soak-long",
+        promise: "a million operations of 64 processes past kills and 100 agent restarts agree with a model",
+        runner: Runner::Long(SOAK),
+    },
     test_check(
         "enforcement/library",
         "the shim exports exactly the driver's names, returns its own hooks, knows the published \

@@ -24,8 +24,9 @@ const STOP: Duration = Duration::from_millis(200);
 /// More than any call may take: the shim waits 10 s for a restarting agent, and only once.
 const LONGEST_CALL: Duration = Duration::from_secs(15);
 
-/// After this time a missing answer counts as a hang.
-pub(crate) const HANGS: Duration = Duration::from_secs(30);
+/// After this time a missing answer counts as a hang. Where the quota is used up, the agent answers
+/// at most one message of the container each millisecond, so a batch of each program takes 32 s.
+pub(crate) const HANGS: Duration = Duration::from_secs(150);
 
 /// The number of operations of all programs.
 #[derive(Debug, Default)]

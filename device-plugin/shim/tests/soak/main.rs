@@ -1,7 +1,7 @@
 //! Compares 64 processes of one container with a reference model.
 //!
-//! The processes make a million random calls and are killed at any moment. The agent is killed a
-//! hundred times. A neighbour must not notice.
+//! The processes make 200,000 random calls and are killed at any moment. The agent is killed 20
+//! times; with `BURSAR_LONG`, a million and 100. A neighbour must not notice.
 //!
 //! ```text
 //! room     the simulated GPU, the containers' mounts, programs in them
@@ -48,12 +48,18 @@ impl Plan {
             let place = arguments.iter().position(|argument| argument == name)?;
             arguments.get(place + 1)?.parse::<u64>().ok()
         };
+        let long = std::env::var_os("BURSAR_LONG").is_some();
+        let (operations, restarts) = if long {
+            (1_000_000, 100)
+        } else {
+            (200_000, 20)
+        };
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Plan {
             seed: given("--seed").unwrap_or(clock.map_or(0, |time| time.as_secs())),
-            operations: given("--operations").unwrap_or(1_000_000),
+            operations: given("--operations").unwrap_or(operations),
             processes: given("--processes").unwrap_or(64) as usize,
-            restarts: given("--restarts").unwrap_or(100) as u32,
+            restarts: given("--restarts").unwrap_or(restarts) as u32,
         }
     }
 }
