@@ -36,8 +36,8 @@ pub(super) struct Request {
     pub(super) quanta: Vec<u32>,
     /// The least number of bins that each container is spread over.
     pub(super) min_bins: u16,
-    /// The bin that is reserved for the pod.
-    pub(super) reserved_bin: Option<usize>,
+    /// The bins that are reserved for the pod.
+    pub(super) reserved_bins: Vec<usize>,
     /// The memory that other containers of the pod have already.
     pub(super) bound: Vec<Vec<Part>>,
     /// The sets of containers that may run at the same time, by number: those of `quanta` first,
@@ -80,16 +80,18 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
             places.push(None);
             continue;
         };
-        let own = request
-            .reserved_bin
-            .map(|bin| (bin, std::mem::take(&mut set_aside[bin])));
-        if let Some((bin, set_aside)) = own {
+        let own: Vec<(usize, u32)> = request
+            .reserved_bins
+            .iter()
+            .map(|&bin| (bin, std::mem::take(&mut set_aside[bin])))
+            .collect();
+        for &(bin, set_aside) in &own {
             bins[bin].free += set_aside;
         }
         let search = |aim| Search::new(&bins, request, &shares, aim).run();
         let reserved_last = |aim| {
-            let search = Search::new(&bins, request, &shares, aim);
-            own.and_then(|_| search.with_reserved_bin_last().run())
+            let search = Search::new(&bins, request, &shares, aim).with_reserved_bins_last();
+            own.first().and_then(|_| search.run())
         };
         // A request that empty bins could hold must fit empty bins: the second search is that of
         // `fits_when_empty`. The operator reserves for what fits on no other bin, which the last
@@ -105,7 +107,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
                     bin.free = bin.free.saturating_sub(taken(place, index));
                 }
             }
-            None if first_waiting.is_none() && own.is_none() => {
+            None if first_waiting.is_none() && own.is_empty() => {
                 // A request that empty bins could not hold sets nothing aside.
                 if let Some(lacking) = search(Aim::SmallestShortage) {
                     first_waiting = Some(position);
@@ -118,7 +120,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
             }
             None => {}
         }
-        if let Some((bin, before)) = own {
+        for (bin, before) in own {
             let taken = place.as_ref().map_or(0, |place| taken(place, bin));
             set_aside[bin] = before.saturating_sub(taken).min(bins[bin].free);
             bins[bin].free -= set_aside[bin];
@@ -255,7 +257,7 @@ mod tests {
         Request {
             quanta: vec![quanta],
             min_bins: 1,
-            reserved_bin: None,
+            reserved_bins: Vec::new(),
             bound: Vec::new(),
             concurrent_sets: vec![1],
         }
@@ -287,7 +289,7 @@ mod tests {
 
     fn reserving(quanta: u32, bin: usize) -> Request {
         Request {
-            reserved_bin: Some(bin),
+            reserved_bins: vec![bin],
             ..one(quanta)
         }
     }
@@ -314,7 +316,7 @@ mod tests {
     fn reserved_bin_holds_only_what_fits_on_no_other_bin() {
         let request = Request {
             min_bins: 2,
-            reserved_bin: Some(1),
+            reserved_bins: vec![1],
             ..concurrent(&[11, 6])
         };
         // The largest share takes the reserved bin first, and then the other bin has room for one
@@ -330,6 +332,25 @@ mod tests {
         assert_eq!(single_places(&plan), [None, Some(vec![(1, 6)])]);
         assert_eq!(plan.set_aside, [4, 0]);
         assert_eq!(plan.first_waiting, None);
+    }
+
+    #[test]
+    fn spread_request_has_all_of_its_reserved_bins() {
+        let owner = || Request {
+            reserved_bins: vec![0, 1],
+            ..spread(16, 2)
+        };
+        let waits = plan(&bins(&[8, 3, 1]), &[8, 8, 0], &[one(2), owner()]);
+        assert_eq!(single_places(&waits), [None, None]);
+        assert_eq!(
+            waits.set_aside,
+            [8, 3, 1],
+            "the first request has the third"
+        );
+        let placed = plan(&bins(&[8, 8, 8]), &[8, 8, 0], &[one(8), owner()]);
+        let places = [Some(vec![(2, 8)]), Some(vec![(0, 8), (1, 8)])];
+        assert_eq!(single_places(&placed), places);
+        assert_eq!(placed.set_aside, [0, 0, 0]);
     }
 
     #[test]

@@ -151,7 +151,7 @@ impl Ledger {
         for (position, id) in queue.iter().enumerate() {
             let claim = &self.claims[id];
             let request = self.request_of(claim);
-            let has_own = request.reserved_bin.is_some();
+            let has_own = !request.reserved_bins.is_empty();
             let open = without_closed_bins(&sharing, self.gpus.keys(), &claim.pod, &bins);
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();

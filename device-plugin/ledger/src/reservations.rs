@@ -90,10 +90,12 @@ impl Ledger {
         quanta.saturating_sub(bound.copied().unwrap_or_default())
     }
 
-    /// The index, in the order of GPUs, of the one with a reservation for `pod`.
-    pub(super) fn gpu_reserved_for(&self, pod: &PodUid) -> Option<usize> {
-        let mut gpus = self.gpus.keys();
-        gpus.position(|gpu| self.reserved_for(gpu) == Some(pod))
+    /// The indexes, in the order of GPUs, of those with a reservation for `pod`.
+    pub(super) fn gpus_reserved_for(&self, pod: &PodUid) -> Vec<usize> {
+        let gpus = self.gpus.keys().enumerate();
+        gpus.filter(|(_, gpu)| self.reserved_for(gpu) == Some(pod))
+            .map(|(index, _)| index)
+            .collect()
     }
 }
 

@@ -176,13 +176,13 @@ impl Ledger {
                     ..
                 },
                 Resource::DeviceMemory,
-            ) => (spread.gpus.get(), self.gpu_reserved_for(&claim.pod)),
-            _ => (1, None),
+            ) => (spread.gpus.get(), self.gpus_reserved_for(&claim.pod)),
+            _ => (1, Vec::new()),
         };
         let mut request = binder::Request {
             quanta: vec![claim.device_ids.quanta().0],
             min_bins: bins,
-            reserved_bin: reserved,
+            reserved_bins: reserved,
             bound: Vec::new(),
             concurrent_sets: vec![1],
         };

@@ -24,7 +24,7 @@ pub(super) struct Search<'a> {
     request: &'a Request,
     shares: &'a [Vec<u32>],
     aim: Aim,
-    /// Whether the reserved bin is the first choice. Otherwise it is the last one.
+    /// Whether the reserved bins are the first choice. Otherwise they are the last one.
     is_reserved_first: bool,
     placed: Vec<Vec<Part>>,
     tries_left: u32,
@@ -48,7 +48,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    pub(super) fn with_reserved_bin_last(self) -> Self {
+    pub(super) fn with_reserved_bins_last(self) -> Self {
         Self {
             is_reserved_first: false,
             ..self
@@ -88,8 +88,8 @@ impl<'a> Search<'a> {
         false
     }
 
-    /// The bins that can take a share of a container, the best first: the reserved one first or
-    /// last, the others by `aim`.
+    /// The bins that can take a share of a container, the best first: the reserved ones first
+    /// or last, the others by `aim`.
     fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
         let able = self
             .bins
@@ -113,7 +113,7 @@ impl<'a> Search<'a> {
                     Aim::BestFit | Aim::WorstFit => free,
                     Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
                 };
-                let is_own = self.request.reserved_bin == Some(index);
+                let is_own = self.request.reserved_bins.contains(&index);
                 let is_late = self.aim != Aim::SmallestShortage && is_own != self.is_reserved_first;
                 let rank = match self.aim {
                     Aim::BestFit => free,
