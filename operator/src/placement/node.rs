@@ -137,6 +137,13 @@ pub struct Gpu {
     pub pods: BTreeMap<String, Quanta>,
 }
 
+impl Gpu {
+    /// Whether this is a MIG instance.
+    pub(super) fn is_mig(&self) -> bool {
+        self.uuid.starts_with("MIG-")
+    }
+}
+
 /// A container that waits on its node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingContainer {

@@ -1,6 +1,7 @@
 //! Reduces a pod of the API server to what the planner needs.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 
 use bursar_crds::Quantum;
 use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
@@ -42,8 +43,8 @@ pub struct PodFacts {
     pub terminating: bool,
     /// The pod's phase is Pending: only init containers may have started.
     pub pending: bool,
-    /// The memory of each container may be on one GPU: the annotation does not spread it.
-    pub one_gpu: bool,
+    /// The least number of GPUs over which the memory of each container is spread.
+    pub min_gpus: u16,
     /// The controller that recreates the pod.
     pub owner: Owner,
     /// The pod's constraints on nodes.
@@ -145,7 +146,9 @@ impl PodFacts {
             },
             terminating: meta.deletion_timestamp.is_some(),
             pending: matches!(status.phase.as_deref(), None | Some("Pending")),
-            one_gpu: annotation(GPUS_ANNOTATION).is_none_or(|gpus| gpus == "1"),
+            min_gpus: annotation(GPUS_ANNOTATION)
+                .and_then(|gpus| gpus.parse::<NonZeroU16>().ok())
+                .map_or(1, NonZeroU16::get),
             owner: owner(pod, mirrored.is_some()),
             constraints: Constraints {
                 selector: spec.node_selector.clone(),

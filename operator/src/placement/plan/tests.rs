@@ -55,18 +55,30 @@ const HIGH: i32 = 10;
 const LOW: i32 = -5;
 const BORROWED: i32 = -10;
 
+/// How a pod's memory lies on GPUs.
+#[derive(Clone, Debug, PartialEq)]
+enum Shape {
+    /// On one GPU.
+    One,
+    /// Evenly over so many GPUs.
+    Spread(u64),
+    /// In containers of these sizes, each of them on one GPU.
+    Containers(Vec<u64>),
+}
+
 /// A pod of the simulated cluster.
 #[derive(Clone, Debug, PartialEq)]
 struct FakePod {
     asks: u64,
+    shape: Shape,
     /// The CPU request.
     cpu: u64,
     priority: i32,
     owner: Owner,
     node: Option<String>,
     nominated: Option<String>,
-    /// The GPU that the pod is bound to.
-    gpu: Option<String>,
+    /// The GPUs that the pod is bound to, and its memory there beside the first container's.
+    places: Vec<(String, u64)>,
     /// The GPU of the pod's first container, and that container's part of the request.
     first: Option<(String, u64)>,
     /// The cohort label of the nodes that the pod may use. Any node without it.
@@ -80,16 +92,65 @@ impl FakePod {
         self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
     }
 
+    fn is_bound(&self) -> bool {
+        !self.places.is_empty()
+    }
+
+    /// The memory that the pod still needs on GPUs of these capacities, in shares that need one GPU
+    /// each, largest first.
+    fn shares(&self, mut capacities: Vec<u64>) -> Vec<u64> {
+        let all = self.rest();
+        let even = |gpus: u64| -> Vec<u64> {
+            let share = |index| all / gpus + u64::from(index < all % gpus);
+            (0..gpus).map(share).collect()
+        };
+        capacities.sort_unstable_by(|a, b| b.cmp(a));
+        let fits = |gpus: &u64| {
+            let mut each = even(*gpus).into_iter().zip(&capacities);
+            capacities.len() as u64 >= *gpus && each.all(|(share, capacity)| share <= *capacity)
+        };
+        match &self.shape {
+            Shape::One => even((1..4).find(fits).unwrap_or(1)),
+            Shape::Spread(gpus) => even((*gpus..4).find(fits).unwrap_or(*gpus)),
+            Shape::Containers(sizes) => {
+                let mut sizes = sizes.clone();
+                sizes.sort_unstable_by(|a, b| b.cmp(a));
+                sizes
+            }
+        }
+    }
+
+    /// Places shares into the free memory of GPUs by trying every choice. Returns each share with its
+    /// GPU.
+    fn fit(&self, shares: &[u64], mut free: Vec<u64>) -> Option<Vec<(usize, u64)>> {
+        fn place(shares: &[u64], apart: bool, free: &mut [u64], at: &mut Vec<usize>) -> bool {
+            let Some((share, rest)) = shares.split_first() else {
+                return true;
+            };
+            (0..free.len()).any(|gpu| {
+                if free[gpu] < *share || apart && at.contains(&gpu) {
+                    return false;
+                }
+                free[gpu] -= share;
+                at.push(gpu);
+                let placed = place(rest, apart, free, at);
+                if !placed {
+                    at.pop();
+                    free[gpu] += share;
+                }
+                placed
+            })
+        }
+        let (apart, mut at) = (!matches!(self.shape, Shape::Containers(_)), Vec::new());
+        let found = place(shares, apart, &mut free, &mut at);
+        found.then(|| at.into_iter().zip(shares.iter().copied()).collect())
+    }
+
     /// The pod's memory on a GPU.
     fn on(&self, gpu: &str) -> u64 {
-        let first = self.first.iter().filter(|(on, _)| on == gpu);
-        let first: u64 = first.map(|(_, quanta)| *quanta).sum();
-        first
-            + if self.gpu.as_deref() == Some(gpu) {
-                self.rest()
-            } else {
-                0
-            }
+        let all = self.places.iter().chain(&self.first);
+        let there = all.filter(|(on, _)| on == gpu);
+        there.map(|(_, quanta)| *quanta).sum()
     }
 
     /// Whether the pod is never evicted: it is guaranteed and its Job counts an eviction as a
@@ -100,15 +161,21 @@ impl FakePod {
     }
 }
 
-/// The victims of one pod.
+/// The victims of one pod on one GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Round {
-    /// The GPUs that the victims were on.
-    gpus: BTreeSet<String>,
-    /// The amount that the pod lacked on the first GPU at the first eviction.
+    /// The amount that the pod lacked there at the first eviction.
     lacked: u64,
     /// The memory of each victim.
     gone: Vec<u64>,
+}
+
+impl Round {
+    /// Whether the pod needed every victim.
+    fn needed_all(&self) -> bool {
+        let least = self.gone.iter().min().copied().unwrap_or_default();
+        self.gone.iter().sum::<u64>() - least < self.lacked
+    }
 }
 
 /// A simulated cluster.
@@ -130,8 +197,8 @@ struct FakeCluster {
     kept: Vec<String>,
     /// The pods of all accepted evictions.
     evicted: Vec<String>,
-    /// The victims by preemptor and node.
-    rounds: BTreeMap<(String, String), Round>,
+    /// The victims by preemptor and node, then by GPU.
+    rounds: BTreeMap<(String, String), BTreeMap<String, Round>>,
     moved: Vec<String>,
     writes: usize,
     /// Every evicted pod is recreated, like a relocated pod.
@@ -162,14 +229,16 @@ impl FakeCluster {
         priority: i32,
         at: Option<(&str, Option<usize>)>,
     ) -> Self {
+        let gpu = at.and_then(|(node, gpu)| Some((format!("{node}-{}", gpu?), asks)));
         let life = FakePod {
             asks,
+            shape: Shape::One,
             cpu: 0,
             priority,
             owner: other(&format!("owner of {uid}")),
             node: at.map(|(node, _)| node.to_owned()),
             nominated: None,
-            gpu: at.and_then(|(node, gpu)| Some(format!("{node}-{}", gpu?))),
+            places: gpu.into_iter().collect(),
             first: None,
             cohort: None,
             ending: false,
@@ -184,6 +253,11 @@ impl FakeCluster {
         self
     }
 
+    fn shape(mut self, uid: &str, shape: Shape) -> Self {
+        self.pods.get_mut(uid).unwrap().shape = shape;
+        self
+    }
+
     fn cpu(mut self, uid: &str, processors: u64) -> Self {
         self.pods.get_mut(uid).unwrap().cpu = processors;
         self
@@ -192,6 +266,11 @@ impl FakeCluster {
     fn owned(mut self, uid: &str, owner: Owner) -> Self {
         self.pods.get_mut(uid).unwrap().owner = owner;
         self
+    }
+
+    /// What the pod still needs on this node, in shares.
+    fn shares(&self, node: &str, pod: &FakePod) -> Vec<u64> {
+        pod.shares(self.nodes[node].values().copied().collect())
     }
 
     fn free(&self, node: &str, gpu: &str) -> u64 {
@@ -228,11 +307,15 @@ impl FakeCluster {
                     _ => PriorityKind::Guaranteed,
                 },
                 request: Quanta::new(pod.asks),
-                containers: [("first", pod.asks - pod.rest()), ("main", pod.rest())]
-                    .into_iter()
-                    .filter(|(_, asks)| *asks > 0)
-                    .map(|(name, asks)| (name.to_owned(), Quanta::new(asks)))
-                    .collect(),
+                containers: match &pod.shape {
+                    Shape::Containers(sizes) => sizes.clone(),
+                    Shape::One | Shape::Spread(_) => vec![pod.asks - pod.rest(), pod.rest()],
+                }
+                .into_iter()
+                .zip(["first", "main", "last"])
+                .filter(|(asks, _)| *asks > 0)
+                .map(|(asks, name)| (name.to_owned(), Quanta::new(asks)))
+                .collect(),
                 priority: pod.priority,
                 preempts: pod.priority != BORROWED,
                 placement: match &pod.node {
@@ -243,8 +326,11 @@ impl FakeCluster {
                     },
                 },
                 terminating: pod.ending,
-                pending: pod.gpu.is_none(),
-                one_gpu: true,
+                pending: !pod.is_bound(),
+                min_gpus: match pod.shape {
+                    Shape::Spread(gpus) => gpus as u16,
+                    Shape::One | Shape::Containers(_) => 1,
+                },
                 owner: pod.owner.clone(),
                 constraints: Constraints {
                     selector: pod
@@ -303,7 +389,7 @@ impl FakeCluster {
                 }
             };
             let waits = |(_, pod): &(&String, &FakePod)| {
-                pod.node.as_ref() == Some(node) && pod.gpu.is_none() && !pod.ending
+                pod.node.as_ref() == Some(node) && !pod.is_bound() && !pod.ending
             };
             let facts = GpuFacts {
                 uid: node.clone(),
@@ -314,7 +400,11 @@ impl FakeCluster {
                     .filter(waits)
                     .map(|(uid, pod)| PendingContainer {
                         pod: uid.clone(),
-                        quanta: Quanta::new(pod.rest()),
+                        quanta: Quanta::new(match &pod.shape {
+                            // The first container waits, and the others come after it.
+                            Shape::Containers(sizes) => sizes[0],
+                            Shape::One | Shape::Spread(_) => pod.rest(),
+                        }),
                     })
                     .collect(),
                 reservations: self.reservations.get(node).cloned().unwrap_or_default(),
@@ -428,14 +518,13 @@ impl FakeCluster {
         pod.is_some_and(|pod| {
             let at = pod.node.as_ref().or(pod.nominated.as_ref());
             let here = at.is_none_or(|at| at == node);
-            here && pod.gpu.is_none() && !pod.ending
+            here && !pod.is_bound() && !pod.ending
         })
     }
 
     /// Evicts a pod for another. A pod that is terminating or gone is not evicted again.
     fn end(&mut self, uid: &str, waiter: &str, node: &str, gpu: &str) {
-        let free = self.free(node, gpu);
-        let needs = self.pods[waiter].rest();
+        let lacked = self.kept(gpu).saturating_sub(self.free(node, gpu));
         let priority = self.pods[waiter].priority;
         let Some(pod) = self.pods.get_mut(uid) else {
             return;
@@ -444,11 +533,10 @@ impl FakeCluster {
         assert!(pod.priority < priority, "{uid} went for {waiter}");
         if !std::mem::replace(&mut pod.ending, true) {
             let round = self.rounds.entry((waiter.to_owned(), node.to_owned()));
-            let round = round.or_default();
+            let round = round.or_default().entry(gpu.to_owned()).or_default();
             if round.gone.is_empty() {
-                round.lacked = needs.saturating_sub(free);
+                round.lacked = lacked;
             }
-            round.gpus.insert(gpu.to_owned());
             round.gone.push(pod.on(gpu));
         }
     }
@@ -465,7 +553,7 @@ impl FakeCluster {
                 let fresh = FakePod {
                     node: None,
                     nominated: None,
-                    gpu: None,
+                    places: Vec::new(),
                     first: None,
                     ending: false,
                     ..pod.clone()
@@ -521,16 +609,24 @@ impl FakeCluster {
         queue.sort_by_key(|uid| std::cmp::Reverse(self.pods[uid].priority));
         for uid in &queue {
             let pod = self.pods[uid].clone();
-            let Some(node) = pod.node.as_ref().filter(|_| pod.gpu.is_none()) else {
+            let Some(node) = pod.node.as_ref().filter(|_| !pod.is_bound()) else {
                 continue;
             };
+            let gpus: Vec<&String> = self.nodes[node].keys().collect();
             let room = |gpu: &&String| {
                 let held = self.held.get(*gpu);
                 let kept = held.filter(|held| held.waiter != *uid);
-                self.free(node, gpu) >= pod.rest() + kept.map_or(0, |_| self.kept(gpu))
+                let kept = kept.map_or(0, |_| self.kept(gpu));
+                self.free(node, gpu).saturating_sub(kept)
             };
-            let gpu = self.nodes[node].keys().find(room).cloned();
-            self.pods.get_mut(uid).unwrap().gpu = gpu;
+            let free: Vec<u64> = gpus.iter().map(room).collect();
+            let places = pod
+                .fit(&self.shares(node, &pod), free)
+                .into_iter()
+                .flatten();
+            let places = places.map(|(gpu, share)| (gpus[gpu].clone(), share));
+            let places = places.collect();
+            self.pods.get_mut(uid).unwrap().places = places;
         }
     }
 
@@ -601,7 +697,7 @@ impl FakeCluster {
     }
 
     fn bound(&self, uid: &str) -> bool {
-        self.pods.get(uid).is_some_and(|pod| pod.gpu.is_some())
+        self.pods.get(uid).is_some_and(FakePod::is_bound)
     }
 }
 

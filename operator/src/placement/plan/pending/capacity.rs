@@ -4,56 +4,59 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::{JobAssumption, PendingPod, Planner};
+use super::shares::Shares;
+use super::{JobAssumption, PendingPod, Planner, by_waiter};
 use crate::cluster::Key;
 use crate::placement::plan::victims::Candidate;
 use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
 
 impl<'a> Planner<'a> {
-    /// Whether the node has room now: on one GPU, in its allocatable quanta and in all other
-    /// resources.
+    /// Whether the node has room for the whole pod now: on its GPUs, in its allocatable quanta and
+    /// in all other resources.
     pub(super) fn has_room(&self, node: &str, pending: &PendingPod<'_>) -> bool {
         let pod = pending.pod;
         let planned = self.relocations.iter().filter(|(_, to, _)| *to == node);
         let planned: Quanta = planned.map(|(.., victims)| *victims).sum();
         let promised = self.history.assumed_room(node).plus(planned);
-        let gpus = self.snapshot.gpu_nodes.get(node);
-        let largest = gpus.and_then(|gpus| gpus.gpus.iter().map(|gpu| gpu.largest_free).max());
-        largest.unwrap_or_default().minus(promised) >= pod.request
-            && self.snapshot.unrequested(node).minus(promised) >= pod.request
+        self.snapshot.gpu_nodes.get(node).is_some_and(|gpus| {
+            let free = |gpu: usize| gpus.gpus[gpu].largest_free.minus(promised);
+            let best_fit = |gpu, _, with| (free(gpu) >= with).then(|| free(gpu).minus(with));
+            let shares = Shares::of_pod(pod, gpus);
+            shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
+        }) && self.snapshot.unrequested(node).minus(promised) >= pod.request
             && self.snapshot.fits(node, pending.key, &[])
     }
 
-    /// Whether the node's quanta suffice for the pod once its victims are gone.
+    /// Whether the node's quanta suffice for the pod of these reservations once its victims are gone.
     ///
     /// Room for the reservations in `taken` and for other nominated pods is deducted. The scheduler
     /// does the same, so that pods nominated to one node may block each other.
     pub(super) fn quanta_fit(
         &mut self,
         node: &str,
-        reservation: &Reservation,
+        reservations: &[Reservation],
         taken: &[Reservation],
     ) -> bool {
-        let waiter = self.snapshot.pod(&reservation.waiter);
+        let waiter = reservations.first();
+        let waiter = waiter.and_then(|reservation| self.snapshot.pod(&reservation.waiter));
         let Some(waiter) = waiter.filter(|pod| pod.node().is_none()) else {
             return true;
         };
         // A victim with memory on several GPUs frees the node's quanta once.
         let mut counted = BTreeSet::new();
         let mut deducted = Quanta::ZERO;
-        for reservation in taken {
-            deducted = deducted.plus(self.net_request(node, reservation, &mut counted));
+        for of_waiter in by_waiter(taken) {
+            deducted = deducted.plus(self.net_request(node, &of_waiter, &mut counted));
         }
-        let needs = self.net_request(node, reservation, &mut counted);
+        let needs = self.net_request(node, reservations, &mut counted);
         if needs == Quanta::ZERO {
             return true;
         }
         let is_ours = |uid: &String| {
-            taken
-                .iter()
-                .chain([reservation])
-                .any(|reservation| reservation.waiter == *uid)
+            let ours = taken.iter().chain(reservations);
+            ours.map(|reservation| &reservation.waiter)
+                .any(|waiter| waiter == uid)
         };
         let nominated = self.nominated.get(node).into_iter().flatten();
         let others = nominated.filter(|pod| pod.priority >= waiter.priority && !is_ours(&pod.uid));
@@ -62,16 +65,14 @@ impl<'a> Planner<'a> {
         let written = gpus.map(|gpus| gpus.reservations.as_slice());
         let written = written.unwrap_or_default();
         for pod in others {
-            deducted = deducted.plus(
-                match written
-                    .iter()
-                    .find(|reservation| reservation.waiter == pod.uid)
-                {
-                    // Victims make room for this pod too, in a later step.
-                    Some(later) => self.net_request(node, later, &mut counted),
-                    None => pod.request,
-                },
-            );
+            let later = written.iter();
+            let later = later.filter(|reservation| reservation.waiter == pod.uid);
+            let later: Vec<Reservation> = later.cloned().collect();
+            deducted = deducted.plus(match later.is_empty() {
+                true => pod.request,
+                // Victims make room for this pod too, in a later step.
+                false => self.net_request(node, &later, &mut counted),
+            });
         }
         let terminating = self.terminating.get(node).copied().unwrap_or_default();
         self.snapshot.unrequested(node).plus(terminating) >= needs.plus(deducted)
@@ -103,27 +104,29 @@ impl<'a> Planner<'a> {
         self.snapshot.fits(node, key, &others)
     }
 
-    /// The quanta that a pod needs beyond what its victims free. Victims in `counted` are not
-    /// counted again. A pod on the node needs none.
+    /// The quanta that the pod of these reservations needs beyond what its victims free. Victims in
+    /// `counted` are not counted again. A pod on the node needs none.
     pub(super) fn net_request(
         &mut self,
         node: &str,
-        reservation: &Reservation,
+        reservations: &[Reservation],
         counted: &mut BTreeSet<&'a str>,
     ) -> Quanta {
-        let Some(pod) = self
-            .snapshot
-            .pod(&reservation.waiter)
-            .filter(|pod| pod.node().is_none())
-        else {
+        let waiter = reservations.first();
+        let waiter = waiter.and_then(|reservation| self.snapshot.pod(&reservation.waiter));
+        let Some(pod) = waiter.filter(|pod| pod.node().is_none()) else {
             return Quanta::ZERO;
         };
-        let pending = self.pending.get(reservation.waiter.as_str()).copied();
-        let gpu = self.snapshot.gpu(node, &reservation.gpu);
-        let victims = pending.zip(gpu).and_then(|(pending, gpu)| {
-            self.victims_on(node, gpu, &pending, JobAssumption::IgnoresDisruption)
+        let pending = self.pending.get(pod.uid.as_str()).copied();
+        let victims = pending.and_then(|pending| {
+            self.reserved_victims(
+                node,
+                &pending,
+                reservations,
+                JobAssumption::IgnoresDisruption,
+            )
         });
-        let victims = victims.unwrap_or_default().into_iter();
+        let victims = victims.into_iter().flatten().flatten();
         let new_victims = victims.filter(|one| counted.insert(one.uid));
         let of = |one: Candidate<'_>| self.snapshot.pod(one.uid).map(|pod| pod.request);
         pod.request.minus(new_victims.filter_map(of).sum())

@@ -1,9 +1,10 @@
-//! Plans for pending pods: relocation to another node, or a reservation and preemption.
+//! Plans for pending pods: relocation to another node, or reservations and preemption.
 
 mod capacity;
 mod preempt;
 mod relocate;
 mod reservations;
+mod shares;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,10 +15,11 @@ use bursar_crds::gpu_node::Reservation;
 use super::{PlacementOptions, PodRef, Step, gpu_node_ref};
 use crate::cluster::Key;
 use crate::placement::history::{History, Uptime};
-use crate::placement::node::Gpu;
+use crate::placement::node::{Gpu, GpuFacts};
 use crate::placement::pod::{Owner, Placement, PodFacts};
 use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
+use shares::Shares;
 
 /// How long a pod waits on its node before it preempts. Pods that are terminating anyway may
 /// suffice.
@@ -40,14 +42,27 @@ enum JobAssumption {
 
 type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 
-/// A pod that needs room on one GPU.
+/// A pod that needs room on GPUs.
 #[derive(Clone, Copy)]
 struct PendingPod<'a> {
     key: &'a Key,
     pod: &'a PodFacts,
+    /// What the container waits for that waited longest; the whole request of an unscheduled pod.
     quanta: Quanta,
     /// The pod's node, if it is bound.
     node: Option<&'a str>,
+}
+
+impl PendingPod<'_> {
+    /// What the pod still needs on the GPUs of a node.
+    fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
+        let uid = &self.pod.uid;
+        // The agent places all containers of a pod together, the first time that one starts.
+        match gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(uid)) {
+            true => Shares::of_container(self.quanta, self.pod.min_gpus, gpus),
+            false => Shares::of_pod(self.pod, gpus),
+        }
+    }
 }
 
 /// Plans the steps for all pending pods.
@@ -140,21 +155,21 @@ impl<'a> Planner<'a> {
                         room: pending.pod.request,
                     });
                 }
-            } else if let Some((node, reservation)) = self.find_reservation(&pending, &reserved) {
+            } else if let Some((node, reservations)) = self.find_reservations(&pending, &reserved) {
                 helped += 1;
-                reserved.entry(node).or_default().push(reservation);
+                reserved.entry(node).or_default().extend(reservations);
             }
         }
         steps.extend(self.reservation_writes(&reserved));
-        for (node, reservation) in &reserved {
-            for reservation in reservation {
-                steps.extend(self.preempt(node, reservation));
+        for (node, reservations) in &reserved {
+            for of_waiter in by_waiter(reservations) {
+                steps.extend(self.preempt(node, &of_waiter));
             }
         }
         steps
     }
 
-    /// The pods that need room on one GPU, by UID.
+    /// The pods that need room on GPUs, by UID.
     fn pending_pods(&self) -> BTreeMap<&'a str, PendingPod<'a>> {
         let snapshot = self.snapshot;
         let on_nodes = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
@@ -169,10 +184,7 @@ impl<'a> Planner<'a> {
             })
         });
         let unplaced = snapshot.pods.values().filter_map(|(key, pod)| {
-            // A pod with several containers shows its need on one GPU only when they start.
-            let [(_, quanta)] = pod.containers.as_slice() else {
-                return None;
-            };
+            let containers: Quanta = pod.containers.iter().map(|(_, quanta)| *quanta).sum();
             let refused = matches!(
                 pod.placement,
                 Placement::Unscheduled {
@@ -180,17 +192,16 @@ impl<'a> Planner<'a> {
                     ..
                 }
             );
-            (refused && *quanta == pod.request).then_some(PendingPod {
+            // An init container may need more than the containers after it.
+            (refused && containers == pod.request).then_some(PendingPod {
                 key,
                 pod,
-                quanta: *quanta,
+                quanta: pod.request,
                 node: None,
             })
         });
         let waits = |pending: &PendingPod<'_>| {
-            !self.is_ending(&pending.pod.uid, pending.pod)
-                && pending.pod.pending
-                && pending.pod.one_gpu
+            !self.is_ending(&pending.pod.uid, pending.pod) && pending.pod.pending
         };
         let mut pending_pods = BTreeMap::new();
         for pending in on_nodes.chain(unplaced).filter(waits) {
@@ -263,15 +274,38 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The reservation of a GPU for a pod. It includes what the pod already has there, as the agent
-/// counts.
-fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu) -> Option<Reservation> {
-    let has = gpu.pods.get(&pending.pod.uid).copied().unwrap_or_default();
+/// The reservation of a GPU for a pod that needs an amount there. It includes what the pod already
+/// has there, as the agent counts.
+fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu, quanta: Quanta) -> Option<Reservation> {
     Some(Reservation {
         gpu: gpu.uuid.clone(),
         waiter: pending.pod.uid.clone(),
-        quanta: i32::try_from(pending.quanta.plus(has).count()).ok()?,
+        quanta: i32::try_from(quanta.plus(held_on(gpu, &pending.pod.uid)).count()).ok()?,
     })
+}
+
+/// What the pod of a reservation still lacks on the GPU.
+fn lacking(reservation: &Reservation, gpu: &Gpu) -> Quanta {
+    let reserved = Quanta::new(reservation.quanta.unsigned_abs().into());
+    reserved.minus(held_on(gpu, &reservation.waiter))
+}
+
+/// What a pod has on a GPU.
+fn held_on(gpu: &Gpu, pod: &str) -> Quanta {
+    gpu.pods.get(pod).copied().unwrap_or_default()
+}
+
+/// The reservations of each pod, in the order of their first ones.
+fn by_waiter<'r>(reservations: impl IntoIterator<Item = &'r Reservation>) -> Vec<Vec<Reservation>> {
+    let mut groups: Vec<Vec<Reservation>> = Vec::new();
+    for reservation in reservations {
+        let is_same = |group: &&mut Vec<Reservation>| group[0].waiter == reservation.waiter;
+        match groups.iter_mut().find(is_same) {
+            Some(group) => group.push(reservation.clone()),
+            None => groups.push(vec![reservation.clone()]),
+        }
+    }
+    groups
 }
 
 fn pod_ref(key: &Key, facts: &PodFacts) -> PodRef {

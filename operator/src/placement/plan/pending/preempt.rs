@@ -1,9 +1,11 @@
-//! Finds a GPU to reserve for a pod, and the pods of lower priority that make room there.
+//! Finds GPUs to reserve for a pod, and the pods of lower priority that make room there.
 
 use bursar_crds::gpu_node::Reservation;
 
+use super::shares::Shares;
 use super::{
-    JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, pod_ref, reservation_for,
+    JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, lacking, pod_ref,
+    reservation_for,
 };
 use crate::cluster::pod_request::PriorityKind;
 use crate::placement::filters::passes_filters;
@@ -13,14 +15,18 @@ use crate::placement::plan::{Step, Victim};
 use crate::placement::pod::{Owner, Placement};
 use crate::quanta::Quanta;
 
+/// Ranks reservations for a pod, the best first: by how many failed before, by the number of victims,
+/// their highest priority and their memory, and then by node and GPU.
+type ReservationRank<'a> = (u32, usize, Option<i32>, Quanta, &'a str, Option<&'a str>);
+
 impl<'a> Planner<'a> {
-    /// The GPU to reserve for a pod: with the fewest failed reservations, then with the fewest
-    /// victims.
-    pub(super) fn find_reservation(
+    /// The GPUs to reserve for a pod, on one node: with the fewest failed reservations, then with the
+    /// fewest victims.
+    pub(super) fn find_reservations(
         &mut self,
         pending: &PendingPod<'a>,
         reserved: &ReservationsByNode,
-    ) -> Option<(String, Reservation)> {
+    ) -> Option<(String, Vec<Reservation>)> {
         if !pending.pod.preempts || self.history.in_backoff(&pending.pod.uid, self.now) {
             return None;
         }
@@ -31,7 +37,9 @@ impl<'a> Planner<'a> {
         let kind = |pending: &PendingPod<'a>| {
             let PendingPod { key, pod, .. } = *pending;
             let rest = self.snapshot.requests_of(key).map(|load| &load.milli);
-            (pod.priority, pod.request, &pod.constraints, rest)
+            let containers = pod.containers.iter().map(|(_, quanta)| *quanta);
+            let shape = (pod.min_gpus, containers.collect::<Vec<_>>());
+            (pod.priority, pod.request, shape, &pod.constraints, rest)
         };
         let mut hopeless = self.unsatisfiable.iter();
         if pending.node.is_none() && hopeless.any(|other| kind(other) == kind(pending)) {
@@ -39,53 +47,74 @@ impl<'a> Planner<'a> {
         }
         let mut choices = Vec::new();
         for node in nodes {
-            let Some(gpus) = self.snapshot.gpu_nodes.get(node) else {
-                continue;
-            };
             let taken = reserved.get(node).map(Vec::as_slice).unwrap_or_default();
-            if !self.other_resources_fit(node, &pending.pod.uid, taken) {
-                continue;
-            }
-            for gpu in &gpus.gpus {
-                if gpu.reserved_for.is_some()
-                    || taken.iter().any(|reservation| reservation.gpu == gpu.uuid)
-                {
-                    continue;
-                }
-                let Some(selected) =
-                    self.victims_on(node, gpu, pending, JobAssumption::FailsOnDisruption)
-                else {
-                    continue;
-                };
-                if selected.is_empty() && pending.node.is_some() {
-                    // The memory of terminating pods suffices.
-                    return None;
-                }
-                let reservation = reservation_for(pending, gpu)?;
-                if !self.quanta_fit(node, &reservation, taken) {
-                    continue;
-                }
-                let highest = selected.iter().map(|one| one.priority).max();
-                let freed: Quanta = selected.iter().map(|one| one.quanta).sum();
-                let in_vain = self
-                    .history
-                    .failed_reservations(&pending.pod.uid, &gpu.uuid);
-                let rank = (
-                    in_vain,
-                    selected.len(),
-                    highest,
-                    freed,
-                    node,
-                    gpu.uuid.as_str(),
-                );
-                choices.push((rank, reservation));
-            }
+            choices.extend(self.reservation_choices(node, pending, taken));
         }
         if pending.node.is_none() && choices.is_empty() {
             self.unsatisfiable.push(*pending);
         }
-        let best = choices.into_iter().min_by_key(|(rank, _)| *rank);
-        best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))
+        let best = choices.into_iter().min_by(|(a, ..), (b, ..)| a.cmp(b));
+        best.map(|(_, node, reservations)| (node.to_owned(), reservations))
+    }
+
+    /// The reservations on a node that would let victims make room for a pod, with their ranks. None
+    /// where the memory of terminating pods suffices for a pod on the node.
+    fn reservation_choices(
+        &mut self,
+        node: &'a str,
+        pending: &PendingPod<'a>,
+        taken: &[Reservation],
+    ) -> Vec<(ReservationRank<'a>, &'a str, Vec<Reservation>)> {
+        let snapshot = self.snapshot;
+        let gpus = snapshot.gpu_nodes.get(node);
+        let gpus = gpus.filter(|_| self.other_resources_fit(node, &pending.pod.uid, taken));
+        let Some((gpus, shares)) = gpus.and_then(|gpus| Some((gpus, pending.shares(gpus)?))) else {
+            return Vec::new();
+        };
+        let is_taken = |gpu: &Gpu| {
+            let mut taken = taken.iter();
+            gpu.reserved_for.is_some() || taken.any(|reservation| reservation.gpu == gpu.uuid)
+        };
+        let open: Vec<&Gpu> = gpus.gpus.iter().filter(|gpu| !is_taken(gpu)).collect();
+        let sets: Vec<Vec<(&Gpu, Quanta)>> = match shares.quanta.as_slice() {
+            [share] => open.iter().map(|gpu| vec![(*gpu, *share)]).collect(),
+            // For several shares a node has one choice.
+            _ => Vec::from_iter(self.choose_gpus(node, &open, pending, &shares)),
+        };
+        let mut choices = Vec::new();
+        for set in sets {
+            let reservations: Option<Vec<Reservation>> = set
+                .iter()
+                .map(|(gpu, quanta)| reservation_for(pending, gpu, *quanta))
+                .collect();
+            let assumption = JobAssumption::FailsOnDisruption;
+            let selected = reservations.and_then(|reservations| {
+                let victims = self.reserved_victims(node, pending, &reservations, assumption)?;
+                Some((reservations, victims.concat()))
+            });
+            let Some((reservations, victims)) = selected else {
+                continue;
+            };
+            if victims.is_empty() && pending.node.is_some() {
+                return Vec::new();
+            }
+            if self.quanta_fit(node, &reservations, taken) {
+                let uid = &pending.pod.uid;
+                let failed = set
+                    .iter()
+                    .map(|(gpu, _)| self.history.failed_reservations(uid, &gpu.uuid));
+                let rank = (
+                    failed.sum(),
+                    victims.len(),
+                    victims.iter().map(|one| one.priority).max(),
+                    victims.iter().map(|one| one.quanta).sum(),
+                    node,
+                    set.first().map(|(gpu, _)| gpu.uuid.as_str()),
+                );
+                choices.push((rank, node, reservations));
+            }
+        }
+        choices
     }
 
     /// The nodes that an unscheduled pod may use. `None` when the scheduler will place the pod: it
@@ -105,26 +134,88 @@ impl<'a> Planner<'a> {
         (!some).then_some(allowed)
     }
 
-    /// The victims on a GPU for a pod, beside terminating pods. `None` when no victims would
-    /// suffice.
+    /// Chooses GPUs for a pod's shares, and what the pod needs on each. Each share goes where the
+    /// fewest victims are evicted for it. `None` when no victims would suffice.
+    fn choose_gpus<'g>(
+        &mut self,
+        node: &str,
+        gpus: &[&'g Gpu],
+        pending: &PendingPod<'a>,
+        shares: &Shares,
+    ) -> Option<Vec<(&'g Gpu, Quanta)>> {
+        let rank = |index: usize, before: Quanta, with: Quanta| {
+            let gpu = *gpus.get(index)?;
+            let mut victims = |quanta| {
+                let assumption = JobAssumption::FailsOnDisruption;
+                self.victims_on(node, gpu, quanta, pending, assumption, &[])
+            };
+            let earlier = match before {
+                Quanta::ZERO => 0,
+                _ => victims(before)?.len(),
+            };
+            let victims = victims(with)?;
+            let freed: Quanta = victims.iter().map(|one| one.quanta).sum();
+            let highest = victims.iter().map(|one| one.priority).max();
+            let in_vain = self
+                .history
+                .failed_reservations(&pending.pod.uid, &gpu.uuid);
+            let more = victims.len().saturating_sub(earlier);
+            Some((in_vain, more, highest, freed, gpu.uuid.as_str()))
+        };
+        let chosen = shares.assign(gpus.len(), rank)?.into_iter();
+        Some(
+            chosen
+                .map(|(index, quanta)| (gpus[index], quanta))
+                .collect(),
+        )
+    }
+
+    /// The victims on each GPU of a pod's reservations. `None` when some GPU is gone, or no victims
+    /// would suffice there.
+    pub(super) fn reserved_victims(
+        &mut self,
+        node: &str,
+        pending: &PendingPod<'a>,
+        reservations: &[Reservation],
+        assumption: JobAssumption,
+    ) -> Option<Vec<Vec<Candidate<'a>>>> {
+        let (mut all, mut earlier) = (Vec::new(), Vec::new());
+        for reservation in reservations {
+            let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
+            let quanta = lacking(reservation, gpu);
+            let victims = self.victims_on(node, gpu, quanta, pending, assumption, &earlier)?;
+            earlier.extend(victims.iter().map(|one| one.uid));
+            all.push(victims);
+        }
+        Some(all)
+    }
+
+    /// The victims on a GPU for a pod that needs `quanta` there, beside terminating pods and the
+    /// victims that are chosen already. `None` when no victims would suffice.
     pub(super) fn victims_on(
         &mut self,
         node: &str,
         gpu: &Gpu,
+        quanta: Quanta,
         pending: &PendingPod<'a>,
         assumption: JobAssumption,
+        chosen: &[&str],
     ) -> Option<Vec<Candidate<'a>>> {
-        if gpu.capacity < pending.quanta {
+        if gpu.capacity < quanta {
             return None;
         }
         let (mut coming, mut candidates) = (self.history.recently_freed(node, gpu), Vec::new());
-        for (uid, quanta) in &gpu.pods {
+        for (uid, held) in &gpu.pods {
+            if chosen.contains(&uid.as_str()) {
+                coming = coming.plus(*held);
+                continue;
+            }
             // An ended pod holds its memory until the agent notices the end.
             let known = self.snapshot.pods.get_key_value(uid.as_str());
             let live = known.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
             let Some((uid, (key, pod))) = live else {
                 if !self.history.termination_overdue(uid, self.now) {
-                    coming = coming.plus(*quanta);
+                    coming = coming.plus(*held);
                 }
                 continue;
             };
@@ -137,38 +228,56 @@ impl<'a> Planner<'a> {
                 candidates.push(Candidate {
                     uid,
                     priority: pod.priority,
-                    quanta: *quanta,
+                    quanta: *held,
                 });
             }
         }
-        minimal_victims(&candidates, pending.quanta.minus(gpu.free).minus(coming))
+        minimal_victims(&candidates, quanta.minus(gpu.free).minus(coming))
     }
 
-    /// The step that evicts the victims on a GPU that the agent keeps for the pod.
-    pub(super) fn preempt(&mut self, node: &str, reservation: &Reservation) -> Option<Step> {
-        let pending = *self.pending.get(reservation.waiter.as_str())?;
-        let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
-        if gpu.reserved_for.as_ref() != Some(&reservation.waiter) {
-            return None;
-        }
-        let nominate = match &pending.pod.placement {
+    /// The steps that evict the victims on the GPUs of a pod's reservations, a step for each GPU,
+    /// once the agent keeps all of them for the pod.
+    pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Vec<Step> {
+        let is_kept = |reservation: &Reservation| {
+            let gpu = self.snapshot.gpu(node, &reservation.gpu);
+            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
+        };
+        let waiter = reservations
+            .first()
+            .filter(|_| reservations.iter().all(is_kept));
+        let pending = waiter.and_then(|first| self.pending.get(first.waiter.as_str()));
+        let Some(pending) = pending.copied() else {
+            return Vec::new();
+        };
+        let mut nominate = match &pending.pod.placement {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
             Placement::Node(_) => false,
         };
-        let selected = self.victims_on(node, gpu, &pending, JobAssumption::FailsOnDisruption)?;
-        let victims: Vec<Victim> = selected
-            .iter()
-            .filter(|one| self.history.may_evict(one.uid, self.now))
-            .filter_map(|one| self.victim(one))
-            .take(MAX_STEPS)
-            .collect();
-        (nominate || !victims.is_empty()).then(|| Step::Preempt {
-            waiter: pod_ref(pending.key, pending.pod),
-            node: node.to_owned(),
-            gpu: reservation.gpu.clone(),
-            nominate,
-            victims,
-        })
+        let assumption = JobAssumption::FailsOnDisruption;
+        let Some(selected) = self.reserved_victims(node, &pending, reservations, assumption) else {
+            return Vec::new();
+        };
+        let mut steps = Vec::new();
+        for (reservation, selected) in reservations.iter().zip(selected) {
+            let victims: Vec<Victim> = selected
+                .iter()
+                .filter(|one| self.history.may_evict(one.uid, self.now))
+                .filter_map(|one| self.victim(one))
+                .take(MAX_STEPS)
+                .collect();
+            // The first step nominates the node.
+            let nominates = std::mem::take(&mut nominate);
+            if nominates || !victims.is_empty() {
+                steps.push(Step::Preempt {
+                    waiter: pod_ref(pending.key, pending.pod),
+                    node: node.to_owned(),
+                    gpu: reservation.gpu.clone(),
+                    nominate: nominates,
+                    victims,
+                });
+            }
+        }
+        steps
     }
 
     pub(super) fn victim(&self, one: &Candidate<'_>) -> Option<Victim> {

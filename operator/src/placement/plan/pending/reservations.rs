@@ -4,27 +4,29 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::{JobAssumption, Planner, ReservationsByNode, reservation_for};
+use super::{JobAssumption, Planner, ReservationsByNode, by_waiter, lacking, reservation_for};
 use crate::nodes::ssa_diff::needs_apply;
 use crate::placement::plan::{Step, gpu_node_ref};
 use crate::placement::pod::Placement;
+use crate::quanta::Quanta;
 
 impl<'a> Planner<'a> {
-    /// The reservations that are still useful, one for each pod, so that no pod has victims on two
-    /// nodes.
+    /// The reservations that are still useful, for each pod on one node, so that no pod has victims
+    /// on two nodes.
     pub(super) fn useful_reservations(&mut self) -> ReservationsByNode {
-        let mut reservation = Vec::new();
+        let mut useful = Vec::new();
         for (node, gpus) in &self.snapshot.gpu_nodes {
             // A watch may deliver the last write late.
-            let written = self.history.reservations.get(*node).into_iter().flatten();
-            let late = written.filter(|reservation| !gpus.reservations.contains(reservation));
-            let watched = gpus
-                .reservations
-                .iter()
-                .map(|reservation| (false, reservation));
-            for (late, one) in watched.chain(late.map(|reservation| (true, reservation))) {
-                if self.is_useful(node, one) {
-                    reservation.push((late, *node, one));
+            let written = by_waiter(self.history.reservations.get(*node).into_iter().flatten());
+            let late = written.into_iter().filter(|of_waiter| {
+                let mut of_waiter = of_waiter.iter();
+                of_waiter.any(|reservation| !gpus.reservations.contains(reservation))
+            });
+            let watched = by_waiter(&gpus.reservations).into_iter();
+            let all = watched.map(|of_waiter| (false, of_waiter));
+            for (late, of_waiter) in all.chain(late.map(|of_waiter| (true, of_waiter))) {
+                if let Some(renewed) = self.renewed(node, &of_waiter) {
+                    useful.push((late, *node, renewed));
                 }
             }
         }
@@ -36,45 +38,44 @@ impl<'a> Planner<'a> {
             Some(Placement::Unscheduled { nominated, .. }) => nominated.as_deref() == Some(node),
             Some(Placement::Node(_)) | None => false,
         };
-        reservation.sort_by_key(|(late, node, reservation)| {
-            let gpu = snapshot.gpu(node, &reservation.gpu);
-            let answered =
-                gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter));
-            (!is_nominated(&reservation.waiter, node), !answered, *late)
+        useful.sort_by_key(|(late, node, reservations)| {
+            let is_answered = |reservation: &Reservation| {
+                let gpu = snapshot.gpu(node, &reservation.gpu);
+                gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
+            };
+            let nominated = is_nominated(&reservations[0].waiter, node);
+            (!nominated, !reservations.iter().all(is_answered), *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
-        let mut useful = ReservationsByNode::new();
-        for (_, node, reservation) in reservation {
-            let taken = useful.entry(node.to_owned()).or_default();
-            if !gpus.contains(&(node, &reservation.gpu))
-                && !waiters.contains(&reservation.waiter)
-                && self.quanta_fit(node, reservation, taken)
+        let mut kept = ReservationsByNode::new();
+        for (_, node, reservations) in useful {
+            let taken = kept.entry(node.to_owned()).or_default();
+            let waiter = reservations[0].waiter.clone();
+            let is_taken =
+                |reservation: &Reservation| gpus.contains(&(node, reservation.gpu.clone()));
+            if !reservations.iter().any(is_taken)
+                && !waiters.contains(&waiter)
+                && self.quanta_fit(node, &reservations, taken)
                 // The nomination followed this check. Pods that come now make room for themselves.
-                && (is_nominated(&reservation.waiter, node)
-                    || self.other_resources_fit(node, &reservation.waiter, taken))
+                && (is_nominated(&waiter, node) || self.other_resources_fit(node, &waiter, taken))
             {
-                gpus.insert((node, &reservation.gpu));
-                waiters.insert(&reservation.waiter);
-                // Another container of the pod may have got memory there since.
-                let updated = self
-                    .pending
-                    .get(reservation.waiter.as_str())
-                    .zip(self.snapshot.gpu(node, &reservation.gpu));
-                let updated = updated.and_then(|(pending, gpu)| reservation_for(pending, gpu));
-                taken.push(updated.unwrap_or_else(|| reservation.clone()));
+                let of_waiter = reservations.iter();
+                gpus.extend(of_waiter.map(|reservation| (node, reservation.gpu.clone())));
+                waiters.insert(waiter);
+                taken.extend(reservations);
             }
         }
-        useful
+        kept
     }
 
-    /// Whether the pod still waits for this GPU and permitted victims would suffice.
-    pub(super) fn is_useful(&mut self, node: &str, reservation: &Reservation) -> bool {
-        let (Some(pod), Some(gpu)) = (
-            self.snapshot.pod(&reservation.waiter),
-            self.snapshot.gpu(node, &reservation.gpu),
-        ) else {
-            return false;
-        };
+    /// A pod's reservations on a node, with what the pod has there now. `None` unless the pod still
+    /// waits for all of these GPUs and permitted victims would suffice.
+    fn renewed(&mut self, node: &str, reservations: &[Reservation]) -> Option<Vec<Reservation>> {
+        let waiter = &reservations.first()?.waiter;
+        let (pod, gpus) = (
+            self.snapshot.pod(waiter)?,
+            self.snapshot.gpu_nodes.get(node)?,
+        );
         let elsewhere = match &pod.placement {
             Placement::Node(at) => at != node,
             // Another operator or the scheduler has chosen another node.
@@ -82,18 +83,41 @@ impl<'a> Planner<'a> {
                 nominated.as_ref().is_some_and(|at| at != node)
             }
         };
-        let in_backoff = self.history.in_backoff(&reservation.waiter, self.now);
+        let in_backoff = self.history.in_backoff(waiter, self.now);
         if pod.terminating || !pod.pending || elsewhere || in_backoff {
-            return false;
+            return None;
         }
-        match self.pending.get(reservation.waiter.as_str()).copied() {
-            Some(pending) => self
-                .victims_on(node, gpu, &pending, JobAssumption::IgnoresDisruption)
-                .is_some(),
+        let Some(pending) = self.pending.get(waiter.as_str()).copied() else {
             // The pod is bound, or it is scheduled and not started, or between two scheduling
             // attempts.
-            None => !gpu.pods.contains_key(&reservation.waiter),
-        }
+            let has_none = |reservation: &Reservation| {
+                let gpu = self.snapshot.gpu(node, &reservation.gpu);
+                gpu.is_some_and(|gpu| !gpu.pods.contains_key(waiter))
+            };
+            return reservations
+                .iter()
+                .all(has_none)
+                .then(|| reservations.to_vec());
+        };
+        let shares = pending.shares(gpus)?;
+        let renewed = match (shares.quanta.as_slice(), reservations) {
+            ([share], [reservation]) => {
+                // Another container of the pod may have got memory there since.
+                let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
+                vec![reservation_for(&pending, gpu, *share)?]
+            }
+            _ => {
+                let lacks = |reservation: &Reservation| {
+                    let gpu = self.snapshot.gpu(node, &reservation.gpu);
+                    gpu.map(|gpu| lacking(reservation, gpu))
+                };
+                let lacks: Option<Vec<Quanta>> = reservations.iter().map(lacks).collect();
+                shares.fill(lacks?).then(|| reservations.to_vec())?
+            }
+        };
+        let assumption = JobAssumption::IgnoresDisruption;
+        let victims = self.reserved_victims(node, &pending, &renewed, assumption);
+        victims.map(|_| renewed)
     }
 
     /// The writes of the reservations that differ.

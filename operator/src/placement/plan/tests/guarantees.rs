@@ -411,14 +411,13 @@ impl Teams {
                 || one_node_covered(team(uid) % self.cohorts)
                 || asked + pod.asks <= all)
                 && gpus.any(|(gpu, capacity)| {
-                    let stay = stay().filter(|other| other.gpu.as_ref() == Some(gpu));
-                    stay.map(|other| other.asks).sum::<u64>() + pod.asks <= *capacity
+                    stay().map(|other| other.on(gpu)).sum::<u64>() + pod.asks <= *capacity
                 })
         };
         let waits = cluster
             .pods
             .iter()
-            .filter(|(_, pod)| owns(pod) && pod.gpu.is_none());
+            .filter(|(_, pod)| owns(pod) && !pod.is_bound());
         let left = waits.filter(|(uid, pod)| match &pod.node {
             Some(node) => fits(uid, pod, node),
             None => {
@@ -448,13 +447,13 @@ fn cohorts_get_their_guarantees() {
         // waiter lacks. A waiter of higher priority may intervene.
         let live = &teams.live;
         prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
-        for ((waiter, _), round) in &live.rounds {
+        for ((waiter, node), round) in &live.rounds {
             if !teams.all_matter_alike(&pods, team(waiter) % cohorts) {
                 continue;
             }
-            prop_assert_eq!(round.gpus.len(), 1, "{}: {:?}", waiter, round);
-            let (all, least) = (round.gone.iter().sum::<u64>(), round.gone.iter().min().copied());
-            prop_assert!(all - least.unwrap_or_default() < round.lacked, "{}: {:?}", waiter, round);
+            let most = live.pods.get(waiter).map_or(1, |pod| live.shares(node, pod).len());
+            prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
+            prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", waiter, round);
             prop_assert!(live.bound(waiter) || teams.repaired.contains(waiter), "{} waits: {:?}", waiter, live);
         }
         for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {

@@ -63,10 +63,10 @@ fn labels_show_free_reclaimable_and_total_of_one_gpu() {
     // A small change is written after it has lasted, a large one at once.
     cluster = cluster.pod("g2", 16, GUARANTEED, None);
     cluster.pods.remove("g2");
-    cluster.pods.get_mut("g").unwrap().asks = 5;
+    cluster = cluster.pod("g", 5, GUARANTEED, Some(("a", Some(0))));
     cluster.run(&mut history, 2, 1);
     assert_eq!(label(&cluster, "free"), "11", "another bucket");
-    cluster.pods.get_mut("g").unwrap().asks = 6;
+    cluster = cluster.pod("g", 6, GUARANTEED, Some(("a", Some(0))));
     cluster.run(&mut history, 3, 5);
     assert_eq!(label(&cluster, "free"), "11", "the same bucket");
     cluster.run(&mut history, 8, 10);

@@ -523,3 +523,80 @@ fn large_cluster_is_planned_within_the_interval() {
     assert_eq!(reserved.sum::<usize>(), 20);
     assert!(took < Duration::from_secs(5), "{took:?}");
 }
+
+#[test]
+fn spread_pod_preempts_on_each_of_its_gpus() {
+    for at in [None, Some(("a", None))] {
+        let mut cluster = FakeCluster::default()
+            .node("a", &[16, 16, 16])
+            .pod("b0", 12, BORROWED, Some(("a", Some(0))))
+            .pod("b1", 6, BORROWED, Some(("a", Some(1))))
+            .pod("b2", 10, BORROWED, Some(("a", Some(2))))
+            .pod("owner", 24, GUARANTEED, at)
+            .shape("owner", Shape::Spread(2));
+        cluster.run(&mut History::default(), 0, 30);
+        assert_eq!(cluster.evicted, ["b1", "b2"]);
+        let places = [("a-1".to_owned(), 12), ("a-2".to_owned(), 12)];
+        assert_eq!(cluster.pods["owner"].places, places);
+        assert!(cluster.reservations["a"].is_empty());
+    }
+}
+
+#[test]
+fn containers_of_a_pod_preempt_together() {
+    for at in [None, Some(("a", None))] {
+        let mut cluster = FakeCluster::default()
+            .node("a", &[16, 16])
+            .pod("b0", 10, BORROWED, Some(("a", Some(0))))
+            .pod("b1", 10, BORROWED, Some(("a", Some(1))))
+            .pod("owner", 28, GUARANTEED, at)
+            .shape("owner", Shape::Containers(vec![8, 8, 12]));
+        cluster.run(&mut History::default(), 0, 30);
+        assert_eq!(cluster.evicted, ["b0", "b1"]);
+        assert!(cluster.bound("owner"));
+    }
+}
+
+#[test]
+fn nobody_is_evicted_until_every_gpu_is_reserved() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[16, 16])
+        .pod("b0", 12, BORROWED, Some(("a", Some(0))))
+        .pod("b1", 12, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 24, GUARANTEED, Some(("a", None)))
+        .shape("owner", Shape::Spread(2));
+    let reservations = ["a-0", "a-1"].map(|gpu| reservation(gpu, "owner", 12));
+    cluster
+        .reservations
+        .insert("a".to_owned(), reservations.to_vec());
+    cluster.held = [("a-0".to_owned(), reservations[0].clone())].into();
+    let (mut history, now) = (History::default(), Duration::from_secs(0));
+    assert_eq!(plan_steps(&cluster, &mut history, now), Vec::<&str>::new());
+    cluster.held = reservations
+        .map(|reservation| (reservation.gpu.clone(), reservation))
+        .into();
+    let steps = plan_steps(&cluster, &mut history, Duration::from_secs(1));
+    assert_eq!(steps, ["make-room", "make-room"]);
+}
+
+/// The names of the steps of one plan, without labels.
+fn plan_steps(cluster: &FakeCluster, history: &mut History, now: Uptime) -> Vec<&'static str> {
+    let steps = plan(&cluster.placement_index(), history, &OPTIONS, now);
+    let names = steps.iter().map(Step::name);
+    names.filter(|name| *name != "label").collect()
+}
+
+#[test]
+fn victim_on_two_gpus_of_a_waiter_is_evicted_once() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[16, 16])
+        .pod("wide", 24, BORROWED, Some(("a", None)))
+        .shape("wide", Shape::Spread(2))
+        .pod("owner", 24, GUARANTEED, Some(("a", None)))
+        .shape("owner", Shape::Spread(2));
+    let places = ["a-0", "a-1"].map(|gpu| (gpu.to_owned(), 12));
+    cluster.pods.get_mut("wide").unwrap().places = places.to_vec();
+    cluster.run(&mut History::default(), 0, 30);
+    assert_eq!(cluster.evicted, ["wide"]);
+    assert!(cluster.bound("owner"));
+}

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 
 use super::*;
 
-/// Nodes of up to three GPUs with borrowers and other pods, and guaranteed pods that wait on a node
-/// or are unscheduled.
+/// Nodes of up to three GPUs with borrowers and other pods, and guaranteed pods of every shape that
+/// wait on a node or are unscheduled.
 fn layouts() -> impl Strategy<Value = FakeCluster> {
     let node = prop::collection::vec(
         (
@@ -15,7 +15,8 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
         ),
         1..4,
     );
-    let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4), 1..4);
+    let waiter = (1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4, 0_u64..12);
+    let waiters = prop::collection::vec(waiter, 1..4);
     (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
         let mut cluster = FakeCluster::default();
         for (n, gpus) in nodes.iter().enumerate() {
@@ -35,7 +36,7 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
                 }
             }
         }
-        for (w, (asks, node, bare, first)) in waiters.iter().enumerate() {
+        for (w, (asks, node, bare, first, shape)) in waiters.iter().enumerate() {
             let name = format!("node{}", node % cluster.nodes.len());
             let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
             let uid = format!("w{w}");
@@ -43,6 +44,16 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
             let begun =
                 at.is_some() && (1..*asks).contains(first) && cluster.free(&name, &gpu) >= *first;
             cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            match shape {
+                8 | 9 if !begun && *asks > 1 => {
+                    cluster = cluster.shape(&uid, Shape::Spread(2));
+                }
+                10 | 11 if !begun && *asks > 2 => {
+                    let sizes = vec![asks / 3, asks - asks / 3];
+                    cluster = cluster.shape(&uid, Shape::Containers(sizes));
+                }
+                _ => {}
+            }
             if begun {
                 cluster = cluster.first(&uid, &gpu, *first);
             }
@@ -54,19 +65,21 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
     })
 }
 
-/// The waiting pods that a GPU of their node could hold without its evictable borrowers.
+/// The waiting pods that the GPUs of their node could hold without their evictable borrowers.
 fn hopeful(cluster: &FakeCluster) -> Vec<String> {
     let waiting = cluster
         .pods
         .iter()
-        .filter(|(_, pod)| pod.gpu.is_none() && pod.priority == GUARANTEED);
+        .filter(|(_, pod)| !pod.is_bound() && pod.priority == GUARANTEED);
     let fits = |(_, pod): &(&String, &FakePod)| {
         pod.node.iter().any(|node| {
-            cluster.nodes[node].iter().any(|(gpu, capacity)| {
+            let free = |(gpu, capacity): (&String, &u64)| {
                 let stay = cluster.pods.values();
                 let stay = stay.filter(|other| other.priority == GUARANTEED || other.sticks());
-                stay.map(|other| other.on(gpu)).sum::<u64>() + pod.rest() <= *capacity
-            })
+                capacity.saturating_sub(stay.map(|other| other.on(gpu)).sum())
+            };
+            let free = cluster.nodes[node].iter().map(free).collect();
+            pod.fit(&cluster.shares(node, pod), free).is_some()
         })
     };
     waiting.filter(fits).map(|(uid, _)| uid.clone()).collect()
@@ -147,8 +160,8 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
     }
 }
 
-/// For each waiter only borrowers are evicted, from one GPU of its node and none in vain, whatever
-/// befalls the operators.
+/// For each waiter only borrowers are evicted, from as many GPUs of one node as it has shares and
+/// none in vain, whatever befalls the operators.
 fn who_goes_goes_for_what_one_waiter_lacks(
     mut live: FakeCluster,
     thieves: Vec<u64>,
@@ -172,10 +185,16 @@ fn who_goes_goes_for_what_one_waiter_lacks(
             waiter,
             node
         );
-        prop_assert_eq!(round.gpus.len(), 1, "{}: {:?}", waiter, round);
-        let all: u64 = round.gone.iter().sum();
-        let least = round.gone.iter().min().copied().unwrap_or_default();
-        prop_assert!(all - least < round.lacked, "{}: {:?}", waiter, round);
+        let most = before
+            .get(waiter)
+            .map_or(1, |pod| live.shares(node, pod).len());
+        prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
+        prop_assert!(
+            round.values().all(Round::needed_all),
+            "{}: {:?}",
+            waiter,
+            round
+        );
     }
     Ok(())
 }

@@ -256,3 +256,23 @@ fn only_recreated_pods_are_relocated() {
         assert_eq!(!cluster.moved.is_empty(), moves, "{owner:?}");
     }
 }
+
+#[test]
+fn pod_over_several_gpus_is_relocated_to_a_node_with_room_on_each() {
+    for shape in [Shape::Spread(2), Shape::Containers(vec![12, 12])] {
+        let mut cluster = FakeCluster::default()
+            .node("a", &[16, 16])
+            .node("b", &[32, 8])
+            .node("c", &[16, 16])
+            .pod("x", 10, GUARANTEED, Some(("a", Some(0))))
+            .pod("y", 10, GUARANTEED, Some(("b", Some(0))))
+            .pod("owner", 22, GUARANTEED, Some(("a", None)))
+            .shape("owner", shape.clone());
+        if matches!(shape, Shape::Containers(_)) {
+            cluster = cluster.shape("owner", Shape::Containers(vec![11, 11]));
+        }
+        cluster.run(&mut History::default(), 0, 30);
+        assert_eq!(cluster.moved, ["owner"], "{shape:?}");
+        assert!(cluster.bound("owner'"), "{shape:?}");
+    }
+}
