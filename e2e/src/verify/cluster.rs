@@ -174,6 +174,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower is evicted without need",
     ),
     trial(
+        "operator/cluster/shapes",
+        "borrowers yield to a pod over two GPUs, and to a pod whose three containers need both GPUs",
+    ),
+    trial(
         "operator/cluster/disruption",
         "a disruption budget protects a borrower for its grace; a Job that ignores disruption loses pods without a counted failure, and a Job that does not ignore it keeps its pods unless they borrow",
     ),

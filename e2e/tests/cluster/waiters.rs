@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use bursar_crds::{GpuMemoryBudget, GpuNode};
-use bursar_e2e::pods::{GPU_MEMORY, PodState};
+use bursar_e2e::pods::{GPU_MEMORY, PodState, Role};
 use bursar_e2e::wait::{self, Poll};
 use futures::future::try_join_all;
 use k8s_openapi::api::apps::v1::ReplicaSet;
@@ -47,6 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("operator/cluster/owners-long", async |context| {
             owners_against_borrowers(context, 100).await
         }),
+        trial("operator/cluster/shapes", owners_of_several_shares),
         trial("operator/cluster/disruption", a_disruption_budget_and_a_job),
         trial("operator/cluster/override", an_override_lowers_a_quota),
     ]
@@ -432,6 +433,45 @@ async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), 
         times[times.len() / 2],
         gone.len()
     ));
+    Ok(())
+}
+
+/// Borrowers hold all memory. A pod over two GPUs gets half of each, and then a pod of three
+/// containers nearly all.
+async fn owners_of_several_shares(context: &mut TrialContext) -> Result<(), Failed> {
+    let outcome = preempt_for_several_shares(context).await;
+    remove_workloads(context).await?;
+    outcome
+}
+
+async fn preempt_for_several_shares(context: &TrialContext) -> Result<(), Failed> {
+    let pods = &context.pods;
+    let hold: &[&str] = &["hold", "--bytes=1Gi"];
+    let owners = [
+        holder(context, "over-two-gpus", 16).annotation("bursar.dev/gpus", "2"),
+        holder(context, "of-three-containers", 12)
+            .container(Role::Beside, "second", 8, hold)
+            .container(Role::Beside, "third", 8, hold),
+    ];
+    replicas(context, "borrower", 4, 8, true).await?;
+    for owner in owners {
+        let name = owner.name();
+        wait_until_running(context, "borrower", 4).await?;
+        pods.create(&owner).await?;
+        let begin = Instant::now();
+        let all = "to run all of its containers";
+        pods.wait_until(name, all, START_TIMEOUT, |state| state.all_running)
+            .await?;
+        let took = begin.elapsed();
+        let reclaimed = status::events(context, "GpuMemoryReclaimed").await?;
+        let notes = reclaimed.iter().filter_map(|event| event.note.as_deref());
+        let victims = notes.filter(|note| note.contains(name)).count();
+        context.progress.report(format_args!(
+            "{name} ran after {took:.1?}; {victims} borrowers went beside the scheduler's"
+        ));
+        pods.delete(name).await?;
+        pods.wait_until_deleted(name, START_TIMEOUT).await?;
+    }
     Ok(())
 }
 
