@@ -143,6 +143,8 @@ pub(crate) enum Then {
     Exit,
     /// Keep it until SIGTERM.
     Hold,
+    /// Keep it for five seconds, then exit.
+    Linger,
 }
 
 /// Parses a Kubernetes quantity: a whole number of bytes, or of Ki, Mi, Gi or Ti.

@@ -137,6 +137,9 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// How long a lingering process keeps its memory: several periods of the kubelet's look at containers.
+const LINGER: Duration = Duration::from_secs(5);
+
 /// Time for the driver to free the memory of the previous process image.
 const FAULT_DELAY: Duration = Duration::from_millis(250);
 
@@ -259,6 +262,10 @@ fn print_refusal(
 fn exit_or_hold(then: Then) -> ExitCode {
     match then {
         Then::Exit => ExitCode::SUCCESS,
+        Then::Linger => {
+            std::thread::sleep(LINGER);
+            ExitCode::SUCCESS
+        }
         // The thread of the signal handlers ends the process.
         Then::Hold => loop {
             std::thread::park();

@@ -26,6 +26,9 @@ const GPUS: &str = "bursar.dev/gpus";
 const HOLD: &[&str] = &["hold", "--bytes=256Mi"];
 /// The arguments of a container that ends at once.
 const ONCE: &[&str] = &["hold", "--bytes=256Mi", "--then=exit"];
+/// The arguments of a sidecar that ends, but not before the kubelet sees it run. Only then the
+/// kubelet starts the next container.
+const BRIEFLY: &[&str] = &["hold", "--bytes=256Mi", "--then=linger"];
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -284,14 +287,15 @@ async fn wait_for_starts(
         let record = records.iter().find(|record| record.name == pod);
         record.and_then(|record| Some(record.containers.get(container)?.len()))
     };
-    let before: Vec<usize> = containers.iter().filter_map(|name| starts(name)).collect();
+    let all = || -> Vec<usize> {
+        let starts = containers.iter().map(|name| starts(name));
+        starts.map(Option::unwrap_or_default).collect()
+    };
+    let before = all();
     let poll = async || {
-        let now: Vec<usize> = containers.iter().filter_map(|name| starts(name)).collect();
-        let enough = now
-            .iter()
-            .zip(&before)
-            .all(|(now, before)| *now >= before + more);
-        match enough && now.len() == containers.len() {
+        let now = all();
+        let mut each = now.iter().zip(&before);
+        match each.all(|(now, before)| *now >= before + more) {
             true => Poll::Ready(()),
             false => Poll::Pending(format!("{now:?} after {before:?}")),
         }
@@ -321,7 +325,7 @@ async fn containers_restart_apart(context: &mut TrialContext) -> Result<(), Fail
         .restart_always()
         .arguments(HOLD)
         .gib(4)
-        .container(Role::Sidecar, "sidecar", 2, ONCE)
+        .container(Role::Sidecar, "sidecar", 2, BRIEFLY)
         .container(Role::Init, "init", 6, ONCE)
         .container(Role::Beside, "often", 3, ONCE)
         .container(Role::Beside, "steady", 2, HOLD);

@@ -314,11 +314,31 @@ impl TrialContext {
         command
     }
 
-    /// Sets the mode of the chart's steering policy.
+    /// Whether the cluster has policies that change pods (`MutatingAdmissionPolicy` as v1).
+    ///
+    /// # Errors
+    /// When the API server does not answer.
+    pub(crate) async fn has_mutating_policies(&self) -> Result<bool, Failed> {
+        let version = self
+            .environment
+            .cluster
+            .client()
+            .apiserver_version()
+            .await?;
+        let minor = version
+            .minor
+            .trim_end_matches(|digit: char| !digit.is_ascii_digit());
+        Ok(minor.parse::<u32>()? >= 36)
+    }
+
+    /// Sets the mode of the chart's steering policy, where the cluster can have one.
     ///
     /// # Errors
     /// When helm or kubectl fails.
     pub(crate) async fn set_steering_mode(&self, mode: &str) -> Result<(), Failed> {
+        if !self.has_mutating_policies().await? {
+            return Ok(());
+        }
         if mode == "off" {
             let policy = format!("{}-steering", chart::RELEASE);
             let kind = "mutatingadmissionpolicybindings";
