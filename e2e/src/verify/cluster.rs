@@ -175,7 +175,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "operator/cluster/shapes",
-        "borrowers yield to a pod over two GPUs, and to a pod whose three containers need both GPUs",
+        "the operator evicts the borrower that the scheduler leaves for a pod over two GPUs, and for a pod whose three containers need both",
     ),
     trial(
         "operator/cluster/disruption",

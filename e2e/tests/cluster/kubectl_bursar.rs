@@ -396,7 +396,9 @@ async fn tenant_sees_its_own(context: &TrialContext, node: &str) -> Result<(), F
     let resize = run_as_tenant(context, &format!("resize holder 4Gi -n {team}")).await?;
     resize.has(2, &["failed to change GpuMemoryBudget", "forbidden"])?;
     let doctor = run_as_tenant(context, "doctor").await?;
-    doctor.has(0, &[forbidden])?;
+    // A release without steering is a finding.
+    let code = i32::from(!context.has_mutating_policies().await?);
+    doctor.has(code, &[forbidden])?;
     Ok(())
 }
 
