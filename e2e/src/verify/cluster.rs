@@ -133,6 +133,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "main/cluster/agent-away-long",
         "the agent is killed, replaced and stopped 200 times while eight clients create pods without pause: every pod runs, and none fails",
     ),
+    long_trial(
+        "main/cluster/no-relay-long",
+        "without the plugin relay pods fail while the agent goes away 20 times, so that the check with a relay would see a failed pod",
+    ),
     trial(
         "main/cluster/health",
         "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected; an upgrade of the agents goes on over a node without a healthy GPU",

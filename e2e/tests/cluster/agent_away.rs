@@ -1,9 +1,11 @@
-//! Restarts the agent while clients create pods without pause, and checks that no pod fails.
+//! Restarts the agent while clients create pods without pause, and checks that no pod fails. Without
+//! a relay pods fail, which shows that the check would see one.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bursar_e2e::chart;
+use bursar_e2e::pods::PodState;
 use bursar_e2e::wait::{self, Poll};
 use futures::future::{try_join, try_join_all};
 use k8s_openapi::api::core::v1::Pod;
@@ -29,6 +31,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         node_trial("main/cluster/agent-away-long", async |context| {
             no_pod_fails_while_the_agent_is_away(context, 8, 200).await
         }),
+        node_trial("main/cluster/no-relay-long", pods_fail_without_a_relay),
     ]
 }
 
@@ -49,11 +52,7 @@ async fn no_pod_fails_while_the_agent_is_away(
     let progress = ClientProgress::default();
     let shared: &TrialContext = context;
     let clients = (0..clients).map(|client| create_pods(shared, client, &progress));
-    let restarts = async {
-        let ended = end_agents(shared, times, &progress.ran).await;
-        progress.done.store(true, Ordering::Relaxed);
-        ended
-    };
+    let restarts = progress.until(end_agents(shared, times, &progress.ran));
     let (started, ()) = try_join(try_join_all(clients), restarts).await?;
     let mut seconds: Vec<f64> = started.into_iter().flatten().collect();
     seconds.sort_by(f64::total_cmp);
@@ -76,6 +75,36 @@ async fn no_pod_fails_while_the_agent_is_away(
     Ok(())
 }
 
+/// The kubelet fails pods that it admits while no plugin is registered.
+async fn pods_fail_without_a_relay(context: &mut TrialContext) -> Result<(), Failed> {
+    context.set_relay(false).await?;
+    let counted = count_failed_without_a_relay(context).await;
+    context.set_relay(true).await?;
+    let (ran, failed) = counted?;
+    let failures = failed.len();
+    context.progress.report(format_args!(
+        "without a relay {ran} pods ran and {failures} failed while the agent went away 20 times"
+    ));
+    assert!(!failed.is_empty(), "no pod failed");
+    let is_unexpected = |reason: &&String| !reason.contains("UnexpectedAdmissionError");
+    let unexpected: Vec<_> = failed.iter().filter(is_unexpected).collect();
+    assert!(unexpected.is_empty(), "{unexpected:?}");
+    Ok(())
+}
+
+/// Returns the number of pods that ran, and why others failed.
+async fn count_failed_without_a_relay(
+    context: &TrialContext,
+) -> Result<(usize, Vec<String>), Failed> {
+    let progress = ClientProgress::default();
+    let clients = (0..8).map(|client| create_pods(context, client, &progress));
+    let restarts = progress.until(end_agents(context, 20, &progress.ran));
+    let (started, ()) = try_join(try_join_all(clients), restarts).await?;
+    let records = context.history.records().into_iter();
+    let failed = records.filter_map(|record| record.failed).collect();
+    Ok((started.iter().flatten().count(), failed))
+}
+
 /// What the clients have done, and whether they go on.
 #[derive(Default)]
 struct ClientProgress {
@@ -83,8 +112,17 @@ struct ClientProgress {
     done: AtomicBool,
 }
 
+impl ClientProgress {
+    /// Lets the clients go on until the work has ended.
+    async fn until(&self, work: impl Future<Output = Result<(), Failed>>) -> Result<(), Failed> {
+        let ended = work.await;
+        self.done.store(true, Ordering::Relaxed);
+        ended
+    }
+}
+
 /// Creates pods of 2 GiB one after another. Returns the seconds from the creation of each until it
-/// ran.
+/// ran. The history has the pods that failed.
 async fn create_pods(
     context: &TrialContext,
     client: usize,
@@ -92,13 +130,19 @@ async fn create_pods(
 ) -> Result<Vec<f64>, Failed> {
     let pods = &context.pods;
     let mut seconds = Vec::new();
-    while !progress.done.load(Ordering::Relaxed) {
-        let name = format!("away-{client}-{}", seconds.len());
+    for number in 0.. {
+        if progress.done.load(Ordering::Relaxed) {
+            break;
+        }
+        let name = format!("away-{client}-{number}");
         let begin = Instant::now();
         pods.create(&holder(context, &name, 2)).await?;
-        pods.wait_until_running(&name, START_TIMEOUT).await?;
-        seconds.push(begin.elapsed().as_secs_f64());
-        progress.ran.fetch_add(1, Ordering::Relaxed);
+        let started = |state: &PodState| state.running || state.phase == "Failed";
+        let state = pods.wait_until(&name, "to run or fail", START_TIMEOUT, started);
+        if state.await?.running {
+            seconds.push(begin.elapsed().as_secs_f64());
+            progress.ran.fetch_add(1, Ordering::Relaxed);
+        }
         pods.delete(&name).await?;
         pods.wait_until_deleted(&name, START_TIMEOUT).await?;
     }

@@ -361,6 +361,20 @@ impl TrialContext {
             .await
     }
 
+    /// Upgrades the release to have plugin relays or none, and waits until its parts are replaced.
+    ///
+    /// # Errors
+    /// When helm fails.
+    pub(crate) async fn set_relay(&self, enabled: bool) -> Result<(), Failed> {
+        let mut helm = Command::new(self.toolbox.program("helm"));
+        helm.args(["upgrade", chart::RELEASE])
+            .arg(paths::repository().join("charts/bursar"))
+            .args(["--namespace", chart::NAMESPACE, "--reuse-values", "--wait"])
+            .arg(format!("--set=relay.enabled={enabled}"))
+            .env("KUBECONFIG", self.environment.cluster.kubeconfig());
+        run_to_success(helm, Vec::new()).await.map(drop)
+    }
+
     /// Applies the objects of one of the chart's templates with these settings.
     async fn apply_template(&self, template: &str, settings: &[&str]) -> Result<(), Failed> {
         let mut helm = Command::new(self.toolbox.program("helm"));
