@@ -3,12 +3,15 @@
 //! No call waits: each takes a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
+mod credit;
 pub(super) mod denials;
 pub(super) mod drain;
+mod exits;
 mod exports;
 mod faults;
 pub(super) mod leases;
 mod pages;
+mod persistence;
 pub(super) mod recording;
 pub(super) mod siblings;
 mod usage;
@@ -16,10 +19,8 @@ mod usage;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use bursar_gpu::memory_sample::ProcessMemory;
-use bursar_ledger::BootTime;
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_protocol::credit::CreditWord;
 use bursar_protocol::credit_page::CreditPage;
@@ -29,28 +30,19 @@ use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::accounts::{AmountsByPid, NO_PID};
-use super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
+use super::accounts::AmountsByPid;
+use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
-use super::orphan_bound::OwnMemory;
 use super::recovery::{Fault, FaultLog};
 use super::usage::DeniedAllocation;
 use super::{
     Account, AccountUsage, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process, SessionSpec,
 };
-use denials::{LogLimiter, RefusalReason, SharedLogLimiter};
+use denials::{LogLimiter, SharedLogLimiter};
 use pages::PagePool;
 use recording::{ChangeNumber, PendingChanges};
 use siblings::ClaimSiblings;
-
-/// The bytes that a process may take without a charge: code of kernels, heaps of the device. The
-/// margin only decides when memory of a replaced image counts as freed, and which part of an
-/// importer's bytes an exporter left.
-const UNCHARGED_MARGIN: Bytes = Bytes::mib(256);
-
-/// The margin where the agent does not charge contexts: a little more than a context of any model.
-const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
 pub(super) struct Container {
     spec: SessionSpec,
@@ -100,10 +92,6 @@ pub(super) struct Container {
     /// The containers of the same claim, which share the quota.
     siblings: Option<ClaimSiblings>,
 }
-
-/// How long a request waits for the driver to free the memory of an exited image. The driver takes
-/// 112 ms for 100 GiB (F8 in docs/facts.md).
-const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
 
@@ -158,142 +146,6 @@ pub(super) struct RestoredProcess {
 }
 
 impl Container {
-    /// Restores a container from its checkpoint, with its live processes. Where the agent
-    /// `served_before`, a missing checkpoint means that unknown processes may live.
-    pub(super) fn restore(
-        spec: SessionSpec,
-        checkpoint: SessionCheckpoint,
-        served_before: bool,
-        resolver: &dyn ContainerResolver,
-        now: BootTime,
-    ) -> (Container, Vec<RestoredProcess>) {
-        let accounts: Vec<_> = spec
-            .gpus
-            .iter()
-            .map(|(gpu, _)| Account::Gpu(gpu.clone()))
-            .chain([Account::Managed])
-            .collect();
-        let quotas = spec
-            .gpus
-            .iter()
-            .map(|(_, quota)| quota)
-            .chain([&spec.managed]);
-        let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
-        let credit = CreditAccounts::new(requested.clone());
-        let denials = vec![0; accounts.len()];
-        let content = checkpoint.read();
-        let is_lost = content
-            .as_ref()
-            .map_or(served_before, |content| content.incomplete);
-        let content = content.unwrap_or_default();
-        let mut overrides: Vec<_> = content
-            .overrides
-            .iter()
-            .map(|units| units.map(Units))
-            .collect();
-        overrides.resize(accounts.len(), None);
-        let mut container = Container {
-            spec,
-            accounts,
-            credit,
-            checkpoint,
-            processes: BTreeMap::new(),
-            is_checkpoint_lost: is_lost,
-            cgroup: None,
-            denials,
-            context_sizes: None,
-            denials_by_function: BTreeMap::new(),
-            last_denied: None,
-            log_limiter: LogLimiter::default(),
-            shared_log_limiter: SharedLogLimiter::default(),
-            requests: 0,
-            requested,
-            overrides,
-            evictable: Vec::new(),
-            last_exit: None,
-            generation: match content.generation {
-                // Generations issued since the boot are lower, since a container has at most one
-                // image each microsecond. The wall clock may have been set back.
-                0 if is_lost => now.0.saturating_mul(1_000),
-                known => known,
-            },
-            fault_log: content.fault_log,
-            unreported_faults: Vec::new(),
-            is_drained: false,
-            pages: PagePool::new(CreditPage::create),
-            pending_changes: PendingChanges::default(),
-            change_notify: Arc::default(),
-            orphans_changed: watch::Sender::default(),
-            closer: None,
-            siblings: None,
-        };
-        for index in 0..container.accounts.len() {
-            container.apply_quota(index);
-        }
-        for (pid, units) in content.exited {
-            container.credit.restore_grant(pid, &to_units(&units));
-            container.credit.mark_exited(pid, &[]);
-        }
-        for (pid, units) in content.orphaned {
-            container.credit.restore_grant(pid, &to_units(&units));
-            container.credit.mark_exited(pid, &to_units(&units));
-        }
-        for (lease, account, units) in content.leases {
-            let units = Units(units).min(Units::MAX);
-            container.credit.adopt_lease(lease, account, units);
-        }
-        let mut known = Vec::new();
-        for ProcessEntry {
-            process,
-            image,
-            generation,
-            granted,
-            exported,
-        } in content.processes
-        {
-            let exported = to_units(&exported);
-            container
-                .credit
-                .restore_grant(process.pid, &to_units(&granted));
-            if resolver.process(process.pid) != Some(process) {
-                container.credit.mark_exited(process.pid, &exported);
-                container.fault_log.record_exit(process, generation);
-                continue;
-            }
-            let superseded = CancellationToken::new();
-            known.push(RestoredProcess {
-                process,
-                image,
-                superseded: superseded.clone(),
-            });
-            container.processes.insert(
-                process.pid,
-                ProcessState {
-                    process,
-                    image,
-                    generation,
-                    protocol_version: 1,
-                    namespace_pids: resolver.namespace_pids(process.pid),
-                    page: None,
-                    page_fds: Vec::new(),
-                    has_adopted_page: false,
-                    exported,
-                    has_broken_page: false,
-                    superseded,
-                },
-            );
-        }
-        container.close_released_faults();
-        let [exited, _] = container.credit.exited_and_orphaned();
-        if !exited.is_empty() {
-            // This agent has not sampled the memory of the exited processes yet.
-            container.last_exit = Some(Instant::now());
-        }
-        // After this write, a checkpoint that is missing next time is a lost one.
-        container.write_checkpoint();
-        (container, known)
-    }
-
     /// Admits a process that says hello. A process has a new image after an exec, and the same
     /// image when it connects again.
     pub(super) fn handle_hello(
@@ -528,206 +380,10 @@ impl Container {
         has_changed
     }
 
-    /// Whether a request would be refused only for bytes of an image that exited a moment ago, or
-    /// whose kill is due: the driver is about to free them. A re-executed program requests its
-    /// whole quota at once. A request that the agent received before the window waits no more.
-    pub(super) fn is_reclaim_pending(
-        &self,
-        pid: u32,
-        account: u8,
-        need: Units,
-        received_at: Instant,
-        now: BootTime,
-    ) -> bool {
-        let index = usize::from(account);
-        let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
-        let free = self
-            .credit
-            .free(index)
-            .saturating_add(self.idle_credit_for(pid, index));
-        let of_ending: Units = self
-            .fault_log
-            .ending_pids(now)
-            .map(|ending| self.credit.granted_against(ending, index))
-            .sum();
-        let with_ended = free
-            .saturating_add(of_ending)
-            .saturating_add(self.credit.exited_against(index))
-            .saturating_add(self.credit.sibling_charges(index));
-        let has_ended = self.last_exit_in_claim().is_some_and(recently);
-        recently(received_at)
-            && (has_ended || of_ending > Units::ZERO)
-            && !self.is_fenced(pid)
-            && (free.saturating_add(Units(1))..=with_ended).contains(&need)
-    }
-
-    /// Reserves credit for a process in the accounts: first from free bytes, then from idle credit
-    /// of other processes.
-    fn reserve_credit(
-        &mut self,
-        pid: u32,
-        index: usize,
-        need: Units,
-    ) -> Result<Units, RefusalReason> {
-        if self.is_fenced(pid) {
-            return Err(RefusalReason::Fenced);
-        }
-        if self.is_checkpoint_lost {
-            return Err(RefusalReason::RecordLost);
-        }
-        self.update_from_siblings();
-        if self.credit.free(index) < need {
-            self.reclaim_for(pid, index, need);
-        }
-        let granted = self.credit.grant(pid, index, need);
-        granted.map_err(|_| RefusalReason::Quota)
-    }
-
-    /// Grants reserved credit to the page of a process. A page that the process has left is frozen.
-    /// Any other page that rejects a grant is being overwritten without pause, or was.
-    fn grant_to_page(
-        &mut self,
-        pid: u32,
-        index: usize,
-        units: Units,
-    ) -> Result<Units, RefusalReason> {
-        let state = self.processes.get_mut(&pid);
-        let granted = state.is_some_and(|state| {
-            let page = state.page.as_ref();
-            let Some(slot) = page.and_then(|page| page.slot(index)) else {
-                return false;
-            };
-            let granted = slot.grant(units);
-            state.has_broken_page |= !granted && !slot.word().is_frozen();
-            granted
-        });
-        if granted {
-            if self.credit.covered() == Some(index) {
-                // The pages of the GPUs' accounts must show the bytes.
-                self.refresh_pages();
-            }
-            return Ok(units);
-        }
-        self.credit.revoke(pid, index, units);
-        Err(RefusalReason::NoPage)
-    }
-
-    /// Handles the exit of a process image, whose grants stay charged.
-    pub(super) fn handle_exit(&mut self, process: Process, image: u64) {
-        let state = self.processes.get(&process.pid);
-        if state.is_none_or(|state| (state.process, state.image) != (process, image)) {
-            return;
-        }
-        let Some(state) = self.processes.remove(&process.pid) else {
-            return;
-        };
-        self.credit
-            .mark_exited(process.pid, &state.current_exports());
-        let now = Instant::now();
-        self.return_pages(state.page_fds, now);
-        self.last_exit = Some(now);
-        self.fault_log.record_exit(process, state.generation);
-        self.close_released_faults();
-        self.refresh_pages();
-        self.note_change();
-    }
-
-    fn return_pages(&mut self, fds: impl IntoIterator<Item = Arc<OwnedFd>>, now: Instant) {
-        for fd in fds {
-            self.pages.return_page(fd, now);
-        }
-    }
-
-    /// The exited processes to look up in the driver; `None` where the agent need not sample.
-    pub(super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
-        let [exited, _] = self.credit.exited_and_orphaned();
-        (!exited.is_empty() || self.is_checkpoint_lost).then(|| exited.clone())
-    }
-
     /// The GPUs, in the order of the accounts.
     pub(super) fn gpus(&self) -> Vec<GpuUuid> {
         let gpus = self.spec.gpus.iter();
         gpus.map(|(gpu, _)| gpu.clone()).collect()
-    }
-
-    /// Applies a sample of each GPU. Bytes that the driver no longer charges to an exited process
-    /// become free, except its exports. Processes that have exited since the query are not in the
-    /// sample.
-    pub(super) fn apply_samples(
-        &mut self,
-        query: &ReclaimQuery,
-        samples: &[ProcessMemory],
-        resolver: &dyn ContainerResolver,
-        now: BootTime,
-    ) {
-        let before = (self.credit.clone(), self.is_checkpoint_lost);
-        self.find_untracked(samples, resolver);
-        for (pid, units) in query {
-            if self.credit.exited_and_orphaned()[0].get(pid) == Some(units)
-                && self.is_reclaimed(*pid, samples)
-            {
-                self.credit.release_exited(*pid);
-            }
-        }
-        self.close_released_faults();
-        self.escalate_held_memory(samples, now);
-        if before != (self.credit.clone(), self.is_checkpoint_lost) {
-            self.refresh_pages();
-            self.note_change();
-        }
-    }
-
-    /// Whether the driver has freed all memory of an exited image.
-    fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
-        samples.iter().enumerate().all(|(index, sample)| {
-            // After an exec the pid lives on with a new image.
-            let state = self.processes.get(&pid);
-            let own = state.map(|state| self.own_memory(pid, state, index));
-            let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
-            sample
-                .bytes_of(pid)
-                .is_some_and(|charged| charged == own(charged))
-        })
-    }
-
-    /// The bytes that a live process itself has allocated.
-    fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
-        let exported = self.exports_of(pid, state, index);
-        OwnMemory {
-            allocation: self.spec.allocation,
-            charged: Bytes(self.used_by(pid, state, index).bytes()),
-            exported: Bytes(exported.bytes()),
-            uncharged_margin: self.uncharged_margin(),
-        }
-    }
-
-    fn uncharged_margin(&self) -> Bytes {
-        match self.context_sizes {
-            Some(_) => UNCHARGED_MARGIN,
-            None => UNCHARGED_MARGIN_WITH_CONTEXT,
-        }
-    }
-
-    /// Finds untracked processes after the loss of a checkpoint, and charges them what the driver
-    /// reports. From then on the audit maintains the figures.
-    fn find_untracked(&mut self, samples: &[ProcessMemory], resolver: &dyn ContainerResolver) {
-        if !self.is_checkpoint_lost {
-            return;
-        }
-        self.is_checkpoint_lost = false;
-        for (index, sample) in samples.iter().enumerate() {
-            let untracked = sample.iter().filter(|(pid, _)| {
-                let has_session = self.processes.contains_key(pid);
-                !has_session && resolver.container(*pid, &self.spec.pod).is_some()
-            });
-            // Where the driver does not report an amount, the process may have all of the quota.
-            let all = self.credit.quota(index);
-            let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
-            let untracked = untracked
-                .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
-                .collect();
-            self.credit.set_untracked(index, untracked);
-        }
     }
 
     /// Changes the requested quota of an account.
@@ -804,142 +460,6 @@ impl Container {
         let granted = self.credit.granted_to(pid, account);
         let slot = state.adopted_page().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
-    }
-
-    fn idle_credit_of_others(&self, pid: u32, account: usize) -> Units {
-        let others = self.processes.iter().filter(|(other, _)| **other != pid);
-        others
-            .filter_map(|(other, state)| {
-                let slot = state.adopted_page()?.slot(account)?;
-                Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
-            })
-            .sum()
-    }
-
-    /// The covered managed memory that counts against an account.
-    fn covered_use(&self, account: usize) -> Units {
-        let Some(covered) = self.credit.covered_by(account) else {
-            return Units::ZERO;
-        };
-        let members = self.processes.iter();
-        let live: Units = members
-            .map(|(pid, state)| self.used_by(*pid, state, covered))
-            .sum();
-        live.saturating_add(self.credit.exited(covered))
-    }
-
-    /// The idle credit that may be taken for a request: that of the account's other processes, and
-    /// that of all processes in accounts that share its quota.
-    fn idle_credit_for(&self, pid: u32, account: usize) -> Units {
-        let own = self.idle_credit_of_others(pid, account);
-        let of_all = |account| self.idle_credit_of_others(NO_PID, account);
-        let sharing = match self.credit.covered_by(account) {
-            Some(covered) => Some(of_all(covered)),
-            None if self.credit.covered() == Some(account) => {
-                self.credit.covering().map(of_all).min()
-            }
-            None => None,
-        };
-        own.saturating_add(sharing.unwrap_or(Units::ZERO))
-    }
-
-    /// Takes back idle credit until an account has `need` free, if there is enough of it. Managed
-    /// memory that is covered needs room on every GPU.
-    fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
-        let covered = self.credit.covered();
-        let limiting: Vec<_> = match covered == Some(account) {
-            true => self.credit.covering().collect(),
-            false => vec![account],
-        };
-        // The process has used up its idle credit of the account itself.
-        let asker = |of: usize| if of == account { pid } else { NO_PID };
-        let idle = |of: usize| self.idle_credit_of_others(asker(of), of);
-        let shared = covered.map_or(Units::ZERO, idle);
-        let missing = |credit: &CreditAccounts, of: usize| need.saturating_sub(credit.free(of));
-        let is_enough = |of: &usize| idle(*of).saturating_add(shared) >= missing(&self.credit, *of);
-        if !limiting.iter().all(is_enough) {
-            return;
-        }
-        if let Some(covered) = covered {
-            let most = limiting.iter().map(|of| missing(&self.credit, *of)).max();
-            self.reclaim_idle(asker(covered), covered, most.unwrap_or(Units::ZERO));
-        }
-        for of in limiting {
-            let left = missing(&self.credit, of);
-            self.reclaim_idle(asker(of), of, left);
-        }
-    }
-
-    fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
-        for (other, state) in self.processes.iter().filter(|(other, _)| **other != pid) {
-            let Some(slot) = state.adopted_page().and_then(|page| page.slot(account)) else {
-                continue;
-            };
-            let at_most = missing.min(self.credit.granted_to(*other, account));
-            let taken = slot.reclaim(at_most);
-            missing = missing.saturating_sub(self.credit.revoke(*other, account, taken));
-        }
-    }
-
-    /// Writes the accounts to the checkpoint, and returns whether the checkpoint now holds them.
-    /// The caller accounts for the time of the write.
-    fn store_checkpoint(&mut self) -> bool {
-        if self.checkpoint.is_closed() {
-            return false;
-        }
-        self.publish_to_siblings();
-        let units =
-            |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
-        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| {
-            by_pid
-                .iter()
-                .map(|(pid, accounts)| (*pid, units(accounts)))
-                .collect()
-        };
-        let [exited, orphaned] = self.credit.exited_and_orphaned();
-        let content = CheckpointContent {
-            processes: self
-                .processes
-                .values()
-                .map(|state| ProcessEntry {
-                    process: state.process,
-                    image: state.image,
-                    generation: state.generation,
-                    granted: units(
-                        self.credit
-                            .grants()
-                            .get(&state.process.pid)
-                            .map_or(&[], Vec::as_slice),
-                    ),
-                    exported: units(&state.exported),
-                })
-                .collect(),
-            exited: by_pid(exited),
-            orphaned: by_pid(orphaned),
-            leases: self
-                .credit
-                .leases()
-                .iter()
-                .map(|(lease, (account, units))| (*lease, *account, units.0))
-                .collect(),
-            gpus: self.gpus(),
-            incomplete: self.is_checkpoint_lost || self.has_untracked(),
-            overrides: self
-                .overrides
-                .iter()
-                .map(|order| order.map(|units| units.0))
-                .collect(),
-            generation: self.generation,
-            fault_log: self.fault_log.clone(),
-        };
-        let written = self.checkpoint.write(content);
-        if let Err(error) = &written
-            && let Some(suppressed) = self.shared_log_limiter.due("record", Instant::now())
-        {
-            let allocation = self.spec.allocation;
-            tracing::warn!(%allocation, %error, suppressed, "failed to write a session checkpoint; free space in /run");
-        }
-        written.is_ok()
     }
 }
 

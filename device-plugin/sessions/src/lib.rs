@@ -17,6 +17,7 @@
 //! agent.
 
 mod accounts;
+mod charges;
 mod checkpoint;
 mod closer;
 mod connection;
@@ -24,6 +25,7 @@ mod connection_limit;
 mod container;
 mod context_size;
 mod fault_notifier;
+mod faults;
 pub mod lease_handle;
 mod listener;
 mod options;
@@ -41,17 +43,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use bursar_gpu::memory_sample::MemorySampler;
 use bursar_host::checkpoint::Checkpoint;
-use bursar_host::clock::{self, ClockReading};
-use bursar_ledger::BootTime;
-use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid};
-use tokio::sync::{Notify, mpsc, watch};
+use bursar_host::clock;
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
+use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 
-use crate::lease_handle::{ChargedLeases, LeaseHandle, LiveLeases};
+use crate::lease_handle::{LeaseHandle, LiveLeases};
 use closer::SocketCloser;
 use connection_limit::ConnectionLimit;
 use container::Container;
@@ -61,12 +61,10 @@ use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;
 use reclaim::Unreclaimed;
-use recovery::KillTarget;
 use shared_samples::SharedSampler;
 use stream::Listener;
 
 pub(crate) use accounts::CreditAccounts;
-pub(crate) use fault_notifier::KmsgBarrier;
 pub use peer::{CgroupResolver, ContainerResolver, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
@@ -495,146 +493,6 @@ impl Sessions {
         self.shared.orphans_changed.send_replace(());
     }
 
-    /// The bytes of each GPU that the allocation's processes have exported, live or exited. Other
-    /// processes may hold them after the pod has ended. The checkpoint answers for an allocation
-    /// that is not served.
-    pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).exported_bytes();
-        }
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
-        let content = record.and_then(|record| record.read());
-        content
-            .map(|content| content.exported_bytes())
-            .unwrap_or_default()
-    }
-
-    /// Charges an allocation for exports that an earlier container left on a GPU. Returns the bytes
-    /// that the checkpoint now holds.
-    pub fn inherit_exports(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
-        let mut inherited = Bytes::ZERO;
-        // An allocation that is not served inherits nothing.
-        let _ = self.with_container(allocation, |container| {
-            inherited = container.inherit_exports(gpu, bytes)
-        });
-        inherited
-    }
-
-    /// The leases that an allocation is charged for, each with its GPU and bytes. The checkpoint
-    /// answers for an allocation that is not served.
-    pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).charged_leases();
-        }
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
-        let content = record.and_then(|record| record.read());
-        let leases = content
-            .map(|content| content.leases_by_id())
-            .unwrap_or_default();
-        leases
-            .into_iter()
-            .map(|(lease, what)| (LeaseId(lease), what))
-            .collect()
-    }
-
-    /// The pids of exited processes whose memory the accounts still charge.
-    pub fn exited_pids(&self) -> BTreeSet<u32> {
-        let running = lock(&self.shared.containers);
-        let containers = running.values().map(|running| lock(&running.container));
-        containers
-            .flat_map(|container| container.exited_pids())
-            .collect()
-    }
-
-    /// The leases that all served allocations are charged for.
-    pub fn all_charged_leases(&self) -> ChargedLeases {
-        let running = lock(&self.shared.containers);
-        running
-            .iter()
-            .map(|(id, running)| (*id, lock(&running.container).charged_leases()))
-            .collect()
-    }
-
-    /// Charges an allocation for a new lease, and saves the charge in the checkpoint.
-    ///
-    /// # Errors
-    /// The bytes that the quota has left; zero where the allocation is not served.
-    pub fn charge_lease(
-        &self,
-        allocation: &AllocationId,
-        gpu: &GpuUuid,
-        lease: LeaseId,
-        bytes: Bytes,
-    ) -> Result<(), Bytes> {
-        let mut leased = Err(Bytes::ZERO);
-        let result = self.with_container(allocation, |container| {
-            leased = container.charge_lease(gpu, lease, bytes);
-        });
-        result.map_err(|_| Bytes::ZERO).and(leased)
-    }
-
-    /// Charges an allocation for an existing lease, unless the account charges the lease already.
-    pub fn adopt_lease(
-        &self,
-        allocation: &AllocationId,
-        gpu: &GpuUuid,
-        lease: LeaseId,
-        bytes: Bytes,
-    ) {
-        // An allocation that is not served is charged when the agent serves it again.
-        let _ = self.with_container(allocation, |container| {
-            container.adopt_lease(gpu, lease, bytes)
-        });
-    }
-
-    /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
-    /// charged the lease. Returns whether the checkpoint holds the change.
-    pub fn release_lease(
-        &self,
-        allocation: &AllocationId,
-        gpu: &GpuUuid,
-        lease: LeaseId,
-        bytes: Bytes,
-    ) -> bool {
-        let mut released = false;
-        let result = self.with_container(allocation, |container| {
-            released = container.release_lease(gpu, lease, bytes);
-        });
-        result.is_ok() && released
-    }
-
-    /// Refunds a lease that has no memory.
-    pub fn refund_lease(&self, allocation: &AllocationId, lease: LeaseId) {
-        let _ = self.with_container(allocation, |container| container.refund_lease(lease));
-    }
-
-    /// Tracks the memory that ended pods left on these GPUs, and no other. Returns the upper bound
-    /// of each GPU that has a proven bound. The revision of a GPU changes whenever another pod
-    /// leaves memory there.
-    pub fn bound_unreclaimed(&self, revisions: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
-        let gpus: Vec<GpuUuid> = revisions.keys().cloned().collect();
-        let mut unreclaimed = lock(&self.shared.unreclaimed);
-        let before = std::mem::take(&mut *unreclaimed);
-        let same = |gpu: &GpuUuid, revision: u64| {
-            let entry = before.get(gpu).filter(|entry| entry.revision == revision);
-            entry.copied().unwrap_or(Unreclaimed {
-                revision,
-                upper_bound: None,
-            })
-        };
-        *unreclaimed = revisions
-            .into_iter()
-            .map(|(gpu, revision)| (gpu.clone(), same(&gpu, revision)))
-            .collect();
-        let proven = unreclaimed.iter();
-        let proven = proven
-            .filter_map(|(gpu, entry)| Some((gpu.clone(), entry.upper_bound?)))
-            .collect();
-        drop(unreclaimed);
-        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
-        proven
-    }
-
     /// Sets the requested quota of an account, which may become known while the container runs.
     /// Used bytes above the quota stay; the account grants nothing until enough is freed.
     ///
@@ -711,103 +569,6 @@ impl Sessions {
         let running = lock(&self.shared.containers);
         let running = running.get(allocation)?;
         Some(lock(&running.container).process_images())
-    }
-
-    /// Notified each time that a process reports a sticky error.
-    pub fn fault_reports(&self) -> Arc<Notify> {
-        self.fault_notifier.reports()
-    }
-
-    /// Registers the reader of the kernel log, and returns the barriers that it has to release.
-    /// From now on each hello waits until the reader has drained the log. Otherwise an XID of the
-    /// former image, or of a former process with that pid, would count for the new image.
-    pub fn register_kmsg_reader(&self) -> mpsc::Receiver<KmsgBarrier> {
-        self.fault_notifier.register_kmsg_reader()
-    }
-
-    /// Sets what the agent does about poisoned contexts of an allocation's container. An allocation
-    /// that has ended is ignored.
-    pub fn set_recovery_policy(&self, allocation: &AllocationId, policy: RecoveryPolicy) {
-        let _ = self.with_container(allocation, |container| container.set_policy(policy));
-    }
-
-    /// Finds the image of a host process, if its container uses one of the GPUs `on` and the
-    /// process had started by then.
-    pub fn find_xid_target(&self, pid: u32, on: &[GpuUuid], by: BootTime) -> Option<XidTarget> {
-        let find = |running: &RunningContainer| {
-            let container = lock(&running.container);
-            Some((
-                container.find_xid_target(pid, on, by)?,
-                container.pod().clone(),
-            ))
-        };
-        let found = lock(&self.shared.containers).values().find_map(find);
-        let (mut target, pod) = found?;
-        // Reading `/proc` takes time, so the agent does it without the locks.
-        target.root = self.resolver.root_process(target.image.process, &pod);
-        Some(target)
-    }
-
-    /// Records that an image lost its context by this XID. An allocation that has ended is ignored.
-    pub fn record_xid(&self, target: &XidTarget, code: u32, now: ClockReading) {
-        let _ = self.with_container(&target.allocation, |container| {
-            container.record_xid(target, code, now);
-        });
-    }
-
-    /// Restarts the poisoned images of an allocation's container below this process generation. An
-    /// allocation that has ended is ignored.
-    pub fn require_generation(
-        &self,
-        allocation: &AllocationId,
-        generation: u64,
-        now: ClockReading,
-    ) {
-        let _ = self.with_container(allocation, |container| {
-            container.require_generation(generation, now)
-        });
-    }
-
-    /// Returns the faults since the last call, after the agent has decided about faults whose
-    /// deadline has passed. `unreachable_for` is the time since the agent last reached the API
-    /// server.
-    pub fn take_new_faults(
-        &self,
-        unreachable_for: Duration,
-        now: ClockReading,
-    ) -> Vec<(AllocationId, Fault)> {
-        self.collect_from_containers(|container| {
-            container.tick_faults(unreachable_for, now);
-            container.take_unreported_faults()
-        })
-    }
-
-    /// The open faults of all containers.
-    pub fn open_faults(&self) -> Vec<(AllocationId, Fault)> {
-        self.collect_from_containers(|container| container.open_faults().to_vec())
-    }
-
-    /// The processes that the agent has to kill for faults.
-    pub fn processes_to_kill(&self, now: BootTime) -> BTreeSet<CondemnedProcess> {
-        let poisoned = self.collect_from_containers(|container| {
-            let pod = container.pod().clone();
-            let targets = container.kill_targets(now).into_iter();
-            targets.map(|target| (target, pod.clone())).collect()
-        });
-        // Reading `/proc` takes time, so the agent does it without the locks.
-        let condemned = |(allocation, (target, pod)): (AllocationId, (KillTarget, PodUid))| {
-            let (process, ends_alone) = match target {
-                KillTarget::Process(process) => (process, true),
-                KillTarget::RootOf(process) => (self.resolver.root_process(process, &pod)?, false),
-                KillTarget::Root(process) => (process, false),
-            };
-            Some(CondemnedProcess {
-                allocation,
-                process,
-                ends_alone,
-            })
-        };
-        poisoned.into_iter().filter_map(condemned).collect()
     }
 
     /// Whether a process of an allocation's container has a session.

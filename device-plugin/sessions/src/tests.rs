@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use bursar_ledger::BootTime;
 use bursar_protocol::connect;
 use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::fd_passing::receive_with_fd;
@@ -13,6 +14,7 @@ use bursar_protocol::units::Units;
 
 use bursar_gpu::memory_sample::GpuMemorySample;
 
+use super::fault_notifier::KmsgBarrier;
 use super::*;
 
 mod hostile;

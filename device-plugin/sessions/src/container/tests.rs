@@ -1,7 +1,14 @@
+use std::time::Duration;
+
+use bursar_gpu::memory_sample::ProcessMemory;
+use bursar_ledger::BootTime;
 use bursar_ledger::units::{LeaseId, PodUid};
 
 use bursar_protocol::credit_page::PageError;
 
+use super::super::orphan_bound::OwnMemory;
+use super::credit::RECLAIM_WINDOW;
+use super::exits::UNCHARGED_MARGIN_WITH_CONTEXT;
 use super::*;
 
 const MIB: u64 = 1 << 20;

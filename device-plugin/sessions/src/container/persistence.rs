@@ -1,0 +1,217 @@
+//! Writes a container to its checkpoint, and restores it from there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bursar_ledger::BootTime;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::units::Units;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
+use super::super::{Account, ContainerResolver, CreditAccounts, SessionSpec};
+use super::denials::{LogLimiter, SharedLogLimiter};
+use super::pages::PagePool;
+use super::recording::PendingChanges;
+use super::{Container, ProcessState, RestoredProcess, to_units};
+
+impl Container {
+    /// Restores a container from its checkpoint, with its live processes. Where the agent
+    /// `served_before`, a missing checkpoint means that unknown processes may live.
+    pub(in super::super) fn restore(
+        spec: SessionSpec,
+        checkpoint: SessionCheckpoint,
+        served_before: bool,
+        resolver: &dyn ContainerResolver,
+        now: BootTime,
+    ) -> (Container, Vec<RestoredProcess>) {
+        let accounts: Vec<_> = spec
+            .gpus
+            .iter()
+            .map(|(gpu, _)| Account::Gpu(gpu.clone()))
+            .chain([Account::Managed])
+            .collect();
+        let quotas = spec
+            .gpus
+            .iter()
+            .map(|(_, quota)| quota)
+            .chain([&spec.managed]);
+        let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
+        let credit = CreditAccounts::new(requested.clone());
+        let denials = vec![0; accounts.len()];
+        let content = checkpoint.read();
+        let is_lost = content
+            .as_ref()
+            .map_or(served_before, |content| content.incomplete);
+        let content = content.unwrap_or_default();
+        let mut overrides: Vec<_> = content
+            .overrides
+            .iter()
+            .map(|units| units.map(Units))
+            .collect();
+        overrides.resize(accounts.len(), None);
+        let mut container = Container {
+            spec,
+            accounts,
+            credit,
+            checkpoint,
+            processes: BTreeMap::new(),
+            is_checkpoint_lost: is_lost,
+            cgroup: None,
+            denials,
+            context_sizes: None,
+            denials_by_function: BTreeMap::new(),
+            last_denied: None,
+            log_limiter: LogLimiter::default(),
+            shared_log_limiter: SharedLogLimiter::default(),
+            requests: 0,
+            requested,
+            overrides,
+            evictable: Vec::new(),
+            last_exit: None,
+            generation: match content.generation {
+                // Generations issued since the boot are lower, since a container has at most one
+                // image each microsecond. The wall clock may have been set back.
+                0 if is_lost => now.0.saturating_mul(1_000),
+                known => known,
+            },
+            fault_log: content.fault_log,
+            unreported_faults: Vec::new(),
+            is_drained: false,
+            pages: PagePool::new(CreditPage::create),
+            pending_changes: PendingChanges::default(),
+            change_notify: Arc::default(),
+            orphans_changed: watch::Sender::default(),
+            closer: None,
+            siblings: None,
+        };
+        for index in 0..container.accounts.len() {
+            container.apply_quota(index);
+        }
+        for (pid, units) in content.exited {
+            container.credit.restore_grant(pid, &to_units(&units));
+            container.credit.mark_exited(pid, &[]);
+        }
+        for (pid, units) in content.orphaned {
+            container.credit.restore_grant(pid, &to_units(&units));
+            container.credit.mark_exited(pid, &to_units(&units));
+        }
+        for (lease, account, units) in content.leases {
+            let units = Units(units).min(Units::MAX);
+            container.credit.adopt_lease(lease, account, units);
+        }
+        let mut known = Vec::new();
+        for ProcessEntry {
+            process,
+            image,
+            generation,
+            granted,
+            exported,
+        } in content.processes
+        {
+            let exported = to_units(&exported);
+            container
+                .credit
+                .restore_grant(process.pid, &to_units(&granted));
+            if resolver.process(process.pid) != Some(process) {
+                container.credit.mark_exited(process.pid, &exported);
+                container.fault_log.record_exit(process, generation);
+                continue;
+            }
+            let superseded = CancellationToken::new();
+            known.push(RestoredProcess {
+                process,
+                image,
+                superseded: superseded.clone(),
+            });
+            container.processes.insert(
+                process.pid,
+                ProcessState {
+                    process,
+                    image,
+                    generation,
+                    protocol_version: 1,
+                    namespace_pids: resolver.namespace_pids(process.pid),
+                    page: None,
+                    page_fds: Vec::new(),
+                    has_adopted_page: false,
+                    exported,
+                    has_broken_page: false,
+                    superseded,
+                },
+            );
+        }
+        container.close_released_faults();
+        let [exited, _] = container.credit.exited_and_orphaned();
+        if !exited.is_empty() {
+            // This agent has not sampled the memory of the exited processes yet.
+            container.last_exit = Some(Instant::now());
+        }
+        // After this write, a checkpoint that is missing next time is a lost one.
+        container.write_checkpoint();
+        (container, known)
+    }
+
+    /// Writes the accounts to the checkpoint, and returns whether the checkpoint now holds them.
+    /// The caller accounts for the time of the write.
+    pub(super) fn store_checkpoint(&mut self) -> bool {
+        if self.checkpoint.is_closed() {
+            return false;
+        }
+        self.publish_to_siblings();
+        let units =
+            |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
+        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| {
+            by_pid
+                .iter()
+                .map(|(pid, accounts)| (*pid, units(accounts)))
+                .collect()
+        };
+        let [exited, orphaned] = self.credit.exited_and_orphaned();
+        let content = CheckpointContent {
+            processes: self
+                .processes
+                .values()
+                .map(|state| ProcessEntry {
+                    process: state.process,
+                    image: state.image,
+                    generation: state.generation,
+                    granted: units(
+                        self.credit
+                            .grants()
+                            .get(&state.process.pid)
+                            .map_or(&[], Vec::as_slice),
+                    ),
+                    exported: units(&state.exported),
+                })
+                .collect(),
+            exited: by_pid(exited),
+            orphaned: by_pid(orphaned),
+            leases: self
+                .credit
+                .leases()
+                .iter()
+                .map(|(lease, (account, units))| (*lease, *account, units.0))
+                .collect(),
+            gpus: self.gpus(),
+            incomplete: self.is_checkpoint_lost || self.has_untracked(),
+            overrides: self
+                .overrides
+                .iter()
+                .map(|order| order.map(|units| units.0))
+                .collect(),
+            generation: self.generation,
+            fault_log: self.fault_log.clone(),
+        };
+        let written = self.checkpoint.write(content);
+        if let Err(error) = &written
+            && let Some(suppressed) = self.shared_log_limiter.due("record", Instant::now())
+        {
+            let allocation = self.spec.allocation;
+            tracing::warn!(%allocation, %error, suppressed, "failed to write a session checkpoint; free space in /run");
+        }
+        written.is_ok()
+    }
+}
