@@ -21,122 +21,34 @@
 //! for ever, and the kubelet's own checkpoint has a copy of the answer. A PreStartContainer call
 //! whose record cannot be written fails, and the kubelet retries.
 
+mod binding;
+mod leases;
+mod records;
+mod views;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::sync::Arc;
 
 use bursar_config::ResourcesConfig;
 use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::GpuState;
-use bursar_gpu::health::{Health, UnhealthyReason};
-use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_host::pod_cgroups::{PodCgroup, PodCgroups};
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::plugin::PrepareError;
-use bursar_ledger::units::{
-    AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource,
-};
-use bursar_ledger::{
-    BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
-    LedgerView, Placement, Priority, WaitHandle, WaitReason,
-};
-use bursar_sessions::lease_handle::{ContainerBinding, LedgerUpdate, NodeView};
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Resource};
+use bursar_ledger::{BindOutcome, BindRequest, Binding, BootTime, ClaimId, Ledger, WaitHandle};
 use jiff::Timestamp;
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::capacity;
 use super::checkpoint_state::{ContainerName, NodeCheckpoint, PodName};
-use super::host::{HostError, HostOps, Subsystem};
-use crate::cdi;
-use crate::metrics::{Counts, NodeMetrics};
+use super::host::{HostError, HostOps};
+use crate::metrics::NodeMetrics;
 
-/// The channel for the result of a PreStartContainer call; closed once the caller has given up.
-type ResultSender = oneshot::Sender<Result<BoundMemory, PrepareError>>;
-
-/// The channels of a PreStartContainer call.
-#[derive(Debug)]
-pub struct Reply {
-    /// The result.
-    pub(crate) result: ResultSender,
-    /// The reason, at the time when the call begins to wait for room.
-    pub(crate) waits: oneshot::Sender<WaitReason>,
-}
-
-/// The memory that a container was bound to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum BoundMemory {
-    /// Device memory, by GPU; never empty.
-    Device(Vec<(GpuUuid, Bytes)>),
-    /// Managed memory.
-    Managed(Bytes),
-}
-
-impl fmt::Display for BoundMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shares = match self {
-            Self::Managed(bytes) => return write!(f, "{bytes} of managed memory"),
-            Self::Device(shares) => shares,
-        };
-        if shares.len() > 1 {
-            let sum = shares.iter().map(|(_, bytes)| bytes.0).sum();
-            write!(f, "{} over {} GPUs: ", Bytes(sum), shares.len())?;
-        }
-        for (index, (gpu, bytes)) in shares.iter().enumerate() {
-            let comma = if index == 0 { "" } else { ", " };
-            write!(f, "{comma}{bytes} of {gpu}")?;
-        }
-        Ok(())
-    }
-}
-
-/// A PreStartContainer call whose container is resolved.
-#[derive(Debug, Clone)]
-pub struct PrepareRequest {
-    /// The resource of the device ids.
-    pub resource: Resource,
-    /// The device ids of the call.
-    pub tokens: DeviceIdSet,
-    /// The container to start.
-    pub identity: ContainerIdentity,
-    /// The time at which the call stops waiting for room.
-    pub deadline: BootTime,
-}
-
-/// A container and its pod, as the kubelet and the API server describe them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerIdentity {
-    /// The pod's UID.
-    pub pod: PodUid,
-    /// The pod's namespace and name, if the kubelet has reported them.
-    pub pod_name: Option<PodName>,
-    /// The container's name where `checkpoint_entries` is empty.
-    pub container: String,
-    /// The kubelet's checkpoint entries with exactly these device ids; empty if the file is
-    /// unreadable.
-    pub(crate) checkpoint_entries: Vec<CheckpointEntry>,
-    /// The device ids of all containers of the pod, from the kubelet's checkpoint.
-    pub(crate) pod_device_ids: Vec<DeviceIdSet>,
-    /// The number of GPUs to spread the memory over.
-    pub(crate) gpu_spread: GpuSpread,
-    /// The pod's priority.
-    pub priority: Priority,
-}
-
-/// The node's problems by subsystem, for conditions; `None` is well.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct NodeProblems {
-    /// The agent cannot write the checkpoint.
-    pub checkpoint: Option<String>,
-    /// The agent could not use the checkpoint at its start and rebuilt the state from the host.
-    pub rebuilt: Option<String>,
-    /// A step of a binding or of a teardown failed: the subsystem and the error.
-    pub host: Option<(Subsystem, String)>,
-    /// The agent cannot write the CDI directory.
-    pub cdi: Option<String>,
-    /// The state directory lacks the generations of GPUs for long.
-    pub late_write: Option<LateWrite>,
-}
+use records::ResultSender;
+pub use records::{
+    BoundContainer, BoundMemory, ContainerIdentity, NodeProblems, PrepareRequest, QueuedClaim,
+    Reply,
+};
 
 /// A PreStartContainer call that waits for room.
 #[derive(Debug)]
@@ -145,52 +57,6 @@ struct WaitingCall {
     ticket: WaitHandle,
     deadline: BootTime,
     result: ResultSender,
-}
-
-/// A claim that waits for room, whether or not a kubelet call is pending.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct QueuedClaim {
-    /// The pod's UID.
-    pub pod: PodUid,
-    /// The resource that the claim waits for.
-    pub resource: Resource,
-    /// The quanta that the claim waits for.
-    pub quanta: Quanta,
-    /// The time at which the wait began.
-    pub since: Timestamp,
-    /// That time on the clock that measures the wait.
-    pub queued_at: BootTime,
-    /// The names of the container and its pod, if known.
-    pub name: Option<ContainerName>,
-}
-
-/// A container with device memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BoundContainer {
-    /// The container's claim. Containers that share a claim never run at the same time.
-    pub claim: ClaimId,
-    /// The allocation that the container was given.
-    pub allocation: AllocationId,
-    /// The pod's UID.
-    pub pod: PodUid,
-    /// The names of the container and its pod, if known.
-    pub name: Option<ContainerName>,
-    /// The pod's cgroup, once found.
-    pub cgroup: Option<std::path::PathBuf>,
-}
-
-#[cfg(any(test, feature = "testing"))]
-impl BoundContainer {
-    /// A container with these ids and no further data.
-    pub fn with_ids(allocation: u64, claim: u64) -> Self {
-        Self {
-            claim: serde_json::from_value(claim.into()).expect("a number is an id"),
-            allocation: AllocationId::from_bits(allocation),
-            pod: "p".parse().expect("a UID"),
-            name: None,
-            cgroup: None,
-        }
-    }
 }
 
 /// The node's ledger with the state of the host.
@@ -471,86 +337,6 @@ impl<H: HostOps> NodeAllocator<H> {
         self.gpu_generations = generations;
     }
 
-    /// Reconciles retained leases with the node's bindings; returns whether the leases are known.
-    async fn reconcile_leases(&mut self, now: BootTime) -> bool {
-        let LedgerUpdate {
-            orphaned,
-            unreclaimed: left,
-        } = self.host.reconcile_leases(self.lease_inputs()).await;
-        let known = orphaned.is_some();
-        if let Some(orphaned) = orphaned {
-            self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
-        }
-        for (lease, gpu, bytes) in left {
-            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
-            self.ledger.add_unreclaimed(gpu, bytes, now);
-            self.unrecorded_leases.push(lease);
-            self.checkpoint_dirty = true;
-        }
-        known
-    }
-
-    fn lease_inputs(&self) -> NodeView {
-        let mut containers = BTreeMap::new();
-        for bound in self.device_bindings() {
-            let gpus: BTreeSet<GpuUuid> = match bound.placement {
-                Placement::Device(shares) => shares.iter().map(|share| share.gpu.clone()).collect(),
-                Placement::Managed(_) => BTreeSet::new(),
-            };
-            for id in bound.allocations {
-                let named = self
-                    .container_names
-                    .get(id)
-                    .and_then(|holder| holder.pod.as_ref());
-                let standing = ContainerBinding {
-                    pod: bound.pod.clone(),
-                    namespace: named.map(|named| named.namespace.clone()),
-                    gpus: gpus.clone(),
-                };
-                containers.insert(*id, standing);
-            }
-        }
-        NodeView {
-            quotas: self.namespace_quotas(),
-            containers,
-            generations: self.gpu_generations.clone(),
-            free: self.ledger.free_by_gpu().collect(),
-        }
-    }
-
-    fn device_bindings(&self) -> impl Iterator<Item = BindingRef<'_>> {
-        let bound = self.ledger.binding_refs();
-        bound.filter(|bound| bound.resource == Resource::DeviceMemory)
-    }
-
-    /// The quota of each namespace on each GPU, summed over the bindings.
-    fn namespace_quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
-        let mut quotas: BTreeMap<&str, BTreeMap<&GpuUuid, Bytes>> = BTreeMap::new();
-        for bound in self.device_bindings() {
-            let holders = bound
-                .allocations
-                .iter()
-                .map(|id| self.container_names.get(id));
-            let pod = holders.flatten().find_map(|holder| holder.pod.as_ref());
-            let (Some(pod), Placement::Device(shares)) = (pod, bound.placement) else {
-                continue;
-            };
-            let of_namespace = quotas.entry(&pod.namespace).or_default();
-            for share in shares {
-                let quota = of_namespace.entry(&share.gpu).or_default();
-                quota.0 = quota
-                    .0
-                    .saturating_add(share.quanta.bytes(self.config.quantum).0);
-            }
-        }
-        let of_namespace = |(namespace, gpus): (&str, BTreeMap<&GpuUuid, Bytes>)| {
-            let gpus = gpus.into_iter();
-            let gpus = gpus.map(|(gpu, quota)| (gpu.clone(), quota)).collect();
-            (namespace.to_owned(), gpus)
-        };
-        quotas.into_iter().map(of_namespace).collect()
-    }
-
     /// Drops pending allocations that the kubelet's checkpoint lacks, and releases pods without a
     /// cgroup.
     ///
@@ -580,68 +366,6 @@ impl<H: HostOps> NodeAllocator<H> {
         }
         self.pods_without_cgroup = missing;
         self.bind_queued(now).await;
-    }
-
-    /// The node's memory at `now`.
-    pub fn view(&self, now: BootTime) -> LedgerView {
-        self.ledger.view(now)
-    }
-
-    /// The queued claims, the oldest first.
-    pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
-        self.queued_claims
-            .retain(|claim, _| self.ledger.is_queued(*claim));
-        // The operator would make room that a pod of this namespace cannot use.
-        let waits = self.queued_claims.iter();
-        let waits = waits.filter(|(claim, _)| self.ledger.closed_gpu(**claim).is_none());
-        let mut waits: Vec<QueuedClaim> = waits.map(|(_, wait)| wait.clone()).collect();
-        waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
-        waits
-    }
-
-    /// The numbers of `resource` in the ledger.
-    pub fn counts(&self, resource: Resource) -> Counts {
-        let of_it = |bound: &BindingRef<'_>| bound.resource == resource;
-        Counts {
-            pending: self.ledger.unbound_allocations(resource),
-            bound: self
-                .ledger
-                .binding_refs()
-                .filter(of_it)
-                .map(|bound| bound.allocations.len())
-                .sum(),
-            waiting: self
-                .queued_claims
-                .values()
-                .filter(|wait| wait.resource == resource)
-                .count(),
-        }
-    }
-
-    /// All bindings.
-    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
-        self.ledger.bindings()
-    }
-
-    /// All containers with device memory.
-    pub fn containers(&self) -> Arc<[BoundContainer]> {
-        let container = |bound: BindingRef<'_>, allocation: AllocationId| BoundContainer {
-            claim: bound.claim,
-            allocation,
-            name: self.container_names.get(&allocation).cloned(),
-            cgroup: self.pod_cgroups.path(bound.pod).map(Into::into),
-            pod: bound.pod.clone(),
-        };
-        let containers = self.device_bindings().flat_map(|bound| {
-            let allocations = bound.allocations.iter();
-            allocations.map(move |allocation| container(bound, *allocation))
-        });
-        containers.collect()
-    }
-
-    /// The node's problems.
-    pub fn problems(&self) -> &NodeProblems {
-        &self.problems
     }
 
     /// The host, for state that the node task observes first.
@@ -775,190 +499,6 @@ impl<H: HostOps> NodeAllocator<H> {
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
             info!(pod = %start.pod, reason = message, "no room before the deadline");
             send_result(result, Err(PrepareError::NoRoom(message)));
-        }
-    }
-
-    /// Performs the steps of a binding that follow the ledger's.
-    async fn commit_binding(&mut self, binding: &Binding) -> Result<BoundMemory, PrepareError> {
-        self.save_checkpoint().map_err(prepare_failed)?;
-        self.tear_down_ended().await;
-        let result = self.set_up(binding).await;
-        match &result {
-            Ok(()) => {
-                info!(pod = %binding.pod, claim = ?binding.claim, placement = ?binding.placement, "bound");
-                self.problems.host = None;
-            }
-            Err(error) => {
-                warn!(pod = %binding.pod, reason = error.reason(), %error, "failed to set up a binding; the agent tries again");
-                self.problems.host = Some((error.subsystem(), error.to_string()));
-            }
-        }
-        result.map_err(prepare_failed)?;
-        Ok(self.bound_memory(&binding.placement))
-    }
-
-    fn bound_memory(&self, placement: &Placement) -> BoundMemory {
-        let bytes = |quanta: Quanta| quanta.bytes(self.config.quantum);
-        match placement {
-            Placement::Managed(quanta) => BoundMemory::Managed(bytes(*quanta)),
-            Placement::Device(shares) => {
-                let shares = shares.iter();
-                let shares = shares.map(|share| (share.gpu.clone(), bytes(share.quanta)));
-                BoundMemory::Device(shares.collect())
-            }
-        }
-    }
-
-    /// Creates the effects of a binding on the host.
-    ///
-    /// Each allocation of device memory gets a socket and a CDI file. A binding of managed memory
-    /// sets the quotas of its containers.
-    async fn set_up(&mut self, binding: &Binding) -> Result<(), HostError> {
-        let shares = match &binding.placement {
-            Placement::Device(shares) => shares,
-            Placement::Managed(_) => return self.set_managed_quotas(&binding.pod),
-        };
-        self.pending_setup.extend(&binding.allocations);
-        for &allocation in &binding.allocations {
-            // The allocation of an init container that had ended may start again.
-            self.pending_teardown.remove(&allocation);
-            let gpus = shares
-                .iter()
-                .map(|share| {
-                    let nodes = self.device_nodes(&share.gpu)?;
-                    let quota = share.quanta.bytes(self.config.quantum);
-                    Ok(cdi::BoundGpu {
-                        uuid: share.gpu.clone(),
-                        quota,
-                        nodes,
-                    })
-                })
-                .collect::<Result<_, HostError>>()?;
-            let device = cdi::CdiBinding {
-                allocation,
-                pod: binding.pod.clone(),
-                container: self
-                    .container_names
-                    .get(&allocation)
-                    .map(|holder| holder.container.clone())
-                    .unwrap_or_default(),
-                tokens: binding.device_ids.clone(),
-                gpus,
-            };
-            let managed = self.managed_quota(&binding.pod, allocation);
-            self.host.serve_session(&device, managed).await?;
-            self.host.write_cdi(&device).await?;
-            self.pending_setup.remove(&allocation);
-        }
-        Ok(())
-    }
-
-    /// Sets the managed quota of every container of a pod.
-    ///
-    /// A container without device memory has no GPU from which to use managed memory.
-    fn set_managed_quotas(&mut self, pod: &PodUid) -> Result<(), HostError> {
-        let exposed: Vec<AllocationId> = self
-            .device_bindings()
-            .filter(|bound| bound.pod == pod)
-            .flat_map(|bound| bound.allocations.iter().copied())
-            .collect();
-        for allocation in exposed {
-            let managed = self.managed_quota(pod, allocation);
-            self.host.set_managed_quota(allocation, managed)?;
-        }
-        Ok(())
-    }
-
-    /// The managed memory bound to the container of `pod` that has `allocation`.
-    pub(super) fn managed_quota(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
-        let container =
-            |id: &AllocationId| self.container_names.get(id).map(|holder| &holder.container);
-        let quanta = self
-            .ledger
-            .binding_refs()
-            .filter(|bound| {
-                let mut containers = bound.allocations.iter().map(container);
-                bound.pod == pod && containers.any(|name| name == container(&allocation))
-            })
-            .map(|bound| match bound.placement {
-                Placement::Managed(quanta) => quanta.0,
-                Placement::Device(_) => 0,
-            })
-            .fold(0_u32, u32::saturating_add);
-        Quanta(quanta).bytes(self.config.quantum)
-    }
-
-    /// A GPU of the binding that is being drained.
-    fn find_drained_gpu(&self, binding: &Binding) -> Option<GpuUuid> {
-        let Placement::Device(shares) = &binding.placement else {
-            return None;
-        };
-        let is_drained = |state: &&GpuState| {
-            let why = state.health;
-            matches!(
-                why,
-                Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained)
-            )
-        };
-        let mut drained = self.gpus.iter().filter(is_drained);
-        let bound = |state: &&GpuState| shares.iter().any(|share| share.gpu == state.gpu.uuid);
-        drained.find(bound).map(|state| state.gpu.uuid.clone())
-    }
-
-    fn device_nodes(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
-        let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
-        let gpu = &state
-            .ok_or_else(|| HostError::GpuNotListed(uuid.clone()))?
-            .gpu;
-        let capability = |number: &u32| format!("nvidia-caps/nvidia-cap{number}");
-        let nodes = [format!("nvidia{}", gpu.minor)].into_iter();
-        Ok(nodes
-            .chain(gpu.capabilities.iter().map(capability))
-            .collect())
-    }
-
-    /// Repeats the steps that failed before.
-    async fn retry_pending(&mut self) {
-        if self.save_checkpoint().is_err() {
-            return;
-        }
-        self.tear_down_ended().await;
-        if self.pending_setup.is_empty() {
-            if self.pending_teardown.is_empty() {
-                self.problems.host = None;
-            }
-            return;
-        }
-        let unfinished = |binding: &Binding| {
-            binding
-                .allocations
-                .iter()
-                .any(|id| self.pending_setup.contains(id))
-        };
-        let bindings: Vec<Binding> = self.ledger.bindings().filter(unfinished).collect();
-        for binding in bindings {
-            match self.set_up(&binding).await {
-                Ok(()) => self.problems.host = None,
-                // A missing GPU must not delay the other bindings.
-                Err(HostError::GpuNotListed(_)) => {}
-                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
-            }
-        }
-        if self.pending_teardown.is_empty() && self.pending_setup.is_empty() {
-            self.problems.host = None;
-        }
-    }
-
-    /// Tears down ended allocations; the next tick repeats what fails.
-    pub(super) async fn tear_down_ended(&mut self) {
-        for allocation in self.pending_teardown.clone() {
-            match self.host.tear_down(allocation).await {
-                Ok(()) => {
-                    self.pending_teardown.remove(&allocation);
-                    self.pending_setup.remove(&allocation);
-                }
-                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
-            }
         }
     }
 

@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use bursar_gpu::{Gpu, GpuState};
-use bursar_ledger::units::{Bytes, Quantum};
+use bursar_ledger::units::{Bytes, Quanta, Quantum};
+use bursar_ledger::{GpuSpread, Placement, Priority};
+use bursar_sessions::lease_handle::{LedgerUpdate, NodeView};
 use tokio::sync::oneshot;
 
 use prometheus_client::registry::Registry;
 
 use super::*;
+use crate::cdi;
 use crate::host::HostSurvey;
 
 /// The state of the host, which outlives the agent.
