@@ -137,7 +137,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// How long a lingering process keeps its memory: several periods of the kubelet's look at containers.
+/// How long a lingering process keeps its memory: several of the kubelet's looks at containers.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Time for the driver to free the memory of the previous process image.

@@ -1,5 +1,5 @@
-//! Restarts the agent while clients create pods without pause, and checks that no pod fails. Without
-//! a relay pods fail, which shows that the check would see one.
+//! Restarts the agent while clients create pods without pause, and checks that no pod fails.
+//! Without a relay pods fail, which shows that the check would see one.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

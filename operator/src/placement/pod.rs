@@ -178,6 +178,12 @@ impl PodFacts {
         })
     }
 
+    /// Whether the request is the sum of the containers: no init container needs more.
+    pub(super) fn is_sum_of_containers(&self) -> bool {
+        let containers = self.containers.iter().map(|(_, quanta)| *quanta);
+        containers.sum::<Quanta>() == self.request
+    }
+
     /// The node that the pod is bound to.
     pub fn node(&self) -> Option<&str> {
         match &self.placement {

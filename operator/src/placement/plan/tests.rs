@@ -120,8 +120,8 @@ impl FakePod {
         }
     }
 
-    /// Places shares into the free memory of GPUs by trying every choice. Returns each share with its
-    /// GPU.
+    /// Places shares into the free memory of GPUs by trying every choice. Returns each share with
+    /// its GPU.
     fn fit(&self, shares: &[u64], mut free: Vec<u64>) -> Option<Vec<(usize, u64)>> {
         fn place(shares: &[u64], apart: bool, free: &mut [u64], at: &mut Vec<usize>) -> bool {
             let Some((share, rest)) = shares.split_first() else {

@@ -28,7 +28,8 @@ impl<'a> Planner<'a> {
             && self.snapshot.fits(node, pending.key, &[])
     }
 
-    /// Whether the node's quanta suffice for the pod of these reservations once its victims are gone.
+    /// Whether the node's quanta suffice for the pod of these reservations once its victims are
+    /// gone.
     ///
     /// Room for the reservations in `taken` and for other nominated pods is deducted. The scheduler
     /// does the same, so that pods nominated to one node may block each other.

@@ -47,18 +47,20 @@ type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 struct PendingPod<'a> {
     key: &'a Key,
     pod: &'a PodFacts,
-    /// What the container waits for that waited longest; the whole request of an unscheduled pod.
+    /// The amount that the longest waiting container lacks. The whole request of an unscheduled
+    /// pod.
     quanta: Quanta,
     /// The pod's node, if it is bound.
     node: Option<&'a str>,
 }
 
 impl PendingPod<'_> {
-    /// What the pod still needs on the GPUs of a node.
+    /// The shares that the pod still needs on the GPUs of a node.
     fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
         let uid = &self.pod.uid;
+        let has_memory = gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(uid));
         // The agent places all containers of a pod together, the first time that one starts.
-        match gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(uid)) {
+        match has_memory || !self.pod.is_sum_of_containers() {
             true => Shares::of_container(self.quanta, self.pod.min_gpus, gpus),
             false => Shares::of_pod(self.pod, gpus),
         }
@@ -184,7 +186,6 @@ impl<'a> Planner<'a> {
             })
         });
         let unplaced = snapshot.pods.values().filter_map(|(key, pod)| {
-            let containers: Quanta = pod.containers.iter().map(|(_, quanta)| *quanta).sum();
             let refused = matches!(
                 pod.placement,
                 Placement::Unscheduled {
@@ -192,8 +193,7 @@ impl<'a> Planner<'a> {
                     ..
                 }
             );
-            // An init container may need more than the containers after it.
-            (refused && containers == pod.request).then_some(PendingPod {
+            (refused && pod.is_sum_of_containers()).then_some(PendingPod {
                 key,
                 pod,
                 quanta: pod.request,
@@ -284,13 +284,13 @@ fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu, quanta: Quanta) -> Optio
     })
 }
 
-/// What the pod of a reservation still lacks on the GPU.
+/// The amount that the pod of a reservation still lacks on the GPU.
 fn lacking(reservation: &Reservation, gpu: &Gpu) -> Quanta {
     let reserved = Quanta::new(reservation.quanta.unsigned_abs().into());
     reserved.minus(held_on(gpu, &reservation.waiter))
 }
 
-/// What a pod has on a GPU.
+/// The memory of a pod on a GPU.
 fn held_on(gpu: &Gpu, pod: &str) -> Quanta {
     gpu.pods.get(pod).copied().unwrap_or_default()
 }

@@ -15,13 +15,13 @@ use crate::placement::plan::{Step, Victim};
 use crate::placement::pod::{Owner, Placement};
 use crate::quanta::Quanta;
 
-/// Ranks reservations for a pod, the best first: by how many failed before, by the number of victims,
-/// their highest priority and their memory, and then by node and GPU.
+/// Ranks reservations for a pod, the best first: by how many failed before, by the number of
+/// victims, their highest priority and their memory, and then by node and GPU.
 type ReservationRank<'a> = (u32, usize, Option<i32>, Quanta, &'a str, Option<&'a str>);
 
 impl<'a> Planner<'a> {
-    /// The GPUs to reserve for a pod, on one node: with the fewest failed reservations, then with the
-    /// fewest victims.
+    /// The GPUs to reserve for a pod, on one node: with the fewest failed reservations, then with
+    /// the fewest victims.
     pub(super) fn find_reservations(
         &mut self,
         pending: &PendingPod<'a>,
@@ -57,8 +57,8 @@ impl<'a> Planner<'a> {
         best.map(|(_, node, reservations)| (node.to_owned(), reservations))
     }
 
-    /// The reservations on a node that would let victims make room for a pod, with their ranks. None
-    /// where the memory of terminating pods suffices for a pod on the node.
+    /// The reservations on a node that would let victims make room for a pod, with their ranks.
+    /// None where the memory of terminating pods suffices for a pod on the node.
     fn reservation_choices(
         &mut self,
         node: &'a str,

@@ -27,9 +27,7 @@ impl Shares {
     /// GPUs are too few, or several containers are spread.
     pub(super) fn of_pod(pod: &PodFacts, gpus: &GpuFacts) -> Option<Shares> {
         let mut quanta: Vec<Quanta> = pod.containers.iter().map(|(_, quanta)| *quanta).collect();
-        // Init containers may need more than the containers that run after them.
-        let is_sum = quanta.iter().copied().sum::<Quanta>() == pod.request;
-        if quanta.len() < 2 || !is_sum {
+        if quanta.len() < 2 || !pod.is_sum_of_containers() {
             return Shares::of_container(pod.request, pod.min_gpus, gpus);
         }
         quanta.sort_unstable_by(|a, b| b.cmp(a));
