@@ -21,8 +21,9 @@ const KILL_NEWBORN_WITHIN: Duration = Duration::from_millis(30);
 /// The longest time that a program is stopped for.
 const STOP: Duration = Duration::from_millis(200);
 
-/// More than any call may take: the shim waits 10 s for a restarting agent, and only once.
-const LONGEST_CALL: Duration = Duration::from_secs(15);
+/// More than any call may take: the shim waits 10 s for a restarting agent, and only once. Each
+/// message of the call waits for the messages of all other programs before it.
+const LONGEST_CALL: Duration = Duration::from_secs(30);
 
 /// After this time a missing answer counts as a hang. Where the quota is used up, the agent answers
 /// at most one message of the container each millisecond, so a batch of each program takes 32 s.
