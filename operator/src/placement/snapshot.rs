@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bursar_crds::gpu_node::Reservation;
 use bursar_crds::{Amount, GpuMemoryBudget};
 use kube::runtime::watcher::Event;
 
@@ -144,6 +145,12 @@ impl<'a> Snapshot<'a> {
     pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
         let gpus = &self.gpu_nodes.get(node)?.gpus;
         gpus.iter().find(|gpu| gpu.uuid == uuid)
+    }
+
+    /// Whether the agent keeps the GPU of a reservation for its pod.
+    pub(super) fn is_kept(&self, node: &str, reservation: &Reservation) -> bool {
+        let gpu = self.gpu(node, &reservation.gpu);
+        gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
     }
 
     /// The allocatable device memory of a node that no pod requests, which the scheduler can still

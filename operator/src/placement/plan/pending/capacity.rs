@@ -39,9 +39,7 @@ impl<'a> Planner<'a> {
         reservations: &[Reservation],
         taken: &[Reservation],
     ) -> bool {
-        let waiter = reservations.first();
-        let waiter = waiter.and_then(|reservation| self.snapshot.pod(&reservation.waiter));
-        let Some(waiter) = waiter.filter(|pod| pod.node().is_none()) else {
+        let Some(waiter) = self.unscheduled_waiter(reservations) else {
             return true;
         };
         // A victim with memory on several GPUs frees the node's quanta once.
@@ -105,6 +103,12 @@ impl<'a> Planner<'a> {
         self.snapshot.fits(node, key, &others)
     }
 
+    /// The pod of these reservations, unless it has a node.
+    fn unscheduled_waiter(&self, reservations: &[Reservation]) -> Option<&'a PodFacts> {
+        let waiter = self.snapshot.pod(&reservations.first()?.waiter)?;
+        waiter.node().is_none().then_some(waiter)
+    }
+
     /// The quanta that the pod of these reservations needs beyond what its victims free. Victims in
     /// `counted` are not counted again. A pod on the node needs none.
     pub(super) fn net_request(
@@ -113,9 +117,7 @@ impl<'a> Planner<'a> {
         reservations: &[Reservation],
         counted: &mut BTreeSet<&'a str>,
     ) -> Quanta {
-        let waiter = reservations.first();
-        let waiter = waiter.and_then(|reservation| self.snapshot.pod(&reservation.waiter));
-        let Some(pod) = waiter.filter(|pod| pod.node().is_none()) else {
+        let Some(pod) = self.unscheduled_waiter(reservations) else {
             return Quanta::ZERO;
         };
         let pending = self.pending.get(pod.uid.as_str()).copied();

@@ -238,13 +238,9 @@ impl<'a> Planner<'a> {
     /// The steps that evict the victims on the GPUs of a pod's reservations, a step for each GPU,
     /// once the agent keeps all of them for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Vec<Step> {
-        let is_kept = |reservation: &Reservation| {
-            let gpu = self.snapshot.gpu(node, &reservation.gpu);
-            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
-        };
-        let waiter = reservations
-            .first()
-            .filter(|_| reservations.iter().all(is_kept));
+        let mut all = reservations.iter();
+        let are_kept = all.all(|reservation| self.snapshot.is_kept(node, reservation));
+        let waiter = reservations.first().filter(|_| are_kept);
         let pending = waiter.and_then(|first| self.pending.get(first.waiter.as_str()));
         let Some(pending) = pending.copied() else {
             return Vec::new();

@@ -39,12 +39,10 @@ impl<'a> Planner<'a> {
             Some(Placement::Node(_)) | None => false,
         };
         useful.sort_by_key(|(late, node, reservations)| {
-            let is_answered = |reservation: &Reservation| {
-                let gpu = snapshot.gpu(node, &reservation.gpu);
-                gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
-            };
+            let mut all = reservations.iter();
+            let are_kept = all.all(|reservation| snapshot.is_kept(node, reservation));
             let nominated = is_nominated(&reservations[0].waiter, node);
-            (!nominated, !reservations.iter().all(is_answered), *late)
+            (!nominated, !are_kept, *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
         let mut kept = ReservationsByNode::new();
