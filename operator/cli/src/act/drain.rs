@@ -146,7 +146,7 @@ pub fn cost(snapshot: &Snapshot, node: &GpuNode, gpus: &[&GpuStatus]) -> String 
 }
 
 /// The GPUs among these that are not drained yet, with their state.
-pub fn not_drained(node: &GpuNode, uuids: &BTreeSet<String>) -> Vec<String> {
+pub fn not_drained(node: &GpuNode, uuids: &[String]) -> Vec<String> {
     let all = node.status.iter().flat_map(|status| &status.gpus);
     all.filter(|gpu| uuids.contains(&gpu.uuid))
         .filter(|gpu| gpu.state != GpuState::Draining || gpu.health.reason != "Drained")

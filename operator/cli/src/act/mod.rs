@@ -1,7 +1,8 @@
 //! Changes objects: drains, undrains, resizes, and tells pods about an uninstall.
 //!
 //! Each change of an object is a patch with the version of the object that it was made from, so
-//! that a change by another client is not undone.
+//! that a change by another client is not undone. The agent reports in the status of the same
+//! objects, so that a conflict is ordinary: the change is then made from the newer object.
 
 pub mod drain;
 pub mod notify;
@@ -15,6 +16,9 @@ use serde_json::Value;
 
 /// The field manager of the changes.
 const MANAGER: &str = "kubectl-bursar";
+
+/// A change is tried so often. An agent writes the status of its GpuNode a few times a second.
+const TRIES: usize = 10;
 
 /// Reads one object.
 ///
@@ -31,24 +35,49 @@ pub async fn get<T: Clone + std::fmt::Debug + DeserializeOwned>(
         .await
 }
 
-/// Sends a merge patch and returns the changed object.
+/// Changes one object by the merge patch that `patch_of` makes from it. When another client wrote
+/// the object meanwhile, reads it again and makes the patch anew. Returns whether it was changed.
 ///
 /// # Errors
-/// When the API server refuses, or the object has changed meanwhile.
-pub async fn patch<T: Clone + std::fmt::Debug + DeserializeOwned>(
+/// When the API server refuses, when `patch_of` fails, or when other clients keep writing the
+/// object.
+pub async fn change<T: Clone + std::fmt::Debug + DeserializeOwned>(
     client: &Client,
     path: &str,
     name: &str,
-    patch: &Value,
-) -> Result<T, kube::Error> {
+    patch_of: impl Fn(&T) -> anyhow::Result<Option<Value>>,
+) -> anyhow::Result<bool> {
+    for _ in 1..TRIES {
+        match change_once(client, path, name, &patch_of).await {
+            Err(error) if is_conflict(&error) => {}
+            outcome => return outcome,
+        }
+    }
+    change_once(client, path, name, &patch_of).await
+}
+
+async fn change_once<T: Clone + std::fmt::Debug + DeserializeOwned>(
+    client: &Client,
+    path: &str,
+    name: &str,
+    patch_of: impl Fn(&T) -> anyhow::Result<Option<Value>>,
+) -> anyhow::Result<bool> {
+    let Some(patch) = patch_of(&get(client, path, name).await?)? else {
+        return Ok(false);
+    };
     let params = PatchParams {
         field_manager: Some(MANAGER.to_owned()),
         ..PatchParams::default()
     };
     let request = Request::new(path).patch(name, &params, &Patch::Merge(patch));
-    client
-        .request(request.map_err(kube::Error::BuildRequest)?)
-        .await
+    let request = request.map_err(kube::Error::BuildRequest)?;
+    client.request::<Value>(request).await?;
+    Ok(true)
+}
+
+fn is_conflict(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<kube::Error>();
+    matches!(error, Some(kube::Error::Api(status)) if status.code == 409)
 }
 
 /// Creates one object.

@@ -31,6 +31,17 @@ impl<W: Write> Session<'_, W> {
             .with_context(|| format!("failed to read GpuNode {name}"))
     }
 
+    async fn change_gpu_node(
+        &self,
+        name: &str,
+        patch_of: impl Fn(&GpuNode) -> anyhow::Result<Option<Value>>,
+    ) -> anyhow::Result<bool> {
+        let path = list_path(Kind::GpuNodes, None);
+        act::change(&self.client, &path, name, patch_of)
+            .await
+            .with_context(|| format!("failed to change GpuNode {name}"))
+    }
+
     pub(super) async fn drain(&mut self, arguments: &DrainArgs) -> anyhow::Result<u8> {
         let DrainArgs {
             node: name,
@@ -46,7 +57,9 @@ impl<W: Write> Session<'_, W> {
         if *dry_run {
             return self.print_patch("gpunode", name, patch.as_ref());
         }
-        if let Some(patch) = &patch {
+        let uuids: BTreeSet<&str> = selected.iter().map(|gpu| &*gpu.uuid).collect();
+        let uuids: Vec<String> = uuids.into_iter().map(str::to_owned).collect();
+        if patch.is_some() {
             let kinds = [Kind::GpuNodes, Kind::Pods, Kind::OwnPods];
             let mut snapshot = self.read(&kinds, None).await?;
             read::read_metrics(&self.client, &mut snapshot, |node| node == name).await;
@@ -55,16 +68,15 @@ impl<W: Write> Session<'_, W> {
                 writeln!(self.out, "Nothing was changed.")?;
                 return Ok(AMISS);
             }
-            let path = list_path(Kind::GpuNodes, None);
-            let _: GpuNode = act::patch(&self.client, &path, name, patch)
-                .await
-                .with_context(|| format!("failed to change GpuNode {name}"))?;
+            self.change_gpu_node(name, |node| {
+                Ok(drain::drain_patch(node, &drain::selected(node, &uuids)?))
+            })
+            .await?;
         }
-        let uuids: BTreeSet<String> = selected.iter().map(|gpu| gpu.uuid.clone()).collect();
         writeln!(
             self.out,
             "Undo: kubectl bursar undrain {name} {}",
-            uuids.iter().cloned().collect::<Vec<_>>().join(" ")
+            uuids.join(" ")
         )?;
         if *no_wait {
             return Ok(0);
@@ -99,24 +111,21 @@ impl<W: Write> Session<'_, W> {
         wanted: &[String],
         dry_run: bool,
     ) -> anyhow::Result<u8> {
-        let node = self.gpu_node(name).await?;
-        let selected = if wanted.is_empty() {
-            None
-        } else {
-            Some(drain::selected(&node, wanted)?)
+        let patch_of = |node: &GpuNode| {
+            let selected = match wanted {
+                [] => None,
+                wanted => Some(drain::selected(node, wanted)?),
+            };
+            Ok(drain::undrain_patch(node, selected.as_deref()))
         };
-        let patch = drain::undrain_patch(&node, selected.as_deref());
         if dry_run {
+            let patch = patch_of(&self.gpu_node(name).await?)?;
             return self.print_patch("gpunode", name, patch.as_ref());
         }
-        let Some(patch) = patch else {
+        if !self.change_gpu_node(name, patch_of).await? {
             writeln!(self.out, "{name}: no such GPU is drained.")?;
             return Ok(0);
-        };
-        let path = list_path(Kind::GpuNodes, None);
-        let _: GpuNode = act::patch(&self.client, &path, name, &patch)
-            .await
-            .with_context(|| format!("failed to change GpuNode {name}"))?;
+        }
         writeln!(
             self.out,
             "{name}: the agent probes the GPUs, and offers them to pods again."
@@ -141,14 +150,14 @@ impl<W: Write> Session<'_, W> {
         })?;
         let patch = resize::patch(&budget, &pod, amount)?;
         if dry_run {
-            let budget = format!("gpumemorybudget -n {namespace}");
-            return self.print_patch(&budget, "default", patch.as_ref());
+            let kind = format!("gpumemorybudget -n {namespace}");
+            return self.print_patch(&kind, "default", patch.as_ref());
         }
-        if let Some(patch) = &patch {
-            let _: GpuMemoryBudget = act::patch(&self.client, &path, "default", patch)
-                .await
-                .with_context(|| format!("failed to change GpuMemoryBudget {namespace}/default"))?;
-        }
+        act::change(&self.client, &path, "default", |budget| {
+            Ok(resize::patch(budget, &pod, amount)?)
+        })
+        .await
+        .with_context(|| format!("failed to change GpuMemoryBudget {namespace}/default"))?;
         let bytes = amount.map(parse_bytes).transpose()?;
         let deadline = Instant::now() + RESIZE_TIMEOUT;
         let nodes = list_path(Kind::GpuNodes, None);

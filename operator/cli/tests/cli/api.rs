@@ -216,6 +216,37 @@ async fn changes_are_patched_with_the_version() {
 }
 
 #[tokio::test]
+async fn change_is_made_again_after_a_conflict() {
+    let api = small();
+    let mut resized = budget("ml", 64, 64, 8, 0);
+    resized["spec"]["overrides"] =
+        json!([{ "pod": "other", "deviceMemory": "1Gi" }, { "pod": "p", "deviceMemory": "4Gi" }]);
+    api.put(
+        "/apis/bursar.dev/v1alpha1/namespaces/ml/gpumemorybudgets",
+        vec![resized],
+    );
+    for (line, field, expected) in [
+        ("drain n 0 --yes --no-wait", "drain", json!(["GPU-1"])),
+        ("undrain n GPU-1", "drain", json!([])),
+        (
+            "resize p --reset",
+            "overrides",
+            json!([{ "pod": "other", "deviceMemory": "1Gi" }]),
+        ),
+    ] {
+        api.conflict(9);
+        let (code, text) = run(&api, line).await;
+        assert_eq!(code, Ok(0), "{line}: {text}");
+        assert_eq!(api.patches().last().unwrap()["spec"][field], expected);
+    }
+    api.conflict(usize::MAX);
+    let (code, _) = run(&api, "drain n 0 --yes --no-wait").await;
+    let message = "failed to change GpuNode n: Conflict by the test";
+    assert_eq!(code, Err(message.to_owned()));
+    assert_eq!(api.patches().len(), 3);
+}
+
+#[tokio::test]
 async fn drain_waits_until_the_agent_says_drained() {
     let api = small();
     let mut drained = gpu("GPU-1", 0, 79, &[]);

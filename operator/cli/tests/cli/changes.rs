@@ -75,7 +75,7 @@ fn drain_says_what_it_costs() {
     let node = snapshot.gpu_node("gpu-a-1").unwrap();
     let all = drain::selected(node, &[]).unwrap();
     golden("drain-cost", &(drain::cost(&snapshot, node, &all) + "\n"));
-    let uuids = ["GPU-a0".to_owned()].into();
+    let uuids = ["GPU-a0".to_owned()];
     assert_eq!(drain::not_drained(node, &uuids), ["GPU 0 is Active (Ok)"]);
 }
 

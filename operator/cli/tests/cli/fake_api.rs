@@ -22,6 +22,8 @@ struct State {
     texts: BTreeMap<String, String>,
     forbidden: Vec<String>,
     requests: Vec<String>,
+    /// The patches that another client's write comes before.
+    conflicts: usize,
     patches: Vec<Value>,
 }
 
@@ -47,6 +49,11 @@ impl FakeApi {
     /// Refuses every request of a path.
     pub(crate) fn forbid(&self, path: &str) {
         self.state.lock().unwrap().forbidden.push(path.to_owned());
+    }
+
+    /// Lets another client write the object before each of the next patches.
+    pub(crate) fn conflict(&self, patches: usize) {
+        self.state.lock().unwrap().conflicts = patches;
     }
 
     /// The requests so far, as `METHOD path`.
@@ -110,7 +117,10 @@ impl FakeApi {
             return json_response(&page(objects, parts.uri.query().unwrap_or_default()));
         }
         let (list, name) = path.rsplit_once('/').unwrap_or_default();
-        let objects = state.lists.get_mut(list);
+        let State {
+            lists, conflicts, ..
+        } = &mut *state;
+        let objects = lists.get_mut(list);
         let found = objects.and_then(|objects| {
             objects
                 .iter_mut()
@@ -121,6 +131,10 @@ impl FakeApi {
         };
         if parts.method == Method::PATCH {
             let patch: Value = serde_json::from_slice(body).unwrap();
+            if let Some(left) = conflicts.checked_sub(1) {
+                *conflicts = left;
+                object["metadata"]["resourceVersion"] = json!(format!("other-{left}"));
+            }
             if patch["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
                 return failure(StatusCode::CONFLICT, "Conflict");
             }
