@@ -1,7 +1,7 @@
 //! Builds reports for tests.
 
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_crds::gpu_node::GpuState;
+use bursar_crds::gpu_node::{GpuContainer, GpuState};
 use bursar_gpu::Gpu;
 use bursar_ledger::units::{Quanta, Quantum};
 use bursar_ledger::{GpuView, Health};
@@ -44,6 +44,20 @@ pub fn report() -> NodeReport {
             names::OK,
             "2 GPUs",
         )],
+    }
+}
+
+/// A container of a pod whose names are not known.
+pub fn container(pod_uid: &str) -> GpuContainer {
+    GpuContainer {
+        pod_uid: pod_uid.to_owned(),
+        namespace: String::new(),
+        pod: String::new(),
+        container: "main".into(),
+        process_generation: 1,
+        restarts: 0,
+        restarts_in_place: 0,
+        last_fault: None,
     }
 }
 

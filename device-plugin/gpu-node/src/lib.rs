@@ -2,7 +2,7 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`report`] | the node's state in the agent's types |
+//! | [`report`] | the node's state, before what the `GpuNode` keeps from earlier |
 //! | [`node_report`] | computes the report from a snapshot of the node: pure |
 //! | [`render`] | builds the `GpuNode` status from a report: pure |
 //! | `summary` | describes the node in a few words for `kubectl get`: pure |
@@ -19,10 +19,7 @@ pub mod render;
 pub mod report;
 mod summary;
 
-pub use report::{
-    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
-    WaitingReport,
-};
+pub use report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 #[cfg(any(test, feature = "testing"))]
 pub mod fixtures;
 #[cfg(test)]

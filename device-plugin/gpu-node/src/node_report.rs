@@ -1,6 +1,7 @@
 //! Computes the node's [`NodeReport`] from a snapshot, and the events of a change: pure.
 
 mod conditions;
+mod containers;
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,6 @@ use bursar_config::ResourcesConfig;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::context_policy::FaultAction;
 use bursar_crds::gpu_node::GpuState as State;
-use bursar_enforcement::attestation::EnforcementGap;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
 use bursar_enforcement::faults::report::FaultReport;
@@ -22,11 +22,10 @@ use bursar_kubelet::lifecycle::Registration;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
 use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
-use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::PodName;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::runtimes::RuntimeReport;
-use bursar_retained::status::{LeaseReport, RetainedStatus};
+use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::NodePublicKey;
 
 use self::conditions::{
@@ -36,11 +35,11 @@ use self::conditions::{
     retained_memory_condition, sole_owner_condition, state_written_condition,
     token_limit_condition,
 };
-use crate::quota_overrides::AppliedSpec;
-use crate::{
-    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
-    WaitingReport,
+use self::containers::{
+    enforcement_gap, gpu_containers, namespace_use, pending_container, retained_lease,
 };
+use crate::quota_overrides::AppliedSpec;
+use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 
 /// The late write to the state directory that has lasted longest.
 pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
@@ -105,6 +104,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         runtime: runtime_report(&state.gpu.uuid, &around.retained),
         ..gpu_report(state, view, generation_of(state, generations))
     };
+    let pod_names = pod_names(snapshot);
     NodeReport {
         boot_id: around.boot_id.clone(),
         driver_version,
@@ -113,17 +113,16 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
-        pod_names: pod_names(snapshot),
         waiting: waits
             .iter()
             .filter(|wait| wait.resource == Resource::DeviceMemory)
-            .map(waiting_report)
+            .map(pending_container)
             .collect(),
         not_enforced: around
             .audited
             .not_enforced
             .iter()
-            .map(enforcement_gap_report)
+            .map(enforcement_gap)
             .collect(),
         applied_spec: around.overrides.clone(),
         faults: inventory
@@ -132,10 +131,21 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             .filter_map(|state| gpu_fault(state, generations))
             .chain(around.faults.iter().cloned())
             .collect(),
-        containers: container_reports(snapshot, &around.audited),
+        containers: gpu_containers(snapshot, &around.audited),
         retained_count: around.retained.readable,
-        retained: retained_reports(snapshot, &around.retained),
-        namespaces: around.audited.namespaces.clone(),
+        retained: around
+            .retained
+            .leases
+            .iter()
+            .map(|lease| retained_lease(lease, &pod_names))
+            .collect(),
+        namespaces: around
+            .audited
+            .namespaces
+            .iter()
+            .map(namespace_use)
+            .collect(),
+        pod_names,
         conditions: vec![
             gpus_found_condition(snapshot),
             registered_condition(&around.registration),
@@ -164,44 +174,6 @@ fn pod_names(snapshot: &Snapshot) -> BTreeMap<PodUid, PodName> {
     let named = bound.chain(waiting);
     let named = named.filter_map(|(uid, container)| Some((uid, container?.pod.as_ref()?)));
     named.map(|(uid, pod)| (uid.clone(), pod.clone())).collect()
-}
-
-/// The containers with memory, those with faults first.
-fn container_reports(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<ContainerReport> {
-    let containers = snapshot.containers.iter().map(|container| ContainerReport {
-        pod_uid: container.pod.clone(),
-        name: container.name.clone(),
-        history: audited
-            .histories
-            .get(&container.allocation)
-            .cloned()
-            .unwrap_or_default(),
-    });
-    let mut containers: Vec<_> = containers.collect();
-    containers.sort_by(|one, next| {
-        let key = |report: &ContainerReport| {
-            let name = report.name.as_ref().map(|name| name.container.clone());
-            (
-                report.history.last_fault.is_none(),
-                report.pod_uid.clone(),
-                name,
-            )
-        };
-        key(one).cmp(&key(next))
-    });
-    containers
-}
-
-/// The leases, with the names of their owners.
-fn retained_reports(
-    snapshot: &Snapshot,
-    retained: &RetainedStatus,
-) -> Vec<(LeaseReport, Option<PodName>)> {
-    let names = pod_names(snapshot);
-    let leases = retained.leases.iter();
-    leases
-        .map(|lease| (lease.clone(), names.get(&lease.owner).cloned()))
-        .collect()
 }
 
 fn device_memory(snapshot: &Snapshot) -> MemoryReport {
@@ -305,38 +277,6 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
         image: None,
         time: None,
     })
-}
-
-fn waiting_report(wait: &bursar_node::allocator::QueuedClaim) -> WaitingReport {
-    let holder = wait.name.as_ref();
-    let pod = holder.and_then(|holder| holder.pod.as_ref());
-    WaitingReport {
-        pod_uid: wait.pod.clone(),
-        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-        container: holder
-            .map(|holder| holder.container.clone())
-            .unwrap_or_default(),
-        quanta: wait.quanta,
-        since: wait.since,
-    }
-}
-
-fn enforcement_gap_report(
-    (container, lack): &(BoundContainer, EnforcementGap),
-) -> NotEnforcedReport {
-    let holder = container.name.as_ref();
-    let pod = holder.and_then(|holder| holder.pod.as_ref());
-    NotEnforcedReport {
-        pod_uid: container.pod.clone(),
-        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-        container: holder
-            .map(|holder| holder.container.clone())
-            .unwrap_or_default(),
-        reason: lack.reason.as_str(),
-        message: lack.to_string(),
-    }
 }
 
 /// The events for the changes from `before` to `after`.

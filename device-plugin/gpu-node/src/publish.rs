@@ -252,16 +252,14 @@ fn backoff(rate: Rate, failures: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use bursar_crds::GpuNodeStatus;
-    use bursar_crds::gpu_node::RuntimeState;
+    use bursar_crds::gpu_node::{GpuContainer, RuntimeState};
     use bursar_enforcement::faults::report::FaultReport;
     use bursar_ledger::units::Bytes;
     use bursar_retained::runtimes::RuntimeReport;
     use prometheus_client::registry::Registry;
 
     use super::*;
-    use crate::fixtures::report;
-    use crate::report::ContainerReport;
-    use bursar_sessions::ProcessHistory;
+    use crate::fixtures::{container, report};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
@@ -409,13 +407,9 @@ mod tests {
 
     #[tokio::test]
     async fn tenants_changes_alone_are_written_once_an_interval() {
-        let container = |generation| ContainerReport {
-            pod_uid: "0f".parse().unwrap(),
-            name: None,
-            history: ProcessHistory {
-                generation,
-                ..ProcessHistory::default()
-            },
+        let container = |process_generation| GpuContainer {
+            process_generation,
+            ..container("0f")
         };
         let fake = FakeApi::default();
         let written = |generation: i64| {

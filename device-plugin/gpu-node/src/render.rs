@@ -7,36 +7,26 @@ use bursar_crds::Amount;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::context_policy::{ContextAction, FaultAction};
 use bursar_crds::gpu_node::{
-    EnforcementGap, Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod,
-    GpuRuntime, GpuStatus, Health, HealthStatus, LastFault, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS,
-    MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED,
-    MAX_SET_ASIDE, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
-    QuotaStatus, RetainedLease, TokenKey,
+    Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod, GpuRuntime, GpuStatus,
+    Health, HealthStatus, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
+    MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING, NodeMemory,
+    QuotaOverride, QuotaStatus, TokenKey,
 };
-use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
 use bursar_ledger::units::{Bytes, PodUid, Quanta};
 use bursar_node::checkpoint_state::PodName;
 use bursar_retained::runtimes::RuntimeReport;
-use bursar_retained::status::LeaseReport;
-use bursar_sessions::{ProcessHistory, RecoveryAction};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::summary::summarize;
 
-use super::report::{
-    ContainerReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport,
-    WaitingReport,
-};
+use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 use crate::quota_overrides::QuotaOutcome;
 
 /// The algorithm of [`TokenKey`].
 const TOKEN_ALGORITHM: &str = "Ed25519";
-
-/// The longest message of [`EnforcementGap`].
-const MAX_MESSAGE_LENGTH: usize = 512;
 
 /// The longest reason of [`GpuRuntime`].
 const MAX_REASON_LENGTH: usize = 256;
@@ -98,17 +88,9 @@ pub fn render(
             .take(MAX_GPUS)
             .map(|gpu| gpu_status(gpu, &mut names, before, now))
             .collect(),
-        waiting: waiting
-            .iter()
-            .take(MAX_WAITING)
-            .map(waiting_status)
-            .collect(),
+        waiting: first(waiting, MAX_WAITING),
         not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
-        not_enforced: not_enforced
-            .iter()
-            .take(MAX_NOT_ENFORCED)
-            .map(not_enforced_status)
-            .collect(),
+        not_enforced: first(not_enforced, MAX_NOT_ENFORCED),
         quotas: match ordered.generation {
             None => before.quotas.clone(),
             Some(_) => ordered
@@ -124,22 +106,10 @@ pub fn render(
                 .map(|one| fault_status(one, before, now))
                 .collect(),
         ),
-        containers: containers
-            .iter()
-            .take(MAX_CONTAINERS)
-            .map(container_status)
-            .collect(),
+        containers: first(containers, MAX_CONTAINERS),
         retained_count: i32::try_from(*retained_count).unwrap_or(i32::MAX),
-        retained: retained
-            .iter()
-            .take(MAX_RETAINED)
-            .map(lease_status)
-            .collect(),
-        namespaces: namespaces
-            .iter()
-            .take(MAX_NAMESPACES)
-            .map(namespace_use)
-            .collect(),
+        retained: first(retained, MAX_RETAINED),
+        namespaces: first(namespaces, MAX_NAMESPACES),
         conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
     }
 }
@@ -326,126 +296,6 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
     }
 }
 
-fn waiting_status(waiting: &WaitingReport) -> PendingContainer {
-    let WaitingReport {
-        pod_uid,
-        namespace,
-        pod,
-        container,
-        quanta,
-        since,
-    } = waiting;
-    PendingContainer {
-        pod_uid: pod_uid.as_str().to_owned(),
-        namespace: namespace.clone(),
-        pod: pod.clone(),
-        container: container.clone(),
-        quanta: to_i32(*quanta),
-        // The API stores whole seconds; the status read back must equal the written one.
-        since: truncate_to_seconds(*since),
-    }
-}
-
-fn not_enforced_status(lacking: &NotEnforcedReport) -> EnforcementGap {
-    let NotEnforcedReport {
-        pod_uid,
-        namespace,
-        pod,
-        container,
-        reason,
-        message,
-    } = lacking;
-    EnforcementGap {
-        pod_uid: pod_uid.as_str().to_owned(),
-        namespace: namespace.clone(),
-        pod: pod.clone(),
-        container: container.clone(),
-        reason: (*reason).to_owned(),
-        message: message[..message.floor_char_boundary(MAX_MESSAGE_LENGTH)].to_owned(),
-    }
-}
-
-fn container_status(container: &ContainerReport) -> GpuContainer {
-    let ContainerReport {
-        pod_uid,
-        name,
-        history,
-    } = container;
-    let ProcessHistory {
-        generation,
-        restarts,
-        restarts_in_place,
-        last_fault,
-    } = history;
-    let pod = name.as_ref().and_then(|name| name.pod.as_ref());
-    GpuContainer {
-        pod_uid: pod_uid.as_str().to_owned(),
-        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-        container: name
-            .as_ref()
-            .map(|name| name.container.clone())
-            .unwrap_or_default(),
-        process_generation: to_i64(*generation),
-        restarts: to_i64(*restarts),
-        restarts_in_place: to_i64(*restarts_in_place),
-        last_fault: last_fault.as_ref().map(|fault| LastFault {
-            gpu: fault.gpu.as_str().to_owned(),
-            process_generation: to_i64(fault.image.generation),
-            cuda_error: fault.cuda_error,
-            xid: fault.xid.and_then(|xid| i32::try_from(xid).ok()),
-            action: fault.decision().map(RecoveryAction::to_api),
-            time: truncate_to_seconds(fault.time),
-        }),
-    }
-}
-
-fn lease_status((lease, owner): &(LeaseReport, Option<PodName>)) -> RetainedLease {
-    let LeaseReport {
-        namespace,
-        name,
-        gpu,
-        generation,
-        gpu_generation,
-        bytes,
-        state,
-        owner: owner_uid,
-        openers,
-    } = lease;
-    RetainedLease {
-        namespace: namespace.clone(),
-        name: name.clone(),
-        gpu: gpu.as_str().to_owned(),
-        generation: to_i64(*generation),
-        gpu_generation: to_i64(*gpu_generation),
-        size: Amount::from_bytes(bytes.0),
-        state: *state,
-        owner_uid: owner_uid.as_str().to_owned(),
-        owner: owner
-            .as_ref()
-            .map(|pod| pod.name.clone())
-            .unwrap_or_default(),
-        openers: i32::try_from(*openers).unwrap_or(i32::MAX),
-    }
-}
-
-fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
-    let NamespaceReport {
-        namespace,
-        observed,
-        denials,
-        poisoned,
-        restarts,
-    } = used;
-    NamespaceUse {
-        namespace: namespace.clone(),
-        observed: to_i32(*observed),
-        denials: to_i64(*denials),
-        poisoned: to_i64(*poisoned),
-        restarts: to_i64(*restarts),
-    }
-}
-
 /// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
 /// faults that wait for the operator. Among equals the oldest come first.
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
@@ -529,12 +379,17 @@ fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus
     }
 }
 
+/// The first entries of a list.
+fn first<T: Clone>(all: &[T], most: usize) -> Vec<T> {
+    all[..all.len().min(most)].to_vec()
+}
+
 /// The API has signed integers only.
-fn to_i64(number: u64) -> i64 {
+pub(crate) fn to_i64(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn to_i32(quanta: Quanta) -> i32 {
+pub(crate) fn to_i32(quanta: Quanta) -> i32 {
     i32::try_from(quanta.0).unwrap_or(i32::MAX)
 }
 
@@ -545,14 +400,13 @@ pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
 
 #[cfg(test)]
 mod tests {
-    use bursar_crds::gpu_node::{LeaseState, QuotaState, RuntimeState};
-    use bursar_ledger::BootTime;
-    use bursar_node::checkpoint_state::ContainerName;
+    use bursar_crds::gpu_node::{
+        EnforcementGap, LeaseState, PendingContainer, QuotaState, RetainedLease, RuntimeState,
+    };
     use bursar_retained::runtimes::FailureClass;
-    use bursar_sessions::{Fault, Process, ProcessImage, RecordedMoment};
 
     use super::*;
-    use crate::fixtures::{at, report};
+    use crate::fixtures::{at, container, report};
 
     #[test]
     fn unchanged_report_renders_to_the_same_status() {
@@ -572,79 +426,25 @@ mod tests {
         assert!(is_urgent(&first, &replaced), "a verifier needs it");
     }
 
-    fn container(number: usize, generation: u64) -> ContainerReport {
-        ContainerReport {
-            pod_uid: format!("pod-{number:05}").parse().unwrap(),
-            name: Some(ContainerName {
-                container: "main".into(),
-                pod: None,
-            }),
-            history: ProcessHistory {
-                generation,
-                ..ProcessHistory::default()
-            },
-        }
-    }
-
-    fn lease(gib: u64) -> (LeaseReport, Option<PodName>) {
-        let lease = LeaseReport {
+    fn lease(gib: u64) -> RetainedLease {
+        RetainedLease {
             namespace: "team".into(),
             name: "weights".into(),
-            gpu: "GPU-0".parse().unwrap(),
+            gpu: "GPU-0".into(),
             generation: 7,
             gpu_generation: 2,
-            bytes: Bytes::gib(gib),
+            size: Amount::from_bytes(gib << 30),
             state: LeaseState::Committed,
-            owner: "0f".parse().unwrap(),
+            owner_uid: "0f".into(),
+            owner: String::new(),
             openers: 3,
-        };
-        (lease, None)
-    }
-
-    #[test]
-    fn container_has_generation_restarts_and_last_fault() {
-        let mut report = report();
-        let mut faulty = container(1, 5);
-        faulty.history.restarts = 2;
-        faulty.history.restarts_in_place = 1;
-        faulty.history.last_fault = Some(Fault {
-            image: ProcessImage {
-                process: Process { pid: 7, start: 70 },
-                generation: 4,
-            },
-            gpu: "GPU-0".parse().unwrap(),
-            cuda_error: Some(700),
-            xid: Some(31),
-            time: "2026-01-02T03:04:05.678Z".parse().unwrap(),
-            since: BootTime(1),
-            decided: Some((
-                RecoveryAction::ReexecInPlace,
-                RecordedMoment(BootTime::default()),
-            )),
-            executed: true,
-            ended: true,
-            root: None,
-            held_since: None,
-        });
-        report.containers = vec![faulty, container(2, 1)];
-        let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
-        let written = serde_json::to_value(&status.containers).unwrap();
-        let expected = serde_json::json!([
-            { "podUid": "pod-00001", "container": "main", "processGeneration": 5, "restarts": 2,
-              "restartsInPlace": 1, "lastFault": { "gpu": "GPU-0", "processGeneration": 4,
-                "cudaError": 700, "xid": 31, "action": "InPlace", "time": "2026-01-02T03:04:05Z" } },
-            { "podUid": "pod-00002", "container": "main", "processGeneration": 1, "restarts": 0,
-              "restartsInPlace": 0 },
-        ]);
-        assert_eq!(written, expected);
-        // Tenants read the object and must not learn a pid of the host.
-        assert!(!written.to_string().contains("pid"));
+        }
     }
 
     #[test]
     fn containers_and_leases_of_the_status_are_bounded() {
         let mut report = report();
-        report.containers = (0..1_000).map(|number| container(number, 1)).collect();
+        report.containers = vec![container("a"); 1_000];
         report.retained = vec![lease(1); 1_000];
         report.retained_count = 5_000;
         let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
@@ -656,24 +456,24 @@ mod tests {
     #[test]
     fn only_what_tenants_change_at_will_may_wait() {
         let mut report = report();
-        report.containers = vec![container(1, 1), container(2, 1)];
+        report.containers = vec![container("a"), container("b")];
         report.retained = vec![lease(1)];
         report.retained_count = 1;
         let render = |report: &NodeReport| {
             super::render(report, &GpuNodeStatus::default(), Some(1), &at(10))
         };
         let before = render(&report);
-        report.containers[1].history.generation = 9;
-        report.retained[0].0.state = LeaseState::Releasing;
+        report.containers[1].process_generation = 9;
+        report.retained[0].state = LeaseState::Releasing;
         report.retained.push(lease(2));
         report.retained_count = 2;
         let after = render(&report);
         assert_ne!(after, before);
         assert!(!is_urgent(&before, &after));
-        report.containers[1].history.restarts = 1;
+        report.containers[1].restarts = 1;
         assert!(is_urgent(&before, &render(&report)), "a restart");
-        report.containers[1].history.restarts = 0;
-        report.containers.push(container(3, 1));
+        report.containers[1].restarts = 0;
+        report.containers.push(container("c"));
         assert!(is_urgent(&before, &render(&report)), "a new container");
         report.containers.pop();
         report.gpus[0].generation += 1;
@@ -713,13 +513,13 @@ mod tests {
     #[test]
     fn status_read_back_equals_what_was_written() {
         let mut report = report();
-        report.waiting.push(WaitingReport {
-            pod_uid: "0f".parse().unwrap(),
+        report.waiting.push(PendingContainer {
+            pod_uid: "0f".into(),
             namespace: "team".into(),
             pod: "p".into(),
             container: "c".into(),
-            quanta: Quanta(8),
-            since: "2026-01-02T03:04:05.678Z".parse().unwrap(),
+            quanta: 8,
+            since: truncate_to_seconds("2026-01-02T03:04:05.678Z".parse().unwrap()),
         });
         let written = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
         let read: GpuNodeStatus =
@@ -903,13 +703,13 @@ mod tests {
                 ..gpu.clone()
             })
             .collect();
-        let lacking = NotEnforcedReport {
-            pod_uid: "0f".parse().unwrap(),
+        let lacking = EnforcementGap {
+            pod_uid: "0f".into(),
             namespace: "n".repeat(63),
             pod: "p".repeat(253),
             container: "c".repeat(63),
-            reason: "MountedOver",
-            message: "ü".repeat(4_000),
+            reason: "MountedOver".into(),
+            message: "ü".repeat(256),
         };
         full.not_enforced = vec![lacking; 300];
         let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));

@@ -1,20 +1,19 @@
-//! Describes the node's state in the agent's own types.
+//! Describes the node's state: in the API's types where an entry of the status depends on nothing
+//! that an earlier status said, otherwise in the agent's own.
 
 use std::collections::BTreeMap;
 
 use bursar_crds::conditions::ConditionUpdate;
-use bursar_crds::gpu_node::GpuState;
-use bursar_enforcement::audit::namespace_usage::NamespaceReport;
+use bursar_crds::gpu_node::{
+    EnforcementGap, GpuContainer, GpuState, NamespaceUse, PendingContainer, RetainedLease,
+};
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
 use bursar_ledger::units::{Bytes, PodUid, Quanta, Quantum};
-use bursar_node::checkpoint_state::{ContainerName, PodName};
+use bursar_node::checkpoint_state::PodName;
 use bursar_retained::runtimes::RuntimeReport;
-use bursar_retained::status::LeaseReport;
 use bursar_retained::tokens::NodePublicKey;
-use bursar_sessions::ProcessHistory;
-use jiff::Timestamp;
 
 use crate::quota_overrides::AppliedSpec;
 
@@ -42,22 +41,21 @@ pub struct NodeReport {
     /// The names of pods with memory or a place in the queue, where the agent knows them.
     pub pod_names: BTreeMap<PodUid, PodName>,
     /// Queued containers, the longest waiting first. The status has the first 16.
-    pub waiting: Vec<WaitingReport>,
+    pub waiting: Vec<PendingContainer>,
     /// Containers whose quota is not enforced. The status has the first 16 and the number of all.
-    pub not_enforced: Vec<NotEnforcedReport>,
+    pub not_enforced: Vec<EnforcementGap>,
     /// The outcomes of the spec's quotas.
     pub applied_spec: AppliedSpec,
     /// Open faults. The status has at most 64, those that need the operator or an admin first.
     pub faults: Vec<FaultReport>,
     /// The containers with memory. The status has the first 256, those with faults first.
-    pub containers: Vec<ContainerReport>,
+    pub containers: Vec<GpuContainer>,
     /// The number of leases of retained memory.
     pub retained_count: usize,
-    /// Leases of retained memory, at most 128, with the names of their owners where those are
-    /// known.
-    pub retained: Vec<(LeaseReport, Option<PodName>)>,
+    /// Leases of retained memory, at most 128.
+    pub retained: Vec<RetainedLease>,
     /// The use and the incidents of each namespace. The status has the first 32.
-    pub namespaces: Vec<NamespaceReport>,
+    pub namespaces: Vec<NamespaceUse>,
     /// The state of each condition of [`bursar_crds::conditions::gpu_node`] except `Ready`, which
     /// [`render`](super::render) derives.
     pub conditions: Vec<ConditionUpdate>,
@@ -111,49 +109,4 @@ pub enum GpuHealth {
         /// The reason in one word: `GpuLost`, `NoAnswer`, `Xid79`.
         reason: String,
     },
-}
-
-/// A container with memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ContainerReport {
-    /// The pod's UID.
-    pub pod_uid: PodUid,
-    /// The container's name, and its pod's, where the agent knows them.
-    pub name: Option<ContainerName>,
-    /// The generation of its processes, and its restarts after faults.
-    pub history: ProcessHistory,
-}
-
-/// A container in the node's queue.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WaitingReport {
-    /// The pod's UID.
-    pub pod_uid: PodUid,
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The pod's name.
-    pub pod: String,
-    /// The container's name.
-    pub container: String,
-    /// The amount that the container asks for.
-    pub quanta: Quanta,
-    /// When the container was queued.
-    pub since: Timestamp,
-}
-
-/// A container whose quota is not enforced.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NotEnforcedReport {
-    /// The pod's UID.
-    pub pod_uid: PodUid,
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The pod's name.
-    pub pod: String,
-    /// The container's name.
-    pub container: String,
-    /// The reason in one word.
-    pub reason: &'static str,
-    /// The message. An unchanged state has an unchanged message.
-    pub message: String,
 }

@@ -55,7 +55,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "publish::tests::tenants_changes_alone_are_written_once_an_interval",
                 "recovery::tests::last_fault_outlives_the_end_of_its_image",
                 "recovery::tests::restarts_in_place_are_counted_if_the_image_followed",
-                "render::tests::container_has_generation_restarts_and_last_fault",
+                "node_report::containers::tests::container_has_generation_restarts_and_last_fault",
                 "render::tests::containers_and_leases_of_the_status_are_bounded",
                 "render::tests::only_what_tenants_change_at_will_may_wait",
                 "summary::tests::generations_are_one_number_unless_they_differ",

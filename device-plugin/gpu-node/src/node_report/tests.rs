@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bursar_crds::gpu_node::RuntimeState;
+use bursar_enforcement::attestation::{EnforcementGap, GapReason};
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::{Gpu, NoDriver};
@@ -11,7 +12,7 @@ use bursar_kubelet::devices::{DeviceHealth, Devices};
 use bursar_kubelet::lifecycle::NotRegistered;
 use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
 use bursar_ledger::{Health as LedgerHealth, ManagedView};
-use bursar_node::allocator::{NodeProblems, QueuedClaim};
+use bursar_node::allocator::{BoundContainer, NodeProblems, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_node::host::Subsystem;
 use bursar_node::metrics::Counts;
@@ -180,7 +181,7 @@ fn working_node_reports_gpus_room_and_waiting_pods() {
     assert_eq!(waiting.namespace, "team-a");
     assert_eq!(waiting.pod, "late");
     assert_eq!(waiting.container, "main");
-    assert_eq!(waiting.quanta, Quanta(8));
+    assert_eq!(waiting.quanta, 8);
 }
 
 #[test]
@@ -533,7 +534,7 @@ fn stale_audit_and_unenforced_container_are_named() {
         ..BoundContainer::with_ids(1, 1)
     };
     let lack = EnforcementGap {
-        reason: bursar_enforcement::attestation::GapReason::MountedOver,
+        reason: GapReason::MountedOver,
         detail: "/opt/bursar/lib".into(),
     };
     around.audited.not_enforced.push((container, lack));
