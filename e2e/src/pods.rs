@@ -49,6 +49,7 @@ pub struct PodBuilder {
     image: String,
     arguments: Vec<String>,
     gib: Option<u32>,
+    limits: BTreeMap<String, Quantity>,
     init_gib: Option<u32>,
     init_arguments: Vec<String>,
     sidecar_arguments: Option<Vec<String>>,
@@ -72,6 +73,7 @@ impl PodBuilder {
             image: image.into(),
             arguments: Vec::new(),
             gib: None,
+            limits: BTreeMap::new(),
             init_gib: None,
             init_arguments: vec!["report".to_owned()],
             sidecar_arguments: None,
@@ -100,6 +102,13 @@ impl PodBuilder {
     /// Requests this much GPU memory, in GiB.
     pub fn gib(mut self, gib: u32) -> Self {
         self.gib = Some(gib);
+        self
+    }
+
+    /// Sets another limit of the main container.
+    pub fn limit(mut self, resource: &str, amount: &str) -> Self {
+        self.limits
+            .insert(resource.to_owned(), Quantity(amount.to_owned()));
         self
     }
 
@@ -301,7 +310,11 @@ impl PodBuilder {
                 Some(*gib),
             )
         });
-        let main = self.build_container("main", self.arguments.clone(), self.gib);
+        let mut main = self.build_container("main", self.arguments.clone(), self.gib);
+        if let Some(resources) = &mut main.resources {
+            let limits = resources.limits.get_or_insert_default();
+            limits.extend(self.limits.clone());
+        }
         let others = self.others.iter().map(|plan| {
             let container = self.build_container(&plan.name, plan.arguments.clone(), plan.gib);
             let always = (plan.role == Role::Sidecar).then(|| "Always".to_owned());

@@ -129,6 +129,9 @@ pub(crate) struct AllocationArgs {
     /// The size of one allocation
     #[arg(long, value_parser = bytes, default_value = "256Mi")]
     pub(crate) chunk: u64,
+    /// Allocate managed memory, and move it to the GPU
+    #[arg(long)]
+    pub(crate) managed: bool,
     /// The device's ordinal
     #[arg(long, default_value_t = 0)]
     pub(crate) device: i32,

@@ -74,7 +74,7 @@ fn allocate_and_hold(bytes: u64, take: &AllocationArgs) -> anyhow::Result<ExitCo
     let mut got = 0;
     while got < bytes {
         let chunk = take.chunk.min(bytes - got);
-        if let Err(refusal) = cuda::allocate(chunk) {
+        if let Err(refusal) = allocate(chunk, take) {
             print_refusal(got, chunk, &refusal, take)?;
             return Ok(ExitCode::FAILURE);
         }
@@ -89,11 +89,18 @@ fn allocate_and_hold(bytes: u64, take: &AllocationArgs) -> anyhow::Result<ExitCo
     Ok(exit_or_hold(take.then))
 }
 
+fn allocate(bytes: u64, take: &AllocationArgs) -> Result<cuda::Allocation, Refusal> {
+    match take.managed {
+        true => cuda::allocate_managed(bytes, take.device),
+        false => cuda::allocate(bytes),
+    }
+}
+
 fn allocate_until_refused(take: &AllocationArgs) -> anyhow::Result<ExitCode> {
     cuda::set_current_device(take.device)?;
     let mut got: u64 = 0;
     loop {
-        match cuda::allocate(take.chunk) {
+        match allocate(take.chunk, take) {
             Ok(_) => got = got.saturating_add(take.chunk),
             Err(refusal) => {
                 print_refusal(got, take.chunk, &refusal, take)?;

@@ -107,6 +107,25 @@ pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
         .map_err(refusal)
 }
 
+/// Allocates managed memory, and moves it to the device, whose context is current.
+pub(crate) fn allocate_managed(bytes: u64, ordinal: i32) -> Result<Allocation, Refusal> {
+    let size = usize::try_from(bytes)
+        .map_err(|_| refusal(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
+    let location = sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: ordinal,
+    };
+    // SAFETY: a context is current, nothing reads the uninitialised memory, and a null stream is
+    // the default stream.
+    unsafe {
+        let flags = sys::CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL;
+        let address = result::malloc_managed(size, flags).map_err(refusal)?;
+        result::mem_prefetch_async(address, size, location, std::ptr::null_mut())
+            .map_err(refusal)?;
+        Ok(Allocation(address))
+    }
+}
+
 /// Frees linear memory.
 pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
     // SAFETY: the pointer is from `malloc_sync`, and `free` consumes the allocation.

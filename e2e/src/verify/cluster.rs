@@ -154,6 +154,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "another build replaces the agent under load: no pod restarts, and quotas are enforced before, during and after",
     ),
     trial(
+        "enforcement/cluster/managed",
+        "by the guide's steps a pod's managed memory stays within its GPU's quota, or within one of its own that budget and policy check, and moves for a neighbour that takes its whole quota",
+    ),
+    trial(
         "security/cluster/rights",
         "the agent has nine capabilities and a seccomp filter; a process that calls NVML has two of them; a provisioner has no capabilities, a filter and a user of its own, which cannot read the agent's token",
     ),

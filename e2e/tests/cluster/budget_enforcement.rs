@@ -115,7 +115,7 @@ async fn wait_for_condition(
 }
 
 /// Returns the message of the API server's refusal.
-fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
+pub(crate) fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
     match result {
         Ok(_) => Err("it was let in".into()),
         Err(PodError::ApiServer { source, .. }) => match *source {

@@ -18,6 +18,7 @@ mod installation;
 mod kubectl_bursar;
 mod lifecycle;
 mod maintenance;
+mod managed;
 mod memory_release;
 mod monitoring;
 mod nodes;
@@ -54,7 +55,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 27] = [
+    let groups: [Vec<Trial>; 28] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         health::trials(),
         maintenance::trials(),
         enforcement::trials(),
+        managed::trials(),
         rights::trials(),
         resize::trials(),
         waiters::trials(),

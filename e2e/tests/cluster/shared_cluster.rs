@@ -22,6 +22,7 @@ use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
 use futures::future::try_join_all;
 use libtest_mimic::{Failed, Trial};
+use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::runtime::Runtime;
@@ -366,13 +367,24 @@ impl TrialContext {
     /// # Errors
     /// When helm fails.
     pub(crate) async fn set_relay(&self, enabled: bool) -> Result<(), Failed> {
+        self.upgrade_release(&json!({ "relay": { "enabled": enabled } }))
+            .await
+    }
+
+    /// Upgrades the release with these values besides its own, and waits until its parts are
+    /// replaced.
+    ///
+    /// # Errors
+    /// When helm fails.
+    pub(crate) async fn upgrade_release(&self, values: &Value) -> Result<(), Failed> {
         let mut helm = Command::new(self.toolbox.program("helm"));
         helm.args(["upgrade", chart::RELEASE])
             .arg(paths::repository().join("charts/bursar"))
             .args(["--namespace", chart::NAMESPACE, "--reuse-values", "--wait"])
-            .arg(format!("--set=relay.enabled={enabled}"))
+            .arg("--values=-")
             .env("KUBECONFIG", self.environment.cluster.kubeconfig());
-        run_to_success(helm, Vec::new()).await.map(drop)
+        let values = values.to_string().into_bytes();
+        run_to_success(helm, values).await.map(drop)
     }
 
     /// Applies the objects of one of the chart's templates with these settings.

@@ -1,0 +1,254 @@
+//! Checks managed memory by the steps of its guide: within the quota of a pod's GPU, and beyond it
+//! within a quota of its own.
+
+use bursar_e2e::paths;
+use bursar_e2e::pods::PodBuilder;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::Api;
+use libtest_mimic::{Failed, Trial};
+use serde_json::{Value, json};
+
+use crate::budget_enforcement::{TEAMS, cleared, create_team, refusal};
+use crate::enforcement::quota_holds;
+use crate::quota::event_line;
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
+use crate::status::{wait_for_metric, wait_for_status};
+
+const GIB: u64 = 1 << 30;
+const RESOURCE: &str = "bursar.dev/managed-memory-gib";
+/// The part of a GPU's quota that a context takes, with a margin.
+const CONTEXT: u64 = GIB;
+/// The size of an allocation.
+const CHUNK: u64 = 256 << 20;
+/// The findings of the audit that managed memory could cause.
+const FINDINGS: [&str; 3] = ["over-quota", "over-managed", "unaccounted"];
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial("enforcement/cluster/managed", async |context| {
+        cleared(context, async |context| {
+            let outcome = guide_holds(context).await;
+            let none = json!({ "managedMemory": { "capacity": "0" } });
+            context.upgrade_release(&none).await?;
+            outcome
+        })
+        .await
+    })]
+}
+
+/// The settings that a reader of the guide writes.
+struct Guide {
+    /// The chart's values.
+    values: Value,
+    /// A part of a budget's spec.
+    budget: Value,
+    /// The limits of a container.
+    limits: Value,
+}
+
+impl Guide {
+    /// Reads the indented blocks of the guide's steps.
+    fn read() -> Result<Self, Failed> {
+        let text =
+            std::fs::read_to_string(paths::repository().join("docs/guides/managed-memory.md"))?;
+        let mut blocks = vec![String::new()];
+        for line in text.lines() {
+            match (line.strip_prefix("       "), blocks.last_mut()) {
+                (Some(line), Some(block)) => block.extend([line, "\n"]),
+                (None, Some(block)) if !block.is_empty() => blocks.push(String::new()),
+                _ => {}
+            }
+        }
+        blocks.retain(|block| !block.is_empty());
+        let [values, budget, resources] = &blocks[..] else {
+            return Err(format!("the guide has other steps: {blocks:#?}").into());
+        };
+        let resources: Value = serde_yaml_ng::from_str(resources)?;
+        Ok(Self {
+            values: serde_yaml_ng::from_str(values)?,
+            budget: serde_yaml_ng::from_str(budget)?,
+            limits: resources["resources"]["limits"].clone(),
+        })
+    }
+
+    /// A pod with the guide's limits, but for `changed`.
+    fn pod(&self, context: &TrialContext, name: &str, changed: &[(&str, &str)]) -> PodBuilder {
+        let mut pod = PodBuilder::new(name, &context.environment.probe_image);
+        for (resource, amount) in self.limits.as_object().into_iter().flatten() {
+            let amount = amount
+                .as_str()
+                .map_or_else(|| amount.to_string(), str::to_owned);
+            let changed = changed.iter().find(|(of, _)| of == resource);
+            pod = pod.limit(resource, changed.map_or(&*amount, |(_, amount)| *amount));
+        }
+        pod
+    }
+
+    /// The GiB of a limit.
+    fn gib(&self, resource: &str) -> Result<u64, Failed> {
+        let amount = self.limits[resource].as_u64();
+        Ok(amount.ok_or_else(|| format!("the guide's pod has no {resource}"))?)
+    }
+}
+
+async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
+    let guide = Guide::read()?;
+    let probe = context.environment.probe_image.clone();
+    // Covered: device and managed memory together stay within the quota.
+    let covered = PodBuilder::new("covered", &probe)
+        .arguments(&["hold", "--managed", "--bytes=2Gi"])
+        .gib(4);
+    let pods = context.pods.clone();
+    pods.create(&covered).await?;
+    pods.wait_for_log_line("covered", START_TIMEOUT, event_line("holding"))
+        .await?;
+    quota_holds(context, "covered").await?;
+    // The row of the guide's table for a node that offers none.
+    pods.create(&guide.pod(context, "oversubscribed", &[]))
+        .await?;
+    let missing = format!("Insufficient {RESOURCE}");
+    pods.wait_until_waiting("oversubscribed", &missing, START_TIMEOUT)
+        .await?;
+    pods.delete("oversubscribed").await?;
+    pods.wait_until_deleted("oversubscribed", START_TIMEOUT)
+        .await?;
+
+    let node = pods.node("covered").await?;
+    capacity_is_offered(context, &node, &guide.values).await?;
+    budget_and_policy_refuse(context, &guide).await?;
+    let gpu = oversubscribed_pod_has_a_quota_of_its_own(context, &guide).await?;
+    neighbour_gets_its_quota(context, &guide, &gpu).await?;
+    for finding in FINDINGS {
+        let (name, labels) = ("bursar_agent_findings_total", [("finding", finding)]);
+        wait_for_metric(context, &node, name, &labels, |count| count == 0.0).await?;
+    }
+    context.history.check_none_failed_or_restarted()
+}
+
+/// Step 1. The running pod is not affected.
+async fn capacity_is_offered(
+    context: &TrialContext,
+    node: &str,
+    values: &Value,
+) -> Result<(), Failed> {
+    context.upgrade_release(values).await?;
+    let capacity = values["managedMemory"]["capacity"]
+        .as_str()
+        .unwrap_or_default();
+    let gib: i32 = capacity.trim_end_matches("Gi").parse()?;
+    wait_for_status(context, node, "managed memory", |status| {
+        status.managed_memory.allocatable == gib
+    })
+    .await?;
+    let nodes: Api<Node> = Api::all(context.environment.cluster.client());
+    let status = nodes.get(node).await?.status.unwrap_or_default();
+    let allocatable = status.allocatable.unwrap_or_default();
+    assert_eq!(
+        allocatable.get(RESOURCE).map(|amount| &*amount.0),
+        Some(&*gib.to_string())
+    );
+    quota_holds(context, "covered").await
+}
+
+/// Step 2, and the rule about host memory of step 3.
+async fn budget_and_policy_refuse(context: &TrialContext, guide: &Guide) -> Result<(), Failed> {
+    let mut spec = guide.budget["spec"].clone();
+    spec["deviceMemory"] = json!({ "guaranteed": "16Gi" });
+    let limit = spec["managedMemory"]["limit"].as_str().unwrap_or_default();
+    let more = limit.trim_end_matches("Gi").parse::<u64>()? + 1;
+    let client = context.environment.cluster.client();
+    let pods = create_team(&client, TEAMS[0], spec).await?;
+    let managed = guide.gib(RESOURCE)?;
+    let (beyond, host) = (more.to_string(), format!("{more}Gi"));
+    let less = format!("{}Gi", managed - 1);
+    let enough = format!("write limits.memory of at least {}Mi", managed * 1024);
+    let refused = [
+        (
+            guide.pod(context, "beyond", &[(RESOURCE, &beyond), ("memory", &host)]),
+            "exceeded quota",
+        ),
+        (
+            guide.pod(context, "unbacked", &[("memory", &less)]),
+            &*enough,
+        ),
+    ];
+    for (plan, words) in refused {
+        let said = refusal(pods.create(&plan).await)?;
+        context
+            .progress
+            .report(format_args!("{}: {said}", plan.name()));
+        assert!(said.contains(words), "{said}");
+    }
+    let fits = guide.pod(context, "fits", &[]).arguments(&["report"]);
+    pods.create(&fits).await?;
+    pods.wait_for_log_line("fits", START_TIMEOUT, event_line("report"))
+        .await?;
+    pods.delete("fits").await?;
+    Ok(pods.wait_until_deleted("fits", START_TIMEOUT).await?)
+}
+
+/// Step 3. Returns the UUID of the GPU, on which the pod's managed memory is.
+async fn oversubscribed_pod_has_a_quota_of_its_own(
+    context: &TrialContext,
+    guide: &Guide,
+) -> Result<String, Failed> {
+    let pod = guide.pod(context, "oversubscribed", &[]);
+    let chunk = format!("--chunk={CHUNK}");
+    context
+        .pods
+        .create(&pod.arguments(&["greedy", "--managed", &chunk]))
+        .await?;
+    let refused = context
+        .pods
+        .wait_for_log_line("oversubscribed", START_TIMEOUT, event_line("refused"))
+        .await?;
+    let managed = guide.gib(RESOURCE)? * GIB;
+    assert_eq!(
+        (&refused["refused"]["code"], &refused["got"]),
+        (&json!(2), &json!(managed)),
+        "{refused}"
+    );
+    // The quota of the GPU is another one.
+    let said = context
+        .exec("oversubscribed", &["greedy", &chunk, "--then=exit"])
+        .await?;
+    let refused = said.lines().find_map(event_line("refused"));
+    let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+    let (quota, got) = (
+        guide.gib(bursar_e2e::pods::GPU_MEMORY)? * GIB,
+        &refused["got"],
+    );
+    let got = got.as_u64().unwrap_or(u64::MAX);
+    // The contexts of both programs are charged.
+    assert!(got <= quota && got + 2 * CONTEXT >= quota, "{refused}");
+    let uuid = refused["device"]["uuid"].as_str();
+    Ok(uuid.ok_or("the GPU has no UUID")?.to_owned())
+}
+
+/// The driver moves managed memory to the host when a neighbour needs the room.
+async fn neighbour_gets_its_quota(
+    context: &TrialContext,
+    guide: &Guide,
+    gpu: &str,
+) -> Result<(), Failed> {
+    let sizes = context.environment.gpu_sizes_in_quanta().await?;
+    let quota = u64::from(sizes[0]) - guide.gib(bursar_e2e::pods::GPU_MEMORY)?;
+    let chunk = format!("--chunk={CHUNK}");
+    let plan = PodBuilder::new("neighbour", &context.environment.probe_image)
+        .arguments(&["greedy", &chunk])
+        .gib(u32::try_from(quota)?);
+    context.pods.create(&plan).await?;
+    let refused = context
+        .pods
+        .wait_for_log_line("neighbour", START_TIMEOUT, event_line("refused"))
+        .await?;
+    assert_eq!(
+        refused["device"]["uuid"], gpu,
+        "both pods are on one GPU: {refused}"
+    );
+    let got = refused["got"].as_u64().unwrap_or_default();
+    assert!(got + CONTEXT >= quota * GIB, "not its quota: {refused}");
+    // The pod that lost its pages goes on.
+    let state = context.pods.state("oversubscribed").await?;
+    assert!(state.running && state.restarts == 0, "{state:?}");
+    Ok(())
+}
