@@ -7,9 +7,11 @@
 //! | [`publisher`] | publishes status, events, metrics and readiness from the node's snapshots |
 //! | [`relay`] | follows the plugin relay's registration with the kubelet |
 //! | [`metrics`] | registers the metrics of all crates |
+//! | [`api_client`] | connects to the API server with deadlines |
 //! | [`http`] | serves metrics and probes |
 //! | [`container_runtime`] | decides whether the container runtime supports CDI |
 
+mod api_client;
 mod container_runtime;
 mod http;
 mod metrics;
@@ -17,4 +19,5 @@ mod publisher;
 mod relay;
 mod run;
 
-pub use run::{AgentError, RunOptions, connect_api_server, run};
+pub use api_client::connect_api_server;
+pub use run::{AgentError, RunOptions, run};

@@ -118,7 +118,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "tests::status_and_spec_arrive_through_every_watch_fault",
                 "tests::status_arrives_through_every_write_fault",
                 "tests::lost_answer_counts_as_outage_from_its_request",
-                "run::tests::watch_continues_without_events",
+                "api_client::tests::watch_continues_without_events",
             ],
             ignored: false,
             env: &[],

@@ -1,0 +1,200 @@
+//! Starts the tasks that hold tenants to their quotas, and the service for retained memory.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bursar_apiserver::ParsedSpec;
+use bursar_enforcement::audit::{AuditStatus, Auditor};
+use bursar_enforcement::driver_limits::{self, Limits};
+use bursar_enforcement::faults::report::FaultReport;
+use bursar_enforcement::faults::{self, FaultInputs};
+use bursar_gpu::drain::DrainState;
+use bursar_gpu::nvml::NvmlHandle;
+use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
+use bursar_host::checkpoint::Checkpoint;
+use bursar_kubelet::lifecycle::Registration;
+use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_retained::fdstore_client;
+use bursar_retained::lease_ids::LeaseIds;
+use bursar_retained::provisioners::{Program, Provisioners};
+use bursar_retained::scrub_check::ScrubCache;
+use bursar_retained::service::LeaseService;
+use bursar_retained::status::RetainedStatus;
+use bursar_retained::supervision::Supervisor;
+use bursar_retained::tokens::key;
+use bursar_retained::tokens::seal::NodeKey;
+use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
+use bursar_sessions::{CgroupResolver, RecoveryPolicy, Sessions};
+use tokio::sync::watch;
+
+use super::{Agent, AgentError, NodeState, Tenants};
+
+impl Agent {
+    /// Starts the service for retained memory. Where the feature is off, the service refuses every
+    /// request.
+    pub(super) fn start_lease_service(
+        &mut self,
+        nvml: NvmlHandle,
+        drain: watch::Receiver<DrainState>,
+    ) -> Result<Tenants, AgentError> {
+        let paths = &self.config.paths;
+        let resolver = Arc::new(CgroupResolver::new(paths.proc.clone()));
+        let (leases, commands) = LeaseHandle::channel();
+        let (live_sender, live_leases) = watch::channel(LiveLeases::new());
+        let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
+            .with_leases(leases.clone(), live_leases)
+            .with_default_policy(RecoveryPolicy::with_action(
+                self.config.default_context_action,
+            ))
+            // Sizes measured by earlier versions of the agent came from tenants: they lie in the
+            // state directory.
+            .with_context_sizes(paths.run_dir.join("contexts.json"));
+        let sessions = Arc::new(sessions);
+        let (status, retained) = watch::channel(RetainedStatus::default());
+        let folder = paths.run_dir.join("retained");
+        let program = Program {
+            path: self.provisioner(),
+            driver: self.config.driver.clone(),
+            libraries: folder.join("lib"),
+        };
+        let fdstore = &self.config.retained;
+        let fdstore = fdstore.enabled.then(|| fdstore.fdstore_socket.clone());
+        let secret = key::load_or_create(&paths.run_dir.join(key::FILE_NAME));
+        let service = LeaseService {
+            commands,
+            store_events: fdstore
+                .map(fdstore_client::start)
+                .transpose()
+                .map_err(AgentError::Thread)?,
+            sessions: sessions.clone(),
+            membership: resolver,
+            provisioners: Arc::new(Provisioners::new(program.clone())),
+            program,
+            scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
+            lease_ids: LeaseIds::new(SystemTime::now()),
+            key: NodeKey::new(self.node.clone(), secret)?,
+            live_leases: live_sender,
+            drain,
+            released_gpus: watch::Sender::default(),
+            status,
+        };
+        let tenants = Tenants {
+            sessions,
+            leases,
+            retained,
+            released_gpus: service.released_gpus.subscribe(),
+            unfit_for_cuda: service.provisioners.unfit(),
+            supervised: self
+                .config
+                .retained
+                .enabled
+                .then(|| service.provisioners.clone()),
+            live_leases: service.live_leases.subscribe(),
+            token_key: service.key.public(),
+        };
+        self.spawn("retained memory", service.run(self.stop.clone()));
+        Ok(tenants)
+    }
+
+    /// Starts the supervision of the GPUs' allocator runtimes. It begins once the kubelet has had
+    /// the node's offer.
+    pub(super) fn start_supervision(
+        &mut self,
+        supervisor: Supervisor,
+        mut registration: watch::Receiver<Registration>,
+    ) {
+        let offered = async move {
+            let registered = registration.wait_for(Registration::is_registered);
+            let is_offered = registered.await.is_ok();
+            // The lifecycle ends only with the agent.
+            if !is_offered {
+                std::future::pending().await
+            }
+        };
+        let task = supervisor.run(offered, std::time::Instant::now, self.stop.clone());
+        self.spawn("runtime supervision", task);
+    }
+
+    /// The configured provisioner, or else the one beside the agent's program.
+    pub(super) fn provisioner(&self) -> PathBuf {
+        let beside = || {
+            let own = std::env::current_exe().unwrap_or_default();
+            own.with_file_name("bursar-provisioner")
+        };
+        self.config
+            .retained
+            .provisioner
+            .clone()
+            .unwrap_or_else(beside)
+    }
+
+    pub(super) fn start_driver_limits(
+        &mut self,
+        nvml: &NvmlHandle,
+        sessions: &Arc<Sessions>,
+        node: &NodeState,
+    ) -> watch::Receiver<Limits> {
+        let (limits, set) = watch::channel(Limits::new());
+        let task = driver_limits::run(
+            nvml.clone(),
+            sessions.clone(),
+            node.snapshots.clone(),
+            limits,
+            self.stop.clone(),
+        );
+        self.spawn("driver limits", task);
+        set
+    }
+
+    pub(super) fn start_audit(
+        &mut self,
+        nvml: NvmlHandle,
+        sessions: &Arc<Sessions>,
+        node: &NodeState,
+        limits: &watch::Receiver<Limits>,
+        withheld: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
+    ) -> Result<watch::Receiver<AuditStatus>, AgentError> {
+        let (auditor, audited) = Auditor::new(
+            &self.config,
+            nvml,
+            sessions.clone(),
+            node.snapshots.clone(),
+            limits.clone(),
+            self.events.clone(),
+            self.metrics.audit.clone(),
+        )
+        .map_err(AgentError::Thread)?;
+        let auditor = auditor.with_withheld(withheld);
+        self.spawn("audit", auditor.run(self.config.clone(), self.stop.clone()));
+        Ok(audited)
+    }
+
+    pub(super) fn start_faults(
+        &mut self,
+        inputs: FaultInputs,
+    ) -> watch::Receiver<Vec<FaultReport>> {
+        let (sender, open) = watch::channel(Vec::new());
+        self.spawn("faults", faults::run(inputs, sender, self.stop.clone()));
+        open
+    }
+
+    pub(super) fn start_quota_overrides(
+        &mut self,
+        sessions: Arc<Sessions>,
+        node: &NodeState,
+        spec: watch::Receiver<Option<ParsedSpec>>,
+    ) -> watch::Receiver<AppliedSpec> {
+        let (sender, applied) = watch::channel(AppliedSpec::default());
+        let task = quota_overrides::run(
+            sessions,
+            node.snapshots.clone(),
+            spec,
+            sender,
+            self.stop.clone(),
+        );
+        self.spawn("quota overrides", task);
+        applied
+    }
+}
