@@ -8,31 +8,27 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bursar_config::DriverConfig;
 use bursar_gpu::health::UnhealthyReason;
 use bursar_host::driver_files::{Driver, LIBCUDA};
 use bursar_ledger::units::{Bytes, GpuUuid};
-use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
-use super::runtimes::{Activity, Failure, FailureClass, RuntimeRecord, refusal};
+mod process;
 
-/// How long a provisioner may take to initialize the driver and its GPU.
-const START_TIMEOUT: Duration = Duration::from_secs(20);
+use self::process::ProcessSupervisor;
+use crate::runtimes::{Activity, RuntimeRecord};
 
 /// How long the driver may take to create memory: it waits for scrubbing, 141 GiB in half a second
 /// (F6 in docs/facts.md).
@@ -40,18 +36,6 @@ const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The lowest rate of the driver's scrubbing, in bytes per second.
 const MIN_SCRUB_RATE: u64 = 100 << 30;
-
-/// How long a provisioner may take to exit after SIGKILL.
-const KILL_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How often a wait for the provisioner checks whether the provisioner is to end.
-const END_POLL: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 50_000_000,
-};
-
-/// The first and the longest delay after a failed start, in which requests are refused.
-const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 
 /// Why a provisioner did not carry out a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -362,16 +346,8 @@ impl Provisioners {
         }
         let (jobs, received) = channel();
         let ends = Arc::<AtomicBool>::default();
-        let supervisor = ProcessSupervisor {
-            gpu: gpu.clone(),
-            program: self.program.clone(),
-            provisioner: None,
-            killed: None,
-            backoff: RESTART_BACKOFF.0,
-            retry_after: None,
-            ends: Arc::clone(&ends),
-            records: self.records.clone(),
-        };
+        let (program, records) = (self.program.clone(), self.records.clone());
+        let supervisor = ProcessSupervisor::new(gpu.clone(), program, ends.clone(), records);
         self.records.runtimes.send_if_modified(|all| {
             all.entry(gpu.clone()).or_default();
             false
@@ -386,301 +362,6 @@ impl Provisioners {
         };
         threads.running.insert(gpu.clone(), thread);
         Ok(jobs)
-    }
-}
-
-/// Runs the provisioner of one GPU.
-struct ProcessSupervisor {
-    gpu: GpuUuid,
-    program: Program,
-    provisioner: Option<Provisioner>,
-    /// A process that got SIGKILL and has not exited.
-    killed: Option<Child>,
-    backoff: Duration,
-    /// When the next start may be tried, and why the last one failed.
-    retry_after: Option<(Instant, ProvisionerError)>,
-    /// Whether the provisioner is to end.
-    ends: Arc<AtomicBool>,
-    records: Records,
-}
-
-struct Provisioner {
-    child: Child,
-    socket: UnixStream,
-}
-
-impl ProcessSupervisor {
-    fn run(mut self, jobs: &Receiver<Job>) {
-        loop {
-            match jobs.recv_timeout(KILL_TIMEOUT) {
-                Ok(Job::Start) => self.start_if_stopped(),
-                Ok(Job::Request {
-                    request: call,
-                    timeout,
-                    reply,
-                }) => {
-                    let _ = reply.send(self.run_job(call, timeout));
-                }
-                Err(RecvTimeoutError::Timeout) => {
-                    self.reap();
-                    self.check_exit();
-                }
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
-        }
-        self.kill();
-        // The process does not wait for these threads when the agent exits.
-        while self.killed.is_some() {
-            std::thread::sleep(KILL_TIMEOUT);
-            self.reap();
-        }
-        self.records.update(&self.gpu, RuntimeRecord::end);
-    }
-
-    fn run_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
-        self.reap();
-        if self.killed.is_some() {
-            return Err(ProvisionerError::Hung);
-        }
-        // A provisioner that exited between two requests is no error of the second one.
-        let was_there = self.provisioner.is_some();
-        match self.try_job(call, timeout) {
-            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, timeout),
-            answer => answer,
-        }
-    }
-
-    fn try_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
-        self.ensure_started()?;
-        let Some(provisioner) = &self.provisioner else {
-            return Err(ProvisionerError::Exited("the start failed".to_owned()));
-        };
-        let asked = send_message(&provisioner.socket, &call, None)
-            .and_then(|()| receive(&provisioner.socket, timeout, &self.ends));
-        match asked {
-            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
-                Err(ProvisionerError::Driver { code, call })
-            }
-            Ok(answer) => Ok(answer),
-            Err(error) => Err(self.kill_after(&error)),
-        }
-    }
-
-    /// Starts the provisioner if there is none, unless the last start has just failed.
-    fn ensure_started(&mut self) -> Result<(), ProvisionerError> {
-        if self.provisioner.is_some() {
-            return Ok(());
-        }
-        match &self.retry_after {
-            Some((until, why)) if Instant::now() < *until => Err(why.clone()),
-            _ => self.start(),
-        }
-    }
-
-    fn start_if_stopped(&mut self) {
-        self.reap();
-        if self.killed.is_none() && self.provisioner.is_none() {
-            // The record has the error.
-            let _ = self.start();
-        }
-    }
-
-    fn start(&mut self) -> Result<(), ProvisionerError> {
-        if self.is_to_end() {
-            return Err(ProvisionerError::Exited(
-                "its GPU is drained or lost".to_owned(),
-            ));
-        }
-        self.update(RuntimeRecord::begin_start);
-        match self.spawn() {
-            Ok(()) => {
-                (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
-                self.update(|record| record.succeed(Instant::now()));
-                Ok(())
-            }
-            Err((class, error)) => {
-                let reason = match error {
-                    ProvisionerError::Driver { code, .. } => match refusal(code) {
-                        Some(meaning) => format!("{error}: {meaning}"),
-                        None => error.to_string(),
-                    },
-                    _ => error.to_string(),
-                };
-                self.fail(Failure { class, reason });
-                self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
-                self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
-                Err(error)
-            }
-        }
-    }
-
-    /// Starts the process and waits until it has initialized the driver.
-    fn spawn(&mut self) -> Result<(), (FailureClass, ProvisionerError)> {
-        let dead = |error: io::Error| {
-            let reason = format!("{}: {error}", self.program.path.display());
-            (FailureClass::Exit, ProvisionerError::Exited(reason))
-        };
-        let (socket, child_socket) = UnixStream::pair().map_err(dead)?;
-        // An answer has arrived as a whole when its first byte has.
-        socket.set_read_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
-        socket.set_write_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
-        let mut command = self.program.command(&self.gpu);
-        command
-            .args(["--gpu", self.gpu.as_str()])
-            .stdin(Stdio::from(OwnedFd::from(child_socket)))
-            .stdout(Stdio::null());
-        let child = command.spawn().map_err(dead)?;
-        // The command holds the provisioner's end of the socket: while it is open, an exit closes
-        // nothing.
-        drop(command);
-        let pid = child.id();
-        let ready = receive(&socket, START_TIMEOUT, &self.ends);
-        self.provisioner = Some(Provisioner { child, socket });
-        let (class, error) = match ready {
-            Ok((ProvisionerResponse::Ready { .. }, _)) => {
-                info!(gpu = %self.gpu, pid, "provisioner started");
-                return Ok(());
-            }
-            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
-                let class = match refusal(code) {
-                    Some(_) => FailureClass::Refused,
-                    None => FailureClass::Driver,
-                };
-                (class, ProvisionerError::Driver { code, call })
-            }
-            Ok((other, _)) => {
-                let reason = format!("unexpected first message: {other:?}");
-                (FailureClass::Exit, ProvisionerError::Exited(reason))
-            }
-            Err(error) => (
-                class_of(&error),
-                ProvisionerError::Exited(error.to_string()),
-            ),
-        };
-        self.kill();
-        match self.killed {
-            Some(_) => Err((class, ProvisionerError::Hung)),
-            None => Err((class, error)),
-        }
-    }
-
-    /// Kills a provisioner that sent an invalid message or missed its deadline.
-    fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
-        self.kill();
-        let ended = match self.killed {
-            Some(_) => ProvisionerError::Hung,
-            None => ProvisionerError::Exited(error.to_string()),
-        };
-        self.fail(Failure {
-            class: class_of(error),
-            reason: ended.to_string(),
-        });
-        ended
-    }
-
-    /// Kills the provisioner and waits for its exit, at most [`KILL_TIMEOUT`].
-    fn kill(&mut self) {
-        let Some(Provisioner { mut child, socket }) = self.provisioner.take() else {
-            return;
-        };
-        drop(socket);
-        let _ = child.kill();
-        let until = Instant::now() + KILL_TIMEOUT;
-        while Instant::now() < until {
-            if !matches!(child.try_wait(), Ok(None)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        warn!(gpu = %self.gpu, pid = child.id(), "failed to kill the provisioner: it hangs in the driver; reset the GPU or restart the node");
-        self.killed = Some(child);
-        self.update(RuntimeRecord::set_stuck);
-    }
-
-    /// Checks whether the killed process has exited.
-    fn reap(&mut self) {
-        if let Some(child) = &mut self.killed
-            && !matches!(child.try_wait(), Ok(None))
-        {
-            self.killed = None;
-            self.update(RuntimeRecord::set_exited);
-        }
-    }
-
-    /// Checks whether the provisioner has exited without a request.
-    fn check_exit(&mut self) {
-        let Some(provisioner) = &mut self.provisioner else {
-            return;
-        };
-        let why = match provisioner.child.try_wait() {
-            Ok(None) => return,
-            Ok(Some(status)) => status.to_string(),
-            Err(error) => error.to_string(),
-        };
-        self.provisioner = None;
-        self.fail(Failure {
-            class: FailureClass::Exit,
-            reason: ProvisionerError::Exited(why).to_string(),
-        });
-    }
-
-    /// Records a failure, unless the agent ends the provisioner anyway. Logs it if it is new.
-    fn fail(&self, failure: Failure) {
-        if self.is_to_end() {
-            return;
-        }
-        let is_stuck = self.killed.is_some();
-        let logged = failure.clone();
-        let is_new = self.records.update(&self.gpu, |record| {
-            let is_new = !record.has_last_failure(&failure);
-            record.fail(failure, Instant::now());
-            if is_stuck {
-                record.set_stuck();
-            }
-            is_new
-        });
-        if is_new.unwrap_or_default() {
-            let Failure { class, reason } = logged;
-            warn!(gpu = %self.gpu, class = class.as_str(), reason, "the provisioner failed");
-        }
-    }
-
-    fn is_to_end(&self) -> bool {
-        self.ends.load(Ordering::Relaxed)
-    }
-
-    fn update(&self, change: impl FnOnce(&mut RuntimeRecord)) {
-        self.records.update(&self.gpu, change);
-    }
-}
-
-/// Waits for the next message, at most for `timeout`, and no longer than until `ends`.
-fn receive(
-    socket: &UnixStream,
-    timeout: Duration,
-    ends: &AtomicBool,
-) -> io::Result<(ProvisionerResponse, Option<OwnedFd>)> {
-    let until = Instant::now() + timeout;
-    loop {
-        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&END_POLL)) {
-            Ok(0) | Err(Errno::INTR) => {}
-            Ok(_) => return receive_message(socket),
-            Err(error) => return Err(error.into()),
-        }
-        if ends.load(Ordering::Relaxed) {
-            return Err(io::Error::other("the agent ends the provisioner"));
-        }
-        if Instant::now() >= until {
-            let reason = format!("no answer within {} s", timeout.as_secs());
-            return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
-        }
-    }
-}
-
-fn class_of(error: &io::Error) -> FailureClass {
-    match error.kind() {
-        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => FailureClass::Timeout,
-        _ => FailureClass::Exit,
     }
 }
 
@@ -704,6 +385,8 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     #[tokio::test]

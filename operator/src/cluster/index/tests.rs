@@ -1,15 +1,20 @@
+use std::time::Duration;
+
 use bursar_crds::GpuNode;
 use bursar_crds::context_policy::{ContextAction, ContextPolicy};
-
-use super::*;
-use crate::budget::{Cohort, QuotaSpec, Scope};
-use crate::cluster::pod_request::PriorityKind;
-use crate::cluster::{Capacity, ExclusionReason};
-use crate::nodes::nvidia_labels::Maintenance;
-use crate::quanta::Quanta;
+use bursar_crds::gpu_node::MAX_CONTEXTS;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
+
+use super::node_orders::{POLICY_BYTES, max_on_every_node};
+use super::*;
+use crate::budget::{BudgetInputs, Cohort, QuotaKind, QuotaSpec, Scope};
+use crate::cluster::pod_request::PriorityKind;
+use crate::cluster::projections::OpenFault;
+use crate::cluster::{Capacity, ExclusionReason};
+use crate::nodes::nvidia_labels::Maintenance;
+use crate::quanta::Quanta;
 
 fn key(namespace: &str, name: &str) -> Key {
     Key {
