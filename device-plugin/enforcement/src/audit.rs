@@ -6,6 +6,7 @@
 //! | [`compare`] | compares the driver's figures with the accounts: pure |
 //! | [`consecutive`] | counts in how many audits a finding was present: pure |
 //! | [`policy`] | decides what follows a finding: pure |
+//! | `pod_attestations` | probes the containers of each pod, and leaves out a pod that hangs |
 //! | `probe_queue` | runs the probes of pods on a few threads |
 //! | [`kill`] | kills a process, and never another one that reuses its pid |
 //! | [`namespace_usage`] | sums usage by namespace, for the budget's status: pure |
@@ -22,6 +23,7 @@ pub mod events;
 pub mod kill;
 pub mod metrics;
 pub mod namespace_usage;
+mod pod_attestations;
 pub mod policy;
 mod probe_queue;
 pub mod task;

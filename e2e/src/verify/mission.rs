@@ -49,7 +49,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "actor::tests::lost_memory_is_told_with_both_generations",
+                "actor::handle::tests::lost_memory_is_told_with_both_generations",
                 "faults::events::tests::message_of_a_restart_has_time_and_generations",
                 "generations::tests::each_bump_is_told_once_with_both_numbers",
                 "publish::tests::tenants_changes_alone_are_written_once_an_interval",

@@ -24,9 +24,8 @@ use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::{Account, ContainerUsage, ProcessHistory, Sessions};
-use tokio::sync::{oneshot, watch};
-use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -39,12 +38,10 @@ use super::denials::DenialEvents;
 use super::events;
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
+use super::pod_attestations::PodAttestations;
 use super::policy::action;
-use super::probe_queue::ProbeQueue;
 use super::withheld::WithheldMemory;
-use crate::attestation::{
-    AttestationTarget, AttestedContainer, EnforcementGap, GapReason, HostView, PodAttestor,
-};
+use crate::attestation::{AttestedContainer, EnforcementGap, GapReason};
 use crate::audit::metrics::{AuditFigures, AuditMetrics};
 use crate::audit::namespace_usage::NamespaceReport;
 use crate::driver_limits::{self, Limits};
@@ -53,8 +50,6 @@ use crate::driver_limits::{self, Limits};
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 /// The deadline of NVML for all GPUs together.
 const NVML_TIMEOUT: Duration = Duration::from_millis(500);
-/// The deadline of the attestation.
-const ATTESTATION_TIMEOUT: Duration = Duration::from_millis(400);
 /// How long a GPU or a pod's probe may give no answer before that is reported.
 const STALE_AFTER: Duration = Duration::from_secs(5);
 
@@ -96,9 +91,7 @@ pub struct Auditor {
     sample_requests: SampleRequests,
     /// The agent's start, in clock ticks since boot.
     agent_start: u64,
-    /// A read of the host's state that has not ended.
-    host_view: Option<JoinHandle<HostView>>,
-    attestations: BTreeMap<PodUid, PodAttestation>,
+    pods: PodAttestations,
     consecutive: ConsecutiveFindings,
     withheld: WithheldMemory,
     /// The GPUs on which the driver may keep free memory for managed memory.
@@ -110,33 +103,6 @@ pub struct Auditor {
     denials: DenialEvents,
     usage: NamespaceUsage,
     usage_file: WriteBehindFile<PersistedUsage>,
-}
-
-/// A probe of one pod, which returns the attestor with its result.
-struct Probe {
-    target: AttestationTarget,
-    attestor: Box<PodAttestor>,
-    host: Arc<HostView>,
-    result: oneshot::Sender<ProbeResult>,
-}
-
-type ProbeResult = (Box<PodAttestor>, Vec<AttestedContainer>);
-
-/// The attestor of a pod, which a probe owns from its queue to its end.
-enum AttestorState {
-    Idle(Box<PodAttestor>),
-    Probing(oneshot::Receiver<ProbeResult>),
-    /// A probe panicked and lost its cache.
-    Lost,
-}
-
-/// A pod's attestation. A process may hang in the kernel, and a probe that reads it hangs too.
-struct PodAttestation {
-    state: AttestorState,
-    /// The result of the last probe that ended.
-    attested: Vec<AttestedContainer>,
-    /// The time of that result; before the first result, of the pod's first sight.
-    answered_at: Instant,
 }
 
 impl Auditor {
@@ -175,8 +141,7 @@ impl Auditor {
             audited,
             sample_requests: SampleRequests::default(),
             agent_start: agent_start_ticks(),
-            host_view: None,
-            attestations: BTreeMap::new(),
+            pods: PodAttestations::default(),
             consecutive: ConsecutiveFindings::default(),
             withheld: WithheldMemory::default(),
             managed_gpus: BTreeSet::new(),
@@ -227,12 +192,9 @@ impl Auditor {
             .sample_requests
             .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
             .await;
-        self.attest_pods(config, &containers).await;
-        let attested = self.attestations.values().flat_map(|pod| &pod.attested);
-        let attested: Vec<AttestedContainer> = attested.cloned().collect();
-        let hangs = |pod: &PodAttestation| begun.duration_since(pod.answered_at) >= STALE_AFTER;
-        let hanging = self.attestations.iter().filter(|(_, pod)| hangs(pod));
-        let hanging: BTreeSet<PodUid> = hanging.map(|(uid, _)| uid.clone()).collect();
+        self.pods.attest(config, &containers).await;
+        let attested = self.pods.attested();
+        let hanging = self.pods.without_answer_for(STALE_AFTER, begun);
         let books = self.sessions.container_usage();
         let mut seen: Vec<GpuSample> = answers
             .into_iter()
@@ -294,43 +256,6 @@ impl Auditor {
             *before = after;
             changed
         });
-    }
-
-    /// Probes all pods. A pod whose probe takes too long keeps its last result until the probe
-    /// ends.
-    async fn attest_pods(&mut self, config: &Config, containers: &[BoundContainer]) {
-        let deadline = Instant::now() + ATTESTATION_TIMEOUT;
-        let mut reading = self.host_view.take().unwrap_or_else(|| {
-            let (paths, driver) = (config.paths.clone(), config.driver.clone());
-            spawn_blocking(move || HostView::read(&paths, &driver))
-        });
-        let host = match timeout_at(deadline, &mut reading).await {
-            Ok(Ok(host)) => Arc::new(host),
-            Ok(Err(error)) => return warn!(%error, "failed to attest containers"),
-            Err(_) => {
-                self.host_view = Some(reading);
-                return;
-            }
-        };
-        let mut before = std::mem::take(&mut self.attestations);
-        let mut probes = Vec::new();
-        for target in targets(containers) {
-            let uid = target.pod.clone();
-            let mut pod = before.remove(&uid).unwrap_or_default();
-            probes.extend(pod.prepare(config, target, &host));
-            self.attestations.insert(uid, pod);
-        }
-        // A pod that no thread came to in the last audit comes first in this one.
-        probes.sort_by_key(|(answered_at, _)| *answered_at);
-        let queue = ProbeQueue::new(probes.into_iter().map(|(_, probe)| probe));
-        for probe in queue.run_until(deadline, Probe::run).await {
-            if let Some(pod) = self.attestations.get_mut(&probe.target.pod) {
-                pod.state = AttestorState::Idle(probe.attestor);
-            }
-        }
-        for pod in self.attestations.values_mut() {
-            pod.collect(deadline).await;
-        }
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
@@ -519,81 +444,6 @@ impl Auditor {
         }
         not_enforced
     }
-}
-
-impl Probe {
-    fn run(mut self) {
-        let attested = self.attestor.probe(&self.target, &self.host);
-        // The auditor has dropped the receiver if the pod has ended.
-        let _ = self.result.send((self.attestor, attested));
-    }
-}
-
-impl Default for PodAttestation {
-    fn default() -> Self {
-        Self {
-            state: AttestorState::Lost,
-            attested: Vec::new(),
-            answered_at: Instant::now(),
-        }
-    }
-}
-
-impl PodAttestation {
-    /// Returns the next probe with the time of the last answer; none while a probe hangs.
-    fn prepare(
-        &mut self,
-        config: &Config,
-        target: AttestationTarget,
-        host: &Arc<HostView>,
-    ) -> Option<(Instant, Probe)> {
-        let (result, probing) = oneshot::channel();
-        let attestor = match std::mem::replace(&mut self.state, AttestorState::Probing(probing)) {
-            AttestorState::Idle(attestor) => attestor,
-            AttestorState::Lost => Box::new(PodAttestor::new(config)),
-            hanging @ AttestorState::Probing(_) => {
-                self.state = hanging;
-                return None;
-            }
-        };
-        let probe = Probe {
-            target,
-            attestor,
-            host: Arc::clone(host),
-            result,
-        };
-        Some((self.answered_at, probe))
-    }
-
-    /// Takes the result of a probe that ends before `deadline`.
-    async fn collect(&mut self, deadline: Instant) {
-        let AttestorState::Probing(probing) = &mut self.state else {
-            return;
-        };
-        match timeout_at(deadline, probing).await {
-            Ok(Ok((attestor, attested))) => {
-                self.state = AttestorState::Idle(attestor);
-                self.attested = attested;
-                self.answered_at = Instant::now();
-            }
-            Ok(Err(_)) => {
-                warn!("failed to attest a pod's containers: its probe panicked");
-                self.state = AttestorState::Lost;
-            }
-            Err(_) => {}
-        }
-    }
-}
-
-fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
-    let pods = containers.iter().filter_map(|container| {
-        let cgroup = container.cgroup.clone()?;
-        Some((container.pod.clone(), cgroup))
-    });
-    let pods: BTreeMap<_, _> = pods.collect();
-    pods.into_iter()
-        .map(|(pod, cgroup)| AttestationTarget { pod, cgroup })
-        .collect()
 }
 
 /// Zero where the start time is unknown: then no process counts as older.

@@ -1,0 +1,401 @@
+//! Passes the kubelet's calls to the node task, and tells pods of their outcome.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_gpu::generations::GenerationChange;
+use bursar_host::clock;
+use bursar_kubelet::plugin::{AllocateError, Allocator, PrepareError};
+use bursar_ledger::WaitReason;
+use bursar_ledger::units::{AllocationId, DeviceIdSet, Resource};
+use tokio::sync::{Mutex, mpsc, oneshot};
+
+use super::Command;
+use crate::allocator::{BoundMemory, ContainerIdentity, PrepareRequest, Reply};
+use crate::checkpoint_state::PodName;
+use crate::metrics::{BindResult, NodeMetrics};
+use crate::pod_resolver::PodResolver;
+
+/// A handle to the node task, from which the kubelet's plugins allocate.
+#[derive(Clone)]
+pub struct NodeHandle {
+    commands: mpsc::Sender<Command>,
+    resolver: Arc<PodResolver>,
+    bind_wait: Duration,
+    observers: Observers,
+    /// Held by the pod whose deletion is asked for next. The lock is fair.
+    deletion_checks: Arc<Mutex<()>>,
+}
+
+/// The receivers of the node task's events and measurements.
+#[derive(Debug, Clone)]
+pub struct Observers {
+    /// Events on pods.
+    pub events: Events,
+    /// Durations and counters.
+    pub metrics: NodeMetrics,
+}
+
+/// How often the agent asks whether a waiting pod is being deleted. All waiting pods of the node
+/// share this rate, one after the other.
+const DELETION_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
+impl Observers {
+    /// Reports the GPUs whose memory has a new generation.
+    pub(super) fn report_lost_memory(&self, grown: &[GenerationChange]) {
+        for change in grown {
+            self.events
+                .on_node(Reason::GpuMemoryLost, change.to_string());
+        }
+    }
+
+    /// Reports the end of a PreStartContainer call of `container`. A wait is reported when it
+    /// begins, and again only where its reason has changed.
+    fn report_prepare(
+        &self,
+        container: Option<&NamedContainer>,
+        result: &Result<BoundMemory, PrepareError>,
+        reported_wait: Option<&str>,
+        took: Duration,
+    ) {
+        let (counted, reason, message) = match result {
+            Ok(memory) => (BindResult::Bound, Reason::Bound, memory.to_string()),
+            Err(error @ (PrepareError::NoRoom(_) | PrepareError::PodDeleted)) => (
+                BindResult::NoRoom,
+                Reason::WaitingForRoom,
+                error.to_string(),
+            ),
+            Err(error) => (BindResult::Failed, Reason::NotBound, error.to_string()),
+        };
+        self.metrics.observe_prepare(counted, took);
+        let is_told = matches!(result, Err(PrepareError::PodDeleted))
+            || reported_wait.is_some_and(|told| told == message);
+        if let Some(container) = container.filter(|_| !is_told) {
+            self.events
+                .on_pod(container.pod.clone(), reason, container.says(&message));
+        }
+    }
+}
+
+/// A container whose pod has a name, as Events show it.
+#[derive(Clone, Debug)]
+struct NamedContainer {
+    pod: PodRef,
+    /// Empty while the kubelet has not reported it.
+    container: String,
+}
+
+impl NamedContainer {
+    fn of(identity: &ContainerIdentity) -> Option<Self> {
+        let PodName { namespace, name } = identity.pod_name.clone()?;
+        let held = identity.checkpoint_entries.first();
+        Some(Self {
+            pod: PodRef {
+                namespace,
+                name,
+                uid: identity.pod.clone(),
+            },
+            container: held
+                .map_or_else(|| identity.container.clone(), |held| held.container.clone()),
+        })
+    }
+
+    fn says(&self, message: &str) -> String {
+        match self.container.is_empty() {
+            true => message.to_owned(),
+            false => format!("container {}: {message}", self.container),
+        }
+    }
+}
+
+impl Allocator for NodeHandle {
+    async fn allocate(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+        id: Option<AllocationId>,
+    ) -> Result<AllocationId, AllocateError> {
+        let begun = Instant::now();
+        let (reply, booked) = oneshot::channel();
+        let command = Command::Allocate {
+            resource,
+            tokens,
+            id,
+            reply,
+        };
+        self.commands
+            .send(command)
+            .await
+            .map_err(|_| AllocateError::Stopping)?;
+        let booked = booked.await.map_err(|_| AllocateError::Stopping);
+        self.observers.metrics.observe_allocate(begun.elapsed());
+        booked
+    }
+
+    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
+        let (begun, until) = (Instant::now(), clock::now() + self.bind_wait);
+        let identity = match self.resolver.resolve(resource, &tokens).await {
+            Ok(identity) => identity,
+            Err(error) => {
+                let result = Err(error.into());
+                self.observers
+                    .report_prepare(None, &result, None, begun.elapsed());
+                return result.map(drop);
+            }
+        };
+        let container = NamedContainer::of(&identity);
+        let (result, bound) = oneshot::channel();
+        let (waits, waiting) = oneshot::channel();
+        let bind = PrepareRequest {
+            resource,
+            tokens,
+            identity,
+            deadline: until,
+        };
+        let reply = Reply { result, waits };
+        self.commands
+            .send(Command::Prepare { bind, reply })
+            .await
+            .map_err(|_| PrepareError::Stopping)?;
+        let (result, told) = self.follow(container.as_ref(), bound, waiting).await;
+        let (container, told) = (container.as_ref(), told.as_deref());
+        self.observers
+            .report_prepare(container, &result, told, begun.elapsed());
+        result.map(drop)
+    }
+}
+
+impl NodeHandle {
+    /// A handle that sends `commands` to the node task.
+    pub(super) fn new(
+        commands: mpsc::Sender<Command>,
+        resolver: Arc<PodResolver>,
+        bind_wait: Duration,
+        observers: Observers,
+    ) -> Self {
+        Self {
+            commands,
+            resolver,
+            bind_wait,
+            observers,
+            deletion_checks: Arc::default(),
+        }
+    }
+
+    /// Waits for the result of a call. Publishes a wait when it begins, and ends it when the pod is
+    /// being deleted: the kubelet ends no pod while this call is open.
+    async fn follow(
+        &self,
+        container: Option<&NamedContainer>,
+        mut bound: oneshot::Receiver<Result<BoundMemory, PrepareError>>,
+        waiting: oneshot::Receiver<WaitReason>,
+    ) -> (Result<BoundMemory, PrepareError>, Option<String>) {
+        let stopping = || Err(PrepareError::Stopping);
+        let reason = tokio::select! {
+            biased;
+            // The channel closes without a reason where the call does not wait.
+            Ok(reason) = waiting => reason.to_string(),
+            result = &mut bound => return (result.unwrap_or_else(|_| stopping()), None),
+        };
+        let Some(container) = container else {
+            return (bound.await.unwrap_or_else(|_| stopping()), None);
+        };
+        let events = &self.observers.events;
+        events.on_pod(
+            container.pod.clone(),
+            Reason::WaitingForRoom,
+            container.says(&reason),
+        );
+        let result = tokio::select! {
+            biased;
+            result = bound => result.unwrap_or_else(|_| stopping()),
+            () = self.wait_for_deletion(&container.pod) => Err(PrepareError::PodDeleted),
+        };
+        (result, Some(reason))
+    }
+
+    /// Returns once the API server has a deletion of the pod.
+    async fn wait_for_deletion(&self, pod: &PodRef) {
+        loop {
+            let _turn = self.deletion_checks.lock().await;
+            tokio::time::sleep(DELETION_CHECK_INTERVAL).await;
+            if self.resolver.is_deleted(pod).await {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::{Body, to_bytes};
+    use axum::http::{Method, Request, Response};
+    use bursar_apiserver::metrics::ApiMetrics;
+    use bursar_kubelet::pod_resources::PodResourcesClient;
+    use bursar_ledger::units::Bytes;
+    use kube::Client;
+    use prometheus_client::registry::Registry;
+    use serde_json::{Value, json};
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+
+    /// The Events that the API server got: reason and note.
+    type Published = Arc<std::sync::Mutex<Vec<(String, String)>>>;
+
+    /// A client of an API server that stores Events and has one pod, deleted or not.
+    fn client(is_deleted: bool, published: Published) -> Client {
+        let server = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let published = published.clone();
+            async move {
+                let is_event = request.method() == Method::POST;
+                let body = to_bytes(Body::new(request.into_body()), 1 << 16).await?;
+                let mut answer: Value = serde_json::from_slice(&body).expect("a JSON body");
+                if is_event {
+                    let text = |field: &str| answer[field].as_str().unwrap().to_owned();
+                    let told = (text("reason"), text("note"));
+                    published.lock().unwrap().push(told);
+                } else {
+                    answer = json!({ "metadata": { "name": "train-0", "uid": "uid-1" } });
+                    if is_deleted {
+                        answer["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+                    }
+                }
+                Ok::<_, axum::Error>(Response::new(Body::from(answer.to_string())))
+            }
+        });
+        Client::new(server, "default")
+    }
+
+    fn handle(is_deleted: bool, published: &Published) -> NodeHandle {
+        let client = client(is_deleted, published.clone());
+        let metrics = ApiMetrics::new(&mut Registry::default());
+        let (events, sender) = Events::new(metrics.clone());
+        let stop = CancellationToken::new();
+        tokio::spawn(sender.run(client.clone(), "n".into(), metrics, stop));
+        NodeHandle {
+            commands: mpsc::channel(1).0,
+            resolver: Arc::new(PodResolver {
+                device_plugin_dir: Default::default(),
+                resource_names: Vec::new(),
+                pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody")),
+                client: Some(client),
+            }),
+            bind_wait: Duration::from_secs(25),
+            observers: Observers {
+                events,
+                metrics: NodeMetrics::new(&mut Registry::default()),
+            },
+            deletion_checks: Arc::default(),
+        }
+    }
+
+    fn container() -> NamedContainer {
+        NamedContainer {
+            pod: PodRef {
+                namespace: "team".into(),
+                name: "train-0".into(),
+                uid: "uid-1".parse().unwrap(),
+            },
+            container: "main".into(),
+        }
+    }
+
+    /// A wait for 8 GiB of device memory on a GPU with 6 GiB free.
+    fn reason() -> WaitReason {
+        WaitReason {
+            resource: Resource::DeviceMemory,
+            needed: Bytes::gib(8),
+            other_containers: Vec::new(),
+            gpus: std::num::NonZeroU16::new(1),
+            too_few_gpus: None,
+            beyond_instance: false,
+            largest_free: Bytes::gib(6),
+            largest_free_gpu: Some("GPU-a".parse().unwrap()),
+            set_aside: Vec::new(),
+            closed_gpu: None,
+            claims_ahead: 0,
+            withheld: Bytes::ZERO,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn wait_is_told_when_it_begins_and_once() {
+        let published = Published::default();
+        let handle = handle(false, &published);
+        let (container, begun) = (container(), tokio::time::Instant::now());
+        let (result, bound) = oneshot::channel();
+        let (waits, waiting) = oneshot::channel();
+        waits.send(reason()).unwrap();
+        let node = async {
+            while published.lock().unwrap().is_empty() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            let told_after = begun.elapsed();
+            tokio::time::sleep(Duration::from_secs(25)).await;
+            let message = reason().to_string();
+            result.send(Err(PrepareError::NoRoom(message))).unwrap();
+            told_after
+        };
+        let follow = handle.follow(Some(&container), bound, waiting);
+        let ((result, told), told_after) = tokio::join!(follow, node);
+        assert!(told_after < Duration::from_secs(1), "{told_after:?}");
+        let took = Duration::from_secs(25);
+        let told = told.as_deref();
+        handle
+            .observers
+            .report_prepare(Some(&container), &result, told, took);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let note = "container main: waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
+        let expected = [("WaitingForGpuMemory".to_owned(), note.to_owned())];
+        assert_eq!(*published.lock().unwrap(), expected);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lost_memory_is_told_with_both_generations() {
+        let published = Published::default();
+        let handle = handle(false, &published);
+        let change = |gpu: &str, before| GenerationChange {
+            gpu: gpu.parse().unwrap(),
+            before,
+            after: before + 1,
+        };
+        let observers = &handle.observers;
+        observers.report_lost_memory(&[change("GPU-a", 3), change("GPU-b", 1)]);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let told = published.lock().unwrap().clone();
+        let note = "the memory of GPU-a has generation 4 instead of 3: its contents are lost";
+        assert_eq!(told[0], ("GpuMemoryLost".to_owned(), note.to_owned()));
+        assert_eq!(told.len(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn wait_ends_soon_after_the_pod_is_deleted() {
+        let handle = handle(true, &Published::default());
+        let begun = tokio::time::Instant::now();
+        let (_result, bound) = oneshot::channel();
+        let (waits, waiting) = oneshot::channel();
+        waits.send(reason()).unwrap();
+        let (result, _) = handle.follow(Some(&container()), bound, waiting).await;
+        assert!(
+            matches!(result, Err(PrepareError::PodDeleted)),
+            "{result:?}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bound_container_is_told_with_amount_and_gpu() {
+        let published = Published::default();
+        let handle = handle(false, &published);
+        let memory = BoundMemory::Device(vec![("GPU-a".parse().unwrap(), Bytes::gib(8))]);
+        handle
+            .observers
+            .report_prepare(Some(&container()), &Ok(memory), None, Duration::ZERO);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let note = "container main: 8 GiB of GPU-a";
+        let expected = [("GpuMemoryBound".to_owned(), note.to_owned())];
+        assert_eq!(*published.lock().unwrap(), expected);
+    }
+}
