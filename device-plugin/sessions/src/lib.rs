@@ -35,6 +35,7 @@ pub mod pidfd;
 mod rate_limit;
 mod reclaim;
 mod recovery;
+mod serve;
 mod shared_samples;
 mod stream;
 mod usage;
@@ -46,13 +47,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bursar_gpu::memory_sample::MemorySampler;
 use bursar_host::checkpoint::Checkpoint;
-use bursar_host::clock;
 use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::lease_handle::{LeaseHandle, LiveLeases};
-use closer::SocketCloser;
 use connection_limit::ConnectionLimit;
 use container::Container;
 use container::denials::SharedLogLimiter;
@@ -62,7 +61,6 @@ use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;
 use reclaim::Unreclaimed;
 use shared_samples::SharedSampler;
-use stream::Listener;
 
 pub(crate) use accounts::CreditAccounts;
 pub use peer::{CgroupResolver, ContainerResolver, Process};
@@ -362,137 +360,6 @@ impl Sessions {
         run_dir.join("alloc")
     }
 
-    /// Starts to serve an allocation; a served allocation stays unchanged. After a restart the
-    /// agent charges the processes in the checkpoint at once.
-    ///
-    /// # Errors
-    /// [`SessionsError::Serve`] when the agent cannot create the folder or the socket.
-    pub async fn serve(&self, spec: SessionSpec) -> Result<(), SessionsError> {
-        let allocation = spec.allocation;
-        if lock(&self.shared.containers).contains_key(&allocation) {
-            return Ok(());
-        }
-        if spec.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
-            return Err(SessionsError::TooManyGpus {
-                allocation,
-                gpus: spec.gpus.len(),
-            });
-        }
-        let folder = self.allocation_dir(&allocation);
-        let socket = folder.join(bursar_protocol::SOCKET_NAME);
-        let served_before = socket.exists();
-        let closer = SocketCloser::new(allocation);
-        let listener = bind_listener(
-            &folder,
-            &socket,
-            Arc::clone(&closer),
-            self.refuses_descriptors,
-        );
-        let listener = listener.map_err(|source| SessionsError::Serve {
-            path: socket.clone(),
-            source,
-        })?;
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(&allocation))
-            .map_err(|source| SessionsError::Serve {
-                path: self.checkpoint_path(&allocation),
-                source,
-            })?;
-        let siblings = spec.tokens.clone().map(|tokens| {
-            let mut claims = lock(&self.siblings_by_claim);
-            claims.retain(|_, siblings| !siblings.is_unshared());
-            claims
-                .entry((spec.pod.clone(), tokens))
-                .or_default()
-                .clone()
-        });
-        let (mut container, restored) = Container::restore(
-            spec,
-            record,
-            served_before,
-            self.resolver.as_ref(),
-            clock::now(),
-        );
-        if let Some(sizes) = &self.context_sizes {
-            container.set_context_sizes(Arc::clone(sizes));
-        }
-        if !served_before {
-            container.set_policy(self.default_policy);
-        }
-        container.set_closer(Arc::clone(&closer));
-        container.set_free_page_limit(self.connection_limit.max_free_pages());
-        container.set_log_limiter(self.log_limiter.clone());
-        container.set_orphans_sender(self.shared.orphans_changed.clone());
-        if let Some(siblings) = siblings {
-            container.join_claim(siblings);
-        }
-        let gpus = container.gpus();
-        let container = Arc::new(Mutex::new(container));
-        let task = listener::ListenerTask {
-            container: Arc::clone(&container),
-            shared_sampler: Arc::clone(&self.shared.shared_sampler),
-            resolver: Arc::clone(&self.resolver),
-            connection_limit: self.connection_limit.clone(),
-            fault_notifier: self.fault_notifier.clone(),
-            lease_service: self.lease_service.clone(),
-            closer,
-            log_limiter: self.log_limiter.clone(),
-        };
-        let task = tokio::spawn(task.run(listener, restored)).abort_handle();
-        // When two calls serve the same allocation at once, the later listener has replaced the
-        // earlier socket, so the later entry stays.
-        lock(&self.shared.containers).insert(allocation, RunningContainer { container, task });
-        // The task of a GPU that no container uses may be ending, so the agent lists the container
-        // first.
-        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
-        Ok(())
-    }
-
-    /// Stops serving an allocation whose pod has ended, and removes its files. An allocation that
-    /// is not served needs nothing.
-    ///
-    /// # Errors
-    /// [`SessionsError::Remove`] when the agent cannot remove the folder.
-    pub async fn remove(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
-        let ended = lock(&self.shared.containers).remove(allocation);
-        if let Some(running) = &ended {
-            let mut container = lock(&running.container);
-            container.leave_claim();
-            container.close_checkpoint();
-        }
-        drop(ended);
-        self.shared.orphans_changed.send_replace(());
-        let record = self.checkpoint_path(allocation);
-        for path in [
-            self.allocation_dir(allocation),
-            checkpoint::temporary_path(&record),
-            record,
-        ] {
-            let removed = if path.is_dir() {
-                std::fs::remove_dir_all(&path)
-            } else {
-                std::fs::remove_file(&path)
-            };
-            match removed {
-                Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                    return Err(SessionsError::Remove { path, source });
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Starts the reclaim task of a GPU, which runs while a container uses the GPU or exited
-    /// processes left memory there.
-    fn start_reclaim(&self, gpu: GpuUuid) {
-        if lock(&self.shared.gpus_with_task).insert(gpu.clone()) {
-            let mut tasks = lock(&self.reclaim_tasks);
-            while tasks.try_join_next().is_some() {}
-            tasks.spawn(reclaim::run(gpu, Arc::clone(&self.shared)));
-        }
-        self.shared.orphans_changed.send_replace(());
-    }
-
     /// Sets the requested quota of an account, which may become known while the container runs.
     /// Used bytes above the quota stay; the account grants nothing until enough is freed.
     ///
@@ -629,42 +496,6 @@ impl Sessions {
             .flat_map(|running| lock(&running.container).account_usage())
             .collect()
     }
-
-    fn allocation_dir(&self, allocation: &AllocationId) -> PathBuf {
-        Sessions::alloc_dir(&self.run_dir).join(allocation.to_string())
-    }
-
-    fn checkpoint_path(&self, allocation: &AllocationId) -> PathBuf {
-        self.run_dir
-            .join("sessions")
-            .join(format!("{allocation}.json"))
-    }
-}
-
-/// Creates the socket for any user of the container, since the agent identifies a peer by its
-/// cgroup.
-fn bind_listener(
-    folder: &Path,
-    socket: &Path,
-    closer: Arc<SocketCloser>,
-    refuse_descriptors: bool,
-) -> io::Result<Listener> {
-    use std::os::unix::fs::PermissionsExt;
-    let mode =
-        |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
-    std::fs::create_dir_all(folder)?;
-    mode(folder, 0o755)?;
-    // The agent binds another name and renames it, so that a shim that connects always finds a
-    // served socket or the old one.
-    let fresh = folder.join(".agent.sock.new");
-    match std::fs::remove_file(&fresh) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = Listener::bind(&fresh, closer, refuse_descriptors)?;
-    mode(&fresh, 0o666)?;
-    std::fs::rename(&fresh, socket)?;
-    Ok(listener)
 }
 
 /// Locks a mutex and ignores poisoning: a panic leaves plain counters, and must not affect other

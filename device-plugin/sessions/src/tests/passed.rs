@@ -11,6 +11,8 @@ use bursar_protocol::fd_passing::send_with_fd;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt};
 
 use super::*;
+use crate::closer::SocketCloser;
+use crate::stream::Listener;
 
 /// How long the close of such a socket blocks.
 const LINGERS: Duration = Duration::from_secs(12);
