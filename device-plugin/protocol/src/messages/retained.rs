@@ -156,34 +156,40 @@ pub enum RetainedResponse {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RetainedRefusal {
     /// There is no such lease, and the request creates none.
-    #[error("there is no such lease")]
+    #[error("there is no such lease; create it first")]
     Missing,
     /// The container's quota has less left; a smaller lease would fit.
-    #[error("the quota has {free} bytes left for it")]
+    #[error("the quota has {free} bytes left; ask for less, or raise the limit of the container")]
     Quota {
         /// The remaining bytes.
         free: u64,
     },
     /// Another process writes the lease: try again.
-    #[error("another process writes it")]
+    #[error("another process is writing the lease; try again once it has committed or ended")]
     Writing,
     /// This node has not proven that the driver clears memory between tenants, so it has no
     /// retained memory.
-    #[error("the driver was not seen to clear freed memory on this node")]
+    #[error(
+        "the driver was not seen to clear freed memory on this node; the condition MemoryScrubbed of its GpuNode has the reason"
+    )]
     NotScrubbed,
     /// The token does not give the right, or no longer; or the process image is poisoned.
-    #[error("the right to do so has ended")]
+    #[error("this process may no longer use the lease; open it again")]
     Fenced,
     /// The fd store or the provisioner is down: try again later.
-    #[error("kept memory is not available now")]
+    #[error(
+        "retained memory is not available now; try again, or see the condition RetainedMemory of the GpuNode"
+    )]
     Unavailable,
     /// The container or its namespace may own no more leases, or no more pods may open this one.
     #[error(
-        "its container or namespace may own no more leases, or no more pods may have this one open"
+        "the container or its namespace owns too many leases, or too many pods have this one open; discard leases that no program needs"
     )]
     TooMany,
     /// Retained memory is disabled on this node.
-    #[error("this node keeps no memory: it is switched off")]
+    #[error(
+        "retained memory is switched off on this node; set retainedMemory.enabled in the chart"
+    )]
     Off,
     /// The driver failed.
     #[error("the driver answered {code}")]
