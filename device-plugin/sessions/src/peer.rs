@@ -26,7 +26,7 @@ impl Process {
 }
 
 /// The most ancestors inside a container that the agent follows.
-const MAX_ANCESTORS: u32 = 1024;
+const MAX_ANCESTORS: u32 = 64;
 
 /// Resolves the container of a process.
 pub trait ContainerResolver: Send + Sync + 'static {

@@ -34,6 +34,7 @@ use bursar_crds::context_policy::{ContextAction, ContextPolicy};
 use bursar_host::clock::ClockReading;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, GpuUuid};
+use bursar_protocol::error_class::ErrorClass;
 use jiff::Timestamp;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -133,6 +134,12 @@ pub(super) enum FaultSource {
     },
     /// The kernel log or NVML named the process with this XID.
     Xid(u32),
+}
+
+/// Whether a process that reports this `CUresult` has lost its context, or may have.
+pub(super) fn is_fault(code: i32) -> bool {
+    let class = ErrorClass::of(code);
+    code != 0 && (class.poisons() || class == ErrorClass::Unknown)
 }
 
 /// A process image.

@@ -33,6 +33,25 @@ impl ContainerResolver for FakeResolver {
     }
 }
 
+/// Resolves every process to every pod, and counts the walks to root processes.
+#[derive(Default)]
+struct CountingResolver(AtomicUsize);
+
+impl ContainerResolver for CountingResolver {
+    fn process(&self, pid: u32) -> Option<Process> {
+        FakeResolver(true).process(pid)
+    }
+
+    fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
+        FakeResolver(true).container(pid, pod)
+    }
+
+    fn root_process(&self, process: Process, _pod: &PodUid) -> Option<Process> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Some(process)
+    }
+}
+
 struct FakeIdleSampler;
 
 impl MemorySampler for FakeIdleSampler {
@@ -336,6 +355,48 @@ async fn process_is_admitted_while_a_gpu_hangs() {
         drop(go_on);
     })
     .await;
+}
+
+#[tokio::test]
+async fn report_without_a_new_fault_wakes_no_task() {
+    let folder = tempfile::tempdir().unwrap();
+    let resolver = Arc::new(CountingResolver::default());
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::new(FakeIdleSampler),
+        resolver.clone(),
+    );
+    sessions.serve(session_spec()).await.unwrap();
+    let reports = sessions.fault_reports();
+    let is_woken = async || {
+        let woken = tokio::time::timeout(Duration::ZERO, reports.notified());
+        woken.await.is_ok()
+    };
+    let poisoned = |code| Request::Poisoned {
+        account: 0,
+        code,
+        can_reexec: false,
+    };
+    let (mut stream, _page) = tokio::task::spawn_blocking({
+        let run_dir = folder.path().to_owned();
+        move || hello(&run_dir)
+    })
+    .await
+    .unwrap();
+    for (code, walks, wakes) in [(0, 0, false), (700, 1, true), (700, 2, false)] {
+        let frame = poisoned(code).frame();
+        (stream, ..) = tokio::task::spawn_blocking(move || {
+            stream.write_all(&frame).unwrap();
+            let answer = receive(&mut stream);
+            (stream, answer)
+        })
+        .await
+        .unwrap();
+        assert_eq!(resolver.0.load(Ordering::SeqCst), walks, "{code}");
+        assert_eq!(is_woken().await, wakes, "{code}");
+        let now = bursar_host::clock::read_clocks();
+        sessions.take_new_faults(Duration::ZERO, now);
+    }
 }
 
 #[tokio::test]

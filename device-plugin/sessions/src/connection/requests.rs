@@ -7,6 +7,7 @@ use bursar_protocol::messages::{Message, Request, Response};
 
 use super::super::container::recording::ChangeNumber;
 use super::super::rate_limit::{self, RateLimiter};
+use super::super::recovery::is_fault;
 use super::super::stream::PeerStream;
 use super::super::{Process, lock};
 use super::{Connection, ConnectionError, read_request};
@@ -79,15 +80,21 @@ impl Connection {
                     code,
                     can_reexec,
                 } => {
-                    self.fault_notifier.notify();
-                    let root = self.root_process(pid);
-                    let can_reexec = can_reexec && self.is_main_process(pid);
-                    let poisoned = || {
+                    let (answer, has_news) = self.run_charged(|| {
+                        // Only for a fault does the agent read `/proc`.
+                        let is_fault = is_fault(code);
+                        let root = is_fault.then(|| self.root_process(pid)).flatten();
+                        let can_reexec = is_fault && can_reexec && self.is_main_process(pid);
                         let now = clock::read_clocks();
                         let mut container = lock(&self.container);
-                        container.handle_poisoned(pid, account, code, can_reexec, root, now)
-                    };
-                    Some(self.run_charged(poisoned))
+                        let answer =
+                            container.handle_poisoned(pid, account, code, can_reexec, root, now);
+                        (answer, container.has_unreported_faults())
+                    });
+                    if has_news {
+                        self.fault_notifier.notify();
+                    }
+                    Some(answer)
                 }
                 Request::Hello { .. }
                 | Request::Query { .. }

@@ -9,13 +9,12 @@ use bursar_ledger::BootTime;
 use bursar_ledger::units::{GpuUuid, PodUid};
 
 use bursar_protocol::END_SINCE;
-use bursar_protocol::error_class::ErrorClass;
 use bursar_protocol::fence::Fence;
 use bursar_protocol::messages::{Recovery, Response};
 
 use super::super::recovery::{
     Fault, FaultLog, FaultSource, KillTarget, ProcessImage, RecoveryAction, RecoveryPolicy,
-    XidTarget,
+    XidTarget, is_fault,
 };
 use super::super::{Account, Process};
 use super::{Container, ProcessState};
@@ -45,14 +44,12 @@ impl Container {
         now: ClockReading,
     ) -> Response {
         self.mark_active(pid);
-        let class = ErrorClass::of(code);
-        let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
         let source = FaultSource::Cuda { code, can_reexec };
         let gpu = match self.accounts.get(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
             _ => None,
         };
-        let decision = is_fault.then(|| self.record_fault(pid, gpu, source, root, now));
+        let decision = is_fault(code).then(|| self.record_fault(pid, gpu, source, root, now));
         let version = self.processes.get(&pid).map(|state| state.protocol_version);
         let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
         Response::Recovery(match decision.flatten() {
@@ -203,6 +200,11 @@ impl Container {
     /// The open faults.
     pub(in super::super) fn open_faults(&self) -> &[Fault] {
         self.fault_log.faults()
+    }
+
+    /// Whether the fault task has faults to take.
+    pub(in super::super) fn has_unreported_faults(&self) -> bool {
+        !self.unreported_faults.is_empty()
     }
 
     /// The faults since the last call.
