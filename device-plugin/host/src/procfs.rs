@@ -398,7 +398,12 @@ mod tests {
             let (code, _) = code
                 .split_once("#[cfg(test)]\npub(crate) mod tests")
                 .unwrap_or((code, ""));
-            let reads = ["fs::read(", "read_to_string(", "File::open("];
+            let reads = [
+                "fs::read(",
+                "read_to_string(",
+                "File::open(",
+                "fs::metadata(",
+            ];
             let begins = |at: usize| !code[..at].ends_with(char::is_alphanumeric);
             let calls = |call: &&&str| code.match_indices(**call).any(|(at, _)| begins(at));
             let reads = reads.iter().find(calls);

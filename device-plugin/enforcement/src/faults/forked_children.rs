@@ -6,8 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::FileTypeExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bursar_host::procfs::{self, Stat};
 use bursar_sessions::Process;
@@ -15,40 +14,88 @@ use bursar_sessions::Process;
 /// The most processes of the node to read.
 const MAX_PROCESSES: usize = 65_536;
 
-/// The most descriptors of one process to read.
+/// The most descriptors to read for all condemned processes of a round. Memory of a child that is
+/// found too late stays charged, and ends the container later.
 const MAX_DESCRIPTORS: usize = 65_536;
 
-/// The most children to find.
-const MAX_CHILDREN: usize = 512;
+/// The node's processes at one moment.
+pub(super) struct ProcessTree {
+    proc: PathBuf,
+    stats: BTreeMap<u32, Stat>,
+    children: BTreeMap<u32, Vec<u32>>,
+    descriptors_left: usize,
+}
 
-/// The descendants of `ancestor` that were forked without an exec and have a device file of the
-/// driver open. `proc` is the host's `/proc`.
-pub(super) fn find_device_holders(proc: &Path, ancestor: Process) -> Vec<Process> {
-    let stats = read_stats(proc);
-    let is_there = |stat: &Stat| stat.start_ticks == ancestor.start;
-    if !stats.get(&ancestor.pid).is_some_and(is_there) {
-        return Vec::new();
-    }
-    let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for (pid, stat) in &stats {
-        children.entry(stat.parent).or_default().push(*pid);
-    }
-    let mut pending = children.remove(&ancestor.pid).unwrap_or_default();
-    let mut holders = Vec::new();
-    while let Some(pid) = pending.pop() {
-        // Each list is taken once, so that no circle of parents has no end.
-        pending.extend(children.remove(&pid).unwrap_or_default());
-        let Some(stat) = stats.get(&pid).filter(|stat| stat.forked) else {
-            continue;
-        };
-        if holders.len() < MAX_CHILDREN && has_device_open(&proc.join(pid.to_string())) {
-            holders.push(Process {
-                pid,
-                start: stat.start_ticks,
-            });
+impl ProcessTree {
+    /// Reads the processes below `proc`, the host's `/proc`.
+    pub(super) fn read(proc: &Path) -> ProcessTree {
+        let stats = read_stats(proc);
+        let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for (pid, stat) in &stats {
+            children.entry(stat.parent).or_default().push(*pid);
+        }
+        ProcessTree {
+            proc: proc.to_owned(),
+            stats,
+            children,
+            descriptors_left: MAX_DESCRIPTORS,
         }
     }
-    holders
+
+    /// The descendants of `ancestor` that were forked without an exec and have a device file of the
+    /// driver open. Takes them out of the tree.
+    pub(super) fn take_device_holders(&mut self, ancestor: Process) -> Vec<Process> {
+        let is_there = |stat: &Stat| stat.start_ticks == ancestor.start;
+        if !self.stats.get(&ancestor.pid).is_some_and(is_there) {
+            return Vec::new();
+        }
+        let mut pending = self.children.remove(&ancestor.pid).unwrap_or_default();
+        let mut holders = Vec::new();
+        while let Some(pid) = pending.pop() {
+            // Each list is taken once, so that no circle of parents has no end.
+            pending.extend(self.children.remove(&pid).unwrap_or_default());
+            let Some(stat) = self.stats.get(&pid).filter(|stat| stat.forked) else {
+                continue;
+            };
+            let process = Process {
+                pid,
+                start: stat.start_ticks,
+            };
+            if self.has_device_open(pid) {
+                holders.push(process);
+            }
+        }
+        holders
+    }
+
+    /// Whether a process has a device file of the driver open. A descriptor's link has the file's
+    /// path as its container sees it. The agent does not follow the link, because a tenant's file
+    /// system may answer late or never.
+    fn has_device_open(&mut self, pid: u32) -> bool {
+        let folder = self.proc.join(pid.to_string()).join("fd");
+        let descriptors = fs::read_dir(folder).into_iter().flatten().flatten();
+        for descriptor in descriptors {
+            let Some(left) = self.descriptors_left.checked_sub(1) else {
+                return false;
+            };
+            self.descriptors_left = left;
+            if fs::read_link(descriptor.path()).is_ok_and(|target| is_device(&target)) {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Whether a path has the name of a device file that keeps GPU memory: `nvidiactl`, `nvidia-uvm`,
+/// `nvidia0` and so on.
+fn is_device(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let rest = name.and_then(|name| name.strip_prefix("nvidia"));
+    rest.is_some_and(|rest| {
+        let is_number = !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit());
+        is_number || ["ctl", "-uvm"].contains(&rest)
+    })
 }
 
 fn read_stats(proc: &Path) -> BTreeMap<u32, Stat> {
@@ -61,24 +108,6 @@ fn read_stats(proc: &Path) -> BTreeMap<u32, Stat> {
     pids.take(MAX_PROCESSES).filter_map(stat).collect()
 }
 
-/// Whether a process has a device file of the driver open. A descriptor's link has the file's path
-/// as its container sees it.
-fn has_device_open(process: &Path) -> bool {
-    let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten();
-    descriptors
-        .flatten()
-        .take(MAX_DESCRIPTORS)
-        .any(|descriptor| {
-            let target = fs::read_link(descriptor.path()).unwrap_or_default();
-            let name = target.file_name().and_then(|name| name.to_str());
-            let is_device = || {
-                let metadata = fs::metadata(descriptor.path());
-                metadata.is_ok_and(|metadata| metadata.file_type().is_char_device())
-            };
-            name.is_some_and(|name| name.starts_with("nvidia")) && is_device()
-        })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,10 +116,8 @@ mod tests {
 
     /// Lets a process with an open device file fork once more, and execute a program without it.
     fn tree(proc: &Path) {
-        // A descriptor's link names the file, and leads to the device.
-        let device = proc.join("nvidia0");
-        std::os::unix::fs::symlink("/dev/null", &device).unwrap();
-        let device = device.to_str().unwrap();
+        // A path that cannot be followed: the agent reads the link alone.
+        let device = "/nowhere/nvidia0";
         // pid, parent, flags (0x40: forked without an exec), open files
         let processes: [(u32, u32, u32, &[&str]); 7] = [
             (10, 1, 0, &[device]),
@@ -124,13 +151,51 @@ mod tests {
         let proc = tempfile::tempdir().unwrap();
         tree(proc.path());
         let find = |pid: u32, start: u64| {
-            let holders = find_device_holders(proc.path(), Process { pid, start });
+            let mut tree = ProcessTree::read(proc.path());
+            let holders = tree.take_device_holders(Process { pid, start });
             let mut pids: Vec<_> = holders.into_iter().map(|holder| holder.pid).collect();
             pids.sort_unstable();
             pids
         };
         assert_eq!(find(10, 100), [11, 12, 14]);
         assert_eq!(find(10, 99), [0; 0], "another process had this pid");
-        assert!(find_device_holders(proc.path(), UNKNOWN).is_empty());
+        let mut tree = ProcessTree::read(proc.path());
+        assert!(tree.take_device_holders(UNKNOWN).is_empty());
+    }
+
+    #[test]
+    fn descriptors_of_all_children_together_are_bounded() {
+        let proc = tempfile::tempdir().unwrap();
+        tree(proc.path());
+        let mut tree = ProcessTree::read(proc.path());
+        // 12 and 14 have one descriptor each, and 11 has its device behind another file.
+        tree.descriptors_left = 2;
+        let parent = Process {
+            pid: 10,
+            start: 100,
+        };
+        assert!(tree.take_device_holders(parent).len() <= 2);
+        assert_eq!(tree.descriptors_left, 0);
+    }
+
+    #[test]
+    fn device_is_known_by_its_name_alone() {
+        for name in [
+            "/dev/nvidia0",
+            "/x/nvidia15",
+            "/dev/nvidiactl",
+            "/dev/nvidia-uvm",
+        ] {
+            assert!(is_device(Path::new(name)), "{name}");
+        }
+        for name in [
+            "/dev/nvidia",
+            "/dev/nvidia-modeset",
+            "/tmp/nvidia-smi.log",
+            "/dev/null",
+            "",
+        ] {
+            assert!(!is_device(Path::new(name)), "{name}");
+        }
     }
 }

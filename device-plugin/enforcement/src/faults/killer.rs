@@ -10,7 +10,7 @@ use bursar_ledger::BootTime;
 use bursar_sessions::{CondemnedProcess, Process, Sessions};
 use tracing::warn;
 
-use super::forked_children;
+use super::forked_children::ProcessTree;
 use crate::audit::kill::kill;
 
 /// The time between two log lines about a process that does not end.
@@ -39,24 +39,21 @@ impl Killer {
     pub fn kill_condemned(&mut self, now: BootTime) {
         let condemned = self.sessions.processes_to_kill(now);
         self.condemned.retain(|known, _| condemned.contains(known));
+        // A child that outlives its parent has another parent, so the tree is read before any kill.
+        let mut tree = None;
         for one in condemned {
             let (is_first, is_logged) = note(&mut self.condemned, one, now);
-            // A child that outlives its parent has another parent, so it is looked up before.
-            let children = match one.ends_alone && is_first {
-                true => self.find_device_holders(&one),
-                false => Vec::new(),
-            };
-            for process in [one.process].into_iter().chain(children) {
+            let mut processes = vec![one.process];
+            if one.ends_alone && is_first {
+                let tree = tree.get_or_insert_with(|| ProcessTree::read(&self.proc));
+                let mut children = tree.take_device_holders(one.process);
+                children.retain(|child| !self.sessions.has_session(&one.allocation, *child));
+                processes.extend(children);
+            }
+            for process in processes {
                 self.kill(&one, process, is_logged);
             }
         }
-    }
-
-    /// The forked children of a process that share its GPU memory.
-    fn find_device_holders(&self, condemned: &CondemnedProcess) -> Vec<Process> {
-        let mut holders = forked_children::find_device_holders(&self.proc, condemned.process);
-        holders.retain(|child| !self.sessions.has_session(&condemned.allocation, *child));
-        holders
     }
 
     fn kill(&self, condemned: &CondemnedProcess, process: Process, is_logged: bool) {
