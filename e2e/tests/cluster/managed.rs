@@ -2,7 +2,7 @@
 //! within a quota of its own.
 
 use bursar_e2e::paths;
-use bursar_e2e::pods::PodBuilder;
+use bursar_e2e::pods::{GPU_MEMORY, PodBuilder, PodState};
 use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use libtest_mimic::{Failed, Trial};
@@ -106,7 +106,9 @@ async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
     pods.create(&guide.pod(context, "oversubscribed", &[]))
         .await?;
     let missing = format!("Insufficient {RESOURCE}");
-    pods.wait_until_waiting("oversubscribed", &missing, START_TIMEOUT)
+    let is_unscheduled = |state: &PodState| state.waiting_reason.contains(&missing);
+    let what = "to be told that no node offers the memory";
+    pods.wait_until("oversubscribed", what, START_TIMEOUT, is_unscheduled)
         .await?;
     pods.delete("oversubscribed").await?;
     pods.wait_until_deleted("oversubscribed", START_TIMEOUT)
@@ -213,10 +215,7 @@ async fn oversubscribed_pod_has_a_quota_of_its_own(
         .await?;
     let refused = said.lines().find_map(event_line("refused"));
     let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
-    let (quota, got) = (
-        guide.gib(bursar_e2e::pods::GPU_MEMORY)? * GIB,
-        &refused["got"],
-    );
+    let (quota, got) = (guide.gib(GPU_MEMORY)? * GIB, &refused["got"]);
     let got = got.as_u64().unwrap_or(u64::MAX);
     // The contexts of both programs are charged.
     assert!(got <= quota && got + 2 * CONTEXT >= quota, "{refused}");
@@ -231,7 +230,7 @@ async fn neighbour_gets_its_quota(
     gpu: &str,
 ) -> Result<(), Failed> {
     let sizes = context.environment.gpu_sizes_in_quanta().await?;
-    let quota = u64::from(sizes[0]) - guide.gib(bursar_e2e::pods::GPU_MEMORY)?;
+    let quota = u64::from(sizes[0]) - guide.gib(GPU_MEMORY)?;
     let chunk = format!("--chunk={CHUNK}");
     let plan = PodBuilder::new("neighbour", &context.environment.probe_image)
         .arguments(&["greedy", &chunk])
