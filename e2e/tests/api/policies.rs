@@ -68,8 +68,8 @@ async fn refusal(at: &IsolatedScope, pod: Value) -> Result<String, Failed> {
 
 async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
     let none = || json!({});
-    let tokens = |container: &str, resource: &str, write: u32, not: &str| {
-        format!("container {container}: {resource} counts tokens of 1Gi: write {write}, not {not}")
+    let in_quanta = |container: &str, resource: &str, write: u32, not: &str| {
+        format!("container {container}: {resource} counts quanta of 1Gi: write {write}, not {not}")
     };
     let backs = |container: &str, quanta: u32, mib: u32| {
         format!(
@@ -91,15 +91,15 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         ),
         (
             pod(json!({ DEVICE: "16Gi" }), none(), none()),
-            tokens("c", DEVICE, 16, "16Gi"),
+            in_quanta("c", DEVICE, 16, "16Gi"),
         ),
         (
             pod(json!({ DEVICE: "1536Mi" }), none(), none()),
-            tokens("c", DEVICE, 2, "1536Mi"),
+            in_quanta("c", DEVICE, 2, "1536Mi"),
         ),
         (
             pod(json!({ DEVICE: "4", MANAGED: "4Gi" }), none(), none()),
-            tokens("c", MANAGED, 4, "4Gi"),
+            in_quanta("c", MANAGED, 4, "4Gi"),
         ),
         (
             pod(
@@ -136,7 +136,7 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         ),
         (
             pod(json!({ DEVICE: "4" }), json!({ DEVICE: "8Gi" }), none()),
-            tokens("init", DEVICE, 8, "8Gi"),
+            in_quanta("init", DEVICE, 8, "8Gi"),
         ),
         (
             pod(

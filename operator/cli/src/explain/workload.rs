@@ -144,7 +144,7 @@ fn read_refusal(explanation: &mut Explanation, event: &Event, budget: Option<&Gp
         Some(Cause::QuotaPending)
     } else if has("has no GpuMemoryBudget in force") {
         Some(Cause::NoBudget)
-    } else if has("counts tokens of") {
+    } else if has("counts quanta of") {
         Some(Cause::WrongAmountForm)
     } else if has("spec.perContainer.max") {
         Some(Cause::OverContainerMaximum)

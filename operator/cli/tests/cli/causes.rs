@@ -116,7 +116,7 @@ fn refused_pods_are_explained_by_the_events() {
         ("ValidatingAdmissionPolicy 'bursar-pods' with binding 'bursar-pods' denied request: namespace ml has no GpuMemoryBudget \
           in force, and pods ask for GPU memory only where there is one".to_owned(), Cause::NoBudget),
         ("ValidatingAdmissionPolicy 'bursar-pods' with binding 'bursar-pods' denied request: container main: \
-          bursar.dev/gpu-memory-gib counts tokens of 1Gi: write 16, not 16Gi".to_owned(), Cause::WrongAmountForm),
+          bursar.dev/gpu-memory-gib counts quanta of 1Gi: write 16, not 16Gi".to_owned(), Cause::WrongAmountForm),
         ("ValidatingAdmissionPolicy 'bursar-per-container' with binding 'bursar-per-container' denied request: container main asks for 99 \
           of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace ml allows 8 a container (spec.perContainer.max)".to_owned(), Cause::OverContainerMaximum),
     ] {
