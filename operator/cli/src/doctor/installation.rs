@@ -138,7 +138,7 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
             Level::Fail,
             "StaleAgent",
             format!(
-                "{}: agent {} is not ready: new pods with GPU memory fail there",
+                "{}: agent {} is not ready: new pods with GPU memory do not start there",
                 agent.spec.node_name, agent.metadata.name
             ),
             format!("kubectl -n {own} describe pod {}", agent.metadata.name),
