@@ -30,8 +30,6 @@ pub struct Wanted<'a> {
     pub kinds: &'a [Kind],
     /// The namespace of tenants' objects; `None` is all namespaces.
     pub namespace: Option<&'a str>,
-    /// Whether pods that request no GPU memory count too.
-    pub all_pods: bool,
 }
 
 /// The reason why objects could not be read, for people.
@@ -215,7 +213,7 @@ async fn read_kind(
         Kind::Pods => {
             let mut found = Vec::new();
             let read = list(client, &path, kind, |pod: Pod| {
-                if wanted.all_pods || pod.device_memory() > 0 {
+                if pod.device_memory() > 0 {
                     found.push(pod);
                 }
             })

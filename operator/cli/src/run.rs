@@ -47,11 +47,7 @@ impl<W: Write> Session<'_, W> {
     }
 
     async fn read(&self, kinds: &[Kind], namespace: Option<&str>) -> anyhow::Result<Snapshot> {
-        let wanted = Wanted {
-            kinds,
-            namespace,
-            all_pods: false,
-        };
+        let wanted = Wanted { kinds, namespace };
         read::read(&self.client, &wanted).await.map_err(unreachable)
     }
 

@@ -110,12 +110,18 @@ impl<W: Write> Session<'_, W> {
         for uid in &creators {
             self.add_events(snapshot, namespace, uid).await?;
         }
-        let is_own = |pod: &&Pod| {
+        let is_own = |pod: &Pod| {
             creators
                 .iter()
                 .any(|uid| pod.metadata.is_controlled_by(uid))
         };
-        let pods: Vec<Pod> = snapshot.pods.iter().filter(is_own).cloned().collect();
+        // The snapshot has only pods with GPU memory, and the workload counts all of its pods.
+        let path = list_path(Kind::Pods, Some(namespace));
+        let pods: Vec<Pod> = self
+            .list(&path, &ListParams::default())
+            .await
+            .with_context(|| format!("failed to read the pods of {word} {namespace}/{name}"))?;
+        let pods: Vec<Pod> = pods.into_iter().filter(is_own).collect();
         for pod in &pods {
             self.add_events(snapshot, namespace, &pod.metadata.uid)
                 .await?;

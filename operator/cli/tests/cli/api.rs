@@ -177,6 +177,30 @@ async fn explain_fails_for_waiting_pods_and_missing_ones() {
 }
 
 #[tokio::test]
+async fn explain_counts_a_workloads_pods_without_gpu_memory() {
+    let api = small();
+    let pods = ["web-0", "web-1", "web-2"].map(|name| {
+        let mut pod = pod("ml", name, "cpu", 0);
+        pod["spec"]["containers"][0]["resources"] = json!({});
+        pod["metadata"]["ownerReferences"] =
+            json!([{ "kind": "StatefulSet", "name": "web", "uid": "s", "controller": true }]);
+        pod
+    });
+    api.put("/api/v1/namespaces/ml/pods", pods.to_vec());
+    api.put(
+        "/apis/apps/v1/namespaces/ml/statefulsets",
+        vec![
+            json!({ "metadata": { "namespace": "ml", "name": "web", "uid": "s" }, "spec": { "replicas": 3 } }),
+        ],
+    );
+    let (code, text) = run(&api, "explain sts web").await;
+    assert_eq!(
+        (code, text.as_str()),
+        (Ok(0), "ml/web has 3 of 3 pods running.\n")
+    );
+}
+
+#[tokio::test]
 async fn dry_run_prints_the_patch_and_writes_nothing() {
     let api = small();
     for line in ["drain n --dry-run", "resize p 4Gi --dry-run"] {
