@@ -213,7 +213,7 @@ async fn read_kind(
         Kind::Pods => {
             let mut found = Vec::new();
             let read = list(client, &path, kind, |pod: Pod| {
-                if pod.device_memory() > 0 {
+                if pod.gpu_containers().next().is_some() {
                     found.push(pod);
                 }
             })

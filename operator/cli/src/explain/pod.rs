@@ -10,7 +10,7 @@ pub fn explain(snapshot: &Snapshot, pod: &Pod) -> Explanation {
     let key = pod.key();
     let mut explanation = Explanation::new(format!("pod {key}"));
     explanation.not_read = snapshot.unread_notes();
-    if pod.device_memory() == 0 {
+    if pod.gpu_containers().next().is_none() {
         explanation.conclude(Verdict::Runs, format!("{key} requests no GPU memory."));
         return explanation;
     }

@@ -36,7 +36,7 @@ pub struct PodSpec {
 
 /// A container's spec.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 pub struct Container {
     /// The name.
     pub name: String,
@@ -46,6 +46,8 @@ pub struct Container {
     pub resources: Resources,
     /// The ports.
     pub ports: Vec<Port>,
+    /// `Always` makes an init container a sidecar.
+    pub restart_policy: String,
 }
 
 /// A port of a container.
@@ -159,7 +161,7 @@ impl Container {
         QUANTA.into_iter().find_map(|quantum| {
             let text = self.resources.limits.get(quantum.device_memory())?;
             let quanta = bursar_crds::quantity::parse_bytes(text).ok()?;
-            let quanta = i64::try_from(quanta).ok()?;
+            let quanta = i64::try_from(quanta).ok().filter(|quanta| *quanta > 0)?;
             Some(Request { quanta, quantum })
         })
     }
@@ -176,12 +178,23 @@ impl Pod {
         all.filter_map(|container| Some((container, container.device_memory()?)))
     }
 
-    /// The device memory that the pod requests: the sum of its containers.
+    /// The device memory that the pod requests, as the scheduler and quotas count it: its
+    /// containers and sidecars together, or the largest init container with the sidecars before it.
+    ///
+    /// Source: `k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`.
     pub fn device_memory(&self) -> u64 {
-        let containers = self.spec.containers.iter();
-        containers
-            .filter_map(|container| Some(container.device_memory()?.bytes()))
-            .sum()
+        let bytes = |container: &Container| container.device_memory().map_or(0, Request::bytes);
+        let (mut sidecars, mut starting) = (0_u64, 0);
+        for container in &self.spec.init_containers {
+            let with_sidecars = sidecars.saturating_add(bytes(container));
+            if container.restart_policy == "Always" {
+                sidecars = with_sidecars;
+            } else {
+                starting = starting.max(with_sidecars);
+            }
+        }
+        let containers = self.spec.containers.iter().map(bytes);
+        containers.fold(sidecars, u64::saturating_add).max(starting)
     }
 
     /// `namespace/name`.

@@ -109,6 +109,50 @@ async fn top_reads_use_through_the_pod_proxy() {
     assert_eq!(text, "pod/p\n");
 }
 
+/// A pod whose containers without GPU memory stand beside these init containers.
+fn pod_with_init(name: &str, node: &str, init: &Value) -> Value {
+    let mut pod = pod("ml", name, node, 0);
+    pod["spec"]["initContainers"] = init.clone();
+    pod
+}
+
+#[tokio::test]
+async fn init_containers_and_sidecars_count_as_gpu_memory() {
+    let api = small();
+    let limits = |gib: &str| json!({ "limits": { "bursar.dev/gpu-memory-gib": gib } });
+    let sidecar = json!({ "name": "side", "restartPolicy": "Always", "resources": limits("2") });
+    let init = json!({ "name": "load", "resources": limits("8") });
+    let pods = vec![
+        pod_with_init("both", "n", &json!([sidecar, init])),
+        pod_with_init("side", "", &json!([sidecar])),
+        pod_with_init("none", "n", &json!([])),
+    ];
+    api.put("/api/v1/pods", pods.clone());
+    api.put("/api/v1/namespaces/ml/pods", pods);
+    let (_, text) = run(&api, "top --no-usage").await;
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .skip(1)
+        .map(|line| line.split_whitespace().skip(1).take(2).collect())
+        .collect();
+    assert_eq!(
+        rows,
+        [["both", "side"], ["both", "load"], ["side", "side"]],
+        "{text}"
+    );
+    let (_, text) = run(&api, "top namespaces -o json").await;
+    let top: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(top["items"][0]["requestedBytes"], 12_u64 << 30, "{text}");
+    let (code, text) = run(&api, "explain pod side").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(text.contains("ml/side waits for a node"), "{text}");
+    let (code, text) = run(&api, "explain pod none").await;
+    assert_eq!(
+        (code, text.as_str()),
+        (Ok(0), "ml/none requests no GPU memory.\n")
+    );
+}
+
 #[tokio::test]
 async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let api = small();
