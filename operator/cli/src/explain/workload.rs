@@ -28,15 +28,24 @@ impl Controlled<'_> {
             return 0;
         }
         if self.kind == "job" {
-            let left = spec.parallelism.unwrap_or(1);
-            // A Job that is done wants no more pods.
-            return if self.workload.status.succeeded > 0 && self.workload.status.active == 0 {
-                0
-            } else {
-                left
+            let parallelism = spec.parallelism.unwrap_or(1);
+            let succeeded = self.succeeded();
+            return match spec.completions {
+                Some(completions) => parallelism.min(completions.saturating_sub(succeeded).max(0)),
+                // A work queue gets no more pods once one has succeeded.
+                None if succeeded > 0 => self.workload.status.active,
+                None => parallelism,
             };
         }
         spec.replicas.unwrap_or(1)
+    }
+
+    /// The pods that have succeeded. The status follows the pods, and outlives them.
+    fn succeeded(&self) -> i64 {
+        let pods = self.pods.iter();
+        let succeeded = pods.filter(|pod| pod.status.phase == "Succeeded").count();
+        let succeeded = i64::try_from(succeeded).unwrap_or(i64::MAX);
+        succeeded.max(self.workload.status.succeeded)
     }
 }
 
@@ -79,6 +88,10 @@ pub fn explain(snapshot: &Snapshot, controlled: &Controlled<'_>) -> Explanation 
     }
     let mut worst: Option<Explanation> = None;
     for pod in &controlled.pods {
+        // The workload has replaced a pod that ended, unless pods are missing.
+        if pod.has_ended() && missing == 0 {
+            continue;
+        }
         let of_pod = explain_pod(snapshot, pod);
         if of_pod.verdict > worst.as_ref().map_or(Verdict::Runs, |worst| worst.verdict) {
             worst = Some(of_pod);

@@ -25,6 +25,8 @@ pub struct WorkloadSpec {
     pub replicas: Option<i64>,
     /// The wanted pods of a Job at a time; 1 when absent.
     pub parallelism: Option<i64>,
+    /// The pods of a Job that must succeed; absent for a work queue.
+    pub completions: Option<i64>,
     /// Whether a Job is suspended.
     pub suspend: bool,
     /// The pods that are made.

@@ -73,6 +73,71 @@ fn refused_in(mut snapshot: Snapshot, message: &str) -> Explanation {
     explain_web(&snapshot)
 }
 
+fn ended(name: &str, phase: &str) -> Value {
+    let mut pod = pod("ml", name, "n", 8);
+    pod["status"]["phase"] = json!(phase);
+    pod
+}
+
+#[test]
+fn pods_of_a_workload_that_ended_are_not_missing() {
+    let explained = |kind: &str, workload: Value, pods: Vec<Value>| {
+        let workload: Workload = parse(workload);
+        let pods: Vec<Pod> = pods.into_iter().map(parse).collect();
+        let controlled = Controlled {
+            kind,
+            workload: &workload,
+            creators: vec!["w".to_owned()],
+            pods: pods.iter().collect(),
+        };
+        let explanation = workload::explain(&running(), &controlled);
+        (explanation.verdict, explanation.headline)
+    };
+    let job = |parallelism: i64, completions: Option<i64>, active: i64, succeeded: i64| {
+        json!({ "metadata": { "namespace": "ml", "name": "w", "uid": "w" },
+            "spec": { "parallelism": parallelism, "completions": completions },
+            "status": { "active": active, "succeeded": succeeded } })
+    };
+    let set = json!({ "metadata": { "namespace": "ml", "name": "w", "uid": "w" }, "spec": { "replicas": 1 } });
+    let (done, failed) = (ended("done", "Succeeded"), ended("failed", "Failed"));
+    let runs = || pod("ml", "p", "n", 8);
+    let one_runs = (Verdict::Runs, "ml/w has 1 of 1 pod running.".to_owned());
+    let all_done = (Verdict::Runs, "ml/w has 0 of 0 pods running.".to_owned());
+    for (kind, workload, pods, expected) in [
+        ("job", job(3, Some(3), 1, 2), vec![runs()], &one_runs),
+        (
+            "job",
+            job(2, Some(2), 1, 0),
+            vec![done.clone(), runs()],
+            &one_runs,
+        ),
+        ("job", job(3, None, 1, 1), vec![runs()], &one_runs),
+        (
+            "job",
+            job(1, Some(1), 0, 1),
+            vec![failed.clone(), done],
+            &all_done,
+        ),
+        (
+            "replicaset",
+            set.clone(),
+            vec![failed.clone(), runs()],
+            &one_runs,
+        ),
+    ] {
+        assert_eq!(
+            &explained(kind, workload.clone(), pods),
+            expected,
+            "{workload}"
+        );
+    }
+    let (verdict, headline) = explained("replicaset", set, vec![failed]);
+    assert_eq!(
+        (verdict, headline.as_str()),
+        (Verdict::Fails, "ml/w has 0 of 1 pod: 1 not created.")
+    );
+}
+
 fn explain_web(snapshot: &Snapshot) -> Explanation {
     let workload: Workload = parse(
         json!({ "metadata": { "namespace": "ml", "name": "web", "uid": "d-1" }, "spec": { "replicas": 1 } }),
