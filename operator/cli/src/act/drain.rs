@@ -145,12 +145,20 @@ pub fn cost(snapshot: &Snapshot, node: &GpuNode, gpus: &[&GpuStatus]) -> String 
     text
 }
 
-/// The GPUs among these that are not drained yet, with their state.
+/// Why these GPUs are not drained yet: the state of each, or that the agent has not seen the order.
 pub fn not_drained(node: &GpuNode, uuids: &[String]) -> Vec<String> {
-    let all = node.status.iter().flat_map(|status| &status.gpus);
-    all.filter(|gpu| uuids.contains(&gpu.uuid))
-        .filter(|gpu| gpu.state != GpuState::Draining || gpu.health.reason != "Drained")
-        .map(|gpu| {
+    let status = node.status.as_ref();
+    // The status of an earlier drain says `Drained` too.
+    let newest = status.filter(|status| status.observed_generation >= node.metadata.generation);
+    let Some(status) = newest else {
+        return vec!["the agent has not seen the order".to_owned()];
+    };
+    let reason = |uuid: &String| {
+        let Some(gpu) = status.gpus.iter().find(|gpu| gpu.uuid == *uuid) else {
+            return Some(format!("the agent does not report {uuid}"));
+        };
+        let is_drained = gpu.state == GpuState::Draining && gpu.health.reason == "Drained";
+        (!is_drained).then(|| {
             format!(
                 "GPU {} is {:?} ({})",
                 gpus::index(node, gpu),
@@ -158,5 +166,6 @@ pub fn not_drained(node: &GpuNode, uuids: &[String]) -> Vec<String> {
                 gpu.health.reason
             )
         })
-        .collect()
+    };
+    uuids.iter().filter_map(reason).collect()
 }

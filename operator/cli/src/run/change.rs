@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::Value;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{AMISS, Session};
 use crate::act::{self, drain, resize};
@@ -20,6 +20,9 @@ use crate::snapshot::Kind;
 /// How often a wait looks.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// How long one look may take.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// How long `resize` waits for the agent.
 const RESIZE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -29,6 +32,16 @@ impl<W: Write> Session<'_, W> {
         act::get(&self.client, &path, name)
             .await
             .with_context(|| format!("failed to read GpuNode {name}"))
+    }
+
+    /// Reads a GpuNode for a wait that has `left`.
+    async fn look(&self, name: &str, left: Duration) -> Result<GpuNode, kube::Error> {
+        let path = list_path(Kind::GpuNodes, None);
+        let answer = act::get(&self.client, &path, name);
+        // The first look gets its time even from a wait of none.
+        timeout(left.clamp(LOOK, LOOK_TIMEOUT), answer)
+            .await
+            .unwrap_or_else(|elapsed| Err(kube::Error::Service(elapsed.into())))
     }
 
     async fn change_gpu_node(
@@ -49,7 +62,7 @@ impl<W: Write> Session<'_, W> {
             yes,
             dry_run,
             no_wait,
-            timeout,
+            timeout: seconds,
         } = arguments;
         let node = self.gpu_node(name).await?;
         let selected = drain::selected(&node, wanted)?;
@@ -82,9 +95,15 @@ impl<W: Write> Session<'_, W> {
             return Ok(0);
         }
         let start = Instant::now();
-        let deadline = start + Duration::from_secs(u64::try_from(*timeout).unwrap_or(0));
+        let most = Duration::from_secs(u64::try_from(*seconds).unwrap_or(0));
         loop {
-            let left = drain::not_drained(&self.gpu_node(name).await?, &uuids);
+            let left = match self.look(name, most.saturating_sub(start.elapsed())).await {
+                Ok(node) => drain::not_drained(&node, &uuids),
+                Err(error) => vec![format!(
+                    "could not read its GpuNode: {}",
+                    read::reason(&error)
+                )],
+            };
             if left.is_empty() {
                 writeln!(
                     self.out,
@@ -93,10 +112,10 @@ impl<W: Write> Session<'_, W> {
                 )?;
                 return Ok(0);
             }
-            if Instant::now() >= deadline {
+            if start.elapsed() >= most {
                 writeln!(
                     self.out,
-                    "{name} is not drained after {timeout}s: {}",
+                    "{name} is not drained after {seconds}s: {}",
                     left.join(", ")
                 )?;
                 return Ok(AMISS);
@@ -159,34 +178,39 @@ impl<W: Write> Session<'_, W> {
         .await
         .with_context(|| format!("failed to change GpuMemoryBudget {namespace}/default"))?;
         let bytes = amount.map(parse_bytes).transpose()?;
-        let deadline = Instant::now() + RESIZE_TIMEOUT;
-        let nodes = list_path(Kind::GpuNodes, None);
+        let start = Instant::now();
         loop {
-            match act::get::<GpuNode>(&self.client, &nodes, &pod.spec.node_name).await {
+            let left = RESIZE_TIMEOUT.saturating_sub(start.elapsed());
+            let unread = match self.look(&pod.spec.node_name, left).await {
                 Ok(node) => {
                     if let Some(text) = resize::state(&node, &pod, bytes) {
                         writeln!(self.out, "{text}")?;
                         return Ok(0);
                     }
+                    None
                 }
-                Err(error) => {
+                Err(error) => Some(error),
+            };
+            let is_late = start.elapsed() >= RESIZE_TIMEOUT;
+            match unread {
+                Some(error) if is_late || !is_transient(&error) => {
                     writeln!(
                         self.out,
                         "The budget is changed; whether the agent has applied it is not known: could not read the GpuNode: {}",
                         read::reason(&error)
                     )?;
-                    return Ok(0);
+                    return Ok(if is_late { AMISS } else { 0 });
                 }
+                None if is_late => {
+                    writeln!(
+                        self.out,
+                        "The budget is changed, and the agent has not applied it after {}s: see kubectl bursar doctor",
+                        RESIZE_TIMEOUT.as_secs()
+                    )?;
+                    return Ok(AMISS);
+                }
+                _ => sleep(LOOK).await,
             }
-            if Instant::now() >= deadline {
-                writeln!(
-                    self.out,
-                    "The budget is changed, and the agent has not applied it after {}s: see kubectl bursar doctor",
-                    RESIZE_TIMEOUT.as_secs()
-                )?;
-                return Ok(AMISS);
-            }
-            sleep(LOOK).await;
         }
     }
 
@@ -207,5 +231,14 @@ impl<W: Write> Session<'_, W> {
         let mut answer = String::new();
         std::io::stdin().lock().read_line(&mut answer)?;
         Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+    }
+}
+
+/// Whether the same request may succeed later. A tenant that may not read GpuNodes waits in vain.
+fn is_transient(error: &kube::Error) -> bool {
+    match error {
+        kube::Error::Api(status) => status.code == 429 || status.code >= 500,
+        kube::Error::BuildRequest(_) => false,
+        _ => true,
     }
 }

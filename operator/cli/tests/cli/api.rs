@@ -317,12 +317,9 @@ async fn change_is_made_again_after_a_conflict() {
 #[tokio::test]
 async fn drain_waits_until_the_agent_says_drained() {
     let api = small();
-    let mut drained = gpu("GPU-1", 0, 79, &[]);
-    drained["state"] = json!("Draining");
-    drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
     api.put(
         "/apis/bursar.dev/v1alpha1/gpunodes",
-        vec![gpu_node("n", vec![drained])],
+        vec![gpu_node("n", vec![drained_gpu()])],
     );
     let (code, text) = run(&api, "drain n --yes").await;
     assert_eq!(code, Ok(0), "{text}");
@@ -334,6 +331,57 @@ async fn drain_waits_until_the_agent_says_drained() {
     let (code, text) = run(&api, "drain n --yes --timeout 0s").await;
     assert_eq!(code, Ok(AMISS), "{text}");
     assert!(text.contains("GPU 0 is Active (Ok)"), "{text}");
+}
+
+fn drained_gpu() -> Value {
+    let mut drained = gpu("GPU-1", 0, 79, &[]);
+    drained["state"] = json!("Draining");
+    drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
+    drained
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_waits_on_when_a_read_fails_or_hangs() {
+    let nodes = "/apis/bursar.dev/v1alpha1/gpunodes";
+    let api = small();
+    api.put(nodes, vec![gpu_node("n", vec![drained_gpu()])]);
+    api.break_reads(1, 1);
+    let (code, text) = run(&api, "drain n --yes --timeout 9223372036854775807s").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("n: drained after"), "{text}");
+    let api = small();
+    api.break_reads(0, usize::MAX);
+    let start = tokio::time::Instant::now();
+    let (code, text) = run(&api, "drain n --yes --timeout 30s").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(
+        text.contains(
+            "n is not drained after 30s: could not read its GpuNode: deadline has elapsed"
+        ),
+        "{text}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(33), "{text}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn resize_waits_on_when_a_read_fails_or_hangs() {
+    let nodes = "/apis/bursar.dev/v1alpha1/gpunodes";
+    let api = small();
+    let mut applied = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[("ml-p", 8)])]);
+    applied["spec"]["quotas"] = json!([{ "podUid": "ml-p", "container": "main", "quota": "4Gi" }]);
+    applied["status"]["quotas"] = json!([{ "podUid": "ml-p", "container": "main",
+        "account": "device", "state": "Applied", "quota": "4Gi" }]);
+    api.put(nodes, vec![applied]);
+    api.break_reads(1, 1);
+    let (code, text) = run(&api, "resize p 4Gi").await;
+    assert_eq!(
+        (code, text.as_str()),
+        (Ok(0), "ml/p has a quota of 4 GiB.\n")
+    );
+    api.forbid("/apis/bursar.dev/v1alpha1/gpunodes/n");
+    let (code, text) = run(&api, "resize p 2Gi").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("is not known: could not read"), "{text}");
 }
 
 #[tokio::test]

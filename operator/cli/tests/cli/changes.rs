@@ -80,6 +80,30 @@ fn drain_says_what_it_costs() {
 }
 
 #[test]
+fn gpu_is_not_drained_by_an_old_status_or_by_none() {
+    let mut drained = gpu("GPU-5e1c", 0, 79, &[]);
+    drained["state"] = json!("Draining");
+    drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
+    let mut node: GpuNode = parse(gpu_node("n", vec![drained]));
+    let left = |node: &GpuNode, uuid: &str| drain::not_drained(node, &words(&[uuid]));
+    assert_eq!(left(&node, "GPU-5e1c"), Vec::<String>::new());
+    assert_eq!(
+        left(&node, "GPU-gone"),
+        ["the agent does not report GPU-gone"]
+    );
+    node.metadata.generation = Some(2);
+    assert_eq!(
+        left(&node, "GPU-5e1c"),
+        ["the agent has not seen the order"]
+    );
+    node.status = None;
+    assert_eq!(
+        left(&node, "GPU-5e1c"),
+        ["the agent has not seen the order"]
+    );
+}
+
+#[test]
 fn resize_changes_only_the_pods_own_override() {
     let mut budget: GpuMemoryBudget = parse(budget("ml", 64, 64, 8, 0));
     budget.spec.overrides = vec![parse(json!({ "pod": "other", "deviceMemory": "1Gi" }))];

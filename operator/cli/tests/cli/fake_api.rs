@@ -25,6 +25,10 @@ struct State {
     /// The patches that another client's write comes before.
     conflicts: usize,
     patches: Vec<Value>,
+    /// The reads of an object after a patch that are refused.
+    unavailable: usize,
+    /// The reads of an object after a patch that get no answer.
+    hung: usize,
 }
 
 impl FakeApi {
@@ -56,6 +60,23 @@ impl FakeApi {
         self.state.lock().unwrap().conflicts = patches;
     }
 
+    /// Answers the first reads of an object after a patch with 503, and the next ones not at all.
+    pub(crate) fn break_reads(&self, unavailable: usize, hung: usize) {
+        let mut state = self.state.lock().unwrap();
+        (state.unavailable, state.hung) = (unavailable, hung);
+    }
+
+    /// Whether the request gets no answer.
+    fn hangs(&self, method: &Method) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let hangs = *method == Method::GET
+            && !state.patches.is_empty()
+            && state.unavailable == 0
+            && state.hung > 0;
+        state.hung -= usize::from(hangs);
+        hangs
+    }
+
     /// The requests so far, as `METHOD path`.
     pub(crate) fn requests(&self) -> Vec<String> {
         self.state.lock().unwrap().requests.clone()
@@ -79,6 +100,9 @@ impl FakeApi {
             let api = api.clone();
             async move {
                 let (parts, body) = request.into_parts();
+                if api.hangs(&parts.method) {
+                    std::future::pending::<()>().await;
+                }
                 let body = body.collect_bytes().await?;
                 Ok::<_, kube::Error>(api.respond(&parts, &body))
             }
@@ -115,6 +139,10 @@ impl FakeApi {
         }
         if let Some(objects) = state.lists.get(path) {
             return json_response(&page(objects, parts.uri.query().unwrap_or_default()));
+        }
+        if parts.method == Method::GET && !state.patches.is_empty() && state.unavailable > 0 {
+            state.unavailable -= 1;
+            return failure(StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailable");
         }
         let (list, name) = path.rsplit_once('/').unwrap_or_default();
         let State {
