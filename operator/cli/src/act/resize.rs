@@ -77,21 +77,26 @@ pub fn patch(
 /// The state of a pod's quotas on its node, as a sentence; `None` while it is not as wanted.
 pub fn state(node: &GpuNode, pod: &Pod, amount: Option<u64>) -> Option<String> {
     let uid = &pod.metadata.uid;
-    let ordered = node.spec.quotas.iter().any(|quota| quota.pod_uid == *uid);
+    let orders = node.spec.quotas.iter();
+    let mut orders = orders.filter(|order| order.pod_uid == *uid);
     let status = node.status.as_ref()?;
     if status.observed_generation < node.metadata.generation {
         return None;
     }
     let Some(amount) = amount else {
-        return (!ordered).then(|| format!("{} has its request as its quota again.", pod.key()));
+        let is_lifted = orders.next().is_none();
+        return is_lifted.then(|| format!("{} has its request as its quota again.", pod.key()));
     };
+    // Until the operator has written the new amount, the status is that of an earlier override.
+    let is_ordered = orders.any(|order| bytes(&order.quota) == amount);
     let of_pod: Vec<_> = status
         .quotas
         .iter()
         .filter(|quota| quota.pod_uid == *uid)
         .collect();
+    // A quota is less where the container's request is, or its part on one of several GPUs.
     let is_new = |quota: &bursar_crds::Amount| bytes(quota) <= amount;
-    if !ordered
+    if !is_ordered
         || of_pod.is_empty()
         || !of_pod
             .iter()

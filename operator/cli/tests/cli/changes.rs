@@ -149,6 +149,7 @@ fn resize_waits_for_the_agents_state() {
         resize::state(&node, &pod, four).unwrap(),
         "ml/p has a quota of 4 GiB."
     );
+    assert_eq!(resize::state(&node, &pod, Some(6 << 30)), None);
     node.status.as_mut().unwrap().quotas = parse(state("Pending"));
     assert!(
         resize::state(&node, &pod, four)
