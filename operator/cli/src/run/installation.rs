@@ -9,30 +9,30 @@ use super::{AMISS, Session, required, unreachable};
 use crate::act::{self, notify};
 use crate::amounts::count;
 use crate::doctor::{self, Level, preflight};
-use crate::snapshot::Kind;
+use crate::snapshot::{Kind, Snapshot};
 use crate::{read, support, uninstall, version};
 
 /// The lines of each log in an archive.
 const LOG_LINES: u32 = 5000;
 
+/// The kinds that `doctor` examines.
+const EXAMINED: [Kind; 10] = [
+    Kind::Nodes,
+    Kind::GpuNodes,
+    Kind::Budgets,
+    Kind::Namespaces,
+    Kind::OwnPods,
+    Kind::DaemonSets,
+    Kind::MutatingPolicies,
+    Kind::NetworkPolicies,
+    Kind::PodMonitors,
+    Kind::Leases,
+];
+
 impl<W: Write> Session<'_, W> {
-    pub(super) async fn doctor(&mut self, only_preflight: bool) -> anyhow::Result<u8> {
-        let kinds: &[Kind] = if only_preflight {
-            &[Kind::Nodes]
-        } else {
-            &[
-                Kind::Nodes,
-                Kind::GpuNodes,
-                Kind::Budgets,
-                Kind::Namespaces,
-                Kind::OwnPods,
-                Kind::DaemonSets,
-                Kind::MutatingPolicies,
-                Kind::NetworkPolicies,
-                Kind::PodMonitors,
-                Kind::Leases,
-            ]
-        };
+    /// Reads these kinds with the API server's version and clock. A kind that the cluster need not
+    /// have counts as read.
+    async fn read_installation(&self, kinds: &[Kind]) -> anyhow::Result<Snapshot> {
         let mut snapshot = self.read(kinds, None).await?;
         let (server, clock) = read::server(&self.client).await.map_err(unreachable)?;
         snapshot.server_version = Some(server);
@@ -47,6 +47,16 @@ impl<W: Write> Session<'_, W> {
                 snapshot.unread.remove(&optional);
             }
         }
+        Ok(snapshot)
+    }
+
+    pub(super) async fn doctor(&mut self, only_preflight: bool) -> anyhow::Result<u8> {
+        let kinds: &[Kind] = if only_preflight {
+            &[Kind::Nodes]
+        } else {
+            &EXAMINED
+        };
+        let snapshot = self.read_installation(kinds).await?;
         let findings = if only_preflight {
             preflight::examine(&snapshot)
         } else {
@@ -70,23 +80,16 @@ impl<W: Write> Session<'_, W> {
     }
 
     pub(super) async fn support(&mut self, file: &std::path::Path) -> anyhow::Result<u8> {
-        let kinds = [
-            Kind::GpuNodes,
-            Kind::Budgets,
+        // `doctor` takes a kind that was not read for one without objects.
+        let mut kinds = EXAMINED.to_vec();
+        kinds.extend([
             Kind::Pods,
-            Kind::OwnPods,
-            Kind::DaemonSets,
             Kind::Deployments,
-            Kind::Nodes,
-            Kind::Namespaces,
             Kind::Quotas,
             Kind::AgentEvents,
             Kind::OperatorEvents,
-        ];
-        let mut snapshot = self.read(&kinds, None).await?;
-        let (server, clock) = read::server(&self.client).await.map_err(unreachable)?;
-        snapshot.server_version = Some(server);
-        snapshot.now = clock.unwrap_or(snapshot.now);
+        ]);
+        let snapshot = self.read_installation(&kinds).await?;
         let mut configuration = None;
         if let Some(set) = snapshot
             .daemon_sets

@@ -1,5 +1,6 @@
 //! Runs commands against a fake API server: rights, patches, pages, and the number of requests.
 
+use std::io::Read as _;
 use std::time::{Duration, Instant};
 
 use bursar_cli::args::{Cli, Output};
@@ -396,6 +397,50 @@ async fn doctor_and_uninstall_end_with_their_codes() {
     let (code, text) = run(&api, "uninstall --check").await;
     assert_eq!(code, Ok(AMISS), "{text}");
     assert!(text.contains("1 GpuNode"), "{text}");
+}
+
+/// The text of a file in an archive of `support`.
+fn archived(archive: &std::path::Path, name: &str) -> Option<String> {
+    let archive = std::fs::File::open(archive).unwrap();
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(archive));
+    let mut entries = archive.entries().unwrap().map(Result::unwrap);
+    let mut entry = entries.find(|entry| entry.path().unwrap().ends_with(name))?;
+    let mut text = String::new();
+    entry.read_to_string(&mut text).unwrap();
+    Some(text)
+}
+
+#[tokio::test]
+async fn support_examines_the_kinds_that_doctor_reads() {
+    let api = small();
+    let labelled = |component: &str| {
+        json!({ "metadata": { "name": "bursar-agent", "namespace": "bursar-system",
+            "labels": { "app.kubernetes.io/component": component } } })
+    };
+    for (path, objects) in [
+        ("/apis/apps/v1/daemonsets", vec![labelled("agent")]),
+        (
+            "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies",
+            vec![labelled("")],
+        ),
+        (
+            "/apis/monitoring.coreos.com/v1/podmonitors",
+            vec![
+                json!({ "metadata": { "name": "bursar" }, "spec": { "selector": {
+                "matchLabels": { "app.kubernetes.io/name": "bursar" } } } }),
+            ],
+        ),
+    ] {
+        api.put(path, objects);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.tar.gz");
+    let (code, text) = run(&api, &format!("support -f {}", file.display())).await;
+    assert_eq!(code, Ok(0), "{text}");
+    let doctor = archived(&file, "doctor.json").unwrap();
+    for wrong in ["MutatingAdmissionPolicy is missing", "no PodMonitor"] {
+        assert!(!doctor.contains(wrong), "{doctor}");
+    }
 }
 
 #[tokio::test]
