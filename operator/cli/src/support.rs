@@ -5,10 +5,14 @@ use flate2::write::GzEncoder;
 use serde_json::{Value, json};
 
 use crate::doctor;
+use crate::objects::Pod;
 use crate::snapshot::Snapshot;
 
 /// The most bytes of one log.
-pub const MAX_LOG_BYTES: usize = 4 << 20;
+pub const MAX_LOG_BYTES: usize = 1 << 20;
+
+/// The most logs in an archive.
+const MAX_LOGS: usize = 100;
 
 /// A file of the archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +32,14 @@ impl File {
         }
     }
 
+    /// The list of the logs that the archive does not have, with the reason of each.
+    pub fn left_out(reasons: &[String]) -> Self {
+        Self {
+            path: "bursar-support/logs/left-out.txt".to_owned(),
+            content: (reasons.join("\n") + "\n").into_bytes(),
+        }
+    }
+
     /// The log of one of Bursar's own pods.
     pub fn log(pod: &str, text: &str) -> Self {
         // The end of a log tells more than its beginning.
@@ -44,6 +56,14 @@ impl File {
             content: text.as_bytes()[from..].to_vec(),
         }
     }
+}
+
+/// The pods whose logs are read, those that are not ready first, and the pods that are too many.
+pub fn logged(pods: &[Pod]) -> (Vec<&Pod>, Vec<&Pod>) {
+    let mut logged: Vec<&Pod> = pods.iter().collect();
+    logged.sort_by_key(|pod| pod.is_ready());
+    let left_out = logged.split_off(logged.len().min(MAX_LOGS));
+    (logged, left_out)
 }
 
 /// The files of a snapshot. The types of pods and Events have no variable, argument or annotation.

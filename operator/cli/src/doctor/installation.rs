@@ -93,20 +93,13 @@ fn pod_security(snapshot: &Snapshot) -> Option<Finding> {
     })
 }
 
-fn is_ready(pod: &Pod) -> bool {
-    pod.status
-        .conditions
-        .iter()
-        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
-}
-
 fn operator(snapshot: &Snapshot) -> Option<Finding> {
     snapshot.has_all(Kind::OwnPods).then_some(())?;
     let mut operators = snapshot
         .own_pods
         .iter()
         .filter(|pod| component(&pod.metadata.labels, "operator"));
-    let ready = operators.any(is_ready);
+    let ready = operators.any(Pod::is_ready);
     Some(if ready {
         Finding::ok("Operator", "the operator is ready")
     } else {
@@ -133,7 +126,7 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
         .own_pods
         .iter()
         .filter(|pod| component(&pod.metadata.labels, "agent"));
-    for agent in agents.clone().filter(|agent| !is_ready(agent)) {
+    for agent in agents.clone().filter(|agent| !agent.is_ready()) {
         findings.push(Finding::new(
             Level::Fail,
             "StaleAgent",

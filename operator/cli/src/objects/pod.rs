@@ -212,6 +212,12 @@ impl Pod {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
+    /// Whether the kubelet reports the pod as ready.
+    pub fn is_ready(&self) -> bool {
+        let mut conditions = self.status.conditions.iter();
+        conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
+    }
+
     /// The states of all containers.
     pub fn container_statuses(&self) -> impl Iterator<Item = &ContainerStatus> {
         let status = &self.status;

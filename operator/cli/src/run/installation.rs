@@ -12,8 +12,8 @@ use crate::doctor::{self, Level, preflight};
 use crate::snapshot::{Kind, Snapshot};
 use crate::{read, support, uninstall, version};
 
-/// The lines of each log in an archive.
-const LOG_LINES: u32 = 5000;
+/// The lines of each log in an archive: so few that the limit in bytes seldom cuts the newest.
+const LOG_LINES: u32 = 2000;
 
 /// The kinds that `doctor` examines.
 const EXAMINED: [Kind; 10] = [
@@ -105,21 +105,34 @@ impl<W: Write> Session<'_, W> {
             .as_ref()
             .map(|configuration| &configuration["data"]);
         let mut files = support::files(&snapshot, data);
-        for pod in &snapshot.own_pods {
+        let (logged, too_many) = support::logged(&snapshot.own_pods);
+        let too_many = too_many.iter().map(|pod| {
+            let (pod, most) = (&pod.metadata.name, logged.len());
+            format!("left out the log of {pod}: it is beyond {most} pods")
+        });
+        let mut left_out: Vec<String> = too_many.collect();
+        for pod in &logged {
             let request = http::Request::get(format!(
-                "/api/v1/namespaces/{}/pods/{}/log?tailLines={LOG_LINES}",
-                pod.metadata.namespace, pod.metadata.name
+                "/api/v1/namespaces/{}/pods/{}/log?tailLines={LOG_LINES}&limitBytes={}",
+                pod.metadata.namespace,
+                pod.metadata.name,
+                support::MAX_LOG_BYTES
             ));
             let request = request.body(Vec::new()).map_err(kube::Error::HttpError)?;
             match self.client.request_text(request).await {
                 Ok(log) => files.push(support::File::log(&pod.metadata.name, &log)),
-                Err(error) => writeln!(
-                    self.out,
+                Err(error) => left_out.push(format!(
                     "could not read the log of {}: {}",
                     pod.metadata.name,
                     read::reason(&error)
-                )?,
+                )),
             }
+        }
+        if !left_out.is_empty() {
+            files.push(support::File::left_out(&left_out));
+        }
+        for reason in &left_out {
+            writeln!(self.out, "{reason}")?;
         }
         write!(self.out, "{}", support::listing(&files))?;
         self.print_unread(&snapshot)?;

@@ -444,6 +444,35 @@ async fn support_examines_the_kinds_that_doctor_reads() {
 }
 
 #[tokio::test]
+async fn support_bounds_logs_and_says_which_are_left_out() {
+    let api = small();
+    let mut pods: Vec<Value> = (0..101)
+        .map(|number| own_pod("agent", &format!("{number:03}")))
+        .collect();
+    pods[100]["status"]["conditions"] = json!([]);
+    api.put("/api/v1/pods", pods);
+    let log = |node: &str| format!("/api/v1/namespaces/bursar-system/pods/bursar-agent-{node}/log");
+    api.text(&log("100"), "not ready\n");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.tar.gz");
+    let (code, text) = run(&api, &format!("support -f {}", file.display())).await;
+    assert_eq!(code, Ok(0), "{text}");
+    let query = format!("{}?tailLines=2000&limitBytes=1048576", log("100"));
+    assert!(api.queries().contains(&query), "{query}");
+    let requests = api.requests();
+    let logs = requests.iter().filter(|path| path.ends_with("/log"));
+    assert_eq!(logs.count(), 100);
+    assert!(archived(&file, "logs/bursar-agent-100.log").is_some());
+    let left_out = archived(&file, "logs/left-out.txt").unwrap();
+    for line in [
+        "left out the log of bursar-agent-099: it is beyond 100 pods\n",
+        "could not read the log of bursar-agent-000: the API server does not have it\n",
+    ] {
+        assert!(left_out.contains(line) && text.contains(line), "{left_out}");
+    }
+}
+
+#[tokio::test]
 async fn running_pods_are_told_once_about_an_uninstall() {
     let api = FakeApi::default();
     let mut ended = pod("ml", "ended", "n", 8);

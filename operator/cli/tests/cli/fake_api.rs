@@ -22,6 +22,7 @@ struct State {
     texts: BTreeMap<String, String>,
     forbidden: Vec<String>,
     requests: Vec<String>,
+    queries: Vec<String>,
     /// The patches that another client's write comes before.
     conflicts: usize,
     patches: Vec<Value>,
@@ -82,6 +83,11 @@ impl FakeApi {
         self.state.lock().unwrap().requests.clone()
     }
 
+    /// The requests with parameters so far, as `path?query`.
+    pub(crate) fn queries(&self) -> Vec<String> {
+        self.state.lock().unwrap().queries.clone()
+    }
+
     /// The objects of a list.
     pub(crate) fn list(&self, path: &str) -> Vec<Value> {
         let state = self.state.lock().unwrap();
@@ -115,6 +121,9 @@ impl FakeApi {
         let mut state = self.state.lock().unwrap();
         let path = parts.uri.path();
         state.requests.push(format!("{} {path}", parts.method));
+        state
+            .queries
+            .extend(parts.uri.query().map(|query| format!("{path}?{query}")));
         if state.forbidden.iter().any(|forbidden| forbidden == path) {
             return failure(StatusCode::FORBIDDEN, "Forbidden");
         }
