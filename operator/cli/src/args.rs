@@ -80,6 +80,13 @@ pub enum Output {
     Name,
 }
 
+impl Output {
+    /// Whether it is for people, and may have sentences beside the objects.
+    pub fn is_table(self) -> bool {
+        matches!(self, Self::Table | Self::Wide)
+    }
+}
+
 /// The commands.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Command {

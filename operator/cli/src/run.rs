@@ -69,7 +69,7 @@ impl<W: Write> Session<'_, W> {
 
     /// Prints below a table what could not be read.
     fn print_unread(&mut self, snapshot: &Snapshot) -> anyhow::Result<()> {
-        if matches!(self.global.output, Output::Table | Output::Wide) {
+        if self.global.output.is_table() {
             for note in snapshot.unread_notes() {
                 writeln!(self.out, "{note}")?;
             }

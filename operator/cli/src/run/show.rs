@@ -91,7 +91,8 @@ impl<W: Write> Session<'_, W> {
                 let found = found.with_context(|| {
                     format!("failed to find GpuNode {node}: no agent has written one")
                 })?;
-                if let Some(text) = gpus::without_gpus(found) {
+                let text = gpus::without_gpus(found).filter(|_| self.global.output.is_table());
+                if let Some(text) = text {
                     writeln!(self.out, "{text}")?;
                 }
             }

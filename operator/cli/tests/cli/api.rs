@@ -155,6 +155,20 @@ async fn init_containers_and_sidecars_count_as_gpu_memory() {
 }
 
 #[tokio::test]
+async fn node_without_gpus_has_its_sentence_in_tables_only() {
+    let api = small();
+    let nodes = vec![gpu_node("cpu", vec![])];
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", nodes);
+    let (_, text) = run(&api, "gpus cpu").await;
+    assert!(text.starts_with("cpu has no GPUs"), "{text}");
+    let (_, text) = run(&api, "gpus cpu -o json").await;
+    let list: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(list["items"][0]["metadata"]["name"], "cpu");
+    let (_, text) = run(&api, "gpus cpu -o name").await;
+    assert_eq!(text, "gpunode.bursar.dev/cpu\n");
+}
+
+#[tokio::test]
 async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let api = small();
     as_tenant(&api);
