@@ -122,6 +122,7 @@ pub fn list_path(kind: Kind, namespace: Option<&str>) -> String {
 pub async fn read(client: &Client, wanted: &Wanted<'_>) -> Result<Snapshot, kube::Error> {
     let snapshot = Mutex::new(Snapshot {
         now: Timestamp::now(),
+        namespace: wanted.namespace.map(str::to_owned),
         ..Snapshot::default()
     });
     let mut kinds: Vec<Kind> = wanted.kinds.to_vec();

@@ -130,6 +130,8 @@ pub struct Unreadable {
 pub struct Snapshot {
     /// The time of the API server, or of this machine where no response said it.
     pub now: Timestamp,
+    /// The namespace of the tenants' objects; `None` is all namespaces.
+    pub namespace: Option<String>,
     /// The API server's version, such as `v1.36.3`.
     pub server_version: Option<String>,
     /// The reason for each kind that could not be read, whole or in part.

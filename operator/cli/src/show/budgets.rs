@@ -131,7 +131,8 @@ struct Cohort {
 /// The sums of each cohort with a budget. With the budgets of one namespace only there is none.
 fn cohorts(snapshot: &Snapshot) -> BTreeMap<&str, Cohort> {
     let mut cohorts: BTreeMap<&str, Cohort> = BTreeMap::new();
-    if !snapshot.has_all(Kind::Nodes) || !snapshot.has_all(Kind::GpuNodes) {
+    let has_nodes = snapshot.has_all(Kind::Nodes) && snapshot.has_all(Kind::GpuNodes);
+    if snapshot.namespace.is_some() || !has_nodes {
         return cohorts;
     }
     for budget in &snapshot.budgets {

@@ -169,6 +169,20 @@ async fn node_without_gpus_has_its_sentence_in_tables_only() {
 }
 
 #[tokio::test]
+async fn budgets_of_one_namespace_have_no_sum_of_a_cohort() {
+    let api = small();
+    let (_, text) = run(&api, "budgets").await;
+    assert!(
+        text.contains("cohort default: 64 of 79 GiB guaranteed"),
+        "{text}"
+    );
+    let (code, text) = run(&api, "budgets -n ml").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("8 of 64 GiB"), "{text}");
+    assert!(!text.contains("cohort default:"), "{text}");
+}
+
+#[tokio::test]
 async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let api = small();
     as_tenant(&api);
