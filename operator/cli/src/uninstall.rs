@@ -1,8 +1,11 @@
 //! Lists what an uninstall leaves behind.
 
+use std::collections::BTreeSet;
+
 use bursar_crds::resources::{BUDGET_LABEL, PREFIX};
 
 use crate::amounts::count;
+use crate::objects::Node;
 use crate::snapshot::Snapshot;
 use crate::table::{Style, Terminal};
 
@@ -65,18 +68,16 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
     );
     let nodes = snapshot.nodes.iter();
     let labelled = nodes
-        .filter(|node| {
-            node.metadata
-                .labels
-                .keys()
-                .any(|key| key.starts_with(PREFIX))
-        })
+        .clone()
+        .filter(|node| own_labels(node).next().is_some())
         .count();
+    let keys: BTreeSet<&String> = nodes.flat_map(own_labels).collect();
+    let keys = keys.iter().map(|key| format!(" {key}-"));
     add(
         labelled,
         "node",
         "with labels of Bursar",
-        "kubectl label node --all bursar.dev/largest-free-gib- bursar.dev/largest-reclaimable-gib- bursar.dev/largest-gpu-gib-",
+        &format!("kubectl label node --all{}", keys.collect::<String>()),
     );
     add(
         snapshot.gpu_nodes.len(),
@@ -96,6 +97,12 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         });
     }
     found
+}
+
+/// The labels of Bursar on a node.
+fn own_labels(node: &Node) -> impl Iterator<Item = &String> {
+    let keys = node.metadata.labels.keys();
+    keys.filter(|key| key.starts_with(PREFIX))
 }
 
 /// The remainders as text.

@@ -6,7 +6,7 @@ use bursar_cli::table::Terminal;
 use bursar_cli::{uninstall, version};
 use serde_json::json;
 
-use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, parse, pod, tenant};
+use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, node, parse, pod, tenant};
 
 const PLAIN: Terminal = Terminal {
     colour: false,
@@ -89,6 +89,37 @@ fn other_tables_match_the_recorded_ones() {
     golden("retained", &retained::render(&snapshot, PLAIN));
     golden("uninstall", &uninstall::render(&snapshot, PLAIN));
     golden("version", &version::render(&snapshot));
+}
+
+#[test]
+fn uninstall_removes_the_node_labels_that_it_counts() {
+    let labelled = |name: &str, keys: &[&str]| {
+        let mut node = node(name);
+        for key in keys {
+            node["metadata"]["labels"][*key] = json!("1");
+        }
+        parse(node)
+    };
+    let snapshot = Snapshot {
+        nodes: vec![
+            labelled(
+                "a",
+                &["bursar.dev/largest-free-mib-512", "kubernetes.io/os"],
+            ),
+            labelled(
+                "b",
+                &["bursar.dev/agent", "bursar.dev/largest-free-mib-512"],
+            ),
+            labelled("c", &["kubernetes.io/os"]),
+        ],
+        ..Snapshot::default()
+    };
+    let found = uninstall::remainders(&snapshot);
+    assert_eq!(found[0].text, "2 nodes with labels of Bursar");
+    assert_eq!(
+        found[0].command,
+        "kubectl label node --all bursar.dev/agent- bursar.dev/largest-free-mib-512-"
+    );
 }
 
 #[test]
