@@ -2,6 +2,7 @@
 
 use bursar_crds::GpuNode;
 use bursar_crds::conditions::gpu_node as names;
+use bursar_crds::gpu_node::GpuStatus;
 
 use super::waiting::{reservation, unusable};
 use super::{Cause, Explanation, Verdict};
@@ -66,12 +67,13 @@ pub(super) fn largest_request(pod: &Pod) -> u64 {
 
 /// States for each node with GPUs why a container does not fit there.
 fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, wanted: u64) {
-    let mut said = 0;
+    let (mut said, mut are_too_small) = (0, true);
     for node in &snapshot.gpu_nodes {
         let Some(text) = obstacle(explanation, snapshot, node, wanted) else {
             continue;
         };
         said += 1;
+        are_too_small &= is_too_small(node, wanted);
         if said <= MAX_NODES {
             explanation.say("node", format!("{}: {text}", name(node)));
         }
@@ -79,6 +81,21 @@ fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, wanted: u64) {
     if said > MAX_NODES {
         explanation.say("node", format!("and {} more", said - MAX_NODES));
     }
+    if said > 0 && are_too_small {
+        explanation.add(Cause::LargerThanNodes);
+    }
+}
+
+/// Whether all GPUs of a node together have less than `wanted` bytes for pods, also once those that
+/// are away come back.
+fn is_too_small(node: &GpuNode, wanted: u64) -> bool {
+    let Some(status) = &node.status else {
+        return false;
+    };
+    let all = quanta(status.device_memory.allocatable, quantum_bytes(node));
+    let may_come_back =
+        |gpu: &GpuStatus| bytes(&gpu.memory) >= wanted && unusable(node, gpu).is_some();
+    !status.gpus.is_empty() && all < wanted && !status.gpus.iter().any(may_come_back)
 }
 
 /// Why a node has no GPU for a container of `wanted` bytes; `None` for a node without GPUs.
@@ -116,7 +133,6 @@ pub(super) fn obstacle(
     }
     let quantum = quantum_bytes(node);
     let free = quanta(status.device_memory.free, quantum);
-    let all = quanta(status.device_memory.allocatable, quantum);
     let largest = status
         .gpus
         .iter()
@@ -132,8 +148,8 @@ pub(super) fn obstacle(
             memory(free),
             memory(largest)
         )
-    } else if all < wanted && away.is_empty() {
-        explanation.add(Cause::LargerThanNodes);
+    } else if is_too_small(node, wanted) {
+        let all = quanta(status.device_memory.allocatable, quantum);
         format!("has {} in all", memory(all))
     } else {
         explanation.add(Cause::NoNodeWithRoom);

@@ -276,6 +276,22 @@ fn pending_pod_names_room_fragmentation_drains_and_losses() {
 }
 
 #[test]
+fn pod_is_larger_than_nodes_only_if_all_are_too_small() {
+    let message = "0/2 nodes are available: 2 Insufficient bursar.dev/gpu-memory-gib.";
+    let of = |gpu_b: Value| {
+        let mut snapshot = pending(message, gpu("GPU-1", 0, 24, &[]));
+        snapshot
+            .gpu_nodes
+            .push(parse(gpu_node("large", vec![gpu_b])));
+        snapshot.own_pods.push(parse(own_pod("agent", "large")));
+        explained(&snapshot, "ml", "p").causes
+    };
+    assert_eq!(of(gpu("GPU-2", 0, 24, &[])), [Cause::LargerThanNodes]);
+    let full = gpu("GPU-2", 0, 79, &[("other", 70)]);
+    assert_eq!(of(full), [Cause::NoNodeWithRoom]);
+}
+
+#[test]
 fn pending_pod_names_agents_plugins_and_drivers() {
     let message = "0/1 nodes are available: 1 Insufficient bursar.dev/gpu-memory-gib.";
     let mut agentless = pending(message, gpu("GPU-1", 0, 79, &[]));
