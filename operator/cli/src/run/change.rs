@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{AMISS, Session};
@@ -216,9 +216,11 @@ impl<W: Write> Session<'_, W> {
 
     fn print_patch(&mut self, kind: &str, name: &str, patch: Option<&Value>) -> anyhow::Result<u8> {
         match patch {
+            // The object has another version by the time that the command is typed.
             Some(patch) => writeln!(
                 self.out,
-                "kubectl patch {kind} {name} --type merge -p '{patch}'"
+                "kubectl patch {kind} {name} --type merge -p '{}'",
+                json!({ "spec": patch["spec"] })
             )?,
             None => writeln!(self.out, "Nothing would change.")?,
         }

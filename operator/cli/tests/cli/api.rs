@@ -276,10 +276,18 @@ async fn explain_counts_a_workloads_pods_without_gpu_memory() {
 #[tokio::test]
 async fn dry_run_prints_the_patch_and_writes_nothing() {
     let api = small();
-    for line in ["drain n --dry-run", "resize p 4Gi --dry-run"] {
+    for (line, expected) in [
+        (
+            "drain n --dry-run",
+            r#"kubectl patch gpunode n --type merge -p '{"spec":{"drain":["GPU-1"]}}'"#,
+        ),
+        (
+            "resize p 4Gi --dry-run",
+            r#"kubectl patch gpumemorybudget -n ml default --type merge -p '{"spec":{"overrides":[{"deviceMemory":"4Gi","pod":"p"}]}}'"#,
+        ),
+    ] {
         let (code, text) = run(&api, line).await;
-        assert_eq!(code, Ok(0), "{text}");
-        assert!(text.starts_with("kubectl patch gpu"), "{text}");
+        assert_eq!((code, text.trim_end()), (Ok(0), expected));
     }
     assert_eq!(api.patches(), Vec::<Value>::new());
 }
