@@ -293,6 +293,15 @@ fn metrics_fd_stores_relays_and_clocks_are_found() {
         Level::Warn,
     );
     finds(
+        &with(|all| {
+            all.namespaces.pop();
+            let egress_only = json!({ "spec": { "policyTypes": ["Egress"] } });
+            all.network_policies.insert(0, egress_only);
+        }),
+        "NotScraped",
+        Level::Warn,
+    );
+    finds(
         &with(|all| all.daemon_sets[1].status.updated_number_scheduled = 0),
         "OldFdStore",
         Level::Warn,

@@ -55,9 +55,10 @@ fn closed_to(snapshot: &Snapshot) -> Option<String> {
         return None;
     }
     for policy in &snapshot.network_policies {
-        let rules = policy["spec"]["ingress"].as_array()?;
+        let rules = policy["spec"]["ingress"].as_array();
         let peers = rules
-            .iter()
+            .into_iter()
+            .flatten()
             .filter_map(|rule| rule["from"].as_array())
             .flatten();
         for peer in peers {
