@@ -202,7 +202,7 @@ pub struct TopArgs {
     /// Pods or namespaces
     #[arg(value_enum, default_value_t)]
     pub what: TopKind,
-    /// Label selector of pods: key=value, with commas between
+    /// Label selector of pods, as kubectl get has it
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     pub selector: Option<String>,
     /// Repeat every two seconds

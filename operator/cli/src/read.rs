@@ -30,6 +30,8 @@ pub struct Wanted<'a> {
     pub kinds: &'a [Kind],
     /// The namespace of tenants' objects; `None` is all namespaces.
     pub namespace: Option<&'a str>,
+    /// The label selector of tenants' pods.
+    pub selector: Option<&'a str>,
 }
 
 /// The reason why objects could not be read, for people.
@@ -83,17 +85,17 @@ struct PageMeta {
     next: String,
 }
 
-/// Lists a kind page by page.
+/// Lists the objects with these label and field selectors page by page.
 async fn list<T: DeserializeOwned>(
     client: &Client,
     path: &str,
-    kind: Kind,
+    (labels, fields): (Option<&str>, Option<&str>),
     mut each: impl FnMut(T),
 ) -> Result<(), kube::Error> {
     let request = Request::new(path);
     let mut params = ListParams::default().limit(PAGE);
-    params.label_selector = kind.labels().map(str::to_owned);
-    params.field_selector = kind.fields().map(str::to_owned);
+    params.label_selector = labels.map(str::to_owned);
+    params.field_selector = fields.map(str::to_owned);
     loop {
         let page = request.list(&params).map_err(kube::Error::BuildRequest)?;
         let page: Page<T> = client.request(page).await?;
@@ -179,6 +181,7 @@ async fn read_kind(
         _ => None,
     };
     let path = list_path(kind, namespace);
+    let selectors = (kind.labels(), kind.fields());
     let with = |change: &dyn Fn(&mut Snapshot)| {
         change(
             &mut snapshot
@@ -189,7 +192,7 @@ async fn read_kind(
     macro_rules! into {
         ($field:ident) => {{
             let mut found = Vec::new();
-            let read = list(client, &path, kind, |object| found.push(object)).await;
+            let read = list(client, &path, selectors, |object| found.push(object)).await;
             with(&|snapshot| snapshot.$field.extend(found.iter().cloned()));
             read
         }};
@@ -213,7 +216,7 @@ async fn read_kind(
         }
         Kind::Pods => {
             let mut found = Vec::new();
-            let read = list(client, &path, kind, |pod: Pod| {
+            let read = list(client, &path, (wanted.selector, None), |pod: Pod| {
                 if pod.gpu_containers().next().is_some() {
                     found.push(pod);
                 }
@@ -247,12 +250,15 @@ async fn list_lenient<T: DeserializeOwned>(
     kind: Kind,
 ) -> Result<(Vec<T>, Vec<Unreadable>), kube::Error> {
     let (mut found, mut bad) = (Vec::new(), Vec::new());
-    list(client, path, kind, |object: Value| {
-        match parse(kind, object) {
+    list(
+        client,
+        path,
+        (kind.labels(), kind.fields()),
+        |object: Value| match parse(kind, object) {
             Ok(object) => found.push(object),
             Err(error) => bad.push(error),
-        }
-    })
+        },
+    )
     .await?;
     Ok((found, bad))
 }

@@ -47,7 +47,16 @@ impl<W: Write> Session<'_, W> {
     }
 
     async fn read(&self, kinds: &[Kind], namespace: Option<&str>) -> anyhow::Result<Snapshot> {
-        let wanted = Wanted { kinds, namespace };
+        let selector = None;
+        self.read_wanted(Wanted {
+            kinds,
+            namespace,
+            selector,
+        })
+        .await
+    }
+
+    async fn read_wanted(&self, wanted: Wanted<'_>) -> anyhow::Result<Snapshot> {
         read::read(&self.client, &wanted).await.map_err(unreachable)
     }
 
@@ -114,15 +123,28 @@ impl<W: Write> Session<'_, W> {
 
     /// Reads objects of all namespaces unless `-n` names one. A tenant that may not read all
     /// objects of `kind` gets those of its own namespace.
-    async fn read_namespaces(&self, kinds: &[Kind], kind: Kind) -> anyhow::Result<Snapshot> {
-        if self.global.namespace.is_some() {
-            return self.read(kinds, self.scope().as_deref()).await;
+    async fn read_namespaces(
+        &self,
+        kinds: &[Kind],
+        kind: Kind,
+        selector: Option<&str>,
+    ) -> anyhow::Result<Snapshot> {
+        let read = |namespace| {
+            self.read_wanted(Wanted {
+                kinds,
+                namespace,
+                selector,
+            })
+        };
+        let namespace = self.namespace();
+        if self.global.namespace.is_some() && !self.global.all_namespaces {
+            return read(Some(&namespace)).await;
         }
-        let snapshot = self.read(kinds, None).await?;
+        let snapshot = read(None).await?;
         if snapshot.has_all(kind) || self.global.all_namespaces {
             return Ok(snapshot);
         }
-        self.read(kinds, Some(&self.namespace())).await
+        read(Some(&namespace)).await
     }
 }
 

@@ -8,6 +8,7 @@ use tokio::time::sleep;
 
 use super::{FAILED, Session, required};
 use crate::args::{TopArgs, TopKind};
+use crate::read::Wanted;
 use crate::show::{budgets, events, gpus, retained, top};
 use crate::snapshot::Kind;
 
@@ -43,18 +44,18 @@ impl<W: Write> Session<'_, W> {
             TopKind::Pods => {}
         }
         loop {
-            let mut snapshot = match arguments.what {
-                TopKind::Pods => self.read(&kinds, self.scope().as_deref()).await?,
-                TopKind::Namespaces => self.read_namespaces(&kinds, Kind::Pods).await?,
+            let selector = arguments.selector.as_deref();
+            let snapshot = match arguments.what {
+                TopKind::Pods => {
+                    self.read_wanted(Wanted {
+                        kinds: &kinds,
+                        namespace: self.scope().as_deref(),
+                        selector,
+                    })
+                    .await?
+                }
+                TopKind::Namespaces => self.read_namespaces(&kinds, Kind::Pods, selector).await?,
             };
-            if let Some(selector) = &arguments.selector {
-                let selector = selector_of(selector)?;
-                snapshot.pods.retain(|pod| {
-                    selector
-                        .iter()
-                        .all(|(key, value)| pod.metadata.labels.get(key) == Some(value))
-                });
-            }
             match arguments.what {
                 TopKind::Pods => self.print(
                     |terminal| top::render_pods(&snapshot, terminal),
@@ -110,7 +111,7 @@ impl<W: Write> Session<'_, W> {
     pub(super) async fn budgets(&mut self, watch: bool) -> anyhow::Result<u8> {
         loop {
             let kinds = [Kind::Budgets, Kind::GpuNodes, Kind::Nodes];
-            let snapshot = self.read_namespaces(&kinds, Kind::Budgets).await?;
+            let snapshot = self.read_namespaces(&kinds, Kind::Budgets, None).await?;
             required(&snapshot, Kind::Budgets)?;
             self.print(
                 |terminal| budgets::render(&snapshot, terminal),
@@ -159,18 +160,4 @@ impl<W: Write> Session<'_, W> {
         )?;
         Ok(0)
     }
-}
-
-fn selector_of(text: &str) -> anyhow::Result<Vec<(String, String)>> {
-    text.split(',')
-        .map(|pair| {
-            let (key, value) = pair.split_once('=').with_context(|| {
-                format!("failed to parse selector {text}: write key=value, with commas between")
-            })?;
-            Ok((
-                key.trim().to_owned(),
-                value.trim_start_matches('=').trim().to_owned(),
-            ))
-        })
-        .collect()
 }

@@ -183,6 +183,26 @@ async fn budgets_of_one_namespace_have_no_sum_of_a_cohort() {
 }
 
 #[tokio::test]
+async fn top_passes_its_selector_to_the_api_server() {
+    let api = small();
+    for line in ["top -l app!=x --no-usage", "top ns -l app!=x"] {
+        let (code, text) = run(&api, line).await;
+        assert_eq!(code, Ok(0), "{text}");
+    }
+    let selected: Vec<String> = api
+        .queries()
+        .into_iter()
+        .filter(|query| query.contains("labelSelector=app%21%3Dx"))
+        .collect();
+    assert!(
+        selected.len() == 2
+            && selected[0].starts_with("/api/v1/namespaces/ml/pods?")
+            && selected[1].starts_with("/api/v1/pods?"),
+        "{selected:?}"
+    );
+}
+
+#[tokio::test]
 async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let api = small();
     as_tenant(&api);
