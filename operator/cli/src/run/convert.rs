@@ -3,7 +3,6 @@
 use std::io::Write;
 
 use anyhow::{Context as _, bail};
-use bursar_crds::quantity::parse_bytes;
 
 use crate::args::ConvertArgs;
 use crate::convert::{self, Assumptions};
@@ -35,11 +34,7 @@ pub fn convert(arguments: &ConvertArgs, out: &mut impl Write) -> anyhow::Result<
         );
     }
     let assumptions = Assumptions {
-        gpu_memory: arguments
-            .gpu_memory
-            .as_deref()
-            .map(parse_bytes)
-            .transpose()?,
+        gpu_memory: arguments.gpu_memory,
         replicas: arguments.replicas,
         quantum: arguments.quantum,
     };
