@@ -260,17 +260,18 @@ fn denials(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
                 memory(quota)
             ),
         );
-        let Some((function, most)) = metrics.denied.iter().max_by_key(|(_, count)| **count) else {
+        let Some((function, most)) = metrics.denied.iter().max_by_key(|(_, times)| **times) else {
             continue;
         };
         if *most > 0 {
             explanation.blame(Cause::Denied, Verdict::Amiss);
+            let times = usize::try_from(metrics.denials()).unwrap_or(usize::MAX);
             explanation.say(
                 "denied",
                 format!(
-                    "container {}: {} times since its start, {most} of them by {function}",
+                    "container {}: {} since its start, {most} of them by {function}",
                     container.name,
-                    metrics.denials()
+                    count(times, "time")
                 ),
             );
         }

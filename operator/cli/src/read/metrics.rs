@@ -17,6 +17,9 @@ const AGENTS_AT_ONCE: usize = 32;
 /// The time for one agent's response.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The port of an agent's metrics in the chart, for a pod that names none.
+const METRICS_PORT: u16 = 9445;
+
 /// Reads the metrics of the agents on wanted nodes, through the API server's pod proxy.
 pub async fn read_metrics(
     client: &Client,
@@ -66,7 +69,7 @@ fn metrics_path(pod: &Pod) -> String {
         .flat_map(|container| &container.ports);
     let port = ports
         .find(|port| port.name == "metrics")
-        .map_or(9400, |port| port.container_port);
+        .map_or(METRICS_PORT, |port| port.container_port);
     let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
     format!("/api/v1/namespaces/{namespace}/pods/{name}:{port}/proxy/metrics")
 }

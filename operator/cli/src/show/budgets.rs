@@ -164,10 +164,11 @@ pub fn json(snapshot: &Snapshot) -> Value {
     json!({ "apiVersion": "v1", "kind": "List", "items": snapshot.budgets })
 }
 
-/// The names of the budgets.
+/// The names of the budgets, as `kubectl get -o name` prints them.
 pub fn names(snapshot: &Snapshot) -> Vec<String> {
     let budgets = snapshot.budgets.iter();
-    budgets
-        .map(|budget| format!("gpumemorybudget.bursar.dev/{}", namespace(budget)))
+    let names = budgets.filter_map(|budget| budget.metadata.name.as_deref());
+    names
+        .map(|name| format!("gpumemorybudget.bursar.dev/{name}"))
         .collect()
 }

@@ -203,6 +203,18 @@ async fn top_passes_its_selector_to_the_api_server() {
 }
 
 #[tokio::test]
+async fn top_asks_an_agent_without_named_port_at_the_charts() {
+    let api = small();
+    let mut agent = own_pod("agent", "n");
+    agent["spec"]["containers"][0]["ports"] = json!([]);
+    api.put("/api/v1/pods", vec![pod("ml", "p", "n", 8), agent]);
+    let (code, text) = run(&api, "top").await;
+    assert_eq!(code, Ok(0), "{text}");
+    let path = METRICS.replace(":9400/", ":9445/");
+    assert!(api.requests().contains(&format!("GET {path}")), "{path}");
+}
+
+#[tokio::test]
 async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let api = small();
     as_tenant(&api);

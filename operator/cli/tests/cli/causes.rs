@@ -447,6 +447,15 @@ fn denied_container_is_named_with_the_call_and_the_remedy() {
     );
 }
 
+#[test]
+fn container_denied_once_has_the_singular() {
+    let mut snapshot = running();
+    let denied = "bursar_container_denied_total{namespace=\"ml\",pod=\"p\",container=\"main\",function=\"cuMemAlloc_v2\"} 1\n";
+    snapshot.metrics = [("n".to_owned(), AgentMetrics::parse(denied))].into();
+    let text = explained(&snapshot, "ml", "p").render(Terminal::default());
+    assert!(text.contains("1 time since its start"), "{text}");
+}
+
 fn denied_event(pod: &str) -> Value {
     let words = "container main: cuMemAlloc_v2 was denied 512 MiB of GPU-a0: 0 GiB of the quota of 8 GiB are free (212 denials so \
                  far); request more in the pod, or free memory in the program";

@@ -356,6 +356,6 @@ fn json_has_the_objects_and_the_documented_shape() {
     assert_eq!(top["notRead"][0], "could not read gpunodes: forbidden");
     assert_eq!(
         budgets::names(&snapshot)[0],
-        "gpumemorybudget.bursar.dev/ml"
+        "gpumemorybudget.bursar.dev/default"
     );
 }
