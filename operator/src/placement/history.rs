@@ -76,6 +76,8 @@ pub struct History {
 struct ReservationBackoff {
     /// The number of failures by GPU.
     failures: BTreeMap<String, u32>,
+    /// The number of failures, each of which may be of several GPUs.
+    attempts: u32,
     /// The end of the back-off.
     until: Uptime,
 }
@@ -89,14 +91,17 @@ struct PendingSince {
 }
 
 impl ReservationBackoff {
-    /// Counts a failed reservation once. It stays visible for a while after its removal.
-    fn record_failure(&mut self, gpu: &str, now: Uptime) {
+    /// Counts failed reservations of some GPUs once. They stay visible for a while after their
+    /// removal.
+    fn record_failure(&mut self, gpus: &BTreeSet<&str>, now: Uptime) {
         if self.until > now {
             return;
         }
-        *self.failures.entry(gpu.to_owned()).or_default() += 1;
-        let before = self.failures.values().sum::<u32>() - 1;
-        let alone = RESERVATION_TIMEOUT * 2_u32.pow(before.min(8));
+        for gpu in gpus {
+            *self.failures.entry((*gpu).to_owned()).or_default() += 1;
+        }
+        let alone = RESERVATION_TIMEOUT * 2_u32.pow(self.attempts.min(8));
+        self.attempts += 1;
         self.until = now + alone.min(MAX_RESERVATION_BACKOFF);
     }
 }
@@ -146,13 +151,15 @@ impl History {
                 (key, since)
             })
             .collect();
+        let mut failed: BTreeMap<&String, BTreeSet<&str>> = BTreeMap::new();
         for ((_, gpu, waiter), since) in &self.reserved_since {
             if now.saturating_sub(*since) >= RESERVATION_TIMEOUT {
-                self.reservation_backoffs
-                    .entry(waiter.clone())
-                    .or_default()
-                    .record_failure(gpu, now);
+                failed.entry(waiter).or_default().insert(gpu);
             }
+        }
+        for (waiter, gpus) in failed {
+            let backoff = self.reservation_backoffs.entry(waiter.clone());
+            backoff.or_default().record_failure(&gpus, now);
         }
         self.observe_holders(snapshot, now);
         self.observe_terminations(snapshot, now);
@@ -238,6 +245,18 @@ mod tests {
 
     const fn at(second: u64) -> Uptime {
         Duration::from_secs(second)
+    }
+
+    #[test]
+    fn failed_reservations_of_a_pod_blame_each_gpu_once() {
+        let mut backoff = ReservationBackoff::default();
+        let both = BTreeSet::from(["GPU-a", "GPU-b"]);
+        backoff.record_failure(&both, at(300));
+        backoff.record_failure(&both, at(301));
+        assert_eq!(backoff.until, at(600));
+        backoff.record_failure(&BTreeSet::from(["GPU-c"]), at(600));
+        assert_eq!(backoff.until, at(1_200), "the second failure");
+        assert!(backoff.failures.values().eq([&1, &1, &1]));
     }
 
     #[test]
