@@ -81,14 +81,14 @@ impl Executor {
             Step::Preempt {
                 waiter,
                 node,
-                gpu,
+                gpus,
                 nominate,
                 victims,
             } => {
-                if nominate && !self.nominate(&waiter, &node, &gpu).await? {
+                if nominate && !self.nominate(&waiter, &node, &gpus).await? {
                     return Ok(());
                 }
-                self.evict_victims(&victims, &waiter, (&node, &gpu), history, now)
+                self.evict_victims(&victims, &waiter, (&node, &gpus), history, now)
                     .await
             }
             Step::Relocate {
@@ -154,21 +154,21 @@ impl Executor {
         Ok(())
     }
 
-    /// Evicts the victims one after the other, as long as the pod still needs the GPU.
+    /// Evicts the victims one after the other, as long as the pod still needs the GPUs.
     async fn evict_victims(
         &self,
         victims: &[Victim],
         waiter: &PodRef,
-        (node, gpu): (&str, &str),
+        (node, gpus): (&str, &[String]),
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
         for victim in victims {
-            // An eviction may take seconds, in which another operator may choose another GPU.
-            if self.revalidate(waiter, node, gpu).await?.is_none() {
+            // An eviction may take seconds, in which another operator may choose other GPUs.
+            if self.revalidate(waiter, node, gpus).await?.is_none() {
                 return Ok(());
             }
-            self.evict_victim(victim, waiter, (node, gpu), history, now)
+            self.evict_victim(victim, waiter, node, history, now)
                 .await?;
         }
         Ok(())
@@ -268,29 +268,31 @@ impl Executor {
         Ok(facts.zip(found.metadata.resource_version))
     }
 
-    /// Reads node and pod again. Returns the pod's version if the GPU is still reserved for it,
-    /// because another operator may have chosen another GPU.
+    /// Reads node and pod again. Returns the pod's version if all GPUs are still reserved for it,
+    /// because another operator may have chosen others.
     async fn revalidate(
         &self,
         waiter: &PodRef,
         node: &str,
-        gpu: &str,
+        gpus: &[String],
     ) -> Result<Option<String>, ApiError> {
         let Some(current) = self.gpu_node(node).await? else {
             return Ok(None);
         };
-        let mut reserved = current.spec.reservations.iter();
-        let mut gpus = current.status.iter().flat_map(|status| &status.gpus);
-        let is_reserved = reserved.any(|one| one.gpu == gpu && one.waiter == waiter.uid)
-            && gpus.any(|one| one.uuid == gpu && one.reserved_for.as_ref() == Some(&waiter.uid));
-        let version = match is_reserved {
+        let is_reserved = |gpu: &String| {
+            let mut reserved = current.spec.reservations.iter();
+            let mut all = current.status.iter().flat_map(|status| &status.gpus);
+            reserved.any(|one| one.gpu == *gpu && one.waiter == waiter.uid)
+                && all.any(|one| one.uuid == *gpu && one.reserved_for.as_ref() == Some(&waiter.uid))
+        };
+        let version = match gpus.iter().all(is_reserved) {
             true => self.revalidate_pod(waiter, node).await?,
             false => None,
         };
         if version.is_none() {
             debug!(
                 waiter = waiter.key.name,
-                "pod needs this GPU no longer; skipping the step"
+                "pod needs these GPUs no longer; skipping the step"
             );
         }
         Ok(version.map(|(_, version)| version))
@@ -302,9 +304,9 @@ impl Executor {
     }
 
     /// Sets the pod's nominated node, so that the scheduler keeps the room. Returns whether the pod
-    /// still needs the GPU.
-    async fn nominate(&self, pod: &PodRef, node: &str, gpu: &str) -> Result<bool, ApiError> {
-        let Some(version) = self.revalidate(pod, node, gpu).await? else {
+    /// still needs the GPUs.
+    async fn nominate(&self, pod: &PodRef, node: &str, gpus: &[String]) -> Result<bool, ApiError> {
+        let Some(version) = self.revalidate(pod, node, gpus).await? else {
             return Ok(false);
         };
         info!(
@@ -330,12 +332,13 @@ impl Executor {
         &self,
         victim: &Victim,
         waiter: &PodRef,
-        (node, gpu): (&str, &str),
+        node: &str,
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
         let Victim {
             pod,
+            gpu,
             force,
             protected,
         } = victim;

@@ -8,7 +8,9 @@ use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{self, PodRequest, PriorityKind, SlimPod, gpu_request};
+use crate::cluster::pod_request::{
+    self, Container, PodRequest, PriorityKind, SlimPod, gpu_request,
+};
 use crate::quanta::Quanta;
 
 /// The annotation with the least number of GPUs over which a container's memory is spread.
@@ -33,6 +35,8 @@ pub struct PodFacts {
     pub request: Quanta,
     /// The requesting containers and sidecars, with their requests.
     pub containers: Vec<(String, Quanta)>,
+    /// Whether an init container that ends requests more than each container after it.
+    pub has_larger_init: bool,
     /// The priority that admission set.
     pub priority: i32,
     /// Whether the pod may preempt others (`preemptionPolicy`).
@@ -129,12 +133,18 @@ impl PodFacts {
             .iter()
             .chain(sidecars)
             .map(|container| (container.name.clone(), gpu_request(container, resource)))
-            .filter(|(_, quanta)| *quanta != Quanta::ZERO);
+            .filter(|(_, quanta)| *quanta != Quanta::ZERO)
+            .collect();
+        let asks = |container: &Container| gpu_request(container, resource);
+        let ends = spec.init_containers.iter();
+        let ends = ends.filter(|container| !sidecar(&container.restart_policy));
+        let has_larger_init = ends.map(asks).max() > spec.containers.iter().map(asks).max();
         Some(Self {
             uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
             kind: request.kind,
             request: request.device,
-            containers: containers.collect(),
+            containers,
+            has_larger_init,
             priority: spec.priority.unwrap_or(0),
             preempts: spec.preemption_policy.as_deref() != Some("Never"),
             placement: match &spec.node_name {
@@ -178,10 +188,11 @@ impl PodFacts {
         })
     }
 
-    /// Whether the request is the sum of the containers: no init container needs more.
+    /// Whether the memory of the containers is all that the pod needs, wherever they are: no init
+    /// container needs more than they have together, or than one of them has.
     pub(super) fn is_sum_of_containers(&self) -> bool {
         let containers = self.containers.iter().map(|(_, quanta)| *quanta);
-        containers.sum::<Quanta>() == self.request
+        !self.has_larger_init && containers.sum::<Quanta>() == self.request
     }
 
     /// The node that the pod is bound to.
@@ -327,6 +338,32 @@ mod tests {
             json!({ "containerPort": 80, "hostPort": 80 })
         )));
         assert!(!more(listens(json!({ "containerPort": 80 }))));
+    }
+
+    #[test]
+    fn larger_init_container_has_no_place_beside_containers() {
+        let container = |gib: u32, policy: Option<&str>| {
+            json!({ "name": format!("c{gib}"), "restartPolicy": policy,
+                "resources": { "requests": { "bursar.dev/gpu-memory-gib": gib.to_string() } } })
+        };
+        let always = Some("Always");
+        for (inits, containers, is_sum) in [
+            (vec![], vec![4, 4], true),
+            (vec![(4, None)], vec![4, 4], true),
+            (vec![(6, None)], vec![4, 4], false),
+            (vec![(9, None)], vec![4, 4], false),
+            (vec![(6, always)], vec![4, 4], true),
+            // The sidecar keeps its place while the init container needs another.
+            (vec![(6, always), (5, None)], vec![3, 3], false),
+        ] {
+            let inits = inits.iter().map(|(gib, policy)| container(*gib, *policy));
+            let spec = json!({
+                "initContainers": inits.collect::<Vec<_>>(),
+                "containers": containers.iter().map(|gib| container(*gib, None)).collect::<Vec<_>>(),
+            });
+            let facts = facts(json!({}), spec.clone(), json!({}));
+            assert_eq!(facts.is_sum_of_containers(), is_sum, "{spec}");
+        }
     }
 
     #[test]

@@ -82,14 +82,14 @@ pub(super) enum Step {
         /// The new quota overrides.
         quotas: Vec<QuotaOverride>,
     },
-    /// Evict victims on a GPU that is reserved for a pod.
+    /// Evict victims on the GPUs that are reserved for a pod.
     Preempt {
         /// The pod with the reservation.
         waiter: PodRef,
         /// The node's name.
         node: String,
-        /// The GPU's UUID.
-        gpu: String,
+        /// The UUIDs of the GPUs, all of which the pod needs.
+        gpus: Vec<String>,
         /// Whether to nominate the node first, so that the scheduler keeps the room.
         nominate: bool,
         victims: Vec<Victim>,
@@ -158,6 +158,8 @@ pub(super) struct PodRef {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Victim {
     pub(super) pod: PodRef,
+    /// The UUID of the GPU on which it makes room.
+    pub(super) gpu: String,
     /// Delete the victim, because the grace of its PodDisruptionBudget is over.
     pub(super) force: bool,
     /// Never delete the victim: only an eviction ends it.

@@ -316,6 +316,7 @@ impl FakeCluster {
                 .filter(|(asks, _)| *asks > 0)
                 .map(|(asks, name)| (name.to_owned(), Quanta::new(asks)))
                 .collect(),
+                has_larger_init: false,
                 priority: pod.priority,
                 preempts: pod.priority != BORROWED,
                 placement: match &pod.node {
@@ -459,14 +460,16 @@ impl FakeCluster {
             Step::Preempt {
                 waiter,
                 node,
-                gpu,
+                gpus,
                 nominate,
                 victims,
             } => {
-                let of_waiter = |held: &Reservation| held.gpu == gpu && held.waiter == waiter.uid;
-                let mut reserved = self.reservations.get(&node).into_iter().flatten();
-                let is_held = reserved.any(of_waiter) && self.held.get(&gpu).is_some_and(of_waiter);
-                if !self.waits(&waiter.uid, &node) || !is_held {
+                let are_held = gpus.iter().all(|gpu| {
+                    let is_it = |held: &Reservation| held.gpu == *gpu && held.waiter == waiter.uid;
+                    let mut reserved = self.reservations.get(&node).into_iter().flatten();
+                    reserved.any(is_it) && self.held.get(gpu).is_some_and(is_it)
+                });
+                if !self.waits(&waiter.uid, &node) || !are_held {
                     return;
                 }
                 if nominate {
@@ -480,7 +483,7 @@ impl FakeCluster {
                         false => EvictionOutcome::Accepted,
                     };
                     if !kept {
-                        self.end(uid, &waiter.uid, &node, &gpu);
+                        self.end(uid, &waiter.uid, &node, &victim.gpu);
                     }
                     history.record_eviction(uid, answer, now);
                 }

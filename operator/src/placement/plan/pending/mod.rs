@@ -19,7 +19,7 @@ use crate::placement::node::{Gpu, GpuFacts};
 use crate::placement::pod::{Owner, Placement, PodFacts};
 use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
-use shares::Shares;
+use shares::{MAX_CONTAINERS, Shares};
 
 /// How long a pod waits on its node before it preempts. Pods that are terminating anyway may
 /// suffice.
@@ -59,8 +59,9 @@ impl PendingPod<'_> {
     fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
         let uid = &self.pod.uid;
         let has_memory = gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(uid));
+        let are_many = self.pod.containers.len() > MAX_CONTAINERS && self.node.is_some();
         // The agent places all containers of a pod together, the first time that one starts.
-        match has_memory || !self.pod.is_sum_of_containers() {
+        match has_memory || are_many {
             true => Shares::of_container(self.quanta, self.pod.min_gpus, gpus),
             false => Shares::of_pod(self.pod, gpus),
         }
@@ -193,7 +194,7 @@ impl<'a> Planner<'a> {
                     ..
                 }
             );
-            (refused && pod.is_sum_of_containers()).then_some(PendingPod {
+            refused.then_some(PendingPod {
                 key,
                 pod,
                 quanta: pod.request,

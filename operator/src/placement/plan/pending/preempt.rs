@@ -58,7 +58,7 @@ impl<'a> Planner<'a> {
     }
 
     /// The reservations on a node that would let victims make room for a pod, with their ranks.
-    /// None where the memory of terminating pods suffices for a pod on the node.
+    /// None where free memory and that of terminating pods suffice for a pod on the node.
     fn reservation_choices(
         &mut self,
         node: &'a str,
@@ -71,9 +71,11 @@ impl<'a> Planner<'a> {
         let Some((gpus, shares)) = gpus.and_then(|gpus| Some((gpus, pending.shares(gpus)?))) else {
             return Vec::new();
         };
+        let is_other = |pod: &String| *pod != pending.pod.uid;
         let is_taken = |gpu: &Gpu| {
             let mut taken = taken.iter();
-            gpu.reserved_for.is_some() || taken.any(|reservation| reservation.gpu == gpu.uuid)
+            gpu.reserved_for.as_ref().is_some_and(is_other)
+                || taken.any(|reservation| reservation.gpu == gpu.uuid)
         };
         let open: Vec<&Gpu> = gpus.gpus.iter().filter(|gpu| !is_taken(gpu)).collect();
         let sets: Vec<Vec<(&Gpu, Quanta)>> = match shares.quanta.as_slice() {
@@ -235,48 +237,40 @@ impl<'a> Planner<'a> {
         minimal_victims(&candidates, quanta.minus(gpu.free).minus(coming))
     }
 
-    /// The steps that evict the victims on the GPUs of a pod's reservations, a step for each GPU,
-    /// once the agent keeps all of them for the pod.
-    pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Vec<Step> {
+    /// The step that evicts the victims on the GPUs of a pod's reservations, once the agent keeps
+    /// all of them for the pod.
+    pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Option<Step> {
         let mut all = reservations.iter();
         let are_kept = all.all(|reservation| self.snapshot.is_kept(node, reservation));
-        let waiter = reservations.first().filter(|_| are_kept);
-        let pending = waiter.and_then(|first| self.pending.get(first.waiter.as_str()));
-        let Some(pending) = pending.copied() else {
-            return Vec::new();
-        };
-        let mut nominate = match &pending.pod.placement {
+        let waiter = &reservations.first().filter(|_| are_kept)?.waiter;
+        let pending = self.pending.get(waiter.as_str()).copied()?;
+        let nominate = match &pending.pod.placement {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
             Placement::Node(_) => false,
         };
         let assumption = JobAssumption::FailsOnDisruption;
-        let Some(selected) = self.reserved_victims(node, &pending, reservations, assumption) else {
-            return Vec::new();
-        };
-        let mut steps = Vec::new();
-        for (reservation, selected) in reservations.iter().zip(selected) {
-            let victims: Vec<Victim> = selected
-                .iter()
-                .filter(|one| self.history.may_evict(one.uid, self.now))
-                .filter_map(|one| self.victim(one))
-                .take(MAX_STEPS)
-                .collect();
-            // The first step nominates the node.
-            let nominates = std::mem::take(&mut nominate);
-            if nominates || !victims.is_empty() {
-                steps.push(Step::Preempt {
-                    waiter: pod_ref(pending.key, pending.pod),
-                    node: node.to_owned(),
-                    gpu: reservation.gpu.clone(),
-                    nominate: nominates,
-                    victims,
-                });
-            }
-        }
-        steps
+        let selected = self.reserved_victims(node, &pending, reservations, assumption)?;
+        let of_gpus = reservations
+            .iter()
+            .zip(&selected)
+            .flat_map(|(reservation, of_gpu)| {
+                of_gpu.iter().map(|one| (one, reservation.gpu.as_str()))
+            });
+        let victims: Vec<Victim> = of_gpus
+            .filter(|(one, _)| self.history.may_evict(one.uid, self.now))
+            .filter_map(|(one, gpu)| self.victim(one, gpu))
+            .take(MAX_STEPS)
+            .collect();
+        (nominate || !victims.is_empty()).then(|| Step::Preempt {
+            waiter: pod_ref(pending.key, pending.pod),
+            node: node.to_owned(),
+            gpus: reservations.iter().map(|one| one.gpu.clone()).collect(),
+            nominate,
+            victims,
+        })
     }
 
-    pub(super) fn victim(&self, one: &Candidate<'_>) -> Option<Victim> {
+    fn victim(&self, one: &Candidate<'_>, gpu: &str) -> Option<Victim> {
         let (key, facts) = self.snapshot.pods.get(one.uid)?;
         let refused = self.history.refused_for(one.uid, self.now);
         let grace = self.options.forced_after();
@@ -286,6 +280,7 @@ impl<'a> Planner<'a> {
             matches!(facts.owner, Owner::Job(_)) && facts.kind == PriorityKind::Guaranteed;
         Some(Victim {
             pod: pod_ref(key, facts),
+            gpu: gpu.to_owned(),
             force: !is_protected && refused.is_some_and(|refused| refused >= grace),
             protected: is_protected,
         })

@@ -88,13 +88,12 @@ impl<'a> Planner<'a> {
         let Some(pending) = self.pending.get(waiter.as_str()).copied() else {
             // The pod is bound, or it is scheduled and not started, or between two scheduling
             // attempts.
-            let has_none = |reservation: &Reservation| {
+            let is_there = |reservation: &Reservation| {
                 let gpu = self.snapshot.gpu(node, &reservation.gpu);
-                gpu.is_some_and(|gpu| !gpu.pods.contains_key(waiter))
+                gpu.is_some()
             };
-            return reservations
-                .iter()
-                .all(has_none)
+            let has_memory = gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(waiter));
+            return (!has_memory && reservations.iter().all(is_there))
                 .then(|| reservations.to_vec());
         };
         let shares = pending.shares(gpus)?;
@@ -110,7 +109,9 @@ impl<'a> Planner<'a> {
                     gpu.map(|gpu| lacking(reservation, gpu))
                 };
                 let lacks: Option<Vec<Quanta>> = reservations.iter().map(lacks).collect();
-                shares.fill(lacks?).then(|| reservations.to_vec())?
+                shares
+                    .are_filled_by(lacks?)
+                    .then(|| reservations.to_vec())?
             }
         };
         let assumption = JobAssumption::IgnoresDisruption;

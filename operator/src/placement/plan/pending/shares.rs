@@ -4,8 +4,12 @@ use crate::placement::node::{Gpu, GpuFacts};
 use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
 
-/// The most choices that are tried for one pod and node. The agent has such a bound too.
+/// The most choices that are tried for one pod and node.
 const MAX_TRIES: u32 = 64;
+
+/// The most containers that the agent places together. It places those of a larger pod when they
+/// start.
+pub(super) const MAX_CONTAINERS: usize = 16;
 
 /// The shares of a pod, largest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,17 +28,28 @@ impl Shares {
     }
 
     /// The shares of a pod of which no container has memory on the node. `None` where the node's
-    /// GPUs are too few, or several containers are spread.
+    /// GPUs are too few or too small, the containers too many, or several containers are spread.
+    ///
+    /// Where an init container needs more than the containers, all of them have to be on one GPU:
+    /// their places elsewhere would not hold it.
     pub(super) fn of_pod(pod: &PodFacts, gpus: &GpuFacts) -> Option<Shares> {
         let mut quanta: Vec<Quanta> = pod.containers.iter().map(|(_, quanta)| *quanta).collect();
-        if quanta.len() < 2 || !pod.is_sum_of_containers() {
-            return Shares::of_container(pod.request, pod.min_gpus, gpus);
+        match quanta.len() {
+            0 | 1 => Shares::of_container(pod.request, pod.min_gpus, gpus),
+            2..=MAX_CONTAINERS if pod.min_gpus == 1 => {
+                if !pod.is_sum_of_containers() {
+                    let holds = |gpu: &Gpu| gpu.capacity >= pod.request;
+                    let is_held = gpus.gpus.iter().any(holds);
+                    return is_held.then(|| Shares::one(pod.request));
+                }
+                quanta.sort_unstable_by(|a, b| b.cmp(a));
+                Some(Shares {
+                    quanta,
+                    apart: false,
+                })
+            }
+            _ => None,
         }
-        quanta.sort_unstable_by(|a, b| b.cmp(a));
-        (pod.min_gpus == 1).then_some(Shares {
-            quanta,
-            apart: false,
-        })
     }
 
     /// The shares of a container: evenly over the fewest GPUs that could hold it, as the agent
@@ -62,19 +77,16 @@ impl Shares {
         })
     }
 
-    /// Whether these amounts of different GPUs are exactly what the shares need.
-    pub(super) fn fill(&self, mut amounts: Vec<Quanta>) -> bool {
+    /// Whether these amounts of different GPUs are those of a choice for the shares. Of several
+    /// containers they need to be as much together: another search would not find each choice
+    /// again.
+    pub(super) fn are_filled_by(&self, mut amounts: Vec<Quanta>) -> bool {
+        amounts.sort_unstable_by(|a, b| b.cmp(a));
         if self.apart {
-            amounts.sort_unstable_by(|a, b| b.cmp(a));
             return amounts == self.quanta;
         }
         let (all, needed) = (amounts.iter().copied(), self.quanta.iter().copied());
-        all.sum::<Quanta>() == needed.sum()
-            && self
-                .assign(amounts.len(), |gpu, _, with| {
-                    (amounts[gpu] >= with).then_some(gpu)
-                })
-                .is_some()
+        all.sum::<Quanta>() == needed.sum() && amounts.first() >= self.quanta.first()
     }
 
     /// Chooses a GPU for each share, and returns what each chosen GPU has to hold.
@@ -164,6 +176,24 @@ mod tests {
     }
 
     #[test]
+    fn pod_with_a_larger_init_container_needs_one_gpu() {
+        let pod = |inits: &str| {
+            let asks = |name: &str, gib: &str| serde_json::json!({ "name": name, "resources": { "requests": { "bursar.dev/gpu-memory-gib": gib } } });
+            let pod = serde_json::json!({ "metadata": { "uid": "u" }, "spec": {
+                "initContainers": [asks("init", inits)],
+                "containers": [asks("a", "4"), asks("b", "4")],
+            } });
+            let pod = serde_json::from_value(pod).unwrap();
+            PodFacts::of(&pod, bursar_crds::Quantum::Gib1).unwrap()
+        };
+        let of_pod =
+            |inits, capacities: &[u64]| counts(Shares::of_pod(&pod(inits), &gpus(capacities)));
+        assert_eq!(of_pod("4", &[6, 6]), Some(vec![4, 4]));
+        assert_eq!(of_pod("6", &[8, 6]), Some(vec![8]));
+        assert_eq!(of_pod("6", &[7, 7]), None);
+    }
+
+    #[test]
     fn no_container_is_cut_over_mig_instances() {
         let mut instances = gpus(&[10, 10]);
         for gpu in &mut instances.gpus {
@@ -193,6 +223,26 @@ mod tests {
         assert_eq!(placed(&[8, 8], false, &[16, 4]), Some(vec![(0, 16)]));
         assert_eq!(placed(&[8, 8], true, &[16, 4]), None);
         assert_eq!(placed(&[8, 8], true, &[16, 9]), Some(vec![(0, 8), (1, 8)]));
+    }
+
+    #[test]
+    fn each_choice_for_containers_is_filled_by_its_amounts() {
+        // A first fit of 3 into 8 leaves 5 for containers of 2.
+        let quanta = [3, 2, 2, 2, 2, 2, 2, 2, 2].map(Quanta::new).to_vec();
+        let shares = Shares {
+            quanta,
+            apart: false,
+        };
+        for (amounts, is_filled) in [([8, 11], true), ([11, 8], true), ([8, 10], false)] {
+            let amounts = amounts.map(Quanta::new).to_vec();
+            assert_eq!(
+                shares.are_filled_by(amounts.clone()),
+                is_filled,
+                "{amounts:?}"
+            );
+        }
+        let in_crumbs = [2, 2, 2, 2, 2, 2, 2, 2, 2, 1].map(Quanta::new);
+        assert!(!shares.are_filled_by(in_crumbs.to_vec()), "3 is in none");
     }
 
     #[test]

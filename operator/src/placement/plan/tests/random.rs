@@ -90,7 +90,7 @@ fn singly(step: Step) -> Vec<Step> {
     let Step::Preempt {
         waiter,
         node,
-        gpu,
+        gpus,
         nominate,
         victims,
     } = step
@@ -100,7 +100,7 @@ fn singly(step: Step) -> Vec<Step> {
     let room = |nominate, victims| Step::Preempt {
         waiter: waiter.clone(),
         node: node.clone(),
-        gpu: gpu.clone(),
+        gpus: gpus.clone(),
         nominate,
         victims,
     };
