@@ -14,8 +14,11 @@ use bursar_sessions::Process;
 /// The most processes of the node to read.
 const MAX_PROCESSES: usize = 65_536;
 
-/// The most descriptors to read for all condemned processes of a round. Memory of a child that is
-/// found too late stays charged, and ends the container later.
+/// The most descriptors to read of one process. Memory of a child that is not found stays charged,
+/// and ends the container later.
+const MAX_OF_PROCESS: usize = 4_096;
+
+/// The most descriptors to read for all condemned processes of a round.
 const MAX_DESCRIPTORS: usize = 65_536;
 
 /// The node's processes at one moment.
@@ -74,7 +77,7 @@ impl ProcessTree {
     fn has_device_open(&mut self, pid: u32) -> bool {
         let folder = self.proc.join(pid.to_string()).join("fd");
         let descriptors = fs::read_dir(folder).into_iter().flatten().flatten();
-        for descriptor in descriptors {
+        for descriptor in descriptors.take(MAX_OF_PROCESS) {
             let Some(left) = self.descriptors_left.checked_sub(1) else {
                 return false;
             };

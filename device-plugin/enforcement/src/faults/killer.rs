@@ -39,7 +39,7 @@ impl Killer {
     pub fn kill_condemned(&mut self, now: BootTime) {
         let condemned = self.sessions.processes_to_kill(now);
         self.condemned.retain(|known, _| condemned.contains(known));
-        // A child that outlives its parent has another parent, so the tree is read before any kill.
+        // A child that outlives its parent has another parent, so the tree is read before the kill.
         let mut tree = None;
         for one in condemned {
             let (is_first, is_logged) = note(&mut self.condemned, one, now);

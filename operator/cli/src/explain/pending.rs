@@ -86,8 +86,8 @@ fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, wanted: u64) {
     }
 }
 
-/// Whether all GPUs of a node together have less than `wanted` bytes for pods, also once those that
-/// are away come back.
+/// Whether all GPUs of a node together have less than `wanted` bytes for pods, and no GPU that is
+/// away has as much alone.
 fn is_too_small(node: &GpuNode, wanted: u64) -> bool {
     let Some(status) = &node.status else {
         return false;

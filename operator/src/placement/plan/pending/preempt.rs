@@ -38,7 +38,8 @@ impl<'a> Planner<'a> {
             let PendingPod { key, pod, .. } = *pending;
             let rest = self.snapshot.requests_of(key).map(|load| &load.milli);
             let containers = pod.containers.iter().map(|(_, quanta)| *quanta);
-            let shape = (pod.min_gpus, containers.collect::<Vec<_>>());
+            let containers: Vec<Quanta> = containers.collect();
+            let shape = (pod.min_gpus, pod.has_larger_init, containers);
             (pod.priority, pod.request, shape, &pod.constraints, rest)
         };
         let mut hopeless = self.unsatisfiable.iter();
