@@ -1,8 +1,13 @@
 //! Checks managed memory by the steps of its guide: within the quota of a pod's GPU, and beyond it
 //! within a quota of its own.
 
+use std::panic::{AssertUnwindSafe, resume_unwind};
+use std::time::Duration;
+
 use bursar_e2e::paths;
 use bursar_e2e::pods::{GPU_MEMORY, PodBuilder, PodState};
+use bursar_e2e::wait::{self, Poll};
+use futures::FutureExt as _;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use libtest_mimic::{Failed, Trial};
@@ -15,6 +20,7 @@ use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 use crate::status::{wait_for_metric, wait_for_status};
 
 const GIB: u64 = 1 << 30;
+const PAUSE: Duration = Duration::from_millis(200);
 const RESOURCE: &str = "bursar.dev/managed-memory-gib";
 /// The part of a GPU's quota that a context takes, with a margin.
 const CONTEXT: u64 = GIB;
@@ -26,10 +32,12 @@ const FINDINGS: [&str; 3] = ["over-quota", "over-managed", "unaccounted"];
 pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("enforcement/cluster/managed", async |context| {
         cleared(context, async |context| {
-            let outcome = guide_holds(context).await;
+            let outcome = AssertUnwindSafe(guide_holds(context)).catch_unwind().await;
             let none = json!({ "managedMemory": { "capacity": "0" } });
-            context.upgrade_release(&none).await?;
+            let reset = context.upgrade_release(&none).await;
             outcome
+                .unwrap_or_else(|panic| resume_unwind(panic))
+                .and(reset)
         })
         .await
     })]
@@ -117,6 +125,8 @@ async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
     let node = pods.node("covered").await?;
     capacity_is_offered(context, &node, &guide.values).await?;
     budget_and_policy_refuse(context, &guide).await?;
+    pods.delete("covered").await?;
+    pods.wait_until_deleted("covered", START_TIMEOUT).await?;
     let gpu = oversubscribed_pod_has_a_quota_of_its_own(context, &guide).await?;
     neighbour_gets_its_quota(context, &guide, &gpu).await?;
     for finding in FINDINGS {
@@ -142,12 +152,18 @@ async fn capacity_is_offered(
     })
     .await?;
     let nodes: Api<Node> = Api::all(context.environment.cluster.client());
-    let status = nodes.get(node).await?.status.unwrap_or_default();
-    let allocatable = status.allocatable.unwrap_or_default();
-    assert_eq!(
-        allocatable.get(RESOURCE).map(|amount| &*amount.0),
-        Some(&*gib.to_string())
-    );
+    // The kubelet tells the API server a moment later.
+    let poll = async || {
+        let status = nodes.get(node).await.ok().and_then(|node| node.status);
+        let allocatable = status.and_then(|status| status.allocatable);
+        let offered = allocatable.and_then(|all| all.get(RESOURCE).cloned());
+        match offered {
+            Some(amount) if amount.0 == gib.to_string() => Poll::Ready(()),
+            other => Poll::Pending(format!("{other:?}")),
+        }
+    };
+    let what = format!("the node to offer {RESOURCE}");
+    wait::poll_until(&what, START_TIMEOUT, PAUSE, poll).await?;
     quota_holds(context, "covered").await
 }
 
@@ -230,11 +246,19 @@ async fn neighbour_gets_its_quota(
     gpu: &str,
 ) -> Result<(), Failed> {
     let sizes = context.environment.gpu_sizes_in_quanta().await?;
-    let quota = u64::from(sizes[0]) - guide.gib(GPU_MEMORY)?;
+    let quota = sizes[0] - u32::try_from(guide.gib(GPU_MEMORY)?)?;
+    // The best fit is the pod's GPU, once the agent has released what ended pods had there.
+    let node = context.pods.node("oversubscribed").await?;
+    let what = format!("{quota} GiB of {gpu} to be free");
+    wait_for_status(context, &node, &what, |status| {
+        let mut gpus = status.gpus.iter();
+        gpus.any(|one| one.uuid == gpu && one.largest_free == i32::try_from(quota).unwrap_or(0))
+    })
+    .await?;
     let chunk = format!("--chunk={CHUNK}");
     let plan = PodBuilder::new("neighbour", &context.environment.probe_image)
         .arguments(&["greedy", &chunk])
-        .gib(u32::try_from(quota)?);
+        .gib(quota);
     context.pods.create(&plan).await?;
     let refused = context
         .pods
@@ -245,7 +269,10 @@ async fn neighbour_gets_its_quota(
         "both pods are on one GPU: {refused}"
     );
     let got = refused["got"].as_u64().unwrap_or_default();
-    assert!(got + CONTEXT >= quota * GIB, "not its quota: {refused}");
+    assert!(
+        got + CONTEXT >= u64::from(quota) * GIB,
+        "not its quota: {refused}"
+    );
     // The pod that lost its pages goes on.
     let state = context.pods.state("oversubscribed").await?;
     assert!(state.running && state.restarts == 0, "{state:?}");
