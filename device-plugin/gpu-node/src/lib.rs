@@ -2,7 +2,7 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`report`] | the node's state, before what the `GpuNode` keeps from earlier |
+//! | [`report`] | the node's state, without what a `GpuNode` keeps of its last status |
 //! | [`node_report`] | computes the report from a snapshot of the node: pure |
 //! | [`render`] | builds the `GpuNode` status from a report: pure |
 //! | `summary` | describes the node in a few words for `kubectl get`: pure |

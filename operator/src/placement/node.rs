@@ -177,6 +177,11 @@ impl GpuFacts {
         }
     }
 
+    /// Whether the pod with this UID has memory on a GPU of this node, as far as the lists tell.
+    pub(super) fn lists(&self, pod: &str) -> bool {
+        self.gpus.iter().any(|gpu| gpu.pods.contains_key(pod))
+    }
+
     /// Whether a container of the pod may already have memory on this node. A full list omits the
     /// pods with the least memory.
     pub(super) fn has_possibly_started(&self, pod: &PodFacts) -> bool {

@@ -147,10 +147,12 @@ impl<'a> Snapshot<'a> {
         gpus.iter().find(|gpu| gpu.uuid == uuid)
     }
 
-    /// Whether the agent keeps the GPU of a reservation for its pod.
-    pub(super) fn is_kept(&self, node: &str, reservation: &Reservation) -> bool {
-        let gpu = self.gpu(node, &reservation.gpu);
-        gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
+    /// Whether the agent keeps the GPUs of all these reservations for their pods.
+    pub(super) fn are_kept(&self, node: &str, reservations: &[Reservation]) -> bool {
+        reservations.iter().all(|reservation| {
+            let gpu = self.gpu(node, &reservation.gpu);
+            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
+        })
     }
 
     /// The allocatable device memory of a node that no pod requests, which the scheduler can still

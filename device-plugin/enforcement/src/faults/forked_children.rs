@@ -16,7 +16,7 @@ const MAX_PROCESSES: usize = 65_536;
 
 /// The most descriptors to read of one process. Memory of a child that is not found stays charged,
 /// and ends the container later.
-const MAX_OF_PROCESS: usize = 4_096;
+const MAX_PROCESS_DESCRIPTORS: usize = 4_096;
 
 /// The most descriptors to read for all condemned processes of a round.
 const MAX_DESCRIPTORS: usize = 65_536;
@@ -60,12 +60,9 @@ impl ProcessTree {
             let Some(stat) = self.stats.get(&pid).filter(|stat| stat.forked) else {
                 continue;
             };
-            let process = Process {
-                pid,
-                start: stat.start_ticks,
-            };
+            let start = stat.start_ticks;
             if self.has_device_open(pid) {
-                holders.push(process);
+                holders.push(Process { pid, start });
             }
         }
         holders
@@ -77,7 +74,7 @@ impl ProcessTree {
     fn has_device_open(&mut self, pid: u32) -> bool {
         let folder = self.proc.join(pid.to_string()).join("fd");
         let descriptors = fs::read_dir(folder).into_iter().flatten().flatten();
-        for descriptor in descriptors.take(MAX_OF_PROCESS) {
+        for descriptor in descriptors.take(MAX_PROCESS_DESCRIPTORS) {
             let Some(left) = self.descriptors_left.checked_sub(1) else {
                 return false;
             };

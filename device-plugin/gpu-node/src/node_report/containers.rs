@@ -62,9 +62,10 @@ pub(super) fn enforcement_gap(
 
 /// The containers with memory, those with faults first.
 pub(super) fn gpu_containers(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<GpuContainer> {
+    let new = ProcessHistory::default();
     let containers = snapshot.containers.iter().map(|container| {
         let history = audited.histories.get(&container.allocation);
-        gpu_container(container, &history.cloned().unwrap_or_default())
+        gpu_container(container, history.unwrap_or(&new))
     });
     let mut containers: Vec<_> = containers.collect();
     containers.sort_by_cached_key(|container| {

@@ -57,11 +57,9 @@ struct PendingPod<'a> {
 impl PendingPod<'_> {
     /// The shares that the pod still needs on the GPUs of a node.
     fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
-        let uid = &self.pod.uid;
-        let has_memory = gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(uid));
         let are_many = self.pod.containers.len() > MAX_CONTAINERS && self.node.is_some();
         // The agent places all containers of a pod together, the first time that one starts.
-        match has_memory || are_many {
+        match gpus.lists(&self.pod.uid) || are_many {
             true => Shares::of_container(self.quanta, self.pod.min_gpus, gpus),
             false => Shares::of_pod(self.pod, gpus),
         }

@@ -241,8 +241,7 @@ impl<'a> Planner<'a> {
     /// The step that evicts the victims on the GPUs of a pod's reservations, once the agent keeps
     /// all of them for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Option<Step> {
-        let mut all = reservations.iter();
-        let are_kept = all.all(|reservation| self.snapshot.is_kept(node, reservation));
+        let are_kept = self.snapshot.are_kept(node, reservations);
         let waiter = &reservations.first().filter(|_| are_kept)?.waiter;
         let pending = self.pending.get(waiter.as_str()).copied()?;
         let nominate = match &pending.pod.placement {

@@ -39,8 +39,7 @@ impl<'a> Planner<'a> {
             Some(Placement::Node(_)) | None => false,
         };
         useful.sort_by_key(|(late, node, reservations)| {
-            let mut all = reservations.iter();
-            let are_kept = all.all(|reservation| snapshot.is_kept(node, reservation));
+            let are_kept = snapshot.are_kept(node, reservations);
             let nominated = is_nominated(&reservations[0].waiter, node);
             (!nominated, !are_kept, *late)
         });
@@ -92,8 +91,7 @@ impl<'a> Planner<'a> {
                 let gpu = self.snapshot.gpu(node, &reservation.gpu);
                 gpu.is_some()
             };
-            let has_memory = gpus.gpus.iter().any(|gpu| gpu.pods.contains_key(waiter));
-            return (!has_memory && reservations.iter().all(is_there))
+            return (!gpus.lists(waiter) && reservations.iter().all(is_there))
                 .then(|| reservations.to_vec());
         };
         let shares = pending.shares(gpus)?;
