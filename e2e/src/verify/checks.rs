@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::deadline::{self, CHECK_TIMEOUT};
-use super::named::{self, NamedCheck, TestSelection};
+use super::named::{NamedCheck, PassedTests, TestSelection};
 use super::{
     COMPILE_CHECK, book, cli, cluster, docs, faults, install, layers, mission, security, style,
     surface,
@@ -37,7 +37,7 @@ enum Runner {
     ClusterTrial { long: bool },
     /// Runs the trials of the default tier on a cluster of another release of Kubernetes.
     Kubernetes(&'static KubernetesVersion),
-    /// Runs these tests and no others, and fails unless all of them ran.
+    /// Runs these tests unless they have passed already, and fails unless all of them ran.
     Named(&'static [TestSelection]),
     /// Runs tests as `Named` does, in the long tier.
     Long(&'static [TestSelection]),
@@ -490,16 +490,17 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
 }
 
 impl Check {
-    pub(super) fn run(&self) -> anyhow::Result<()> {
+    /// Runs the check, except tests that have `passed` already.
+    pub(super) fn run(&self, passed: &mut PassedTests) -> anyhow::Result<()> {
         match self.runner {
             Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
-            Runner::Test(targets) | Runner::Waiting(targets) => succeed(&mut test_command(targets)),
+            Runner::Test(targets) => passed.run_targets(targets, CHECK_TIMEOUT),
             Runner::Function(function) => function(),
-            Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
-                unreachable!("background_jobs runs the clusters' trials")
+            Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
+                unreachable!("background_jobs runs what waits, and the clusters' trials")
             }
-            Runner::Named(tests) => named::run(tests, Some(CHECK_TIMEOUT)),
-            Runner::Long(tests) => named::run(tests, None),
+            Runner::Named(tests) => passed.run_named(tests, Some(CHECK_TIMEOUT)),
+            Runner::Long(tests) => passed.run_named(tests, None),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Runs the checks of this repository for `cargo verify`.
 //!
-//! A check is a command that passes by its exit code. Its output goes straight to the terminal, so
-//! that the summary line of a test runner appears below the check's name.
+//! A check is a command that passes by its exit code. The summary lines of test runners appear
+//! below the check's name.
 //!
 //! ```text
 //!   checks that compile --> most checks, one after another --> output of the background jobs
@@ -36,6 +36,7 @@ pub use self::cluster::{ClusterTrial, TRIALS};
 pub use self::surface::DashboardQueries;
 
 use self::checks::{BackgroundJob, Check};
+use self::named::PassedTests;
 use crate::kube::{KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::progress::Progress;
 
@@ -96,8 +97,9 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let version = args.kubernetes.unwrap_or(KUBERNETES_VERSIONS[0]);
     let mut jobs = checks::background_jobs(&chosen, version);
     let (mut outcomes, mut running) = (Vec::new(), Vec::new());
+    let mut passed = PassedTests::default();
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
-        let run = || timed(|| check.run());
+        let run = || timed(|| check.run(&mut passed));
         outcomes.push(run_check(check.name, check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
             running = start_in_background(std::mem::take(&mut jobs))?;
