@@ -23,6 +23,7 @@ pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
     let _permit = acquire_permit().await;
     let at = IsolatedScope::set_up(server, "policed").await?;
     let rows = rows(&at).await?;
+    resized(&at).await?;
     needs_a_budget(server, &at).await?;
     per_container(&at).await?;
     let accounts = check_accounts_that_list_pods(server).await?;
@@ -200,6 +201,34 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         );
     }
     Ok(count)
+}
+
+/// Checks that a pod with managed memory keeps the host memory that backs it when it is resized.
+async fn resized(at: &IsolatedScope) -> Result<(), Failed> {
+    let memory = |limit: &str| json!({ DEVICE: "4", MANAGED: "2", "memory": limit });
+    let mut made = pod(memory("4Gi"), json!({}), json!({}));
+    made["metadata"]["name"] = json!("resized");
+    let made = at.create(&at.pods_path(), made).await?;
+    let resize = async |limit: &str| {
+        let mut containers = made["spec"]["containers"].clone();
+        for amounts in ["limits", "requests"] {
+            containers[0]["resources"][amounts]["memory"] = json!(limit);
+        }
+        let path = format!("{}/resized/resize?dryRun=All", at.pods_path());
+        at.try_merge(&path, json!({ "spec": { "containers": containers } }))
+            .await
+    };
+    resize("2Gi").await?;
+    match resize("2047Mi").await {
+        Err(kube::Error::Api(status)) => assert!(
+            status
+                .message
+                .contains("write limits.memory of at least 2048Mi"),
+            "{status:?}"
+        ),
+        other => return Err(format!("host memory of 2047Mi was let in: {other:?}").into()),
+    }
+    at.delete(&format!("{}/resized", at.pods_path())).await
 }
 
 /// Checks `policies.requireBudget` in one namespace: pods with GPU memory are refused until a
