@@ -45,6 +45,8 @@ enum ConnectionError {
     Rejected(RejectReason),
     #[error("received a message out of order")]
     OutOfOrder,
+    #[error("the peer closed its connection before the welcome")]
+    HungUp,
 }
 
 /// The connection of one peer.
@@ -153,6 +155,10 @@ impl Connection {
         // An exec keeps the pid that the kernel log names.
         self.fault_notifier.wait_kmsg_drained().await;
         self.wait_turn().await;
+        // A process that no longer waits goes on with its former page.
+        if stream.has_hung_up() {
+            return Err(ConnectionError::HungUp);
+        }
         let admitted = self.run_charged(|| {
             let resolver = self.resolver.as_ref();
             lock(&self.container).handle_hello(process, image, version, &holdings, resolver)

@@ -107,8 +107,8 @@ struct ProcessState {
     namespace_pids: Vec<u32>,
     /// `None` until the process says hello to a restarted agent.
     page: Option<CreditPage>,
-    /// The descriptors of that page and of the former one, for reuse. Threads of the process may
-    /// still use the former page.
+    /// The descriptors of that page, of the former one and of the last adopted one, for reuse.
+    /// Threads of the process may still use each of them.
     page_fds: Vec<Arc<OwnedFd>>,
     /// Whether the process has sent a message after its hello, and so uses the page that it
     /// received. A process that was stopped, or stopped waiting, goes on with its former page.
@@ -182,11 +182,16 @@ impl Container {
         let replaced_image = before.is_some() && !known;
         if let Some(before) = before {
             before.superseded.cancel();
+            self.drop_requests_of(pid);
             exported = before.current_exports();
             generation = Some(before.generation).filter(|_| known);
             has_broken_page = known && before.has_broken_page;
             let mut former = before.page_fds.into_iter();
             page_fds.extend(former.next());
+            if !before.has_adopted_page {
+                // The last adopted page is the oldest.
+                page_fds.extend(former.next_back());
+            }
             self.return_pages(former, now);
             if !known {
                 self.credit.mark_exited(pid, &std::mem::take(&mut exported));

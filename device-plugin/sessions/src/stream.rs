@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bursar_protocol::fd_passing::send_with_fd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, sockopt,
@@ -111,6 +112,15 @@ impl PeerStream {
     /// The pid of the process that connected.
     pub(super) fn peer_pid(&self) -> Option<u32> {
         options::peer_pid(self.0.get_ref().as_fd())
+    }
+
+    /// Whether the peer has closed its socket, even if the agent has not read all messages.
+    pub(super) fn has_hung_up(&self) -> bool {
+        let socket = self.0.get_ref().as_fd();
+        // The kernel reports a hangup whatever the caller polls for.
+        let mut polled = [PollFd::new(&socket, PollFlags::empty())];
+        poll(&mut polled, Some(&Timespec::default())).is_ok()
+            && polled[0].revents().contains(PollFlags::HUP)
     }
 
     /// Fills `into`.

@@ -668,6 +668,21 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "security/abandoned-hellos",
+        promise: "the page that a process uses goes to no other process, however many hellos the process abandons",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "container::tests::used_page_is_not_reused_when_hellos_are_abandoned",
+                "container::tests::recording::late_request_is_dropped_when_its_process_says_hello_again",
+                "tests::handshake::hello_is_dropped_when_its_peer_has_hung_up",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "security/work-is-paid",
         promise: "messages are charged for their processor time; requests share one write of the record, and are answered only after it",
         long: false,

@@ -14,7 +14,8 @@ use bursar_protocol::credit_page::{CreditPage, PageError};
 use super::super::MAX_PROCESSES;
 use super::super::rate_limit::RateLimiter;
 
-/// The most pages of a container: two for each possible process, its page and the former one.
+/// The most pages of a container: two for each possible process, its page and the former one. The
+/// third page of a process that has abandoned hellos counts among them.
 const MAX_PAGES: u32 = 2 * MAX_PROCESSES as u32;
 
 /// The time for which a page counts that the agent could not keep for reuse. The agent cannot tell

@@ -81,6 +81,13 @@ impl Container {
         (self.next_change(), answered)
     }
 
+    /// Drops the requests of a process that says hello again: it waits for no answer, and has not
+    /// adopted its new page.
+    pub(super) fn drop_requests_of(&mut self, pid: u32) {
+        let requests = &mut self.pending_changes.credit_requests;
+        requests.retain(|request| request.pid != pid);
+    }
+
     /// Handles a query for the use of other processes. Returns the change that the checkpoint must
     /// hold before the answer.
     pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {

@@ -699,6 +699,20 @@ fn process_keeps_its_grant_when_it_never_adopts_a_new_page() {
     assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
 }
 
+#[test]
+fn used_page_is_not_reused_when_hellos_are_abandoned() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    charge_all(&mut container, &page, 1, MIB);
+    let charged = page.slot(0).unwrap().word();
+    for _ in 0..3 {
+        hello(&mut container, 1, 7).unwrap();
+    }
+    hello(&mut container, 2, 8).unwrap();
+    assert_eq!(page.slot(0).unwrap().word(), charged);
+}
+
 fn units_of(granted: u32) -> u64 {
     Units(granted).bytes()
 }

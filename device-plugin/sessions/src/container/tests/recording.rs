@@ -74,6 +74,17 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
 }
 
 #[test]
+fn late_request_is_dropped_when_its_process_says_hello_again() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = start_with_delayed_writes(&fixture, 1);
+    let (_, mut answer) = container.request_credit(0, 0, Units(5));
+    hello(&mut container, 0, 1).unwrap();
+    container.flush_changes(Instant::now() + 3 * WRITE_BURST);
+    assert!(answer.try_recv().is_err());
+    assert!(!container.processes[&0].has_adopted_page);
+}
+
+#[test]
 fn request_is_refused_when_the_checkpoint_is_not_written() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = start_with_delayed_writes(&fixture, 1);
