@@ -176,7 +176,7 @@ impl Connection {
         if let Some(lease_service) = self.lease_service.as_ref().filter(|_| replaced_image) {
             lease_service.process_ended(process).await;
         }
-        self.wait_recorded(change).await;
+        self.wait_recorded(Some(change)).await;
         let session = Session {
             process,
             image,

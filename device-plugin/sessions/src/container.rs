@@ -364,16 +364,8 @@ impl Container {
         }
     }
 
-    /// Notes that a process has sent a message, and so has its page. The checkpoint holds its
-    /// exports before the agent answers.
-    fn mark_active(&mut self, pid: u32) {
-        if self.update_exports(pid) {
-            self.write_checkpoint();
-        }
-    }
-
-    /// Notes that a process has sent a message. Returns whether its exports have changed and the
-    /// checkpoint must hold them.
+    /// Notes that a process has sent a message, and so has its page. Returns whether its exports
+    /// have changed: the checkpoint must hold them before the agent answers.
     fn update_exports(&mut self, pid: u32) -> bool {
         let Some(state) = self.processes.get_mut(&pid) else {
             return false;

@@ -52,6 +52,14 @@ impl RateLimiter {
         self.paid_until = Some(paid);
     }
 
+    /// Charges a cost, but no more than makes the time to wait `most`.
+    pub(super) fn charge_at_most(&mut self, cost: Duration, most: Duration, now: Instant) {
+        let before = self.paid_until;
+        self.charge(cost, now);
+        let limit = now + self.burst + most;
+        self.paid_until = self.paid_until.min(Some(limit)).max(before);
+    }
+
     /// Charges a cost if the budget has it, and returns whether it does.
     pub(super) fn try_charge(&mut self, cost: Duration, now: Instant) -> bool {
         let before = *self;

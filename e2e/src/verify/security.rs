@@ -695,6 +695,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "container::tests::recording::checkpoint_is_written_at_most_20_times_a_second",
                 "container::tests::recording::request_is_refused_when_the_checkpoint_is_not_written",
                 "container::tests::recording::hello_waits_for_the_checkpoint_when_writes_are_late",
+                "container::tests::recording::exports_wait_for_the_checkpoint_when_writes_are_late",
             ],
             ignored: false,
             env: &[],

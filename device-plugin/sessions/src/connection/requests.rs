@@ -51,7 +51,7 @@ impl Connection {
                 Request::Credit { account, units } => {
                     let (change, answered) = self
                         .run_charged(|| lock(&self.container).request_credit(pid, account, units));
-                    self.wait_recorded(change).await;
+                    self.wait_recorded(Some(change)).await;
                     answered.await.ok()
                 }
                 Request::Refresh => {
@@ -59,9 +59,7 @@ impl Connection {
                         let mut container = lock(&self.container);
                         container.handle_refresh(pid)
                     });
-                    if let Some(change) = change {
-                        self.wait_recorded(change).await;
-                    }
+                    self.wait_recorded(change).await;
                     Some(Response::Refreshed)
                 }
                 Request::Denied {
@@ -73,27 +71,33 @@ impl Connection {
                     None
                 }
                 Request::ContextMade { account } => {
-                    Some(lock(&self.container).handle_context_made(pid, account))
+                    let (answer, change) = self.run_charged(|| {
+                        let mut container = lock(&self.container);
+                        container.handle_context_made(pid, account)
+                    });
+                    self.wait_recorded(change).await;
+                    Some(answer)
                 }
                 Request::Poisoned {
                     account,
                     code,
                     can_reexec,
                 } => {
-                    let (answer, has_news) = self.run_charged(|| {
+                    let (answer, change, has_news) = self.run_charged(|| {
                         // Only for a fault does the agent read `/proc`.
                         let is_fault = is_fault(code);
                         let root = is_fault.then(|| self.root_process(pid)).flatten();
                         let can_reexec = is_fault && can_reexec && self.is_main_process(pid);
                         let now = clock::read_clocks();
                         let mut container = lock(&self.container);
-                        let answer =
+                        let (answer, change) =
                             container.handle_poisoned(pid, account, code, can_reexec, root, now);
-                        (answer, container.has_unreported_faults())
+                        (answer, change, container.has_unreported_faults())
                     });
                     if has_news {
                         self.fault_notifier.notify();
                     }
+                    self.wait_recorded(change).await;
                     Some(answer)
                 }
                 Request::Hello { .. }
@@ -123,8 +127,9 @@ impl Connection {
         }
     }
 
-    /// Waits until the checkpoint holds a change.
-    pub(super) async fn wait_recorded(&self, change: ChangeNumber) {
+    /// Waits until the checkpoint holds a change, if there is one.
+    pub(super) async fn wait_recorded(&self, change: Option<ChangeNumber>) {
+        let Some(change) = change else { return };
         let record = || lock(&self.container).poll_recorded(change, Instant::now());
         while let Some(wait) = self.run_charged(record) {
             tokio::time::sleep(wait).await;

@@ -8,6 +8,7 @@ use bursar_protocol::units::Units;
 use super::super::Account;
 use super::super::context_size::ContextSizes;
 use super::Container;
+use super::recording::ChangeNumber;
 
 impl Container {
     /// Charges contexts by these sizes from now on.
@@ -26,9 +27,13 @@ impl Container {
     }
 
     /// Handles a new context of a process: answers the current size, and writes it into the pages
-    /// of all processes.
-    pub(in super::super) fn handle_context_made(&mut self, pid: u32, account: u8) -> Response {
-        self.mark_active(pid);
+    /// of all processes. Also returns the change that the checkpoint must hold before the answer.
+    pub(in super::super) fn handle_context_made(
+        &mut self,
+        pid: u32,
+        account: u8,
+    ) -> (Response, Option<ChangeNumber>) {
+        let change = self.update_exports(pid).then(|| self.note_change());
         let index = usize::from(account);
         let here = self.accounts.get(index);
         let units = here.map_or(Units::ZERO, |account| self.context_charge(account));
@@ -39,6 +44,6 @@ impl Container {
         {
             slot.set_context(units);
         }
-        Response::ContextSize { account, units }
+        (Response::ContextSize { account, units }, change)
     }
 }

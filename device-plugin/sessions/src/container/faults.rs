@@ -17,6 +17,7 @@ use super::super::recovery::{
     XidTarget, is_fault,
 };
 use super::super::{Account, Process};
+use super::recording::ChangeNumber;
 use super::{Container, ProcessState};
 
 /// The faults that wait for the fault task at most; the oldest of the container are dropped first.
@@ -33,7 +34,8 @@ impl Container {
     }
 
     /// Handles a process's report of a sticky error, and answers how to recover. A code that is not
-    /// sticky is no fault.
+    /// sticky is no fault. Also returns the change that the checkpoint must hold before the answer,
+    /// besides the fault.
     pub(in super::super) fn handle_poisoned(
         &mut self,
         pid: u32,
@@ -42,8 +44,8 @@ impl Container {
         can_reexec: bool,
         root: Option<Process>,
         now: ClockReading,
-    ) -> Response {
-        self.mark_active(pid);
+    ) -> (Response, Option<ChangeNumber>) {
+        let has_changed = self.update_exports(pid);
         let source = FaultSource::Cuda { code, can_reexec };
         let gpu = match self.accounts.get(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
@@ -52,13 +54,14 @@ impl Container {
         let decision = is_fault(code).then(|| self.record_fault(pid, gpu, source, root, now));
         let version = self.processes.get(&pid).map(|state| state.protocol_version);
         let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
-        Response::Recovery(match decision.flatten() {
+        let answer = Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
             Some(action) if action.killed_unit().is_some() && version >= Some(END_SINCE) => {
                 Recovery::End { seconds }
             }
             _ => Recovery::Continue,
-        })
+        });
+        (answer, has_changed.then(|| self.note_change()))
     }
 
     /// A process that is the init of its pid namespace. Such a process is the container's main

@@ -205,7 +205,7 @@ impl Container {
         let delays = took.saturating_mul(WRITE_TIME_DIVISOR).min(MAX_WRITE_DELAY);
         self.pending_changes
             .rate_limiter
-            .charge(delays, Instant::now());
+            .charge_at_most(delays, MAX_WRITE_DELAY, Instant::now());
         written
     }
 }

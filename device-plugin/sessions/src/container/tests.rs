@@ -288,7 +288,7 @@ fn restarted_agent_charges_processes_before_their_hello() {
     };
     let moved = hello_with(&mut after, 1, 7, &[held]).unwrap();
     assert_eq!(moved.slot(0).unwrap().word(), word);
-    after.mark_active(1);
+    after.handle_refresh(1);
     assert!(moved.slot(0).unwrap().discharge(units(255 * MIB)));
     assert!(is_granted(&after.request(2, 0, units(255 * MIB))));
 }
@@ -721,7 +721,7 @@ fn start_exporter(container: &mut Container, bytes: u64) -> CreditPage {
     let page = hello(container, 1, 7).unwrap();
     charge_all(container, &page, 1, bytes);
     page.slot(0).unwrap().export(units(bytes));
-    container.mark_active(1);
+    container.handle_refresh(1);
     page
 }
 
@@ -795,7 +795,7 @@ fn exports_stay_charged_when_the_page_is_lowered() {
     let mut container = fixture.start();
     let page = start_exporter(&mut container, 512 * MIB);
     page.slot(0).unwrap().set_exported(Units::ZERO);
-    container.mark_active(1);
+    container.handle_refresh(1);
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     settle_one(&mut container, 1, Bytes::ZERO);
     assert_eq!(container.account_usage()[0].exited, Bytes(512 * MIB));

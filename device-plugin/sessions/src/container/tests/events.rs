@@ -138,7 +138,7 @@ impl FakeNode {
         let policy = RecoveryPolicy::new(ContextAction::InPlace, 1, 600, 0);
         self.container.set_policy(policy);
         let pid = self.process.pid;
-        let verdict = self
+        let (verdict, _) = self
             .container
             .handle_poisoned(pid, 0, 700, true, None, now());
         assert_eq!(verdict, Response::Recovery(Recovery::Reexec));

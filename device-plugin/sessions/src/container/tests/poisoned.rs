@@ -18,7 +18,7 @@ fn now() -> ClockReading {
 
 fn report(container: &mut Container, pid: u32, code: i32) -> Response {
     let root = Some(Process { pid, start: 1 });
-    container.handle_poisoned(pid, 0, code, true, root, now())
+    container.handle_poisoned(pid, 0, code, true, root, now()).0
 }
 
 fn set_in_place_policy(container: &mut Container) {

@@ -1,5 +1,7 @@
 //! Shows the writes of the checkpoint, and the answers that wait for them.
 
+use bursar_host::clock::ClockReading;
+
 use super::super::recording::{MAX_WRITE_DELAY, WRITE_BURST};
 use super::*;
 
@@ -71,6 +73,45 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
             .charge(MAX_WRITE_DELAY, now);
     }
     assert!((1_000..=2_000).contains(&writes), "{writes} in 100 s");
+}
+
+#[test]
+fn write_is_delayed_little_however_many_came_before() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let limiter = &mut container.pending_changes.rate_limiter;
+    limiter.charge_at_most(2 * WRITE_BURST, MAX_WRITE_DELAY, Instant::now());
+    for _ in 0..100 {
+        container.write_checkpoint();
+    }
+    let change = container.note_change();
+    let wait = container.poll_recorded(change, Instant::now());
+    assert!(wait <= Some(MAX_WRITE_DELAY), "{wait:?}");
+}
+
+#[test]
+fn exports_wait_for_the_checkpoint_when_writes_are_late() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = start_with_delayed_writes(&fixture, 1);
+    let page = hello(&mut container, 0, 1).unwrap();
+    let record = || std::fs::read(fixture.folder.path().join("record.json")).unwrap();
+    let before = record();
+    let now = ClockReading {
+        moment: fixture.now,
+        wall: jiff::Timestamp::UNIX_EPOCH,
+    };
+    for message in 0..2 {
+        page.slot(0).unwrap().export(Units(1));
+        let change = match message {
+            0 => container.handle_context_made(0, 0).1,
+            _ => container.handle_poisoned(0, 0, 0, false, None, now).1,
+        };
+        let wait = container.poll_recorded(change.unwrap(), Instant::now());
+        assert!(wait.is_some() && record() == before, "message {message}");
+    }
+    container.flush_changes(Instant::now() + 3 * WRITE_BURST);
+    assert_ne!(record(), before);
+    assert_eq!(container.handle_context_made(0, 0).1, None);
 }
 
 #[test]

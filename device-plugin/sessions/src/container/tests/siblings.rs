@@ -166,7 +166,7 @@ proptest! {
                 }
                 Step::Exports(_, mib) => if let Some((page, _)) = page {
                     page.slot(0).unwrap().export(units(mib * MIB));
-                    container.mark_active(*pid);
+                    container.handle_refresh(*pid);
                 },
                 Step::Dies(_) => if let Some((_, image)) = page.take() {
                     container.handle_exit(process, image);
