@@ -12,6 +12,7 @@ mod leases;
 mod untracked;
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use bursar_protocol::units::{UNIT, Units};
 
@@ -214,15 +215,17 @@ impl CreditAccounts {
 
     /// Revokes credit of a process, at most its grant. Returns the revoked units.
     pub(crate) fn revoke(&mut self, pid: u32, account: usize, units: Units) -> Units {
-        let Some(slot) = self
-            .granted
-            .get_mut(&pid)
-            .and_then(|accounts| accounts.get_mut(account))
-        else {
+        let Entry::Occupied(mut entry) = self.granted.entry(pid) else {
+            return Units::ZERO;
+        };
+        let Some(slot) = entry.get_mut().get_mut(account) else {
             return Units::ZERO;
         };
         let taken = units.min(*slot);
         *slot = slot.saturating_sub(taken);
+        if entry.get().iter().all(|units| *units == Units::ZERO) {
+            entry.remove();
+        }
         taken
     }
 
@@ -437,6 +440,17 @@ mod tests {
         assert_eq!(credit.grant(1, 1, Units(1)), Err(Units(1)));
         assert_eq!(credit.admit_claimed(1, 7, Units(1)), Units(0));
         assert_eq!(credit.revoke(1, 7, Units(1)), Units(0));
+    }
+
+    #[test]
+    fn process_has_no_account_when_its_whole_grant_is_revoked() {
+        let mut credit = CreditAccounts::new(vec![Units(10), Units(10)]);
+        credit.grant(1, 0, Units(4)).unwrap();
+        credit.grant(1, 1, Units(4)).unwrap();
+        assert_eq!(credit.revoke(1, 0, Units(9)), Units(4));
+        assert_eq!(credit.granted_to(1, 1), Units(4));
+        assert_eq!(credit.revoke(1, 1, Units(4)), Units(4));
+        assert!(credit.grants().is_empty());
     }
 
     #[derive(Clone, Debug)]

@@ -683,6 +683,20 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "security/exited-requests",
+        promise: "the agent keeps no account of a process that exits while its request waits",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "container::tests::recording::exited_process_gets_no_account_when_its_request_is_late",
+                "accounts::tests::process_has_no_account_when_its_whole_grant_is_revoked",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "security/work-is-paid",
         promise: "messages are charged for their processor time; requests share one write of the record, and are answered only after it",
         long: false,

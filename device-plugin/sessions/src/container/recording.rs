@@ -173,6 +173,10 @@ impl Container {
             answer,
         } in requests
         {
+            // A process that has exited would keep the account of this grant for ever.
+            if answer.is_closed() || !self.processes.contains_key(&pid) {
+                continue;
+            }
             has_changes |= self.update_exports(pid);
             let units = self.reserve_credit(pid, usize::from(account), need);
             has_changes |= units.is_ok();

@@ -115,6 +115,17 @@ fn exports_wait_for_the_checkpoint_when_writes_are_late() {
 }
 
 #[test]
+fn exited_process_gets_no_account_when_its_request_is_late() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = start_with_delayed_writes(&fixture, 2);
+    let (_, mut answer) = container.request_credit(1, 0, Units(5));
+    container.handle_exit(Process { pid: 1, start: 1 }, 1);
+    container.flush_changes(Instant::now() + 3 * WRITE_BURST);
+    assert!(answer.try_recv().is_err());
+    assert!(!container.credit.grants().contains_key(&1));
+}
+
+#[test]
 fn late_request_is_dropped_when_its_process_says_hello_again() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = start_with_delayed_writes(&fixture, 1);
