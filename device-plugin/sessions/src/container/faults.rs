@@ -1,7 +1,7 @@
 //! Records the container's poisoned process images, fences them, and commits the decisions about
 //! them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_host::clock::ClockReading;
@@ -275,7 +275,10 @@ impl Container {
         let before = self.fault_log.clone();
         let (decision, opened) = self.fault_log.record(image, &gpu, source, root, now);
         if let Some(fault) = opened {
-            tracing::warn!(allocation = %self.spec.allocation, pid, ?fault, "context poisoned");
+            if let Some(suppressed) = self.log_limiter.due("poisoned", Instant::now()) {
+                let allocation = self.spec.allocation;
+                tracing::warn!(%allocation, pid, ?fault, suppressed, "context poisoned");
+            }
             self.push_unreported(fault);
         }
         if before != self.fault_log {

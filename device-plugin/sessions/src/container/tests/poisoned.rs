@@ -377,6 +377,19 @@ fn newest_faults_are_kept_when_too_many_are_unreported() {
 }
 
 #[test]
+fn fault_is_logged_once_a_minute_when_images_fail_in_a_loop() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for image in 1..=3 {
+        hello(&mut container, 1, image).unwrap();
+        report(&mut container, 1, 700);
+    }
+    let later = Instant::now() + Duration::from_secs(60);
+    assert_eq!(container.log_limiter.due("poisoned", later), Some(2));
+    assert_eq!(container.take_unreported_faults().len(), 3);
+}
+
+#[test]
 fn container_is_restarted_when_a_child_holds_ended_memory() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
