@@ -35,8 +35,9 @@ pub struct Rate {
     pub(crate) batch_delay: Duration,
     /// The shortest interval between two writes.
     pub(crate) min_interval: Duration,
-    /// The shortest interval from a write to one for process generations or leases alone, which
-    /// tenants change as often as they like, and for the counts of allocator runtimes.
+    /// The shortest interval from a write to one for process generations, leases or further faults
+    /// that are only reported, which tenants change as often as they like, and for the counts of
+    /// allocator runtimes.
     pub(crate) quiet_interval: Duration,
     /// The first delay after a failure; each further failure doubles it.
     pub(crate) min_backoff: Duration,

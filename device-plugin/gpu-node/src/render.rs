@@ -1,7 +1,7 @@
 //! Builds the `GpuNode` status from a report. Pure.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
@@ -115,19 +115,36 @@ pub fn render(
 }
 
 /// Whether `after` differs from `before` in more than what tenants change as they like, which is
-/// process generations and leases, and the counts of allocator runtimes.
+/// process generations, leases and further faults that are only reported, and the counts of
+/// allocator runtimes.
 pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
+    if are_faults_urgent(&before.faults, &after.faults) {
+        return true;
+    }
     let mut settled = GpuNodeStatus {
         retained_count: before.retained_count,
         retained: before.retained.clone(),
+        faults: before.faults.clone(),
         ..after.clone()
     };
+    if let (Some(summary), Some(old)) = (&mut settled.summary, &before.summary) {
+        summary.faults = old.faults;
+    }
     for container in &mut settled.containers {
         let is_same = |old: &&GpuContainer| {
             (&old.pod_uid, &old.container) == (&container.pod_uid, &container.container)
         };
         if let Some(old) = before.containers.iter().find(is_same) {
             container.process_generation = old.process_generation;
+            if let (Some(last), Some(old)) = (&mut container.last_fault, &old.last_fault) {
+                last.clone_from(old);
+            }
+        }
+    }
+    for used in &mut settled.namespaces {
+        let mut known = before.namespaces.iter().filter(|old| old.poisoned > 0);
+        if let Some(old) = known.find(|old| old.namespace == used.namespace) {
+            used.poisoned = old.poisoned;
         }
     }
     for gpu in &mut settled.gpus {
@@ -143,6 +160,28 @@ pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
         }
     }
     settled != *before
+}
+
+/// Whether the operator may act on a difference between these faults. It does nothing about a fault
+/// without an action. It acts on a fault that is only reported where the policy has changed since.
+/// It then needs one such fault of the container, and the new policy changes the status anyway.
+fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
+    let has = |fault: &Fault, action| fault.kind == FaultKind::Context && fault.action == action;
+    let is_reported = |fault: &Fault| has(fault, Some(FaultAction::Report));
+    let container_of = |fault: &Fault| {
+        let container = fault.container.as_ref()?;
+        Some((container.pod_uid.clone(), container.container.clone()))
+    };
+    let waiting = |faults: &[Fault]| {
+        let mut waiting = faults.to_vec();
+        waiting.retain(|fault| !has(fault, None) && !is_reported(fault));
+        waiting
+    };
+    let reported = |faults: &[Fault]| -> BTreeSet<_> {
+        let reported = faults.iter().filter(|fault| is_reported(fault));
+        reported.map(container_of).collect()
+    };
+    waiting(before) != waiting(after) || !reported(after).is_subset(&reported(before))
 }
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
@@ -401,7 +440,8 @@ pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
 #[cfg(test)]
 mod tests {
     use bursar_crds::gpu_node::{
-        EnforcementGap, LeaseState, PendingContainer, QuotaState, RetainedLease, RuntimeState,
+        EnforcementGap, LastFault, LeaseState, NamespaceUse, PendingContainer, QuotaState,
+        RetainedLease, RuntimeState,
     };
     use bursar_retained::runtimes::FailureClass;
 
@@ -478,6 +518,89 @@ mod tests {
         report.containers.pop();
         report.gpus[0].generation += 1;
         assert!(is_urgent(&before, &render(&report)), "a lost GPU");
+    }
+
+    fn context_fault(generation: u64, action: Option<FaultAction>) -> FaultReport {
+        FaultReport {
+            id: format!("a-{generation}"),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: Some(700),
+            xid: None,
+            action,
+            image: Some(ImageReport {
+                pod_uid: Some("a".parse().unwrap()),
+                namespace: "team".into(),
+                pod: "a".into(),
+                container: "main".into(),
+                process_generation: generation,
+            }),
+            time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
+        }
+    }
+
+    /// A report in which container "a" has this last fault, and these faults are open.
+    fn report_with_faults(last: u64, open: &[(u64, Option<FaultAction>)]) -> NodeReport {
+        let last_fault = LastFault {
+            gpu: "GPU-00000000".into(),
+            process_generation: to_i64(last),
+            cuda_error: Some(700),
+            xid: None,
+            action: Some(FaultAction::Report),
+            time: at(to_i64(last)),
+        };
+        let open = open.iter();
+        NodeReport {
+            containers: vec![GpuContainer {
+                process_generation: to_i64(last),
+                last_fault: Some(last_fault).filter(|_| last > 0),
+                ..container("a")
+            }],
+            namespaces: vec![NamespaceUse {
+                namespace: "team".into(),
+                observed: 4,
+                denials: 0,
+                poisoned: to_i64(last),
+                restarts: 0,
+            }],
+            faults: open
+                .map(|(id, action)| context_fault(*id, *action))
+                .collect(),
+            ..report()
+        }
+    }
+
+    #[test]
+    fn further_faults_that_are_only_reported_may_wait() {
+        use FaultAction::{Evict, Process, Report};
+        let status = |last, open: &[_]| {
+            let report = report_with_faults(last, open);
+            render(&report, &GpuNodeStatus::default(), Some(1), &at(10))
+        };
+        let first = status(1, &[(1, Some(Report))]);
+        assert!(is_urgent(&status(0, &[]), &first), "the first fault");
+        for quiet in [
+            status(9, &[]),
+            status(9, &[(9, Some(Report))]),
+            status(9, &[(8, Some(Report)), (9, None)]),
+        ] {
+            assert_ne!(quiet, first);
+            assert!(!is_urgent(&first, &quiet), "{:?}", quiet.faults);
+        }
+        for action in [Evict, Process] {
+            let open = status(9, &[(9, Some(action))]);
+            assert!(is_urgent(&first, &open), "{action:?}");
+            assert!(is_urgent(&open, &status(9, &[])), "the end of {action:?}");
+        }
+        let none_open = status(2, &[]);
+        assert!(
+            is_urgent(&none_open, &status(9, &[(9, Some(Report))])),
+            "the operator knows no fault of the container"
+        );
+        let mut elsewhere = report_with_faults(9, &[(9, Some(Report))]);
+        elsewhere.faults[0].image.as_mut().unwrap().container = "sidecar".into();
+        let elsewhere = render(&elsewhere, &GpuNodeStatus::default(), Some(1), &at(10));
+        assert!(is_urgent(&first, &elsewhere), "another container");
     }
 
     #[test]
@@ -626,22 +749,7 @@ mod tests {
 
     #[test]
     fn faults_that_wait_for_the_operator_come_before_older_ones() {
-        let fault = |generation: u64, action| FaultReport {
-            id: format!("a-{generation}"),
-            gpu: "GPU-00000000".parse().unwrap(),
-            gpu_generation: 3,
-            cuda_error: Some(700),
-            xid: None,
-            action: Some(action),
-            image: Some(ImageReport {
-                pod_uid: Some("a".parse().unwrap()),
-                namespace: "team".into(),
-                pod: "a".into(),
-                container: "main".into(),
-                process_generation: generation,
-            }),
-            time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
-        };
+        let fault = |generation, action| context_fault(generation, Some(action));
         let older = (1..=64)
             .rev()
             .map(|number| fault(number, FaultAction::Report));
