@@ -152,9 +152,9 @@ impl Connection {
         if version < OLDEST_VERSION {
             return reject(stream, RejectReason::Version).await;
         }
+        self.wait_turn().await;
         // An exec keeps the pid that the kernel log names.
         self.fault_notifier.wait_kmsg_drained().await;
-        self.wait_turn().await;
         // A process that no longer waits goes on with its former page.
         if stream.has_hung_up() {
             return Err(ConnectionError::HungUp);

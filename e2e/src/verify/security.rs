@@ -710,6 +710,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "container::tests::recording::request_is_refused_when_the_checkpoint_is_not_written",
                 "container::tests::recording::hello_waits_for_the_checkpoint_when_writes_are_late",
                 "container::tests::recording::exports_wait_for_the_checkpoint_when_writes_are_late",
+                "tests::handshake::hello_waits_for_its_turn_before_the_kernel_log",
+                "faults::task::tests::hello_causes_no_round_beyond_a_read_of_the_log",
             ],
             ignored: false,
             env: &[],

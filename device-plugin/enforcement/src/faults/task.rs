@@ -14,7 +14,7 @@ use bursar_ledger::BootTime;
 use bursar_ledger::units::AllocationId;
 use bursar_node::actor::Snapshot;
 use bursar_sessions::{Sessions, XidTarget};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -68,17 +68,22 @@ pub async fn run(
     let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        tokio::select! {
+        let is_barrier = tokio::select! {
             () = stop.cancelled() => return,
-            () = news.notified() => {}
-            Ok(()) = xids.changed() => {}
-            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => {}
-            _ = every.tick() => {}
-        }
+            () = news.notified() => false,
+            Ok(()) = xids.changed() => false,
+            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => true,
+            _ = every.tick() => false,
+        };
         let now = clock::read_clocks();
-        inputs.apply_orders(now);
         let read = log.as_mut().map(|log| log.read(now.moment));
         let (lines, is_whole) = read.unwrap_or((Vec::new(), true));
+        // Tenant processes say hello as often as they like, so a hello alone costs one read.
+        if is_barrier && is_whole && lines.is_empty() && !xids.has_changed().unwrap_or(false) {
+            release(&mut waiting);
+            continue;
+        }
+        inputs.apply_orders(now);
         for (line, at) in lines {
             // The process is looked up before another image in the same process connects.
             if let Some(suspect) = inputs.find_suspect(line, at) {
@@ -95,10 +100,7 @@ pub async fn run(
             );
         }
         if is_whole {
-            for waits in waiting.drain(..) {
-                // A session that waited too long has dropped its receiver.
-                let _ = waits.send(());
-            }
+            release(&mut waiting);
         } else if !waiting.is_empty() {
             every.reset_immediately();
         }
@@ -111,6 +113,14 @@ pub async fn run(
             *before = open;
             changed
         });
+    }
+}
+
+/// Lets the hellos go on that wait for the log.
+fn release(waiting: &mut Vec<oneshot::Sender<()>>) {
+    for waits in waiting.drain(..) {
+        // A session that waited too long has dropped its receiver.
+        let _ = waits.send(());
     }
 }
 
@@ -198,4 +208,170 @@ fn open_log(path: &Path) -> Option<KernelLog> {
             warn!(path = %path.display(), %error, "failed to open the kernel's log; XIDs of processes are not found");
         })
         .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+
+    use bursar_apiserver::metrics::ApiMetrics;
+    use bursar_crds::context_policy::ContextPolicyEntry;
+    use bursar_gpu::Inventory;
+    use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
+    use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
+    use bursar_ledger::{LedgerView, ManagedView};
+    use bursar_node::allocator::{BoundContainer, NodeProblems};
+    use bursar_node::checkpoint_state::{ContainerName, PodName};
+    use bursar_node::metrics::Counts;
+    use bursar_protocol::messages::{Message as _, Request};
+    use bursar_sessions::{CgroupResolver, ContainerResolver, Process, SessionSpec};
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+
+    struct FakeSampler;
+
+    impl MemorySampler for FakeSampler {
+        fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+            Some(GpuMemorySample::default())
+        }
+    }
+
+    /// Resolves every process to every pod.
+    struct FakeResolver;
+
+    impl ContainerResolver for FakeResolver {
+        fn process(&self, pid: u32) -> Option<Process> {
+            CgroupResolver::new("/proc".into()).process(pid)
+        }
+
+        fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
+            Some("here".to_owned())
+        }
+    }
+
+    /// The state of a node with one container, in the namespace "team".
+    fn snapshot() -> Snapshot {
+        let name = ContainerName {
+            container: "main".to_owned(),
+            pod: Some(PodName {
+                namespace: "team".to_owned(),
+                name: "p".to_owned(),
+            }),
+        };
+        let none = Quanta(0);
+        Snapshot {
+            inventory: Inventory::Starting,
+            view: LedgerView {
+                gpus: Vec::new(),
+                managed: ManagedView {
+                    capacity: none,
+                    bound: none,
+                    free: none,
+                },
+                unbound_allocations: 0,
+                queued_claims: 0,
+            },
+            queued_claims: Vec::new(),
+            counts: [Resource::DeviceMemory, Resource::ManagedMemory]
+                .map(|resource| (resource, Counts::default())),
+            generations: BTreeMap::new(),
+            problems: NodeProblems::default(),
+            devices_error: None,
+            containers: [BoundContainer {
+                name: Some(name),
+                ..BoundContainer::with_ids(7, 7)
+            }]
+            .into(),
+        }
+    }
+
+    fn inputs(folder: &Path, sessions: &Arc<Sessions>) -> FaultInputs {
+        let path = |name| folder.join(name);
+        std::fs::write(path("kmsg"), "").unwrap();
+        FaultInputs {
+            paths: PathsConfig {
+                state_dir: path("state"),
+                run_dir: path("run"),
+                cdi_dir: path("cdi"),
+                cgroup_root: path("cgroup"),
+                shim_dir: path("shim"),
+                proc: path("proc"),
+                sys: path("sys"),
+                kernel_log: path("kmsg"),
+            },
+            sessions: Arc::clone(sessions),
+            snapshots: watch::channel(snapshot()).1,
+            orders: watch::channel(None).1,
+            xids: watch::channel(RecentXids::default()).1,
+            disconnected_since: watch::channel(None).1,
+            events: Events::new(ApiMetrics::new(&mut Registry::default())).0,
+            default_action: ContextAction::Process,
+            metrics: AuditMetrics::new(&mut Registry::default()),
+        }
+    }
+
+    /// Says hello to the session of allocation 7, and waits for the welcome.
+    async fn hello(folder: &Path) {
+        let socket = folder.join("alloc/0000000000000007/agent.sock");
+        let hello = Request::Hello {
+            version: 1,
+            image: 1,
+            holdings: vec![],
+        };
+        // The runtime's paused time stands still meanwhile.
+        tokio::task::spawn_blocking(move || {
+            let mut stream = UnixStream::connect(socket).unwrap();
+            stream.write_all(&hello.frame()).unwrap();
+            stream.read_exact(&mut [0]).unwrap();
+        })
+        .await
+        .unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn hello_causes_no_round_beyond_a_read_of_the_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let run_dir = folder.path().to_owned();
+        let sessions = Sessions::new(run_dir, Arc::new(FakeSampler), Arc::new(FakeResolver));
+        let sessions = Arc::new(sessions);
+        let spec = SessionSpec {
+            allocation: AllocationId::from_bits(7),
+            pod: "p".parse().unwrap(),
+            gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
+            managed: Bytes::ZERO,
+            tokens: None,
+        };
+        sessions.serve(spec).await.unwrap();
+        let (orders, received) = watch::channel(None);
+        let inputs = FaultInputs {
+            orders: received,
+            ..inputs(folder.path(), &sessions)
+        };
+        tokio::spawn(run(
+            inputs,
+            watch::Sender::default(),
+            CancellationToken::new(),
+        ));
+        // The first round comes at once.
+        tokio::time::sleep(POLL_INTERVAL / 2).await;
+        let policy = ContextPolicyEntry {
+            namespace: "team".to_owned(),
+            action: ContextAction::Report,
+            max_restarts: 5,
+            window_seconds: 600,
+            grace_seconds: 0,
+        };
+        orders.send_replace(Some(ParsedSpec {
+            context_policies: vec![policy],
+            ..ParsedSpec::default()
+        }));
+        let record = folder.path().join("sessions/0000000000000007.json");
+        let has_policy = || std::fs::read_to_string(&record).unwrap().contains("Report");
+        hello(folder.path()).await;
+        assert!(!has_policy(), "the hello caused a round");
+        tokio::time::sleep(POLL_INTERVAL).await;
+        assert!(has_policy());
+    }
 }

@@ -70,3 +70,18 @@ async fn hello_is_dropped_when_its_peer_has_hung_up() {
     assert!(served.await.is_ok(), "the agent waits for its exit");
     assert!(lock(&agent.container).process_images().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn hello_waits_for_its_turn_before_the_kernel_log() {
+    let agent = FakeAgent::start();
+    let debt = Duration::from_secs(60);
+    lock(&agent.limiter).charge(debt, Instant::now());
+    let mut barriers = agent.notifier.register_kmsg_reader();
+    let _peer = agent.send_hello();
+    let begun = tokio::time::Instant::now();
+    tokio::select! {
+        barrier = barriers.recv() => assert!(barrier.is_some()),
+        () = agent.serve_connection() => panic!("the hello passed the log"),
+    }
+    assert!(begun.elapsed() > debt / 2, "{:?}", begun.elapsed());
+}
