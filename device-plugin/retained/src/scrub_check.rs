@@ -152,7 +152,7 @@ impl ScrubProcess {
 pub struct ScrubCheckResult {
     /// Whether freed memory comes back cleared.
     pub verdict: Verdict,
-    /// The memory of a context, if NVML reported it.
+    /// The memory of a context, if NVML reported it; zero if NVML does not list the process.
     pub context: Option<Bytes>,
     /// The process of the check.
     pub process: ScrubProcess,

@@ -120,7 +120,7 @@ struct State {
     gpus: BTreeSet<GpuUuid>,
     /// GPUs with a running scrub check, or one that failed a short time ago.
     scrub_checks: BTreeSet<GpuUuid>,
-    /// When the last measurement of a GPU's context failed.
+    /// When the last measurement of a GPU's context failed or was implausible.
     unmeasured: BTreeMap<GpuUuid, Instant>,
     /// The driver's version, for which verdicts are valid.
     driver_version: String,
@@ -132,23 +132,7 @@ struct State {
 impl LeaseService {
     /// Runs until `stop`.
     pub async fn run(self, stop: CancellationToken) {
-        let driver = self.program.driver_version();
-        self.sessions.set_driver_version(&driver);
-        let mut state = State {
-            service: self,
-            leases: LeaseTable::default(),
-            connection: None,
-            jobs: JoinSet::new(),
-            watched_writers: BTreeMap::new(),
-            discarding: BTreeMap::new(),
-            gpus: BTreeSet::new(),
-            scrub_checks: BTreeSet::new(),
-            unmeasured: BTreeMap::new(),
-            driver_version: driver,
-            drained: BTreeSet::new(),
-            keep_alive: KeepAlive::None,
-        };
-        state.apply_drain();
+        let mut state = State::new(self);
         let mut publish_ticks = tokio::time::interval(PUBLISH_INTERVAL);
         publish_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut runtimes = state.service.provisioners.runtimes();
@@ -194,6 +178,27 @@ async fn next_store_event(
 }
 
 impl State {
+    fn new(service: LeaseService) -> State {
+        let driver = service.program.driver_version();
+        service.sessions.set_driver_version(&driver);
+        let mut state = State {
+            service,
+            leases: LeaseTable::default(),
+            connection: None,
+            jobs: JoinSet::new(),
+            watched_writers: BTreeMap::new(),
+            discarding: BTreeMap::new(),
+            gpus: BTreeSet::new(),
+            scrub_checks: BTreeSet::new(),
+            unmeasured: BTreeMap::new(),
+            driver_version: driver,
+            drained: BTreeSet::new(),
+            keep_alive: KeepAlive::None,
+        };
+        state.apply_drain();
+        state
+    }
+
     /// Returns whether the published state may have changed; token requests change nothing.
     fn handle_command(&mut self, command: Command) -> bool {
         match command {
@@ -384,3 +389,6 @@ fn reply_refused(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
     // The session may have ended.
     let _ = reply.send(Reply::refused(why));
 }
+
+#[cfg(test)]
+mod tests;

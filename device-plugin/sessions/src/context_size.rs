@@ -88,15 +88,16 @@ impl ContextSizes {
         lock(&self.measurements).retain(|_, measured| measured.driver == driver);
     }
 
-    /// Records that a context of `gpu` takes `bytes` with this driver.
-    pub(super) fn record(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
+    /// Records that a context of `gpu` takes `bytes` with this driver. Returns whether the size is
+    /// plausible.
+    pub(super) fn record(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) -> bool {
         let measured = Measurement {
             driver: driver.to_owned(),
             bytes,
         };
         if !measured.is_plausible() {
             tracing::warn!(%gpu, bytes = bytes.0, "ignored an implausible context size");
-            return;
+            return false;
         }
         tracing::info!(%gpu, bytes = bytes.0, "context measured");
         let mut known = lock(&self.measurements);
@@ -104,6 +105,7 @@ impl ContextSizes {
         if let Err(error) = self.file.save(&*known) {
             tracing::warn!(%error, "failed to save context sizes; the next agent measures them again");
         }
+        true
     }
 }
 
@@ -127,7 +129,7 @@ mod tests {
         let sizes = load_from(&folder);
         assert_eq!(sizes.size_on(&gpu()), DEFAULT_CONTEXT_SIZE);
         for mebibytes in [518, 300] {
-            sizes.record(&gpu(), DRIVER, Bytes::mib(mebibytes));
+            assert!(sizes.record(&gpu(), DRIVER, Bytes::mib(mebibytes)));
         }
         let next = load_from(&folder);
         for sizes in [&sizes, &next] {
@@ -157,7 +159,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let sizes = load_from(&folder);
         for bytes in [Bytes::ZERO, Bytes(MAX_CONTEXT_SIZE.0 + 1)] {
-            sizes.record(&gpu(), DRIVER, bytes);
+            assert!(!sizes.record(&gpu(), DRIVER, bytes));
         }
         assert_eq!(sizes.size_on(&gpu()), DEFAULT_CONTEXT_SIZE);
         let other = Measurement {

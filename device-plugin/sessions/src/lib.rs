@@ -292,11 +292,10 @@ impl Sessions {
     }
 
     /// Records that a context of `gpu` takes `bytes` with this driver, as measured by a process of
-    /// the agent.
-    pub fn record_context_size(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
-        if let Some(sizes) = &self.context_sizes {
-            sizes.record(gpu, driver, bytes);
-        }
+    /// the agent. Returns whether the agent uses the size from now on.
+    pub fn record_context_size(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) -> bool {
+        let sizes = self.context_sizes.as_ref();
+        sizes.is_some_and(|sizes| sizes.record(gpu, driver, bytes))
     }
 
     /// Whether the agent has not yet measured a context of `gpu` with this driver.

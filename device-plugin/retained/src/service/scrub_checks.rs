@@ -12,7 +12,8 @@ use crate::scrub_check::{self, DriverEpoch, ScrubCheckResult, ScrubProcess, Verd
 /// The delay between two scrub checks of a GPU without a verdict.
 const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
 
-/// The delay between two measurements of a context, when NVML does not report memory of processes.
+/// The delay between two measurements of a context, when NVML reports no plausible memory of the
+/// process.
 const MEASURE_RETRY: Duration = Duration::from_secs(3600);
 
 impl State {
@@ -78,12 +79,11 @@ impl State {
             context,
             process,
         } = result;
-        match context {
-            Some(bytes) => {
-                let sessions = &self.service.sessions;
-                sessions.record_context_size(&gpu, &with.driver, bytes);
-            }
-            None => drop(self.unmeasured.insert(gpu.clone(), Instant::now())),
+        let sessions = &self.service.sessions;
+        let is_measured =
+            context.is_some_and(|bytes| sessions.record_context_size(&gpu, &with.driver, bytes));
+        if !is_measured {
+            self.unmeasured.insert(gpu.clone(), Instant::now());
         }
         if matches!(verdict, Verdict::Unknown(_)) {
             self.allow_scrub_check_later(gpu.clone(), process);
