@@ -93,11 +93,17 @@ impl ScrubCache {
         (epoch == now).then_some(verdict)
     }
 
-    /// Records the verdict on a GPU.
+    /// Records the verdict on a GPU. A failed check does not change an earlier verdict: the agent
+    /// repeats a check to measure the context.
     pub fn record(&mut self, gpu: GpuUuid, epoch: DriverEpoch, verdict: Verdict) {
-        match &verdict {
-            Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
-            other => {
+        let before = self.get(&gpu, &epoch);
+        match (&verdict, before) {
+            (Verdict::Unknown(error), Some(Verdict::Scrubbed | Verdict::NotScrubbed)) => {
+                warn!(%gpu, error, "failed to repeat the scrub check; its earlier verdict stays valid");
+                return;
+            }
+            (Verdict::Scrubbed, _) => info!(%gpu, "freed memory comes back cleared"),
+            (other, _) => {
                 warn!(%gpu, verdict = ?other, "freed memory is not known to come back cleared; the gpu gets no retained memory")
             }
         }
@@ -358,6 +364,28 @@ mod tests {
             verdicts.retain_gpus(&[instance].into());
         }
         assert_eq!((verdicts.verdicts.len(), load().verdicts.len()), (1, 1));
+    }
+
+    #[test]
+    fn verdict_stays_when_a_repeated_check_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = || ScrubCache::load(Checkpoint::new(folder.path().join("scrub.json")));
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        let with = |generation| DriverEpoch {
+            driver: "580".to_owned(),
+            generation: Some(generation),
+        };
+        let busy = Verdict::Unknown("busy".to_owned());
+        let mut verdicts = load();
+        for verdict in [Verdict::NotScrubbed, Verdict::Scrubbed] {
+            verdicts.record(gpu.clone(), with(7), verdict.clone());
+            verdicts.record(gpu.clone(), with(7), busy.clone());
+            for verdicts in [&verdicts, &load()] {
+                assert_eq!(verdicts.get(&gpu, &with(7)), Some(&verdict));
+            }
+        }
+        verdicts.record(gpu.clone(), with(8), busy.clone());
+        assert_eq!(verdicts.get(&gpu, &with(8)), Some(&busy));
     }
 
     #[test]
