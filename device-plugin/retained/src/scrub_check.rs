@@ -287,6 +287,13 @@ fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
 }
 
 #[cfg(test)]
+impl From<Child> for ScrubProcess {
+    fn from(child: Child) -> ScrubProcess {
+        ScrubProcess(Some(child))
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

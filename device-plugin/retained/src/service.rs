@@ -100,8 +100,8 @@ enum Completion {
     KeepAliveCreated(GpuUuid, bool),
     /// The fd store has closed the export keep-alive.
     KeepAliveClosed,
-    /// A GPU may be checked again.
-    ScrubCheckAllowed(GpuUuid),
+    /// The process of a scrub check has exited.
+    ScrubProcessEnded(GpuUuid),
     /// The task has no result.
     Nothing,
 }
@@ -118,8 +118,10 @@ struct State {
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
     /// The GPUs of the last reported node state.
     gpus: BTreeSet<GpuUuid>,
-    /// GPUs with a running scrub check, or one that failed a short time ago.
+    /// GPUs with a scrub check whose process may exist.
     scrub_checks: BTreeSet<GpuUuid>,
+    /// When the last scrub check of a GPU failed.
+    failed_checks: BTreeMap<GpuUuid, Instant>,
     /// When the last measurement of a GPU's context failed or was implausible.
     unmeasured: BTreeMap<GpuUuid, Instant>,
     /// The driver's version, for which verdicts are valid.
@@ -190,6 +192,7 @@ impl State {
             discarding: BTreeMap::new(),
             gpus: BTreeSet::new(),
             scrub_checks: BTreeSet::new(),
+            failed_checks: BTreeMap::new(),
             unmeasured: BTreeMap::new(),
             driver_version: driver,
             drained: BTreeSet::new(),
@@ -262,12 +265,8 @@ impl State {
                 self.watched_writers.remove(&process);
                 self.process_ended(process);
             }
-            // The verdict may be of a driver that is replaced once the GPU is released.
-            Completion::ScrubChecked(gpu, ..) if self.drained.contains(&gpu) => {
-                self.scrub_checks.remove(&gpu);
-            }
             Completion::ScrubChecked(gpu, with, result) => {
-                self.record_scrub_check(gpu, with, result)
+                self.finish_scrub_check(gpu, with, result)
             }
             Completion::KeepAliveCreated(gpu, created) => {
                 // After a failure the next tick of the node tries again.
@@ -281,7 +280,7 @@ impl State {
                 }
             }
             Completion::KeepAliveClosed => self.keep_alive = KeepAlive::None,
-            Completion::ScrubCheckAllowed(gpu) => drop(self.scrub_checks.remove(&gpu)),
+            Completion::ScrubProcessEnded(gpu) => drop(self.scrub_checks.remove(&gpu)),
             Completion::Nothing => {}
         }
     }

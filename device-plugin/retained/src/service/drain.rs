@@ -30,6 +30,7 @@ impl State {
         self.service
             .sessions
             .set_driver_version(&self.driver_version);
+        self.failed_checks.clear();
         self.unmeasured.clear();
     }
 

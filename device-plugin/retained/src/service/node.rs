@@ -41,6 +41,7 @@ impl State {
         self.service.provisioners.retain_gpus(&gpus);
         self.service.scrub_cache.retain_gpus(&gpus);
         self.service.sessions.retain_gpus(&gpus);
+        self.failed_checks.retain(|gpu, _| gpus.contains(gpu));
         self.unmeasured.retain(|gpu, _| gpus.contains(gpu));
         self.gpus = gpus;
     }

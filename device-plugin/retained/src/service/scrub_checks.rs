@@ -7,10 +7,13 @@ use bursar_ledger::units::GpuUuid;
 
 use super::keep_alive::KeepAlive;
 use super::{Completion, State};
-use crate::scrub_check::{self, DriverEpoch, ScrubCheckResult, ScrubProcess, Verdict};
+use crate::scrub_check::{self, DriverEpoch, ScrubCheckResult, Verdict};
 
 /// The delay between two scrub checks of a GPU without a verdict.
 const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
+
+/// How often the agent checks whether the process of a scrub check has exited.
+const EXIT_POLL: Duration = Duration::from_secs(1);
 
 /// The delay between two measurements of a context, when NVML reports no plausible memory of the
 /// process.
@@ -28,9 +31,12 @@ impl State {
         {
             self.create_keep_alive(gpu.clone());
         }
+        let failed = self.failed_checks.get(&gpu);
+        let is_due = failed.is_none_or(|failed| failed.elapsed() >= SCRUB_CHECK_RETRY);
         let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
         // The check takes only memory that is bound to no pod.
         if (!is_seen || self.needs_measurement(&gpu))
+            && is_due
             && has_room
             && self.scrub_checks.insert(gpu.clone())
         {
@@ -61,14 +67,16 @@ impl State {
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             if provisioners.is_drained(&gpu) {
-                return Completion::ScrubCheckAllowed(gpu);
+                return Completion::ScrubProcessEnded(gpu);
             }
             let result = scrub_check::run_check(program, gpu.clone(), charges).await;
             Completion::ScrubChecked(gpu, with, result)
         });
     }
 
-    pub(super) fn record_scrub_check(
+    /// Records the result of a scrub check. The check counts as running until its process has
+    /// exited: a process that hangs in the driver holds its GPU.
+    pub(super) fn finish_scrub_check(
         &mut self,
         gpu: GpuUuid,
         with: DriverEpoch,
@@ -77,8 +85,19 @@ impl State {
         let ScrubCheckResult {
             verdict,
             context,
-            process,
+            mut process,
         } = result;
+        let checked = gpu.clone();
+        self.jobs.spawn(async move {
+            while !process.has_ended() {
+                tokio::time::sleep(EXIT_POLL).await;
+            }
+            Completion::ScrubProcessEnded(checked)
+        });
+        // The verdict may be of a driver that is replaced once the GPU is released.
+        if self.drained.contains(&gpu) {
+            return;
+        }
         let sessions = &self.service.sessions;
         let is_measured =
             context.is_some_and(|bytes| sessions.record_context_size(&gpu, &with.driver, bytes));
@@ -86,22 +105,8 @@ impl State {
             self.unmeasured.insert(gpu.clone(), Instant::now());
         }
         if matches!(verdict, Verdict::Unknown(_)) {
-            self.allow_scrub_check_later(gpu.clone(), process);
-        } else {
-            self.scrub_checks.remove(&gpu);
+            self.failed_checks.insert(gpu.clone(), Instant::now());
         }
         self.service.scrub_cache.record(gpu, with, verdict);
-    }
-
-    /// Allows the next check of a GPU after a delay, once the process of the failed check has
-    /// exited.
-    fn allow_scrub_check_later(&mut self, gpu: GpuUuid, mut before: ScrubProcess) {
-        self.jobs.spawn(async move {
-            tokio::time::sleep(SCRUB_CHECK_RETRY).await;
-            while !before.has_ended() {
-                tokio::time::sleep(SCRUB_CHECK_RETRY).await;
-            }
-            Completion::ScrubCheckAllowed(gpu)
-        });
     }
 }
