@@ -51,7 +51,7 @@ pub enum ProvisionerError {
     /// The provisioner could not be started, or has exited; its unsent memory is freed.
     #[error("the provisioner is not running: {0}")]
     Exited(String),
-    /// The provisioner did not answer, and SIGKILL did not end it.
+    /// The provisioner did not answer a request, and SIGKILL did not end it.
     #[error("the provisioner hangs in the driver")]
     Hung,
 }

@@ -105,7 +105,7 @@ impl ProcessSupervisor {
     fn run_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
         self.reap();
         if self.killed.is_some() {
-            return Err(ProvisionerError::Hung);
+            return Err(previous_hangs());
         }
         // A provisioner that exited between two requests is no error of the second one.
         let was_there = self.provisioner.is_some();
@@ -224,7 +224,7 @@ impl ProcessSupervisor {
         };
         self.kill();
         match self.killed {
-            Some(_) => Err((class, ProvisionerError::Hung)),
+            Some(_) => Err((class, previous_hangs())),
             None => Err((class, error)),
         }
     }
@@ -319,6 +319,13 @@ impl ProcessSupervisor {
     }
 }
 
+/// The error of a request that no provisioner got, because the last one got SIGKILL and has not
+/// exited.
+fn previous_hangs() -> ProvisionerError {
+    let reason = "the last process hangs in the driver; reset the GPU or restart the node";
+    ProvisionerError::Exited(reason.to_owned())
+}
+
 /// Waits for the next message, at most for `timeout`, and no longer than until `ends`.
 fn receive(
     socket: &UnixStream,
@@ -346,5 +353,59 @@ fn class_of(error: &io::Error) -> FailureClass {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => FailureClass::Timeout,
         _ => FailureClass::Exit,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    const CREATE: ProvisionerRequest = ProvisionerRequest::Create { bytes: 1 << 30 };
+
+    /// A process that ends when it is killed or dropped.
+    fn idle_process() -> Child {
+        let mut command = Command::new("cat");
+        command.stdin(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// The supervisor of a GPU whose provisioner cannot be started.
+    struct Fixture {
+        supervisor: ProcessSupervisor,
+        _folder: tempfile::TempDir,
+    }
+
+    impl Fixture {
+        fn new() -> Fixture {
+            let folder = tempfile::tempdir().unwrap();
+            let gpu: GpuUuid = "GPU-a".parse().unwrap();
+            let program = Program::without_driver(folder.path(), "no-provisioner");
+            let records = Records {
+                runtimes: Arc::default(),
+                unfit: Arc::default(),
+            };
+            records.runtimes.send_modify(|all| {
+                all.insert(gpu.clone(), RuntimeRecord::default());
+            });
+            Fixture {
+                supervisor: ProcessSupervisor::new(gpu, program, Arc::default(), records),
+                _folder: folder,
+            }
+        }
+    }
+
+    #[test]
+    fn request_is_not_sent_while_the_last_process_hangs() {
+        let Fixture {
+            mut supervisor,
+            _folder,
+        } = Fixture::new();
+        supervisor.killed = Some(idle_process());
+        let refused = supervisor.run_job(CREATE, Duration::ZERO).unwrap_err();
+        assert!(matches!(refused, ProvisionerError::Exited(_)), "{refused}");
+        let mut hung = supervisor.killed.take().unwrap();
+        hung.kill().unwrap();
+        hung.wait().unwrap();
     }
 }
