@@ -296,3 +296,42 @@ fn ensure_idle(stream: &UnixStream) -> io::Result<()> {
         _ => Err(io::ErrorKind::UnexpectedEof.into()),
     }
 }
+
+/// Fd store that has leases without descriptors.
+#[cfg(test)]
+#[derive(Clone, Debug, Default)]
+pub(crate) struct FakeFdStore(pub(crate) std::sync::Arc<std::sync::Mutex<BTreeMap<u64, Blob>>>);
+
+#[cfg(test)]
+impl FakeFdStore {
+    /// Connects to the fd store. Its thread ends with the connection.
+    pub(crate) fn connect(&self, number: u64) -> Connection {
+        let (calls, queue) = channel::<Call>();
+        let store = self.clone();
+        std::thread::spawn(move || {
+            for call in queue {
+                let _ = call.reply.send(store.answer(call.message));
+            }
+        });
+        Connection { number, calls }
+    }
+
+    fn answer(&self, request: FdStoreRequest) -> CallResult {
+        let mut leases = self.0.lock().unwrap();
+        let response = match request {
+            FdStoreRequest::Put { lease, .. } if leases.contains_key(&lease) => {
+                return Err(Refusal::Exists.into());
+            }
+            FdStoreRequest::Put { lease, blob } => {
+                leases.insert(lease, blob);
+                FdStoreResponse::Stored
+            }
+            FdStoreRequest::Drop { lease } => {
+                leases.remove(&lease);
+                FdStoreResponse::Dropped
+            }
+            other => panic!("{other:?}"),
+        };
+        Ok((response, None))
+    }
+}

@@ -271,13 +271,11 @@ impl State {
             Completion::KeepAliveCreated(gpu, created) => {
                 // After a failure the next tick of the node tries again.
                 self.keep_alive = if created {
-                    KeepAlive::Stored
+                    KeepAlive::Stored(Some(gpu))
                 } else {
                     KeepAlive::None
                 };
-                if self.drained.contains(&gpu) {
-                    self.close_keep_alive();
-                }
+                self.close_misplaced_keep_alive();
             }
             Completion::KeepAliveClosed => self.keep_alive = KeepAlive::None,
             Completion::ScrubProcessEnded(gpu) => drop(self.scrub_checks.remove(&gpu)),

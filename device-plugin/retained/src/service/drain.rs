@@ -14,7 +14,6 @@ impl State {
         if drained == self.drained {
             return;
         }
-        let is_more = !drained.is_subset(&self.drained);
         self.service.provisioners.drain(drained.clone());
         self.leases.drain(drained.clone());
         // Until the GPU's generation has grown, the driver may be replaced or loaded with other
@@ -22,9 +21,7 @@ impl State {
         let verdicts = &mut self.service.scrub_cache;
         drained.iter().for_each(|gpu| verdicts.forget(gpu));
         self.drained = drained;
-        if is_more {
-            self.close_keep_alive();
-        }
+        self.close_misplaced_keep_alive();
         // The driver may have been replaced.
         self.driver_version = self.service.program.driver_version();
         self.service
@@ -39,9 +36,9 @@ impl State {
         let may_be_held = self.service.store_events.is_some() && !self.leases.is_store_connected();
         let is_held = |gpu: &GpuUuid| {
             let may_be_keep_alive = match &self.keep_alive {
-                KeepAlive::None | KeepAlive::Stored => false,
-                KeepAlive::Creating(at) => at == gpu,
-                KeepAlive::Closing => true,
+                KeepAlive::None => false,
+                KeepAlive::Creating(at) | KeepAlive::Stored(Some(at)) => at == gpu,
+                KeepAlive::Stored(None) | KeepAlive::Closing => true,
             };
             may_be_held
                 || may_be_keep_alive

@@ -15,16 +15,16 @@ const KEEP_ALIVE_BYTES: Bytes = Bytes(GRANULARITY);
 pub(super) enum KeepAlive {
     None,
     Creating(GpuUuid),
-    /// The fd store has it, for a GPU that was not drained at its creation.
-    Stored,
+    /// The fd store has it. The GPU is unknown if an earlier version of the agent created it.
+    Stored(Option<GpuUuid>),
     Closing,
 }
 
 impl State {
-    /// Whether the keep-alive may be on a GPU. A MIG instance without leases has none, because an
-    /// administrator could not destroy the instance.
+    /// Whether the keep-alive may be on a GPU. A drained GPU has none, nor has a MIG instance
+    /// without leases, because an administrator could not destroy the instance.
     pub(super) fn may_have_keep_alive(&self, gpu: &GpuUuid) -> bool {
-        !gpu.is_mig() || self.leases.has_leases_on(gpu)
+        !self.drained.contains(gpu) && (!gpu.is_mig() || self.leases.has_leases_on(gpu))
     }
 
     /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
@@ -39,17 +39,21 @@ impl State {
             let lease = LeaseId(KEEP_ALIVE);
             // Without a keep-alive exports are only slower.
             let created = match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
-                Ok(fd) => connection.put(lease, Blob::default(), fd).await.is_ok(),
+                Ok(fd) => connection.put(lease, encode_gpu(&gpu), fd).await.is_ok(),
                 Err(_) => false,
             };
             Completion::KeepAliveCreated(gpu, created)
         });
     }
 
-    /// Closes the keep-alive. Its GPU is unknown after a restart; the next one is created on a GPU
-    /// that is not drained.
-    pub(super) fn close_keep_alive(&mut self) {
-        if let (KeepAlive::Stored, Some(connection)) = (&self.keep_alive, &self.connection) {
+    /// Closes the keep-alive if its GPU may have none or is unknown. The next one is created on
+    /// another GPU.
+    pub(super) fn close_misplaced_keep_alive(&mut self) {
+        if let (KeepAlive::Stored(gpu), Some(connection)) = (&self.keep_alive, &self.connection)
+            && !gpu
+                .as_ref()
+                .is_some_and(|gpu| self.may_have_keep_alive(gpu))
+        {
             self.keep_alive = KeepAlive::Closing;
             let closed = connection.close(LeaseId(KEEP_ALIVE));
             self.jobs.spawn(async move {
@@ -59,4 +63,14 @@ impl State {
             });
         }
     }
+}
+
+/// The blob of the keep-alive: the UUID of its GPU.
+pub(super) fn encode_gpu(gpu: &GpuUuid) -> Blob {
+    Blob::new(gpu.as_str().into()).unwrap_or_default()
+}
+
+/// The GPU of the keep-alive; `None` if an earlier version of the agent did not record it.
+pub(super) fn parse_gpu(blob: &Blob) -> Option<GpuUuid> {
+    str::from_utf8(blob.as_bytes()).ok()?.parse().ok()
 }

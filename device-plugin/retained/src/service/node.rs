@@ -24,6 +24,7 @@ impl State {
             self.reconcile_charges();
         }
         self.apply_effects(effects);
+        self.close_misplaced_keep_alive();
         let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
         let spared: Vec<GpuUuid> = spared.collect();
         spared

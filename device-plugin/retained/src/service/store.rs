@@ -10,7 +10,7 @@ use bursar_sessions::Process;
 use serde::Deserialize;
 use tracing::warn;
 
-use super::keep_alive::KeepAlive;
+use super::keep_alive::{KeepAlive, parse_gpu};
 use super::{State, reply_refused};
 use crate::fdstore_client::StoreEvent;
 use crate::leases::{LeaseRecord, StoredRecord};
@@ -26,13 +26,10 @@ impl State {
                 self.connection = Some(connection);
                 // The keep-alive takes one place.
                 self.leases.set_capacity(capacity.saturating_sub(1));
-                self.keep_alive = match stored.contains_key(&LeaseId(KEEP_ALIVE)) {
-                    true => KeepAlive::Stored,
-                    false => KeepAlive::None,
+                self.keep_alive = match stored.get(&LeaseId(KEEP_ALIVE)) {
+                    Some(blob) => KeepAlive::Stored(parse_gpu(blob)),
+                    None => KeepAlive::None,
                 };
-                if !self.drained.is_empty() {
-                    self.close_keep_alive();
-                }
                 let stored = stored.into_iter();
                 let stored = stored.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
                 let parsed = |(lease, blob): (LeaseId, Blob)| (lease, parse_record(&blob));
@@ -44,6 +41,7 @@ impl State {
                 let membership = Arc::clone(&self.service.membership);
                 let is_alive = |process: Process| membership.process(process.pid) == Some(process);
                 let effects = self.leases.resync(stored, is_alive);
+                self.close_misplaced_keep_alive();
                 self.reconcile_charges();
                 self.apply_effects(effects);
             }

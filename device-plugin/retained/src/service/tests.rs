@@ -4,11 +4,15 @@ use std::process::{Command, Stdio};
 
 use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
 use bursar_host::checkpoint::Checkpoint;
-use bursar_ledger::units::PodUid;
+use bursar_ledger::units::{AllocationId, PodUid};
+use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 use bursar_sessions::lease_handle::{LeaseHandle, NodeView};
 use tempfile::TempDir;
 
+use super::keep_alive::encode_gpu;
 use super::*;
+use crate::fdstore_client::FakeFdStore;
+use crate::leases::{Content, LeaseKey, LeaseRecord};
 use crate::scrub_check::{ScrubProcess, Verdict};
 
 /// A driver that cannot answer.
@@ -99,6 +103,22 @@ impl Fixture {
         self.state.apply_drain();
     }
 
+    /// Connects to an fd store with an export keep-alive.
+    fn connect(&mut self, keep_alive: Blob) -> FakeFdStore {
+        let store = FakeFdStore::default();
+        store
+            .0
+            .lock()
+            .unwrap()
+            .insert(KEEP_ALIVE, keep_alive.clone());
+        self.state.handle_store_event(Some(StoreEvent::Connected {
+            connection: store.connect(1),
+            leases: BTreeMap::from([(LeaseId(KEEP_ALIVE), keep_alive)]),
+            capacity: 16,
+        }));
+        store
+    }
+
     /// Waits for all tasks.
     async fn finish_jobs(&mut self) {
         while let Some(done) = self.state.jobs.join_next().await {
@@ -154,4 +174,62 @@ async fn drain_does_not_wait_for_the_retry_of_a_scrub_check() {
     assert!(fixture.state.jobs.is_empty(), "the retry is not due");
     fixture.drain(gpu());
     assert!(fixture.state.released_gpus().contains(&gpu()));
+}
+
+#[tokio::test]
+async fn keep_alive_ends_with_the_last_lease_of_its_instance() {
+    let instance: GpuUuid = "MIG-a".parse().unwrap();
+    let lease = LeaseRecord {
+        title: LeaseKey {
+            namespace: "team".to_owned(),
+            name: "weights".to_owned(),
+            key: [7; 32],
+            gpu: instance.clone(),
+        },
+        bytes: Bytes::gib(1),
+        gpu_generation: 1,
+        owner: AllocationId::from_bits(1),
+        pod: "a".parse().unwrap(),
+        openers: BTreeSet::new(),
+        content: Content::Committed {
+            token: 1,
+            checksum: 1,
+        },
+    };
+    let mut fixture = Fixture::new();
+    fixture.state.leases.begin_create(LeaseId(7), lease);
+    let store = fixture.connect(encode_gpu(&instance));
+    fixture.state.reconcile(node(instance.clone()));
+    let stored = KeepAlive::Stored(Some(instance.clone()));
+    assert_eq!(fixture.state.keep_alive, stored);
+    fixture.state.leases.abort_create(LeaseId(7));
+    fixture.state.reconcile(node(instance));
+    assert_eq!(fixture.state.keep_alive, KeepAlive::Closing);
+    fixture.finish_jobs().await;
+    assert_eq!(fixture.state.keep_alive, KeepAlive::None);
+    assert!(store.0.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn drain_closes_the_keep_alive_of_its_gpu_only() {
+    let mut fixture = Fixture::new();
+    fixture.connect(encode_gpu(&gpu()));
+    let other: GpuUuid = "GPU-b".parse().unwrap();
+    fixture.drain(other.clone());
+    let stored = KeepAlive::Stored(Some(gpu()));
+    assert_eq!(fixture.state.keep_alive, stored);
+    assert_eq!(fixture.state.released_gpus(), BTreeSet::from([other]));
+    fixture.drain(gpu());
+    assert!(fixture.state.released_gpus().is_empty());
+    fixture.finish_jobs().await;
+    assert_eq!(fixture.state.released_gpus(), BTreeSet::from([gpu()]));
+}
+
+#[tokio::test]
+async fn keep_alive_of_an_unknown_gpu_is_closed() {
+    let mut fixture = Fixture::new();
+    let store = fixture.connect(Blob::default());
+    fixture.finish_jobs().await;
+    assert_eq!(fixture.state.keep_alive, KeepAlive::None);
+    assert!(store.0.lock().unwrap().is_empty());
 }
