@@ -77,6 +77,11 @@ pub struct Connection {
 }
 
 impl Connection {
+    /// Tells this connection from earlier and later ones.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Stores a descriptor with its blob.
     pub fn put(
         &self,
@@ -294,6 +299,17 @@ fn ensure_idle(stream: &UnixStream) -> io::Result<()> {
     match poll(&mut fds, Some(&Timespec::default()))? {
         0 => Ok(()),
         _ => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+#[cfg(test)]
+impl Connection {
+    /// A connection that is lost.
+    pub(crate) fn lost() -> Connection {
+        Connection {
+            number: 1,
+            calls: channel().0,
+        }
     }
 }
 

@@ -96,10 +96,8 @@ enum Completion {
     ProcessEnded(Process),
     /// A scrub check ended.
     ScrubChecked(GpuUuid, DriverEpoch, ScrubCheckResult),
-    /// The creation of the export keep-alive ended; true if it succeeded.
-    KeepAliveCreated(GpuUuid, bool),
-    /// The fd store has closed the export keep-alive.
-    KeepAliveClosed,
+    /// The export keep-alive was created or closed, with the connection of this number.
+    KeepAliveChanged(u64, KeepAlive),
     /// The process of a scrub check has exited.
     ScrubProcessEnded(GpuUuid),
     /// The task has no result.
@@ -268,16 +266,14 @@ impl State {
             Completion::ScrubChecked(gpu, with, result) => {
                 self.finish_scrub_check(gpu, with, result)
             }
-            Completion::KeepAliveCreated(gpu, created) => {
-                // After a failure the next tick of the node tries again.
-                self.keep_alive = if created {
-                    KeepAlive::Stored(Some(gpu))
-                } else {
-                    KeepAlive::None
-                };
-                self.close_misplaced_keep_alive();
+            Completion::KeepAliveChanged(connection, keep_alive) => {
+                // A later connection has told what the fd store has.
+                let current = self.connection.as_ref().map(Connection::number);
+                if current == Some(connection) {
+                    self.keep_alive = keep_alive;
+                    self.close_misplaced_keep_alive();
+                }
             }
-            Completion::KeepAliveClosed => self.keep_alive = KeepAlive::None,
             Completion::ScrubProcessEnded(gpu) => drop(self.scrub_checks.remove(&gpu)),
             Completion::Nothing => {}
         }

@@ -1,11 +1,13 @@
 //! Keeps one exported descriptor open in the fd store, because exports are fast while one exists.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 
 use super::{Completion, GRANULARITY, State};
+use crate::fdstore_client::{Connection, FdStoreError};
 
 /// The size of the export keep-alive.
 const KEEP_ALIVE_BYTES: Bytes = Bytes(GRANULARITY);
@@ -36,13 +38,11 @@ impl State {
         self.keep_alive = KeepAlive::Creating(gpu.clone());
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            let lease = LeaseId(KEEP_ALIVE);
-            // Without a keep-alive exports are only slower.
-            let created = match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
-                Ok(fd) => connection.put(lease, encode_gpu(&gpu), fd).await.is_ok(),
-                Err(_) => false,
-            };
-            Completion::KeepAliveCreated(gpu, created)
+            match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
+                Ok(fd) => store_keep_alive(connection, gpu, fd).await,
+                // Without a keep-alive exports are only slower. The node's next tick tries again.
+                Err(_) => Completion::KeepAliveChanged(connection.number(), KeepAlive::None),
+            }
         });
     }
 
@@ -55,14 +55,34 @@ impl State {
                 .is_some_and(|gpu| self.may_have_keep_alive(gpu))
         {
             self.keep_alive = KeepAlive::Closing;
-            let closed = connection.close(LeaseId(KEEP_ALIVE));
+            let (number, closed) = (connection.number(), connection.close(LeaseId(KEEP_ALIVE)));
             self.jobs.spawn(async move {
-                // A disconnected fd store lists what it has on the next connection.
-                let _ = closed.await;
-                Completion::KeepAliveClosed
+                match closed.await {
+                    Ok(()) => Completion::KeepAliveChanged(number, KeepAlive::None),
+                    // The fd store lists what it has on the next connection.
+                    Err(_) => Completion::Nothing,
+                }
             });
         }
     }
+}
+
+/// Stores the keep-alive in the fd store.
+pub(super) async fn store_keep_alive(
+    connection: Connection,
+    gpu: GpuUuid,
+    fd: OwnedFd,
+) -> Completion {
+    let lease = LeaseId(KEEP_ALIVE);
+    // The fd store would refuse a second one, and the first one may be on another GPU.
+    drop(connection.close(lease));
+    let keep_alive = match connection.put(lease, encode_gpu(&gpu), fd).await {
+        Ok(()) => KeepAlive::Stored(Some(gpu)),
+        Err(FdStoreError::Refused(_)) => KeepAlive::None,
+        // The fd store lists what it has on the next connection.
+        Err(FdStoreError::Disconnected) => return Completion::Nothing,
+    };
+    Completion::KeepAliveChanged(connection.number(), keep_alive)
 }
 
 /// The blob of the keep-alive: the UUID of its GPU.

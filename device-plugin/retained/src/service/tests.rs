@@ -9,7 +9,7 @@ use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 use bursar_sessions::lease_handle::{LeaseHandle, NodeView};
 use tempfile::TempDir;
 
-use super::keep_alive::encode_gpu;
+use super::keep_alive::{encode_gpu, store_keep_alive};
 use super::*;
 use crate::fdstore_client::FakeFdStore;
 use crate::leases::{Content, LeaseKey, LeaseRecord};
@@ -232,4 +232,42 @@ async fn keep_alive_of_an_unknown_gpu_is_closed() {
     fixture.finish_jobs().await;
     assert_eq!(fixture.state.keep_alive, KeepAlive::None);
     assert!(store.0.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn keep_alive_is_what_the_last_connection_lists() {
+    let mut fixture = Fixture::new();
+    fixture.connect(encode_gpu(&gpu()));
+    // A task of the connection before.
+    let late = Completion::KeepAliveChanged(0, KeepAlive::None);
+    fixture.state.handle_completion(late);
+    let stored = KeepAlive::Stored(Some(gpu()));
+    assert_eq!(fixture.state.keep_alive, stored);
+}
+
+#[tokio::test]
+async fn keep_alive_replaces_another_one_of_the_fd_store() {
+    let mut fixture = Fixture::new();
+    let store = fixture.connect(encode_gpu(&gpu()));
+    let other: GpuUuid = "GPU-b".parse().unwrap();
+    let (connection, fd) = (store.connect(1), rustix::pipe::pipe().unwrap().0);
+    let done = store_keep_alive(connection, other.clone(), fd).await;
+    fixture.state.handle_completion(done);
+    let stored = KeepAlive::Stored(Some(other.clone()));
+    assert_eq!(fixture.state.keep_alive, stored);
+    let listed = store.0.lock().unwrap().remove(&KEEP_ALIVE);
+    assert_eq!(listed, Some(encode_gpu(&other)));
+}
+
+#[tokio::test]
+async fn drained_gpu_is_held_until_a_lost_fd_store_lists_leases() {
+    let fd = rustix::pipe::pipe().unwrap().0;
+    let stored = store_keep_alive(Connection::lost(), gpu(), fd).await;
+    assert!(matches!(stored, Completion::Nothing));
+    let mut fixture = Fixture::new();
+    fixture.connect(encode_gpu(&gpu()));
+    fixture.state.connection = Some(Connection::lost());
+    fixture.drain(gpu());
+    fixture.finish_jobs().await;
+    assert!(fixture.state.released_gpus().is_empty());
 }
