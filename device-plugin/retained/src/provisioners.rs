@@ -15,13 +15,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_config::DriverConfig;
 use bursar_gpu::health::UnhealthyReason;
 use bursar_host::driver_files::{Driver, LIBCUDA};
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
+use bursar_sessions::lease_handle::REQUEST_TIMEOUT;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
@@ -51,6 +52,10 @@ pub enum ProvisionerError {
     /// The provisioner could not be started, or has exited; its unsent memory is freed.
     #[error("the provisioner is not running: {0}")]
     Exited(String),
+    /// The provisioner missed a deadline and was killed, or got the request too late; its unsent
+    /// memory is freed.
+    #[error("the provisioner missed a deadline: {0}")]
+    TimedOut(String),
     /// The provisioner did not answer a request, and SIGKILL did not end it.
     #[error("the provisioner hangs in the driver")]
     Hung,
@@ -114,7 +119,10 @@ enum Job {
     Start,
     Request {
         request: ProvisionerRequest,
+        /// How long the provisioner may take.
         timeout: Duration,
+        /// When no tenant waits for the answer any more.
+        expires: Instant,
         reply: oneshot::Sender<JobResult>,
     },
 }
@@ -323,6 +331,7 @@ impl Provisioners {
         let job = Job::Request {
             request: call,
             timeout,
+            expires: Instant::now() + REQUEST_TIMEOUT,
             reply,
         };
         let thread = self
@@ -385,8 +394,6 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
 
     #[tokio::test]

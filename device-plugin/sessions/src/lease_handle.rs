@@ -11,9 +11,9 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::Process;
 
-/// How long a tenant waits for an answer: longer than the provisioner and the fd store may take
-/// together.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
+/// How long a tenant waits for an answer: longer than a running provisioner and the fd store may
+/// take together.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// The requests of tenants, and the commands of the node, that may wait for the service.
 const QUEUE_CAPACITY: usize = 256;

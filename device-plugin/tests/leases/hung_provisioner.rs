@@ -132,10 +132,12 @@ async fn hung_provisioner_is_killed_and_replaced() {
         StoppedProvisioner::provisioner(&fixture, &pod).await,
         Instant::now(),
     );
-    let opened = tenant.open("more", GIB);
-    assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
+    let refused = tenant.open("more", GIB).unwrap_err();
+    assert!(refused.starts_with("refused Unavailable"), "{refused}");
     let took = begun.elapsed();
     assert!((DEADLINE..2 * DEADLINE).contains(&took), "{took:?}");
+    let opened = open_retrying(&mut tenant, "more", GIB);
+    assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     assert_ne!(provisioner(&fixture, &pod), stopped.0);
 }
 

@@ -82,9 +82,16 @@ impl ProcessSupervisor {
                 Ok(Job::Request {
                     request: call,
                     timeout,
+                    expires,
                     reply,
                 }) => {
-                    let _ = reply.send(self.run_job(call, timeout));
+                    let result = if Instant::now() < expires {
+                        self.run_job(call, timeout)
+                    } else {
+                        let reason = "earlier requests took too long";
+                        Err(ProvisionerError::TimedOut(reason.to_owned()))
+                    };
+                    let _ = reply.send(result);
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     self.reap();
@@ -107,7 +114,8 @@ impl ProcessSupervisor {
         if self.killed.is_some() {
             return Err(previous_hangs());
         }
-        // A provisioner that exited between two requests is no error of the second one.
+        // A provisioner that exited between two requests is no error of the second one. After a
+        // missed deadline the tenant would not wait for a second try.
         let was_there = self.provisioner.is_some();
         match self.try_job(call, timeout) {
             Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, timeout),
@@ -232,12 +240,14 @@ impl ProcessSupervisor {
     /// Kills a provisioner that sent an invalid message or missed its deadline.
     fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
         self.kill();
-        let ended = match self.killed {
-            Some(_) => ProvisionerError::Hung,
-            None => ProvisionerError::Exited(error.to_string()),
+        let class = class_of(error);
+        let ended = match (&self.killed, class) {
+            (Some(_), _) => ProvisionerError::Hung,
+            (None, FailureClass::Timeout) => ProvisionerError::TimedOut(error.to_string()),
+            (None, _) => ProvisionerError::Exited(error.to_string()),
         };
         self.fail(Failure {
-            class: class_of(error),
+            class,
             reason: ended.to_string(),
         });
         ended
@@ -358,7 +368,11 @@ fn class_of(error: &io::Error) -> FailureClass {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::process::Command;
+    use std::sync::mpsc::channel;
+
+    use tokio::sync::oneshot;
 
     use super::*;
 
@@ -393,6 +407,58 @@ mod tests {
                 _folder: folder,
             }
         }
+
+        /// A supervisor with a provisioner that does not answer. Returns the provisioner's end of
+        /// the socket.
+        fn with_silent_provisioner() -> (Fixture, UnixStream) {
+            let mut fixture = Fixture::new();
+            let (socket, peer) = UnixStream::pair().unwrap();
+            fixture.supervisor.provisioner = Some(Provisioner {
+                child: idle_process(),
+                socket,
+            });
+            (fixture, peer)
+        }
+    }
+
+    #[test]
+    fn request_is_tried_again_after_an_exit_only() {
+        let (mut fixture, _peer) = Fixture::with_silent_provisioner();
+        let late = fixture.supervisor.run_job(CREATE, Duration::ZERO);
+        let late = late.unwrap_err();
+        assert!(matches!(late, ProvisionerError::TimedOut(_)), "{late}");
+        let (mut fixture, peer) = Fixture::with_silent_provisioner();
+        drop(peer);
+        let ended = fixture.supervisor.run_job(CREATE, Duration::ZERO);
+        let second_start = ended.unwrap_err().to_string();
+        assert!(second_start.contains("no-provisioner"), "{second_start}");
+    }
+
+    #[test]
+    fn request_is_not_sent_after_its_tenant_has_left() {
+        let Fixture {
+            supervisor,
+            _folder,
+        } = Fixture::new();
+        let runtimes = supervisor.records.runtimes.subscribe();
+        let (jobs, received) = channel();
+        let (reply, mut answer) = oneshot::channel();
+        let late = Job::Request {
+            request: CREATE,
+            timeout: Duration::ZERO,
+            expires: Instant::now(),
+            reply,
+        };
+        jobs.send(late).unwrap();
+        drop(jobs);
+        supervisor.run(&received);
+        let refused = answer.try_recv().unwrap().unwrap_err();
+        assert!(
+            matches!(refused, ProvisionerError::TimedOut(_)),
+            "{refused}"
+        );
+        let untouched = BTreeMap::from([("GPU-a".parse().unwrap(), RuntimeRecord::default())]);
+        assert_eq!(*runtimes.borrow(), untouched, "it starts nothing");
     }
 
     #[test]

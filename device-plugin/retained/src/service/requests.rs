@@ -278,7 +278,7 @@ async fn create_memory(
         Err(ProvisionerError::Driver { code, .. }) => {
             Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
         }
-        Err(error @ ProvisionerError::Exited(_)) => {
+        Err(error @ (ProvisionerError::Exited(_) | ProvisionerError::TimedOut(_))) => {
             warn!(%gpu, %error, "failed to create a lease");
             Err(CreateError::NotCreated(RetainedRefusal::Unavailable))
         }
