@@ -41,6 +41,11 @@ pub(crate) struct PendingCharge {
 }
 
 impl PendingCharge {
+    /// Returns the charged bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.units.bytes()
+    }
+
     /// Charges more or discharges some, so that the charge covers `bytes`.
     pub(crate) fn adjust(&mut self, bytes: u64) -> Result<(), Denied> {
         let units = Units::holding(bytes).ok_or(Denied)?;

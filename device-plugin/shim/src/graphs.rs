@@ -8,6 +8,10 @@
 //! takes nothing new. A launch into another stream may (CUDA programming guide, graph memory nodes:
 //! graphs of one stream share memory, those of others may not).
 //!
+//! A launch waits while the same graph runs in another stream, and that graph may wait for another
+//! thread of the program. So the lock is not held over a call. While a call runs, its [`Claim`]
+//! keeps the memory charged that the call may take.
+//!
 //! A process without such graphs pays one load a launch.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,7 +85,40 @@ struct GraphRegistry {
     execs: BTreeMap<u64, GraphExec>,
     /// The charge of each device's graph pool.
     pool_charges: BTreeMap<c_int, Charge>,
+    /// What the calls that are running may take of each device's pool.
+    running: BTreeMap<c_int, Running>,
     /// How often pools were trimmed, which gave up memory that graphs will take again.
+    trims: u64,
+}
+
+/// The sums of the claims of running calls.
+#[derive(Clone, Copy, Default)]
+struct Running {
+    pending: u64,
+    covered: u64,
+}
+
+/// Where a graph is launched.
+#[derive(Clone, Copy)]
+struct Launch {
+    executable: u64,
+    stream: u64,
+}
+
+/// What a call may take of a device's pool.
+struct Claim {
+    device: c_int,
+    /// The charge of memory that the pool is not charged yet.
+    pending: Option<PendingCharge>,
+    /// Bytes of memory that the pool is charged already. A trim may free that memory before the
+    /// call uses it.
+    covered: u64,
+}
+
+/// A call that is about to be made.
+struct Begun {
+    claims: Vec<Claim>,
+    /// [`GraphRegistry::trims`] before the call.
     trims: u64,
 }
 
@@ -132,26 +169,15 @@ pub(crate) fn charge_launch(
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    let mut graphs = graphs();
-    let Some(graph) = graphs.execs.get(&executable) else {
-        drop(graphs);
+    let known = graphs()
+        .execs
+        .get(&executable)
+        .map(|graph| graph.needs.clone());
+    let Some(needs) = known else {
         return call();
     };
-    let (needs, stream) = (graph.needs.clone(), streams::stream_id(stream));
-    if graph.placement.0 == graphs.trims && graph.placement.1.contains(&stream) {
-        let answer = call();
-        graphs.reconcile(needs.keys(), Vec::new());
-        return answer;
-    }
-    let answer = graphs.with_charge(&needs, function, call);
-    let trims = graphs.trims;
-    if let (curesult::SUCCESS, Some(graph)) = (answer, graphs.execs.get_mut(&executable)) {
-        if graph.placement.0 != trims || graph.placement.1.len() >= MAX_TRACKED_STREAMS {
-            graph.placement = (trims, BTreeSet::new());
-        }
-        graph.placement.1.insert(stream);
-    }
-    answer
+    let stream = streams::stream_id(stream);
+    with_charge(&needs, Some(Launch { executable, stream }), function, call)
 }
 
 /// Makes a call that instantiates and uploads a graph, and charges its memory. The graph has no
@@ -161,79 +187,160 @@ pub(crate) fn charge_upload(
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    graphs().with_charge(needs, function, call)
+    with_charge(needs, None, function, call)
 }
 
-/// Makes a call that frees graph memory: a trim, or the end of a context.
+/// Makes a call that may take `needs`.
+fn with_charge(
+    needs: &Needs,
+    launch: Option<Launch>,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    let mut begun = graphs().begin(needs, launch, function);
+    if begun.is_err() && reclaim() {
+        begun = graphs().begin(needs, launch, function);
+    }
+    let Ok(begun) = begun else {
+        return curesult::OUT_OF_MEMORY;
+    };
+    let answer = call();
+    graphs().end(begun, launch.filter(|_| answer == curesult::SUCCESS));
+    answer
+}
+
+/// Makes a call that frees graph memory: a trim, or the end of a context. The lock is not held over
+/// the call, which may wait for work, and that for another thread of the program.
 pub(crate) fn with_trim(call: impl FnOnce() -> CuResult) -> CuResult {
     if !may_have_memory() {
         return call();
     }
-    // A concurrent launch may have to take its memory again. The lock is not held over the call,
-    // which may wait for work, and that for another thread of the program.
-    graphs().trims += 1;
     let answer = call();
     graphs().after_trim();
     answer
 }
 
-/// Trims what no graph uses. Returns whether that discharged anything; does nothing while another
-/// thread holds the lock.
+/// Trims what no graph uses. Returns whether that discharged anything; does nothing while the lock
+/// is held, because the calling thread may hold it.
 pub(crate) fn reclaim() -> bool {
-    may_have_memory() && GRAPHS.try_lock().is_some_and(|mut graphs| graphs.reclaim())
+    if !may_have_memory() {
+        return false;
+    }
+    let Some(devices) = GRAPHS.try_lock().map(|graphs| graphs.devices()) else {
+        return false;
+    };
+    let trim = |device: &c_int| {
+        let before = reserved(*device);
+        let _ = captures::with_relaxed_capture(|| driver!(cuDeviceGraphMemTrim(*device => c_int)));
+        before
+            .zip(reserved(*device))
+            .is_some_and(|(before, now)| now < before)
+    };
+    let has_freed = devices.iter().filter(|device| trim(device)).count() > 0;
+    let mut graphs = graphs();
+    let before = graphs.charged();
+    if has_freed {
+        graphs.after_trim();
+    } else {
+        graphs.reconcile_all();
+    }
+    graphs.charged() < before
 }
 
 impl GraphRegistry {
-    /// Makes a call that may take `needs`.
-    fn with_charge(
+    /// Charges what a call may take, and counts the call as running.
+    fn begin(
         &mut self,
         needs: &Needs,
+        launch: Option<Launch>,
         function: &str,
-        call: impl FnOnce() -> CuResult,
-    ) -> CuResult {
-        self.reconcile(needs.keys(), Vec::new());
-        let charge = || -> Result<Vec<(c_int, PendingCharge)>, Denied> {
-            let charge = |(device, need): (&c_int, &Need)| {
-                let bytes = need.bytes().ok_or(Denied)?;
-                let pending = accounting::charge(Account::Device(*device), bytes, function)?;
-                Ok((*device, pending))
-            };
-            needs.iter().map(charge).collect()
-        };
-        let charged = match charge() {
-            Err(Denied) if self.reclaim() => charge(),
-            first => first,
-        };
-        let Ok(charged) = charged else {
-            return curesult::OUT_OF_MEMORY;
-        };
-        let answer = call();
-        self.reconcile(needs.keys(), charged);
-        answer
+    ) -> Result<Begun, Denied> {
+        let is_placed = launch.is_some_and(|launch| self.is_placed(launch));
+        let mut claims = Vec::new();
+        for (device, need) in needs {
+            let bytes = need.bytes().ok_or(Denied)?;
+            let covered = if is_placed { bytes } else { 0 };
+            claims.push(Claim {
+                device: *device,
+                pending: self.charge(*device, bytes - covered, function)?,
+                covered,
+            });
+        }
+        for claim in &claims {
+            let running = self.running.entry(claim.device).or_default();
+            running.pending += claim.pending_bytes();
+            running.covered += claim.covered;
+        }
+        Ok(Begun {
+            claims,
+            trims: self.trims,
+        })
     }
 
-    /// Makes the charges of the devices' pools what these have reserved, using up `charged`.
-    fn reconcile<'a>(
+    /// Charges `bytes` beyond what the pool has reserved; nothing for zero bytes.
+    fn charge(
         &mut self,
-        devices: impl IntoIterator<Item = &'a c_int>,
-        mut charged: Vec<(c_int, PendingCharge)>,
-    ) {
-        for device in devices {
-            let Some(reserved) = reserved(*device) else {
-                // The reserved amount is unknown, so the charge stays.
-                continue;
-            };
-            let place = charged.iter().position(|(charged, _)| charged == device);
-            let growth = match self.pool_charges.get(device) {
-                Some(before) => reserved.saturating_sub(bytes(before)),
-                None => reserved,
-            };
-            if growth > 0 {
-                let pending = place.map(|place| charged.swap_remove(place).1);
-                self.grow(*device, growth, pending);
-            } else {
-                self.shrink(*device, reserved);
+        device: c_int,
+        bytes: u64,
+        function: &str,
+    ) -> Result<Option<PendingCharge>, Denied> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        self.reconcile(device, None);
+        accounting::charge(Account::Device(device), bytes, function).map(Some)
+    }
+
+    /// Ends a call, and settles its claims. `launch` is where a graph has got its memory.
+    fn end(&mut self, begun: Begun, launch: Option<Launch>) {
+        let launch = launch.filter(|_| begun.trims == self.trims);
+        for claim in begun.claims {
+            let (device, pending) = (claim.device, claim.pending_bytes());
+            let running = self.running.entry(device).or_default();
+            running.pending -= pending;
+            running.covered -= claim.covered;
+            self.reconcile(device, claim.pending);
+        }
+        if let Some(launch) = launch {
+            self.record_placement(launch);
+        }
+    }
+
+    /// Returns whether a graph has taken its memory in a stream since pools were last trimmed.
+    fn is_placed(&self, Launch { executable, stream }: Launch) -> bool {
+        self.execs.get(&executable).is_some_and(|graph| {
+            graph.placement.0 == self.trims && graph.placement.1.contains(&stream)
+        })
+    }
+
+    fn record_placement(&mut self, Launch { executable, stream }: Launch) {
+        if let Some(graph) = self.execs.get_mut(&executable) {
+            if graph.placement.0 != self.trims || graph.placement.1.len() >= MAX_TRACKED_STREAMS {
+                graph.placement = (self.trims, BTreeSet::new());
             }
+            graph.placement.1.insert(stream);
+        }
+    }
+
+    /// Makes the charge of a device's pool what this has reserved, using up the charge of a call
+    /// that has ended.
+    fn reconcile(&mut self, device: c_int, ended: Option<PendingCharge>) {
+        let Some(reserved) = reserved(device) else {
+            // The reserved amount is unknown, so the charge stays.
+            return;
+        };
+        let running = self.running.get(&device).copied().unwrap_or_default();
+        let charged = self.pool_charges.get(&device).map_or(0, bytes);
+        let growth = growth_to_charge(
+            reserved.saturating_sub(charged),
+            ended.as_ref().map_or(0, PendingCharge::bytes),
+            running.pending,
+        );
+        if growth > 0 {
+            self.grow(device, growth, ended);
+        } else {
+            drop(ended);
+            self.shrink(device, reserved.saturating_add(running.covered));
         }
     }
 
@@ -271,30 +378,36 @@ impl GraphRegistry {
     /// Counts the trim: every graph may have to take its memory again.
     fn after_trim(&mut self) {
         self.trims += 1;
-        let devices: Vec<c_int> = self.pool_charges.keys().copied().collect();
-        self.reconcile(&devices, Vec::new());
+        self.reconcile_all();
     }
 
-    /// Trims every pool. Returns whether that freed anything. Running graphs keep their memory.
-    fn reclaim(&mut self) -> bool {
-        let charged: u64 = self.pool_charges.values().map(bytes).sum();
-        let before = charged.max(self.reserved());
-        for device in self.pool_charges.keys() {
-            let _ =
-                captures::with_relaxed_capture(|| driver!(cuDeviceGraphMemTrim(*device => c_int)));
+    fn reconcile_all(&mut self) {
+        for device in self.devices() {
+            self.reconcile(device, None);
         }
-        let has_freed = self.reserved() < before;
-        if has_freed {
-            self.after_trim();
-        }
-        has_freed
     }
 
-    /// Returns what all devices' graph pools have reserved.
-    fn reserved(&self) -> u64 {
-        let devices = self.pool_charges.keys();
-        devices.filter_map(|device| reserved(*device)).sum()
+    fn devices(&self) -> Vec<c_int> {
+        self.pool_charges.keys().copied().collect()
     }
+
+    /// Returns the bytes that all pools are charged.
+    fn charged(&self) -> u64 {
+        self.pool_charges.values().map(bytes).sum()
+    }
+}
+
+impl Claim {
+    fn pending_bytes(&self) -> u64 {
+        self.pending.as_ref().map_or(0, PendingCharge::bytes)
+    }
+}
+
+/// Returns how much of a pool's growth is charged when a call ends, by the bytes that this call and
+/// the running ones were charged before. Running calls may have caused the growth. Each of them
+/// keeps its charge until it ends, and charges its part then.
+fn growth_to_charge(growth: u64, ended: u64, running: u64) -> u64 {
+    growth.min(ended).max(growth.saturating_sub(running))
 }
 
 fn bytes(charge: &Charge) -> u64 {
@@ -339,5 +452,16 @@ mod tests {
         assert!(need(&[10 * MIB; 10]) >= Some(128 * MIB));
         assert_eq!(need(&[16 * MIB; 2]), Some(32 * MIB));
         assert_eq!(need(&[u64::MAX; 2]), Some(u64::MAX), "no quota has that");
+    }
+    #[test]
+    fn growth_is_charged_once_for_calls_that_run_together() {
+        assert_eq!(growth_to_charge(64, 64, 0), 64);
+        assert_eq!(growth_to_charge(64, 128, 0), 64, "the call took less");
+        assert_eq!(growth_to_charge(96, 64, 0), 96, "the call took more");
+        // Another call that runs has taken 32 of its 64, or nothing yet.
+        assert_eq!(growth_to_charge(96, 64, 64), 64);
+        assert_eq!(growth_to_charge(64, 64, 64), 64);
+        assert_eq!(growth_to_charge(32, 0, 64), 0, "it is the other call's");
+        assert_eq!(growth_to_charge(96, 0, 64), 32);
     }
 }

@@ -184,6 +184,27 @@ fn graph_is_charged_again_when_launched_into_another_stream() {
 }
 
 #[test]
+fn graph_launch_that_waits_blocks_no_other_thread() {
+    let container = Container::with_quota(2 * QUOTA);
+    let mut program = container.program();
+    let graph = program.ok(format!("graph {}", 32 * MIB))[0];
+    let other = program.ok(format!("instantiate {graph}"))[0];
+    let (executable, [first, second]) = busy(&mut program, 100 * MIB);
+    program.ok(format!("launchgraph {executable} {first}"));
+    program.ok(format!("start launchgraph {executable} {second}"));
+    container.wait_for("the launch is charged", |usage| usage.used.0 == 256 * MIB);
+    for _ in 0..2 {
+        program.ok(format!("launchgraph {other}"));
+        assert_eq!(container.usage().used.0, 288 * MIB);
+        program.ok("trim");
+        assert_eq!(container.usage().used.0, 256 * MIB);
+    }
+    assert_eq!(program.ok("started"), [1], "it waits still");
+    assert_eq!(program.call("join"), "ok");
+    assert_eq!(charged(&container), 256 * MIB);
+}
+
+#[test]
 fn running_graph_is_launched_again_at_the_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -5,8 +5,9 @@
 //! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
 //! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
 //!
-//! The real driver lets the graphs of a stream share memory; here each graph has its own in every
-//! stream. A launch allocates and frees at once; all other nodes have no effect.
+//! A graph with memory nodes that is running in one stream blocks its launch into another. The real
+//! driver lets the graphs of a stream share memory; here each graph has its own in every stream. A
+//! launch allocates and frees at once; all other nodes have no effect.
 
 use bursar_sim_state::Charge;
 
@@ -95,6 +96,21 @@ impl CurrentContext {
         graphs.executables.insert(executable, found);
         Ok(())
     }
+    /// Launches an executable graph. With memory nodes, waits for its launches in other streams.
+    fn launch_graph(&self, executable: u64, stream: u64) -> DriverResult {
+        let key = self.stream_key(stream)?;
+        let elsewhere = {
+            let graphs = lock(&self.process.graphs);
+            let found = graphs.executables.get(&executable);
+            let found = found.filter(|found| !found.needs.is_empty());
+            let launches = found.into_iter().flat_map(|found| &found.uploaded_streams);
+            launches
+                .filter_map(|(other, done)| done.filter(|_| *other != key))
+                .max()
+        };
+        self.process.wait_until(elsewhere)?;
+        self.upload_graph(executable, stream)
+    }
 }
 
 fn add(out: &Out<u64>, graph: u64, node: Node) -> DriverResult {
@@ -177,7 +193,7 @@ exports! {
         removed.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
     fn cuGraphUpload(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
-    fn cuGraphLaunch(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
+    fn cuGraphLaunch(executable: u64, stream: u64) = current_context()?.launch_graph(executable, stream);
     fn cuDeviceGetGraphMemAttribute(device: i32, attribute: i32, value: Out<u64>) = {
         let process = healthy_process()?;
         let device = process.device(device)?;

@@ -16,7 +16,7 @@ const DISABLE_TIMING: u32 = 2;
 
 impl Process {
     /// Sleeps until an instant, or until the image is poisoned.
-    fn wait_until(&self, end: Option<Instant>) -> DriverResult {
+    pub(crate) fn wait_until(&self, end: Option<Instant>) -> DriverResult {
         while let Some(left) = end.and_then(|end| end.checked_duration_since(Instant::now())) {
             self.check_sticky_error()?;
             std::thread::sleep(left.min(Duration::from_millis(5)));
