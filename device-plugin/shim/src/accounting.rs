@@ -103,26 +103,36 @@ pub(crate) fn charge(
 ) -> Result<PendingCharge, Denied> {
     let state = session_state::state().ok_or(Denied)?;
     let slot = index_of(state, account).ok_or(Denied)?;
-    let charged = Units::holding(bytes).ok_or(Denied).and_then(|units| {
-        charge_units(state, slot, units).or_else(|denied| {
-            // The program may use the memory that its pools have cached for another kind of
-            // allocation.
-            if reclaim() {
-                charge_units(state, slot, units)
-            } else {
-                Err(denied)
-            }
-        })?;
-        Ok(PendingCharge {
-            slot,
-            units,
-            committed: false,
-        })
-    });
+    let charged = charge_or_reclaim(state, slot, bytes);
     if charged.is_err() {
         report_denial(slot, bytes, function);
     }
     charged
+}
+
+/// Charges `bytes` before an allocation. The caller tries again or reports a denial.
+pub(crate) fn charge_unreported(account: Account, bytes: u64) -> Result<PendingCharge, Denied> {
+    let state = session_state::state().ok_or(Denied)?;
+    let slot = index_of(state, account).ok_or(Denied)?;
+    charge_or_reclaim(state, slot, bytes)
+}
+
+fn charge_or_reclaim(state: &SessionState, slot: u8, bytes: u64) -> Result<PendingCharge, Denied> {
+    let units = Units::holding(bytes).ok_or(Denied)?;
+    charge_units(state, slot, units).or_else(|denied| {
+        // The program may use the memory that its pools have cached for another kind of
+        // allocation.
+        if reclaim() {
+            charge_units(state, slot, units)
+        } else {
+            Err(denied)
+        }
+    })?;
+    Ok(PendingCharge {
+        slot,
+        units,
+        committed: false,
+    })
 }
 
 /// Reclaims what the process has cached. Returns whether that discharged anything.

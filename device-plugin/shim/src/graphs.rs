@@ -2,11 +2,10 @@
 //!
 //! Measured on an H200: instantiating a graph takes nothing. Its upload or first launch takes its
 //! allocations in steps of 32 MiB. One of 40 MiB takes 64 MiB, two take 128, small ones share a
-//! step. The pool keeps them, past the graph's end too, until it is trimmed. So the shim records
-//! the needs of an executable graph with memory nodes. It charges them before a call that may take
-//! memory, and reconciles the pool after it. A launch into the same stream since the last trim
-//! takes nothing new. A launch into another stream may (CUDA programming guide, graph memory nodes:
-//! graphs of one stream share memory, those of others may not).
+//! step. The pool keeps them, past the graph's end too, until it is trimmed. The graphs of a stream
+//! share memory, those of others may not (CUDA programming guide, graph memory nodes). So the shim
+//! records the needs of an executable graph with memory nodes. Before a call that may take memory
+//! it charges what the stream's memory does not cover, and reconciles the pool after it.
 //!
 //! A launch waits while the same graph runs in another stream, and that graph may wait for another
 //! thread of the program. So the lock is not held over a call. While a call runs, its [`Claim`]
@@ -26,6 +25,7 @@ use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::{captures, driver, streams};
 use crate::fork_local::ForkLocal;
+use crate::pools::POOLS;
 
 /// The graph pool takes memory in multiples of this (fact F15).
 const POOL_STEP: u64 = 32 << 20;
@@ -85,6 +85,9 @@ struct GraphRegistry {
     execs: BTreeMap<u64, GraphExec>,
     /// The charge of each device's graph pool.
     pool_charges: BTreeMap<c_int, Charge>,
+    /// Bytes that graphs took on a device in a stream since pools were last trimmed. An entry has a
+    /// step or more of its own, so the pool bounds their number.
+    stream_memory: BTreeMap<(c_int, u64), u64>,
     /// What the calls that are running may take of each device's pool.
     running: BTreeMap<c_int, Running>,
     /// How often pools were trimmed, which gave up memory that graphs will take again.
@@ -92,7 +95,7 @@ struct GraphRegistry {
 }
 
 /// The sums of the claims of running calls.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Running {
     pending: u64,
     covered: u64,
@@ -108,7 +111,7 @@ struct Launch {
 /// What a call may take of a device's pool.
 struct Claim {
     device: c_int,
-    /// The charge of memory that the pool is not charged yet.
+    /// The charge of what the stream's memory does not cover.
     pending: Option<PendingCharge>,
     /// Bytes of memory that the pool is charged already. A trim may free that memory before the
     /// call uses it.
@@ -120,6 +123,12 @@ struct Begun {
     claims: Vec<Claim>,
     /// [`GraphRegistry::trims`] before the call.
     trims: u64,
+}
+
+/// A denied charge.
+struct Refusal {
+    device: c_int,
+    bytes: u64,
 }
 
 /// Whether there ever was an executable graph with memory nodes.
@@ -190,23 +199,33 @@ pub(crate) fn charge_upload(
     with_charge(needs, None, function, call)
 }
 
-/// Makes a call that may take `needs`.
+/// Makes a call that may take `needs`. Before it denies the call, it trims the pools, and then
+/// again after all work has ended.
 fn with_charge(
     needs: &Needs,
     launch: Option<Launch>,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    let mut begun = graphs().begin(needs, launch, function);
-    if begun.is_err() && reclaim() {
-        begun = graphs().begin(needs, launch, function);
+    let mut begun = graphs().begin(needs, launch);
+    for retry in [reclaim, reclaim_after_sync] {
+        if begun.is_err() && retry() {
+            begun = graphs().begin(needs, launch);
+        }
     }
-    let Ok(begun) = begun else {
-        return curesult::OUT_OF_MEMORY;
-    };
-    let answer = call();
-    graphs().end(begun, launch.filter(|_| answer == curesult::SUCCESS));
-    answer
+    match begun {
+        Ok(begun) => {
+            let answer = call();
+            graphs().end(begun, launch.filter(|_| answer == curesult::SUCCESS));
+            answer
+        }
+        Err(Refusal { device, bytes }) => {
+            if let Some(account) = accounting::account_index(Account::Device(device)) {
+                accounting::report_denial(account, bytes, function);
+            }
+            curesult::OUT_OF_MEMORY
+        }
+    }
 }
 
 /// Makes a call that frees graph memory: a trim, or the end of a context. The lock is not held over
@@ -247,22 +266,36 @@ pub(crate) fn reclaim() -> bool {
     graphs.charged() < before
 }
 
+/// Waits for all work and reclaims, where that may free memory. Returns whether a denied charge may
+/// succeed now. The caller does not hold the lock, because the work may wait for another thread.
+fn reclaim_after_sync() -> bool {
+    let charged = graphs().charged();
+    if (charged == 0 && !POOLS.may_free_after_sync()) || captures::may_be_active() {
+        return false;
+    }
+    let _ = driver!(cuCtxSynchronize());
+    reclaim();
+    true
+}
+
 impl GraphRegistry {
     /// Charges what a call may take, and counts the call as running.
-    fn begin(
-        &mut self,
-        needs: &Needs,
-        launch: Option<Launch>,
-        function: &str,
-    ) -> Result<Begun, Denied> {
+    fn begin(&mut self, needs: &Needs, launch: Option<Launch>) -> Result<Begun, Refusal> {
         let is_placed = launch.is_some_and(|launch| self.is_placed(launch));
         let mut claims = Vec::new();
         for (device, need) in needs {
-            let bytes = need.bytes().ok_or(Denied)?;
-            let covered = if is_placed { bytes } else { 0 };
+            let bytes = need.bytes().unwrap_or(u64::MAX);
+            let covered = match launch {
+                Some(_) if is_placed => bytes,
+                Some(Launch { stream, .. }) => {
+                    let held = self.stream_memory.get(&(*device, stream));
+                    held.copied().unwrap_or(0).min(bytes)
+                }
+                None => 0,
+            };
             claims.push(Claim {
                 device: *device,
-                pending: self.charge(*device, bytes - covered, function)?,
+                pending: self.charge(*device, bytes - covered)?,
                 covered,
             });
         }
@@ -278,17 +311,15 @@ impl GraphRegistry {
     }
 
     /// Charges `bytes` beyond what the pool has reserved; nothing for zero bytes.
-    fn charge(
-        &mut self,
-        device: c_int,
-        bytes: u64,
-        function: &str,
-    ) -> Result<Option<PendingCharge>, Denied> {
+    fn charge(&mut self, device: c_int, bytes: u64) -> Result<Option<PendingCharge>, Refusal> {
         if bytes == 0 {
             return Ok(None);
         }
         self.reconcile(device, None);
-        accounting::charge(Account::Device(device), bytes, function).map(Some)
+        match accounting::charge_unreported(Account::Device(device), bytes) {
+            Ok(pending) => Ok(Some(pending)),
+            Err(Denied) => Err(Refusal { device, bytes }),
+        }
     }
 
     /// Ends a call, and settles its claims. `launch` is where a graph has got its memory.
@@ -299,7 +330,12 @@ impl GraphRegistry {
             let running = self.running.entry(device).or_default();
             running.pending -= pending;
             running.covered -= claim.covered;
-            self.reconcile(device, claim.pending);
+            let is_alone = *running == Running::default();
+            let growth = self.reconcile(device, claim.pending).min(pending);
+            // Beside other calls it is unknown which call the pool grew for.
+            if let Some(Launch { stream, .. }) = launch.filter(|_| is_alone && growth > 0) {
+                *self.stream_memory.entry((device, stream)).or_default() += growth;
+            }
         }
         if let Some(launch) = launch {
             self.record_placement(launch);
@@ -323,11 +359,11 @@ impl GraphRegistry {
     }
 
     /// Makes the charge of a device's pool what this has reserved, using up the charge of a call
-    /// that has ended.
-    fn reconcile(&mut self, device: c_int, ended: Option<PendingCharge>) {
+    /// that has ended. Returns the bytes that the charge grew by.
+    fn reconcile(&mut self, device: c_int, ended: Option<PendingCharge>) -> u64 {
         let Some(reserved) = reserved(device) else {
             // The reserved amount is unknown, so the charge stays.
-            return;
+            return 0;
         };
         let running = self.running.get(&device).copied().unwrap_or_default();
         let charged = self.pool_charges.get(&device).map_or(0, bytes);
@@ -337,14 +373,16 @@ impl GraphRegistry {
             running.pending,
         );
         if growth > 0 {
-            self.grow(device, growth, ended);
+            self.grow(device, growth, ended)
         } else {
             drop(ended);
             self.shrink(device, reserved.saturating_add(running.covered));
+            0
         }
     }
 
-    fn grow(&mut self, device: c_int, growth: u64, pending: Option<PendingCharge>) {
+    /// Charges a pool's growth, and returns the charged bytes.
+    fn grow(&mut self, device: c_int, growth: u64, pending: Option<PendingCharge>) -> u64 {
         let pending = match pending {
             Some(mut pending) => {
                 // Growth beyond the request is charged if the quota allows it; otherwise the audit
@@ -355,12 +393,13 @@ impl GraphRegistry {
             None => accounting::charge(Account::Device(device), growth, "cuGraphLaunch"),
         };
         let Ok(more) = pending.map(PendingCharge::into_charge) else {
-            return;
+            return 0;
         };
         self.pool_charges
             .entry(device)
             .and_modify(|charge| charge.units = charge.units.saturating_add(more.units))
             .or_insert(more);
+        bytes(&more)
     }
 
     fn shrink(&mut self, device: c_int, reserved: u64) {
@@ -378,6 +417,7 @@ impl GraphRegistry {
     /// Counts the trim: every graph may have to take its memory again.
     fn after_trim(&mut self) {
         self.trims += 1;
+        self.stream_memory.clear();
         self.reconcile_all();
     }
 

@@ -121,8 +121,9 @@ fn child_graphs_are_charged_with_their_parent() {
     let small = program.ok(format!("graph {}", 10 * MIB))[0];
     let several = program.ok(format!("graph {} {small}", 10 * MIB))[0];
     let several = program.ok(format!("instantiate {several}"))[0];
+    program.ok("trim");
     program.ok(format!("launchgraph {several}"));
-    assert_eq!(charged(&container), 160 * MIB, "small ones share a step");
+    assert_eq!(charged(&container), 32 * MIB, "small ones share a step");
 }
 
 #[test]
@@ -133,9 +134,10 @@ fn unused_graph_memory_is_trimmed_before_a_denial() {
         let graph = program.ok(format!("graph {bytes}"))[0];
         program.ok(format!("instantiate {graph}"))[0]
     });
+    let streams = [(); 2].map(|()| program.ok("stream")[0]);
     for _ in 0..2 {
-        for executable in executables {
-            program.ok(format!("launchgraph {executable}"));
+        for (executable, stream) in executables.into_iter().zip(streams) {
+            program.ok(format!("launchgraph {executable} {stream}"));
         }
     }
     assert_eq!(charged(&container), 128 * MIB);
@@ -170,17 +172,46 @@ fn graph_is_charged_again_when_launched_into_another_stream() {
         program.ok(format!("launchgraph {executable} {first}"));
         assert_eq!(charged(&container), 192 * MIB);
     }
-    let launch = format!("launchgraph {executable} {second}");
-    assert_eq!(program.call(&launch), "err 2", "the first is running");
-    assert_eq!(charged(&container), 192 * MIB);
+    program.ok(format!("launchgraph {executable} {second}"));
+    assert_eq!(charged(&container), 192 * MIB, "the first has ended");
     program.ok(format!("free {linear}"));
-    program.ok(launch);
+    program.ok(format!("launchgraph {executable} {first}"));
     assert_eq!(charged(&container), QUOTA);
     // The graph has its memory in both streams by now.
     for stream in [first, second, first] {
         program.ok(format!("launchgraph {executable} {stream}"));
         assert_eq!(charged(&container), QUOTA);
     }
+}
+
+#[test]
+fn graphs_of_a_stream_are_charged_the_memory_they_share() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (first, [stream, _]) = busy(&mut program, 150 * MIB);
+    let graph = program.ok(format!("graph {}", 150 * MIB))[0];
+    let second = program.ok(format!("instantiate {graph}"))[0];
+    for executable in [first, second, first, second] {
+        program.ok(format!("launchgraph {executable} {stream}"));
+        assert_eq!(charged(&container), 160 * MIB);
+    }
+    let graph = program.ok(format!("graph {QUOTA}"))[0];
+    let larger = program.ok(format!("instantiate {graph}"))[0];
+    program.ok(format!("launchgraph {larger} {stream}"));
+    assert_eq!(charged(&container), QUOTA);
+}
+
+#[test]
+fn graph_launch_at_the_quota_waits_for_running_graphs() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (running, [first, _]) = busy(&mut program, 150 * MIB);
+    let graph = program.ok(format!("graph {}", 150 * MIB))[0];
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    program.ok(format!("launchgraph {running} {first}"));
+    program.ok(format!("launchgraph {executable}"));
+    assert_eq!(charged(&container), 160 * MIB);
+    assert_eq!(container.usage().denied, 0);
 }
 
 #[test]
@@ -222,9 +253,10 @@ fn reclaim_beside_running_graphs_does_not_hang() {
     let (executable, [first, second]) = busy(&mut program, 64 * MIB);
     program.ok(format!("launchgraph {executable} {first}"));
     program.ok(format!("alloc {}", 192 * MIB));
-    program.call(format!("launchgraph {executable} {second}"));
     program.ok(format!("start asyncalloc {} 0", 32 * MIB));
     assert_eq!(program.call("join"), "err 2");
+    program.ok(format!("launchgraph {executable} {second}"));
+    program.ok(format!("asyncalloc {} 0", 32 * MIB));
 }
 
 #[test]

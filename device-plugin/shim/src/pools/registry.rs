@@ -152,17 +152,16 @@ impl Pools {
     pub(super) fn reclaim_after_sync(&self) {
         crate::graphs::reclaim();
         self.reclaim();
-        if (self.has_unused_memory() || deferred_free::has_pending()) && !captures::may_be_active()
-        {
+        if self.may_free_after_sync() && !captures::may_be_active() {
             let _ = driver!(cuCtxSynchronize());
             self.reclaim();
         }
     }
 
-    /// Returns whether any pool has a step that is not used.
-    fn has_unused_memory(&self) -> bool {
+    /// Returns whether any pool has a step that is not used, or linear memory waits for its stream.
+    pub(crate) fn may_free_after_sync(&self) -> bool {
         let _guard = self.lock.lock();
-        self.all().any(Pool::has_unused_step)
+        self.all().any(Pool::has_unused_step) || deferred_free::has_pending()
     }
 
     fn accounted(&self) -> u64 {

@@ -5,9 +5,9 @@
 //! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
 //! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
 //!
-//! A graph with memory nodes that is running in one stream blocks its launch into another. The real
-//! driver lets the graphs of a stream share memory; here each graph has its own in every stream. A
-//! launch allocates and frees at once; all other nodes have no effect.
+//! The graphs of a stream share memory. A graph with memory nodes that is running in one stream
+//! blocks its launch into another. Here each stream has memory of its own, which other streams never
+//! reuse. A launch allocates and frees at once; all other nodes have no effect.
 
 use bursar_sim_state::Charge;
 
@@ -44,14 +44,9 @@ impl Process {
         let mut needs = BTreeMap::new();
         graphs.needs(graph, &mut needs)?;
         let handle = graphs.next_handle();
-        let placed = BTreeMap::new();
-        graphs.executables.insert(
-            handle,
-            Executable {
-                needs,
-                uploaded_streams: placed,
-            },
-        );
+        let launches = BTreeMap::new();
+        let executable = Executable { needs, launches };
+        graphs.executables.insert(handle, executable);
         Ok(handle)
     }
 
@@ -59,13 +54,11 @@ impl Process {
     /// again.
     pub(crate) fn trim_graphs(&self, device: usize) {
         let (mut graphs, now) = (lock(&self.graphs), Instant::now());
-        let still_used = graphs.executables.values_mut().filter_map(|executable| {
-            let need = executable.needs.get(&device)?;
-            let placed = &mut executable.uploaded_streams;
-            placed.retain(|_, done| done.is_some_and(|done| done > now));
-            Some(placed.len() as u64 * pool_bytes(*need))
+        graphs.stream_memory.retain(|(on, _), memory| {
+            *on != device || memory.completes_at.is_some_and(|done| done > now)
         });
-        let still_used = still_used.sum();
+        let left = graphs.stream_memory.range((device, 0)..=(device, u64::MAX));
+        let still_used = left.map(|(_, memory)| memory.bytes).sum();
         let pool = graphs.pools.entry(device).or_default();
         let before = std::mem::replace(&mut pool.reserved, still_used);
         // `ImageCollected` means that the collector has released the bytes already.
@@ -82,20 +75,23 @@ impl CurrentContext {
     fn upload_graph(&self, executable: u64, stream: u64) -> DriverResult {
         let (done, stream) = (self.busy_until(stream)?, self.stream_key(stream)?);
         let mut graphs = lock(&self.process.graphs);
-        let found = graphs.executables.get(&executable).cloned();
-        let mut found = found.ok_or(Code::INVALID_VALUE)?;
-        if found.uploaded_streams.insert(stream, done).is_none() {
-            for (device, need) in &found.needs {
-                let (unit, growth) = (self.process.devices[*device].unit, pool_bytes(*need));
-                self.process.image.charge(unit, Charge::Memory, growth)?;
-                let pool = graphs.pools.entry(*device).or_default();
-                pool.reserved += growth;
-                pool.reserved_high = pool.reserved_high.max(pool.reserved);
-            }
+        let found = graphs.executables.get_mut(&executable);
+        let found = found.ok_or(Code::INVALID_VALUE)?;
+        found.launches.insert(stream, done);
+        for (device, need) in found.needs.clone() {
+            let memory = graphs.stream_memory.entry((device, stream)).or_default();
+            let growth = pool_bytes(need).saturating_sub(memory.bytes);
+            let unit = self.process.devices[device].unit;
+            self.process.image.charge(unit, Charge::Memory, growth)?;
+            memory.bytes += growth;
+            memory.completes_at = memory.completes_at.max(done);
+            let pool = graphs.pools.entry(device).or_default();
+            pool.reserved += growth;
+            pool.reserved_high = pool.reserved_high.max(pool.reserved);
         }
-        graphs.executables.insert(executable, found);
         Ok(())
     }
+
     /// Launches an executable graph. With memory nodes, waits for its launches in other streams.
     fn launch_graph(&self, executable: u64, stream: u64) -> DriverResult {
         let key = self.stream_key(stream)?;
@@ -103,7 +99,7 @@ impl CurrentContext {
             let graphs = lock(&self.process.graphs);
             let found = graphs.executables.get(&executable);
             let found = found.filter(|found| !found.needs.is_empty());
-            let launches = found.into_iter().flat_map(|found| &found.uploaded_streams);
+            let launches = found.into_iter().flat_map(|found| &found.launches);
             launches
                 .filter_map(|(other, done)| done.filter(|_| *other != key))
                 .max()

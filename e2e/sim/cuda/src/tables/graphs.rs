@@ -49,8 +49,16 @@ impl Node {
 pub(crate) struct Executable {
     /// By device: bytes of the large allocations in whole steps, and the sum of the small ones.
     pub(crate) needs: BTreeMap<usize, (u64, u64)>,
-    /// By stream for which the pools hold the memory: when the last launch there completes.
-    pub(crate) uploaded_streams: BTreeMap<u64, Option<Instant>>,
+    /// By stream: when the last launch there completes.
+    pub(crate) launches: BTreeMap<u64, Option<Instant>>,
+}
+
+/// What the graphs of a stream hold of a pool. They share it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StreamMemory {
+    pub(crate) bytes: u64,
+    /// When the last graph that uses it completes.
+    pub(crate) completes_at: Option<Instant>,
 }
 
 /// Bytes of a pool: small allocations share steps, large ones have their own.
@@ -72,6 +80,8 @@ pub(crate) struct Graphs {
     pub(crate) nodes: BTreeMap<u64, Node>,
     pub(crate) executables: BTreeMap<u64, Executable>,
     pub(crate) pools: BTreeMap<usize, Pool>,
+    /// By device and stream.
+    pub(crate) stream_memory: BTreeMap<(usize, u64), StreamMemory>,
     handle_count: u64,
 }
 
