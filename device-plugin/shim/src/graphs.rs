@@ -26,6 +26,7 @@ use crate::curesult::{self, CuResult};
 use crate::driver_calls::{captures, driver, streams};
 use crate::fork_local::ForkLocal;
 use crate::pools::POOLS;
+use crate::session_state::state;
 
 /// The graph pool takes memory in multiples of this (fact F15).
 const POOL_STEP: u64 = 32 << 20;
@@ -136,13 +137,17 @@ static MAY_HAVE_MEMORY: AtomicBool = AtomicBool::new(false);
 
 static GRAPHS: ForkLocal<GraphRegistry> = ForkLocal::new();
 
+/// Locks the registry.
 fn graphs() -> MutexGuard<'static, GraphRegistry> {
+    // The state comes first, because it resets the registry in a forked child.
+    let _ = state();
     GRAPHS.lock()
 }
 
 /// Forgets the parent's graphs, in a forked child.
 pub(crate) fn reset() {
     GRAPHS.reset();
+    MAY_HAVE_MEMORY.store(false, Ordering::Relaxed);
 }
 
 /// Returns whether there may be graph memory to account for.
@@ -493,6 +498,25 @@ mod tests {
         assert_eq!(need(&[16 * MIB; 2]), Some(32 * MIB));
         assert_eq!(need(&[u64::MAX; 2]), Some(u64::MAX), "no quota has that");
     }
+    #[test]
+    fn forked_child_waits_for_no_lock_of_its_parent() {
+        let _held = graphs();
+        MAY_HAVE_MEMORY.store(true, Ordering::Relaxed);
+        // SAFETY: the child only looks for a graph and leaves.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends a child that waits for the lock.
+            unsafe { libc::alarm(10) };
+            destroyed(7);
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(i32::from(may_have_memory())) };
+        }
+        let mut status = -1;
+        // SAFETY: waits for the child just made.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0, "a signal, or graphs of the parent");
+    }
+
     #[test]
     fn growth_is_charged_once_for_calls_that_run_together() {
         assert_eq!(growth_to_charge(64, 64, 0), 64);
