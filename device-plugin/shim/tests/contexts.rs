@@ -213,6 +213,28 @@ fn kernel_handle_is_denied_when_its_local_memory_exceeds_quota() {
 }
 
 #[test]
+fn denied_kernel_handle_leaves_no_context_charged() {
+    for lookup in ["function locals", "functions", "kernel locals", "kernels"] {
+        let (container, mut program) = measured(2 * CONTEXT + LOCALS);
+        program.ok("context");
+        assert_eq!(program.call(lookup), "err 2", "{lookup}: twice");
+        assert_eq!(charged(&container), 2 * CONTEXT, "{lookup}");
+        program.ok("limit 16384");
+        assert_eq!(charged(&container), 2 * CONTEXT + STACK, "{lookup}");
+    }
+}
+
+#[test]
+fn denied_kernel_handle_leaves_no_device_charged() {
+    let container = Container::with_quotas(&[2 * LOCALS, MIB]);
+    let mut program = container.program();
+    program.ok("device 1");
+    assert_eq!(program.call("kernel locals"), "err 2");
+    assert_eq!(container.usage_of(0).used.0, 0);
+    assert_eq!(container.usage_of(1).used.0, 0);
+}
+
+#[test]
 fn new_context_is_charged_for_known_kernels() {
     let (container, mut program) = measured(3 * CONTEXT + LOCALS);
     program.ok("kernel locals");

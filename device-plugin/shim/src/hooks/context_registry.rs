@@ -9,6 +9,7 @@
 //! The lock is held over requests to the agent, for seconds at most. A forked child never takes it,
 //! because the driver has no context for the child.
 
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::MutexGuard;
 
@@ -128,22 +129,34 @@ pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
     let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
 }
 
-/// Charges every context of a device for a kernel with `bytes` of local memory a thread.
+/// Charges every context for kernels that need these bytes of local memory a thread, by device.
 ///
 /// # Errors
-/// The quota does not allow it.
-pub(crate) fn kernel_loaded(device: c_int, bytes: u64, function: &str) -> Result<(), Denied> {
+/// The quota does not allow it, and no context is charged more than before.
+pub(crate) fn kernels_loaded(needed: &BTreeMap<c_int, u64>, function: &str) -> Result<(), Denied> {
     let mut known = registry();
-    if bytes <= known.locals(device).max(DEFAULT_STACK) {
-        return Ok(());
+    let mut larger = needed.clone();
+    larger.retain(|device, bytes| *bytes > known.locals(*device).max(DEFAULT_STACK));
+    let mut raised = Vec::new();
+    for context in &mut known.contexts {
+        let Some(bytes) = larger.get(&context.device) else {
+            continue;
+        };
+        let before = context.stack;
+        let charged = context.adjust_stack_charge(context.limit.max(*bytes), function);
+        raised.push((context, before));
+        if charged.is_err() {
+            for (context, before) in raised {
+                context.lower_stack_charge(before);
+            }
+            return charged;
+        }
     }
-    let here = |context: &&mut Context| context.device == device;
-    for context in known.contexts.iter_mut().filter(here) {
-        context.adjust_stack_charge(bytes.max(context.limit), function)?;
-    }
-    let place = usize::try_from(device).ok();
-    if let Some(locals) = place.and_then(|place| known.locals.get_mut(place)) {
-        *locals = bytes;
+    for (device, bytes) in larger {
+        let place = usize::try_from(device).ok();
+        if let Some(locals) = place.and_then(|place| known.locals.get_mut(place)) {
+            *locals = bytes;
+        }
     }
     Ok(())
 }
@@ -189,12 +202,15 @@ impl Context {
                 accounting::charge(Account::Device(self.device), missing.bytes(), function)?;
             self.charges.push(pending.into_charge());
         }
-        self.discharge_stack(self.stack.saturating_sub(wanted));
+        self.lower_stack_charge(wanted);
         self.stack = wanted;
         Ok(())
     }
 
-    fn discharge_stack(&mut self, mut units: Units) {
+    /// Discharges what the stacks are charged beyond `wanted`.
+    fn lower_stack_charge(&mut self, wanted: Units) {
+        let mut units = self.stack.saturating_sub(wanted);
+        self.stack = self.stack.min(wanted);
         for charge in &mut self.charges {
             let part = units.min(Units(charge.units));
             accounting::discharge(Charge {

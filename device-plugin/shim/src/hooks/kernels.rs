@@ -2,6 +2,7 @@
 //! launch it.
 #![allow(non_snake_case)]
 
+use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint};
 
 use super::{context_registry, hooks};
@@ -12,44 +13,41 @@ use crate::driver_calls::{current_device, device_count, driver};
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
 const ATTR_LOCAL_SIZE_BYTES: c_int = 3;
 
-/// Charges the local memory of a function, on the current context's device.
-fn charge_function(handle: u64, name: &str) -> Result<(), Denied> {
+/// The most local memory of some kernels on each device, in bytes a thread.
+type LocalMemory = BTreeMap<c_int, u64>;
+
+/// Adds the local memory of a function, on the current context's device.
+fn add_function(handle: u64, needed: &mut LocalMemory) {
     let Ok(device) = current_device() else {
-        return Ok(());
+        return;
     };
     let mut bytes = 0;
     let code = driver!(cuFuncGetAttribute(
         &raw mut bytes => *mut c_int, ATTR_LOCAL_SIZE_BYTES => c_int, handle => u64,
     ));
-    charge_local_memory(code, device, bytes, name)
+    add(code, device, bytes, needed);
 }
 
-/// Charges the local memory of a kernel, which can be launched on any device.
-fn charge_kernel(handle: u64, name: &str) -> Result<(), Denied> {
-    (0..device_count()).try_for_each(|device| {
+/// Adds the local memory of a kernel, which can be launched on any device.
+fn add_kernel(handle: u64, needed: &mut LocalMemory) {
+    for device in 0..device_count() {
         let mut bytes = 0;
         let code = driver!(cuKernelGetAttribute(
             &raw mut bytes => *mut c_int, ATTR_LOCAL_SIZE_BYTES => c_int, handle => u64, device => c_int,
         ));
-        charge_local_memory(code, device, bytes, name)
-    })
-}
-
-fn charge_local_memory(
-    code: CuResult,
-    device: c_int,
-    bytes: c_int,
-    name: &str,
-) -> Result<(), Denied> {
-    match u64::try_from(bytes) {
-        Ok(bytes) if code == curesult::SUCCESS => {
-            context_registry::kernel_loaded(device, bytes, name)
-        }
-        _ => Ok(()),
+        add(code, device, bytes, needed);
     }
 }
 
-/// Charges the handles that the driver wrote. Where that is denied, overwrites them with zeros.
+fn add(code: CuResult, device: c_int, bytes: c_int, needed: &mut LocalMemory) {
+    if let (curesult::SUCCESS, Ok(bytes)) = (code, u64::try_from(bytes)) {
+        let most = needed.entry(device).or_default();
+        *most = bytes.max(*most);
+    }
+}
+
+/// Charges the handles that the driver wrote, all of them or none. Where that is denied, overwrites
+/// them with zeros.
 ///
 /// # Safety
 /// If `answer` is success, `handles` is null or points to `count` handles.
@@ -57,14 +55,19 @@ unsafe fn charge_loaded(
     answer: CuResult,
     handles: *mut u64,
     count: c_uint,
-    charge: impl Fn(u64) -> Result<(), Denied>,
+    function: &str,
+    add: impl Fn(u64, &mut LocalMemory),
 ) -> CuResult {
     if answer != curesult::SUCCESS || handles.is_null() || count == 0 {
         return answer;
     }
     // SAFETY: the caller guarantees it.
     let handles = unsafe { std::slice::from_raw_parts_mut(handles, count as usize) };
-    match handles.iter().try_for_each(|handle| charge(*handle)) {
+    let mut needed = LocalMemory::new();
+    for handle in &*handles {
+        add(*handle, &mut needed);
+    }
+    match context_registry::kernels_loaded(&needed, function) {
         Ok(()) => answer,
         Err(Denied) => {
             handles.fill(0);
@@ -78,7 +81,7 @@ hooks! {
     fn cuModuleGetFunction(out: *mut u64, module: u64, name: *const c_char) = |driver_call| {
         let answer = driver_call(out, module, name);
         // SAFETY: the driver has just written one handle.
-        unsafe { charge_loaded(answer, out, 1, |handle| charge_function(handle, "cuModuleGetFunction")) }
+        unsafe { charge_loaded(answer, out, 1, "cuModuleGetFunction", add_function) }
     };
 
     /// `cuModuleEnumerateFunctions` (CUDA 12.4).
@@ -91,7 +94,7 @@ hooks! {
         // SAFETY: the driver has just written as many handles as there are, up to the caller's
         // capacity.
         unsafe {
-            charge_loaded(answer, out, count.min(room), |handle| charge_function(handle, "cuModuleEnumerateFunctions"))
+            charge_loaded(answer, out, count.min(room), "cuModuleEnumerateFunctions", add_function)
         }
     };
 
@@ -99,14 +102,14 @@ hooks! {
     fn cuKernelGetFunction(out: *mut u64, kernel: u64) = |driver_call| {
         let answer = driver_call(out, kernel);
         // SAFETY: the driver has just written one handle.
-        unsafe { charge_loaded(answer, out, 1, |handle| charge_function(handle, "cuKernelGetFunction")) }
+        unsafe { charge_loaded(answer, out, 1, "cuKernelGetFunction", add_function) }
     };
 
     /// `cuLibraryGetKernel` (CUDA 12.0). A kernel can be launched as it is.
     fn cuLibraryGetKernel(out: *mut u64, library: u64, name: *const c_char) = |driver_call| {
         let answer = driver_call(out, library, name);
         // SAFETY: the driver has just written one.
-        unsafe { charge_loaded(answer, out, 1, |handle| charge_kernel(handle, "cuLibraryGetKernel")) }
+        unsafe { charge_loaded(answer, out, 1, "cuLibraryGetKernel", add_kernel) }
     };
 
     /// `cuLibraryEnumerateKernels` (CUDA 12.4).
@@ -118,7 +121,7 @@ hooks! {
         }
         // SAFETY: the driver has just written as many as there are, and as there is room for.
         unsafe {
-            charge_loaded(answer, out, count.min(room), |handle| charge_kernel(handle, "cuLibraryEnumerateKernels"))
+            charge_loaded(answer, out, count.min(room), "cuLibraryEnumerateKernels", add_kernel)
         }
     };
 }
