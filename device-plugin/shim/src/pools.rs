@@ -140,7 +140,8 @@ impl Pool {
         // reservation that is returned. The driver's own locks order its growth before the last
         // load.
         let idle = self.prefetched.close() == Units::ZERO;
-        if idle && self.reserved() == Some(self.accounted.load(Ordering::SeqCst)) {
+        let reserved = || captures::with_relaxed_capture_if_active(|| self.query(ATTR_RESERVED));
+        if idle && reserved().and_then(units) == Some(self.accounted.load(Ordering::SeqCst)) {
             accounting::discharge_account(account, steps);
         } else {
             let _guard = POOLS.lock.lock();
@@ -374,20 +375,23 @@ impl Pool {
     }
 
     fn reserved(&self) -> Option<u32> {
-        Units::holding(self.attribute(ATTR_RESERVED)?).map(|units| units.0)
+        self.attribute(ATTR_RESERVED).and_then(units)
     }
 
     fn attribute(&self, attribute: c_int) -> Option<u64> {
+        captures::with_relaxed_capture(|| self.query(attribute))
+    }
+
+    /// Queries an attribute in the calling thread's capture mode.
+    fn query(&self, attribute: c_int) -> Option<u64> {
         let handle = self.handle.load(Ordering::Acquire);
         if handle == 0 || !self.is_charged() {
             return None;
         }
         let mut value = 0_u64;
-        let code = captures::with_relaxed_capture(|| {
-            driver!(cuMemPoolGetAttribute(
-                handle => u64, attribute => c_int, (&raw mut value).cast() => *mut c_void,
-            ))
-        });
+        let code = driver!(cuMemPoolGetAttribute(
+            handle => u64, attribute => c_int, (&raw mut value).cast() => *mut c_void,
+        ));
         (code == curesult::SUCCESS).then_some(value)
     }
 
@@ -404,6 +408,10 @@ impl Pool {
         self.account.store(found + 1, Ordering::Release);
         Some(found)
     }
+}
+
+fn units(bytes: u64) -> Option<u32> {
+    Units::holding(bytes).map(|units| units.0)
 }
 
 /// Returns the most that a pool takes of its GPU for a request, or `None` beyond what units can

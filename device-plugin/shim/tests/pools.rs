@@ -483,6 +483,18 @@ fn capture_stays_valid_and_captured_memory_is_not_charged() {
 }
 
 #[test]
+fn capture_that_the_shim_has_not_counted_stays_valid() {
+    // Nor has it counted a capture that another thread begins beside its driver call.
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok("asyncalloc 1 0");
+    let stream = program.ok("stream")[0];
+    program.ok(format!("unseencapture {stream}"));
+    program.ok("info");
+    program.ok(format!("endcapture {stream}"));
+}
+
+#[test]
 fn forked_child_neither_uses_nor_blocks_on_parents_pools() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -2,8 +2,8 @@
 //!
 //! While a thread captures a stream, calls that the driver considers unsafe fail and invalidate the
 //! capture (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED). On driver 580 these include querying a pool's
-//! sizes and trimming it. So the shim counts captures, and relaxes the thread's capture mode for
-//! its own calls while there are any.
+//! sizes and trimming it. So the shim relaxes the thread's capture mode for its own calls. Another
+//! thread may begin a capture at any time, so the shim does so even where it has counted none.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -34,11 +34,18 @@ pub(crate) fn is_capturing(stream: u64) -> bool {
 
 /// Runs the shim's own driver calls so that they invalidate no capture.
 pub(crate) fn with_relaxed_capture<T>(calls: impl FnOnce() -> T) -> T {
-    if !may_be_active() {
-        return calls();
-    }
     let _mode = RelaxedMode::enter();
     calls()
+}
+
+/// Runs a driver call of the hot path, which costs no other call while no capture is active. A
+/// capture that begins during the call can be invalidated.
+pub(crate) fn with_relaxed_capture_if_active<T>(call: impl FnOnce() -> T) -> T {
+    if may_be_active() {
+        with_relaxed_capture(call)
+    } else {
+        call()
+    }
 }
 
 /// The calling thread's capture mode, restored on drop.

@@ -18,6 +18,7 @@
 //! spin STREAM MILLISECONDS    -> ok | err CODE             (keeps the stream busy)
 //! device NUMBER               -> ok | err CODE             (its primary context is current)
 //! capture STREAM              -> ok | err CODE
+//! unseencapture STREAM        -> ok | err CODE             (begun past the shim)
 //! endcapture STREAM           -> ok GRAPH | err CODE
 //! asyncchurn N BYTES          -> ok NANOSECONDS            (N times allocate and free)
 //! asyncgreedy THREADS BYTES   -> ok COUNT CODE             (until each thread gets no more)
@@ -95,6 +96,12 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
         "spin" => done(spin(cuda, number(1), number(2))),
         "device" => done(cuda.use_device(number(1) as i32)),
         "capture" => done(call!(cuda, c"cuStreamBeginCapture_v2", (number(1) => u64, 0 => i32))),
+        "unseencapture" => {
+            // SAFETY: the tests put the driver there, and the shim has opened it.
+            let driver =
+                unsafe { libc::dlopen(c"/opt/bursar/drv/cuda.so.1".as_ptr(), libc::RTLD_NOW) };
+            done(call!(Cuda(driver), c"cuStreamBeginCapture_v2", (number(1) => u64, 0 => i32)))
+        }
         "endcapture" => {
             let code =
                 call!(cuda, c"cuStreamEndCapture", (number(1) => u64, &raw mut got => *mut u64));
