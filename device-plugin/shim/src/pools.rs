@@ -27,6 +27,7 @@ mod prefetch;
 mod registry;
 
 use std::ffi::{c_int, c_void};
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::accounting::{self, Denied};
@@ -303,14 +304,14 @@ impl Pool {
 
     /// Destroys the pool, or lets it be destroyed once its memory is free. `call` is the driver's.
     pub(crate) fn destroy(&self, call: impl FnOnce() -> CuResult) -> CuResult {
-        let _guard = POOLS.lock.lock();
+        let guard = POOLS.lock.lock();
         self.trim();
         let _ = self.reconcile(Units::ZERO);
         let at_once = !self.is_charged() || self.exported.load(Ordering::Acquire);
         if at_once || self.reserved() == Some(0) {
             let answer = call();
             if answer == curesult::SUCCESS {
-                self.unregister();
+                self.unregister(&guard);
             }
             return answer;
         }
@@ -327,9 +328,9 @@ impl Pool {
         curesult::SUCCESS
     }
 
-    /// Destroys a pool that the program destroyed, once it is empty. The caller holds the lock and
-    /// has reconciled the pool.
-    fn destroy_if_empty(&self) {
+    /// Destroys a pool that the program destroyed, once it is empty. The caller has reconciled the
+    /// pool.
+    fn destroy_if_empty(&self, lock: &MutexGuard<'_, ()>) {
         if !self.is_destroyed() || self.reserved() != Some(0) {
             return;
         }
@@ -337,12 +338,13 @@ impl Pool {
         if captures::with_relaxed_capture(|| driver!(cuMemPoolDestroy(handle => u64)))
             == curesult::SUCCESS
         {
-            self.unregister();
+            self.unregister(lock);
         }
     }
 
-    /// Discharges a destroyed pool. What was exported stays charged.
-    fn unregister(&self) {
+    /// Discharges a destroyed pool. What was exported stays charged. Under the lock, because
+    /// `accounted` is no amount while another thread reconciles the pool.
+    fn unregister(&self, _lock: &MutexGuard<'_, ()>) {
         self.prefetched.close();
         let accounted = self.accounted.swap(0, Ordering::AcqRel);
         let exported = self.exported.swap(false, Ordering::AcqRel);

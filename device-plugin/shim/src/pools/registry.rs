@@ -1,6 +1,7 @@
 //! Lists the pools of this process.
 
 use std::ffi::c_int;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use bursar_protocol::units::Units;
@@ -69,10 +70,19 @@ impl Pools {
         if let Some(known) = self.find(handle) {
             return known;
         }
-        let _guard = self.lock.lock();
-        if let Some(known) = self.find(handle) {
-            return known;
+        let guard = self.lock.lock();
+        match self.find(handle) {
+            Some(known) => known,
+            None => self.insert(handle, charge_to, &guard),
         }
+    }
+
+    fn insert(
+        &self,
+        handle: u64,
+        charge_to: ChargeTo,
+        _lock: &MutexGuard<'_, ()>,
+    ) -> &'static Pool {
         let is_free =
             |pool: &&Pool| pool.handle.load(Ordering::Acquire) == 0 && pool.charge_to == charge_to;
         if let Some(free) = self.all().find(is_free) {
@@ -97,10 +107,11 @@ impl Pools {
     /// Registers a pool that was just created. A registered pool with the same handle was destroyed
     /// unseen.
     pub(crate) fn created(&self, handle: u64, charge_to: ChargeTo) {
+        let guard = self.lock.lock();
         if let Some(before) = self.find(handle) {
-            before.unregister();
+            before.unregister(&guard);
         }
-        self.register(handle, charge_to);
+        self.insert(handle, charge_to, &guard);
     }
 
     /// Returns the pool that a device allocates from, if the shim knows it without asking the
@@ -128,8 +139,7 @@ impl Pools {
         // Collected before the pools are reconciled, because collecting synchronizes.
         deferred_free::collect();
         if self.all().next().is_some() {
-            let _guard = self.lock.lock();
-            self.reconcile_all();
+            self.reconcile_all(&self.lock.lock());
         }
     }
 
@@ -139,10 +149,10 @@ impl Pools {
         if self.all().next().is_none() {
             return collected;
         }
-        let _guard = self.lock.lock();
+        let guard = self.lock.lock();
         let before = self.accounted();
         self.trim_all();
-        self.reconcile_all();
+        self.reconcile_all(&guard);
         collected || self.accounted() < before
     }
 
@@ -175,11 +185,42 @@ impl Pools {
         }
     }
 
-    /// The caller holds the lock.
-    fn reconcile_all(&self) {
+    fn reconcile_all(&self, lock: &MutexGuard<'_, ()>) {
         for pool in self.all() {
             let _ = pool.reconcile(Units::ZERO);
-            pool.destroy_if_empty();
+            pool.destroy_if_empty(lock);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::RECONCILING;
+    use super::*;
+
+    #[test]
+    fn created_pool_waits_until_its_handle_is_reconciled() {
+        let pools: &Pools = Box::leak(Box::new(Pools {
+            head: AtomicPtr::default(),
+            current: [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_DEVICES],
+            lock: ForkLocal::new(),
+        }));
+        let pool = pools.register(1, ChargeTo::Host);
+        let reconcile = || {
+            let _guard = pools.lock.lock();
+            pool.accounted.store(RECONCILING, Ordering::Release);
+            std::thread::yield_now();
+            pool.accounted.swap(0, Ordering::AcqRel)
+        };
+        std::thread::scope(|scope| {
+            let creating = scope.spawn(|| {
+                for _ in 0..10_000 {
+                    pools.created(1, ChargeTo::Host);
+                }
+            });
+            while !creating.is_finished() {
+                assert_eq!(reconcile(), RECONCILING);
+            }
+        });
     }
 }
