@@ -250,6 +250,16 @@ fn sparse_array_tile_stays_charged_until_the_process_exits() {
 }
 
 #[test]
+fn refused_sparse_array_tile_changes_no_charge() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let handle = program.ok(format!("create {QUOTA} 0 0"))[0];
+    assert_eq!(program.call(format!("tile 1 {handle}")), "err 1");
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
 fn fabric_handles_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

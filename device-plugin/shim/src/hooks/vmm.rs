@@ -52,17 +52,42 @@ pub(crate) fn with_export(
     handle: impl FnOnce(&VmmTable) -> Option<u64>,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
+    with_exports(|table| handle(table).into_iter().collect(), call)
+}
+
+/// Makes a call that lets others hold the memory of several handles. See [`with_export`].
+fn with_exports(
+    handles: impl FnOnce(&VmmTable) -> Vec<u64>,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
     let Some(mut table) = table() else {
         return call();
     };
-    let newly_exported = handle(&table).and_then(|handle| Some((handle, table.export(handle)?)));
-    if newly_exported.is_some_and(|(_, charge)| accounting::mark_exported(charge).is_err()) {
-        return curesult::NOT_PERMITTED;
-    }
-    let answer = call();
-    if let (Some((handle, charge)), false) = (newly_exported, answer == curesult::SUCCESS) {
-        table.unexport(handle);
-        accounting::unmark_exported(charge);
+    let handles = handles(&table);
+    let mut newly_exported = Vec::new();
+    let is_marked = handles.iter().all(|handle| match table.export(*handle) {
+        None => true,
+        Some(charge) if accounting::mark_exported(charge).is_ok() => {
+            newly_exported.push((*handle, charge));
+            true
+        }
+        Some(_) => {
+            table.unexport(*handle);
+            false
+        }
+    });
+    let answer = if is_marked {
+        call()
+    } else {
+        curesult::NOT_PERMITTED
+    };
+    // A failed call of several handles may have reached some of them.
+    let may_be_held = is_marked && (answer == curesult::SUCCESS || handles.len() > 1);
+    if !may_be_held {
+        for (handle, charge) in newly_exported {
+            table.unexport(handle);
+            accounting::unmark_exported(charge);
+        }
     }
     answer
 }
@@ -95,21 +120,12 @@ unsafe fn map_sparse_arrays(
     count: c_uint,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    if !list.is_null()
-        && let Some(mut table) = table()
-    {
-        for place in 0..count as usize {
-            // SAFETY: the caller guarantees it.
-            let handle = unsafe { (*list.add(place)).handle };
-            if table
-                .export(handle)
-                .is_some_and(|charge| accounting::mark_exported(charge).is_err())
-            {
-                return curesult::OUT_OF_MEMORY;
-            }
-        }
+    if list.is_null() {
+        return call();
     }
-    call()
+    // SAFETY: the caller guarantees it.
+    let handle = |place| unsafe { (*list.add(place)).handle };
+    with_exports(|_| (0..count as usize).map(handle).collect(), call)
 }
 
 hooks! {
