@@ -137,6 +137,24 @@ fn detach(handle: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
+/// Makes a call that destroys a green context. Its device is forgotten before the call, because
+/// another thread may get the same handle after it.
+fn destroy_green(
+    devices: &ForkLocal<BTreeMap<u64, c_int>>,
+    green: u64,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    let call = || accounting::free(green, call);
+    let Some(device) = state().and_then(|_| devices.lock().remove(&green)) else {
+        return call();
+    };
+    let answer = release_checked(device, call);
+    if answer != curesult::SUCCESS {
+        devices.lock().insert(green, device);
+    }
+    answer
+}
+
 /// Discharges a context that was destroyed, and its allocations.
 fn discharge_context(context: u64) {
     if crate::session_state::state().is_none() {
@@ -307,14 +325,7 @@ hooks! {
         answer
     };
     /// `cuGreenCtxDestroy` (CUDA 12.4): it may have been the last user of the primary context.
-    fn cuGreenCtxDestroy(green: u64) = |driver_call| {
-        let device = state().and_then(|_| GREEN_CONTEXTS.lock().remove(&green));
-        let call = || accounting::free(green, || driver_call(green));
-        match device {
-            Some(device) => release_checked(device, call),
-            None => call(),
-        }
-    };
+    fn cuGreenCtxDestroy(green: u64) = |driver_call| destroy_green(&GREEN_CONTEXTS, green, || driver_call(green));
     /// `cuCtxDestroy` (CUDA 2.0).
     fn cuCtxDestroy(context: u64) = |driver_call| destroy(id_of_handle(context), || driver_call(context));
     /// `cuCtxDestroy` (CUDA 4.0).
@@ -337,5 +348,20 @@ fn id_of_handle(handle: u64) -> Option<u64> {
         None
     } else {
         context_id(handle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn green_context_keeps_its_device_when_its_end_fails() {
+        let devices = ForkLocal::<BTreeMap<u64, c_int>>::new();
+        devices.lock().insert(7, 0);
+        for (answer, kept) in [(curesult::UNKNOWN, Some(&0)), (curesult::SUCCESS, None)] {
+            assert_eq!(destroy_green(&devices, 7, || answer), answer);
+            assert_eq!(devices.lock().get(&7), kept);
+        }
     }
 }
