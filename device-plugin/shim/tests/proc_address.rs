@@ -79,3 +79,22 @@ fn name_that_the_driver_lacks_is_not_found() {
     let mut program = container.program();
     assert_eq!(program.call("address cuMemAllocTiered 13000 0"), "err 500");
 }
+
+#[test]
+fn simulated_driver_returns_a_form_of_the_requested_name() {
+    // So does an H200's driver, for each of these names.
+    let container = Container::with_quota(MIB);
+    let mut program = container.bare_program();
+    let functions = functions();
+    let names = functions
+        .iter()
+        .map(|function| symbol_table::base_name(function.name));
+    for base in names.collect::<BTreeSet<_>>() {
+        for version in VERSIONS {
+            let answer = program.call(format!("address {base} {version} 0"));
+            if let Some(symbol) = answer.strip_prefix("ok 1 ") {
+                assert_eq!(symbol_table::base_name(symbol), base, "{version}");
+            }
+        }
+    }
+}

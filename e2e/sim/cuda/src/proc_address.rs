@@ -35,12 +35,6 @@ fn all_exports() -> impl Iterator<Item = &'static Export> {
 /// Functions whose newest form has other parameters: name, first CUDA version with the new form,
 /// old form, new form.
 const VERSIONED_SYMBOLS: &[(&str, i32, &str, &str)] = &[
-    (
-        "cuGraphInstantiate",
-        12_000,
-        "cuGraphInstantiate_v2",
-        "cuGraphInstantiateWithFlags",
-    ),
     ("cuCtxCreate", 13_000, "cuCtxCreate_v2", "cuCtxCreate_v4"),
     ("cuMemAdvise", 13_000, "cuMemAdvise", "cuMemAdvise_v2"),
     (
