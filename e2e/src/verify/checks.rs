@@ -82,21 +82,29 @@ const SIX_TEST_THREADS: &str = "--test-threads=6";
 const TWELVE_TEST_THREADS: &str = "--test-threads=12";
 
 /// The properties that run with shorter histories outside of the long tier.
-const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
-    target: &["--lib"],
-    names: &[
-        "leases::tests::history::leases_keep_their_promises_through_a_million_crashing_steps",
-        "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
-        "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
-        "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",
-        "placement::plan::tests::random::idle_plan_stays_empty_as_time_passes",
-        "placement::plan::tests::random::preemptor_gets_its_gpu_and_had_no_alternative",
-        "placement::plan::tests::random::plan_settles_evicting_only_borrowers_and_none_twice",
-        "placement::plan::tests::random::two_operators_preempt_no_more_than_needed",
-    ],
-    ignored: false,
-    env: &[("BURSAR_LONG", "1")],
-}];
+const HISTORY_TESTS: &[TestSelection] = &[
+    TestSelection {
+        target: &["--lib"],
+        names: &[
+            "leases::tests::history::leases_keep_their_promises_through_a_million_crashing_steps",
+            "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
+            "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
+            "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",
+            "placement::plan::tests::random::idle_plan_stays_empty_as_time_passes",
+            "placement::plan::tests::random::preemptor_gets_its_gpu_and_had_no_alternative",
+            "placement::plan::tests::random::plan_settles_evicting_only_borrowers_and_none_twice",
+            "placement::plan::tests::random::two_operators_preempt_no_more_than_needed",
+        ],
+        ignored: false,
+        env: &[("BURSAR_LONG", "1")],
+    },
+    TestSelection {
+        target: &["--test", "binder_histories"],
+        names: &["random_histories_keep_all_invariants"],
+        ignored: false,
+        env: &[("BURSAR_LONG", "1")],
+    },
+];
 
 /// The random kills that run with fewer rounds outside of the long tier.
 const LEASE_CHAOS: &[TestSelection] = &[TestSelection {
@@ -183,7 +191,7 @@ const CHECKS: &[Check] = &[
     },
     test_check(
         "main/binder",
-        "100,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
+        "25,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
          no request starves",
         &["--test", "binder_histories"],
     ),
@@ -313,7 +321,7 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "enforcement/soak",
-        "200,000 operations of 64 processes past kills and 20 agent restarts agree with a model",
+        "100,000 operations of 64 processes past kills and 10 agent restarts agree with a model",
         &["--test", "soak"],
     ),
     Check {

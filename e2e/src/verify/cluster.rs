@@ -175,7 +175,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "operator/cluster/owners",
-        "owners get half a GPU each from borrowers, two at a time and 20 times, and no borrower is evicted without need",
+        "owners get half a GPU each from borrowers, two at a time and 10 times, and no borrower is evicted without need",
     ),
     long_trial(
         "operator/cluster/owners-long",

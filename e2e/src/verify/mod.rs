@@ -4,8 +4,8 @@
 //! below the check's name.
 //!
 //! ```text
-//!   checks that compile --> most checks, one after another --> output of the background jobs
-//!                      \--> background jobs, one after another --/
+//!   checks that compile --> most checks, one after another --> a job that waits --> output of the jobs
+//!                      \--> background jobs, one after another --------------------/
 //! ```
 
 mod book;
@@ -23,10 +23,12 @@ mod security;
 mod style;
 mod surface;
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
-use std::process::ExitCode;
-use std::sync::mpsc::{self, Receiver};
+use std::process::{Command, ExitCode};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -98,13 +100,15 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let mut jobs = checks::background_jobs(&chosen, version);
     let (mut outcomes, mut running) = (Vec::new(), Vec::new());
     let mut passed = PassedTests::default();
+    let queue = JobQueue::default();
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run(&mut passed));
         outcomes.push(run_check(check.name, check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
-            running = start_in_background(std::mem::take(&mut jobs))?;
+            running = queue.start(std::mem::take(&mut jobs))?;
         }
     }
+    queue.run();
     for job in running {
         let (name, promise) = (job.name, job.promise.clone());
         outcomes.push(run_check(name, &promise, || job.join(), &progress));
@@ -153,38 +157,59 @@ struct RunningJob {
     result: Receiver<Timed>,
 }
 
-/// Starts a thread that runs the jobs one after another: on two cores, the API servers of two jobs
-/// starve each other.
-fn start_in_background(jobs: Vec<BackgroundJob>) -> io::Result<Vec<RunningJob>> {
-    let (mut queue, mut running) = (Vec::new(), Vec::new());
-    for job in jobs {
-        let BackgroundJob {
-            name,
-            promise,
-            mut command,
-        } = job;
-        let output = tempfile::tempfile()?;
-        // The causes of failures name their places, and the runner's frames would bury them.
-        command
-            .env("RUST_BACKTRACE", "0")
-            .stdout(output.try_clone()?)
-            .stderr(output.try_clone()?);
-        let (sender, result) = mpsc::channel();
-        queue.push((command, sender));
-        running.push(RunningJob {
-            name,
-            promise,
-            output,
-            result,
-        });
+/// The background jobs that did not start yet.
+#[derive(Clone, Default)]
+struct JobQueue(Arc<Mutex<WaitingJobs>>);
+
+/// Commands, and where to send their outcomes.
+type WaitingJobs = VecDeque<(Command, Sender<Timed>)>;
+
+impl JobQueue {
+    /// Starts a thread that runs the jobs one after another: on two cores, the API servers of two
+    /// jobs and the other checks starve each other.
+    fn start(&self, jobs: Vec<BackgroundJob>) -> io::Result<Vec<RunningJob>> {
+        let mut running = Vec::new();
+        for job in jobs {
+            let BackgroundJob {
+                name,
+                promise,
+                mut command,
+            } = job;
+            let output = tempfile::tempfile()?;
+            // The causes of failures name their places, and the runner's frames would bury them.
+            command
+                .env("RUST_BACKTRACE", "0")
+                .stdout(output.try_clone()?)
+                .stderr(output.try_clone()?);
+            let (sender, result) = mpsc::channel();
+            self.lock().push_back((command, sender));
+            running.push(RunningJob {
+                name,
+                promise,
+                output,
+                result,
+            });
+        }
+        let queue = self.clone();
+        thread::spawn(move || queue.run());
+        Ok(running)
     }
-    thread::spawn(move || {
-        for (mut command, sender) in queue {
+
+    /// Runs jobs until none is left.
+    fn run(&self) {
+        loop {
+            let next = self.lock().pop_front();
+            let Some((mut command, sender)) = next else {
+                return;
+            };
             // The receiver is gone only when the run has ended early.
             drop(sender.send(timed(|| checks::succeed(&mut command))));
         }
-    });
-    Ok(running)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, WaitingJobs> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl RunningJob {

@@ -42,7 +42,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             pending_pod_is_moved_to_a_node_with_room,
         ),
         trial("operator/cluster/owners", async |context| {
-            owners_against_borrowers(context, 20).await
+            owners_against_borrowers(context, 10).await
         }),
         trial("operator/cluster/owners-long", async |context| {
             owners_against_borrowers(context, 100).await

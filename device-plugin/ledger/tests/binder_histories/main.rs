@@ -1,8 +1,8 @@
 //! Tests the ledger and its binder over random histories of a node.
 //!
-//! `cargo test -p bursar-ledger --test binder_histories`. `BURSAR_HISTORIES` sets their number
-//! (100,000), and `BURSAR_SEED` selects a single one. A failure prints its seed and its history,
-//! cut to the shortest beginning that fails.
+//! `cargo test -p bursar-ledger --test binder_histories` runs 25,000 histories, and 100,000 with
+//! `BURSAR_LONG`. `BURSAR_HISTORIES` sets another number, and `BURSAR_SEED` selects a single
+//! history. A failure prints its seed and its history, cut to the shortest beginning that fails.
 
 #![allow(
     clippy::unwrap_used,
@@ -17,7 +17,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use node::Node;
 
-const HISTORIES: u64 = 100_000;
+const HISTORIES: u64 = 25_000;
+const LONG_HISTORIES: u64 = 100_000;
 const STEPS: usize = 36;
 
 fn env_number(name: &str) -> Option<u64> {
@@ -60,7 +61,11 @@ fn random_histories_keep_all_invariants() {
         run_history(seed, STEPS, true);
         return;
     }
-    let histories = env_number("BURSAR_HISTORIES").unwrap_or(HISTORIES);
+    let default = match std::env::var_os("BURSAR_LONG") {
+        Some(_) => LONG_HISTORIES,
+        None => HISTORIES,
+    };
+    let histories = env_number("BURSAR_HISTORIES").unwrap_or(default);
     let mut seen = node::Coverage::default();
     for seed in 0..histories {
         seen.add(&check_history(seed).coverage);

@@ -1,6 +1,6 @@
 //! Compares 64 processes of one container with a reference model.
 //!
-//! The processes make 200,000 random calls and are killed at any moment. The agent is killed 20
+//! The processes make 100,000 random calls and are killed at any moment. The agent is killed 10
 //! times; with `BURSAR_LONG`, a million and 100. A neighbour must not notice.
 //!
 //! ```text
@@ -52,7 +52,7 @@ impl Plan {
         let (operations, restarts) = if long {
             (1_000_000, 100)
         } else {
-            (200_000, 20)
+            (100_000, 10)
         };
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Plan {
