@@ -17,6 +17,7 @@
 //! * [`ctx_limits`] and [`kernels`] stacks and kernels' local memory
 //! * [`mem_info`] the memory sizes that programs query
 //! * [`device_attributes`] the attributes of devices that lead programs past every charge
+//! * [`export_tables`] the unnamed table of functions for process checkpoints
 //! * [`init`] `cuInit`
 //! * [`proc_address`] the addresses that `cuGetProcAddress` returns
 
@@ -26,6 +27,7 @@ pub(crate) mod context_registry;
 pub(crate) mod contexts;
 mod ctx_limits;
 mod device_attributes;
+mod export_tables;
 mod graphs;
 mod init;
 mod ipc;

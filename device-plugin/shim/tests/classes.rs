@@ -174,6 +174,19 @@ fn steps_of_a_process_checkpoint_are_refused() {
 }
 
 #[test]
+fn table_of_cuda_checkpoint_is_refused_and_others_are_passed_on() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let checkpoint = "69a28e9f24498b47b030c5da330ea4e9";
+    assert_eq!(program.call(format!("table {checkpoint}")), "err 801");
+    // The simulated driver's table that allocates, "bursar-sim-alloc".
+    let other = "6275727361722d73696d2d616c6c6f63";
+    assert_eq!(program.call(format!("table {other}")), "ok true");
+    let unknown = "00".repeat(16);
+    assert_eq!(program.call(format!("table {unknown}")), "err 500");
+}
+
+#[test]
 fn functions_of_cuda_2_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -10,6 +10,11 @@ use std::ffi::c_void;
 
 const TABLE_UUID: [u8; 16] = *b"bursar-sim-alloc";
 
+/// The id of the table with which NVIDIA's tool cuda-checkpoint stops processes.
+const CHECKPOINT_UUID: [u8; 16] = [
+    0x69, 0xa2, 0x8e, 0x9f, 0x24, 0x49, 0x8b, 0x47, 0xb0, 0x30, 0xc5, 0xda, 0x33, 0x0e, 0xa4, 0xe9,
+];
+
 #[repr(C)]
 struct Table {
     size: usize,
@@ -22,6 +27,9 @@ static TABLE: Table = Table {
     allocate: allocate_by_table,
 };
 
+/// A table without functions: its size alone.
+static CHECKPOINT_TABLE: usize = size_of::<usize>();
+
 extern "C" fn allocate_by_table(address: Out<u64>, len: u64) -> i32 {
     call("allocate_by_table", || allocate(&address, len))
 }
@@ -30,6 +38,9 @@ exports! {
     fn cuGetExportTable(table: Out<*const c_void>, id: In<[u8; 16]>) = {
         if id.get()? == TABLE_UUID {
             return table.set((&raw const TABLE).cast());
+        }
+        if id.get()? == CHECKPOINT_UUID {
+            return table.set((&raw const CHECKPOINT_TABLE).cast());
         }
         table.set(std::ptr::null())?;
         Err(Code::NOT_FOUND)

@@ -499,6 +499,18 @@ fn run(cuda: &Cuda, line: &str) -> String {
                 call!(cuda, name.as_c_str(), (0 => u64, 0 => u64, 0 => u64, 0 => u64, 0 => u64));
             say(answer(code, String::new()))
         }
+        "table" => {
+            let digits = words[1].as_bytes().chunks(2);
+            let id: Vec<u8> = digits
+                .map(|pair| std::str::from_utf8(pair).expect("ASCII"))
+                .map(|pair| u8::from_str_radix(pair, 16).expect("hexadecimal digits"))
+                .collect();
+            let mut table = std::ptr::null::<libc::c_void>();
+            let code = call!(cuda, c"cuGetExportTable", (
+                &raw mut table => *mut *const libc::c_void, id.as_ptr() => *const u8
+            ));
+            say(answer(code, (!table.is_null()).to_string()))
+        }
         "limit" => {
             let mut now = 0_u64;
             let code = call!(cuda, c"cuCtxSetLimit", (0 => i32, number(1) => u64));
