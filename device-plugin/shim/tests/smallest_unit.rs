@@ -302,6 +302,11 @@ fn exported_memory_of_an_ended_process_serves_its_importer() {
     let mut exporter = launched.container.program();
     let handle = exporter.ok(format!("create {} 0 1", 64 * MIB))[0];
     let descriptor = exporter.ok(format!("exporthandle {handle} 1"))[0];
+    let own = exporter.ok(format!("reserve {}", 64 * MIB))[0];
+    exporter.ok(format!("map {own} {} {handle}", 64 * MIB));
+    exporter.ok(format!("access {own} {}", 64 * MIB));
+    exporter.ok(format!("fillbytes {own} 165 {}", 64 * MIB));
+    exporter.ok("sync 0");
     let mut importer = launched.container.program();
     let name = format!("bursar-unit-{}-{}", std::process::id(), importer.pid());
     importer.send(&format!("recvfd {name}"));
@@ -310,14 +315,21 @@ fn exported_memory_of_an_ended_process_serves_its_importer() {
     let handle = importer.ok(format!("importhandle {taken}"))[0];
     let address = importer.ok(format!("reserve {}", 64 * MIB))[0];
     importer.ok(format!("map {address} {} {handle}", 64 * MIB));
+    importer.ok(format!("access {address} {}", 64 * MIB));
     fault(&mut exporter);
     launched.settle();
     assert!(!runs(exporter.pid().into()));
     assert!(launched.is_launcher_alive());
-    // The importer goes on, and the memory stays charged until it lets go.
+    // The importer goes on with every byte, and the memory stays charged until it lets go.
     assert_eq!(importer.call("sync 0"), "ok");
     let charged = launched.container.usage().exited.0;
     assert!(charged >= 64 * MIB, "{charged}");
+    let count = |value| format!("countbytes {address} {value} {}", 64 * MIB);
+    assert_eq!(importer.ok(count(165))[0], 64 * MIB);
+    importer.ok(format!("fillbytes {address} 90 {}", 64 * MIB));
+    assert_eq!(importer.ok(count(90))[0], 64 * MIB);
+    let charged = launched.container.usage().exited.0;
+    assert!(charged > 0);
     importer.kill();
     launched
         .container

@@ -6,7 +6,7 @@
 //! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
 //!
 //! The graphs of a stream share memory. A graph with memory nodes that is running in one stream
-//! blocks its launch into another. Here each stream has memory of its own, which other streams never
+//! blocks its launch into another. Here each stream has memory of its own, which others never
 //! reuse. A launch allocates and frees at once; all other nodes have no effect.
 
 use bursar_sim_state::Charge;

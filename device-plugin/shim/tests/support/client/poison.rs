@@ -34,6 +34,17 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
                 call!(cuda, c"cuMemcpyDtoH_v2", (&raw mut byte => *mut u8, number(1) => u64, 1 => usize)),
             )
         }
+        "fillbytes" => done(call!(cuda, c"cuMemsetD8_v2", (
+            number(1) => u64, number(2) as u8 => u8, number(3) as usize => usize
+        ))),
+        "countbytes" => {
+            let mut bytes = vec![0_u8; number(3) as usize];
+            let code = call!(cuda, c"cuMemcpyDtoH_v2", (
+                bytes.as_mut_ptr() => *mut u8, number(1) => u64, bytes.len() => usize
+            ));
+            let found = bytes.iter().filter(|byte| u64::from(**byte) == number(2));
+            say(answer(code, found.count().to_string()))
+        }
         "launchex" => {
             // `CUlaunchConfig`: six sizes of 1, no shared memory, the default stream, no
             // attributes.

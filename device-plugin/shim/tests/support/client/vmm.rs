@@ -54,6 +54,13 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             say(answer(code, got.to_string()))
         }
         "map" => done(map(cuda, number(1), number(2), number(3))),
+        "access" => {
+            // `CUmemAccessDesc`: device 0, to read and to write.
+            let access = [1_i32, 0, 3];
+            done(call!(cuda, c"cuMemSetAccess", (
+                number(1) => u64, number(2) as usize => usize, access.as_ptr() => *const i32, 1 => usize
+            )))
+        }
         "unmap" => done(unmap(cuda, number(1), number(2))),
         "retainhandle" => {
             let code = call!(cuda, c"cuMemRetainAllocationHandle", (&raw mut got => *mut u64, number(1) => u64));
