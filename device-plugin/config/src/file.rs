@@ -120,6 +120,7 @@ struct ContextPolicy {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct RetainedMemory {
     enabled: bool,
+    per_gpu: Option<String>,
     fdstore_socket: PathBuf,
     /// The program beside the agent's own where the field is left out.
     provisioner: Option<PathBuf>,
@@ -191,6 +192,7 @@ impl Default for RetainedMemory {
         let folder = Path::new(bursar_protocol::fdstore::RUN_DIR);
         Self {
             enabled: true,
+            per_gpu: None,
             fdstore_socket: folder.join(bursar_protocol::fdstore::SOCKET_NAME),
             provisioner: None,
         }
@@ -380,13 +382,16 @@ impl RetainedMemory {
     fn resolve(self) -> Result<RetainedConfig, InvalidField> {
         let Self {
             enabled,
+            per_gpu,
             fdstore_socket,
             provisioner,
         } = self;
+        let per_gpu = per_gpu.map(|most| parse_bytes("retained-memory.per-gpu", most));
         let provisioner =
             provisioner.map(|path| require_absolute("retained-memory.provisioner", path));
         Ok(RetainedConfig {
             enabled,
+            per_gpu: per_gpu.transpose()?,
             fdstore_socket: require_absolute("retained-memory.fdstore-socket", fdstore_socket)?,
             provisioner: provisioner.transpose()?,
         })

@@ -159,6 +159,8 @@ pub struct PathsConfig {
 pub struct RetainedConfig {
     /// Whether the node offers retained memory where the fd store answers.
     pub enabled: bool,
+    /// The most memory that each GPU lends; `None` is the whole GPU.
+    pub per_gpu: Option<Bytes>,
     /// The fd store's socket.
     pub fdstore_socket: PathBuf,
     /// The provisioner's program; `None` is `bursar-provisioner` beside the agent's own program.
@@ -328,6 +330,7 @@ mod tests {
             default = "Report"
             [retained-memory]
             enabled = false
+            per-gpu = "64Gi"
             fdstore-socket = "/v/fdstore.sock"
             provisioner = "/w/bursar-provisioner"
             [sharing]
@@ -383,6 +386,7 @@ mod tests {
             default_context_action: ContextAction::Report,
             retained: RetainedConfig {
                 enabled: false,
+                per_gpu: Some(Bytes::gib(64)),
                 fdstore_socket: "/v/fdstore.sock".into(),
                 provisioner: Some("/w/bursar-provisioner".into()),
             },
@@ -465,6 +469,10 @@ mod tests {
             (
                 "[audit]\nhost-programs = [\"/usr/bin/Xorg\"]",
                 ["audit.host-programs", "\"/usr/bin/Xorg\"", "write Xorg"],
+            ),
+            (
+                "[retained-memory]\nper-gpu = \"64GB\"",
+                ["retained-memory.per-gpu", "\"64GB\"", "Gi"],
             ),
             (
                 "[retained-memory]\nfdstore-socket = \"fdstore\"",

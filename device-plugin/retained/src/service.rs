@@ -57,6 +57,8 @@ pub struct LeaseService {
     pub commands: Commands,
     /// The events of the fd store; none if retained memory is disabled.
     pub store_events: Option<mpsc::UnboundedReceiver<StoreEvent>>,
+    /// The most memory that each GPU lends; `None` is the whole GPU.
+    pub per_gpu: Option<Bytes>,
     /// The sessions, which charge containers.
     pub sessions: Arc<Sessions>,
     /// Identifies processes.

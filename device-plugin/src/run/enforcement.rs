@@ -59,8 +59,8 @@ impl Agent {
             driver: self.config.driver.clone(),
             libraries: folder.join("lib"),
         };
-        let fdstore = &self.config.retained;
-        let fdstore = fdstore.enabled.then(|| fdstore.fdstore_socket.clone());
+        let config = &self.config.retained;
+        let fdstore = config.enabled.then(|| config.fdstore_socket.clone());
         let secret = key::load_or_create(&paths.run_dir.join(key::FILE_NAME));
         let service = LeaseService {
             commands,
@@ -68,6 +68,7 @@ impl Agent {
                 .map(fdstore_client::start)
                 .transpose()
                 .map_err(AgentError::Thread)?,
+            per_gpu: config.per_gpu,
             sessions: sessions.clone(),
             membership: resolver,
             provisioners: Arc::new(Provisioners::new(program.clone())),

@@ -164,6 +164,14 @@ pub enum RetainedRefusal {
         /// The remaining bytes.
         free: u64,
     },
+    /// The node lends less of the GPU; a smaller lease would fit.
+    #[error(
+        "the node lends {free} bytes more of this GPU as retained memory; ask for less, discard leases, or raise retainedMemory.perGpu in the chart"
+    )]
+    GpuLimit {
+        /// The remaining bytes.
+        free: u64,
+    },
     /// Another process writes the lease: try again.
     #[error("another process is writing the lease; try again once it has committed or ended")]
     Writing,
@@ -245,6 +253,7 @@ pub(super) mod tests {
         let refusal = prop_oneof![
             Just(RetainedRefusal::Missing),
             any::<u64>().prop_map(|free| RetainedRefusal::Quota { free }),
+            any::<u64>().prop_map(|free| RetainedRefusal::GpuLimit { free }),
             Just(RetainedRefusal::Writing),
             Just(RetainedRefusal::NotScrubbed),
             Just(RetainedRefusal::Fenced),

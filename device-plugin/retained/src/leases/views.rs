@@ -57,6 +57,17 @@ impl LeaseTable {
             || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
     }
 
+    /// The memory of a GPU that leases have or may still have, released ones included.
+    pub(crate) fn lent_by(&self, gpu: &GpuUuid) -> Bytes {
+        let known = self.leases.values().map(|lease| &lease.record);
+        let known = known.filter(|record| record.title.gpu == *gpu);
+        let unreadable = self.unreadable.values().flatten();
+        let unreadable = unreadable.filter(|(at, _)| at == gpu);
+        let all = known.map(|record| record.bytes);
+        let all = all.chain(unreadable.map(|(_, bytes)| *bytes));
+        Bytes(all.fold(0, |sum, bytes| sum.saturating_add(bytes.0)))
+    }
+
     /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
     pub(crate) fn uncharged(&self) -> usize {
         let unreadable = self.unreadable.values();

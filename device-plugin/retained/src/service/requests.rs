@@ -154,6 +154,22 @@ impl State {
         }
     }
 
+    /// Checks that the GPU may lend `bytes` more.
+    pub(super) fn check_gpu_limit(
+        &self,
+        gpu: &GpuUuid,
+        bytes: Bytes,
+    ) -> Result<(), RetainedRefusal> {
+        let Some(most) = self.service.per_gpu else {
+            return Ok(());
+        };
+        let free = most.0.saturating_sub(self.leases.lent_by(gpu).0);
+        match bytes.0 <= free {
+            true => Ok(()),
+            false => Err(RetainedRefusal::GpuLimit { free }),
+        }
+    }
+
     /// Charges the owner, then starts the creation.
     fn create(
         &mut self,
@@ -165,6 +181,9 @@ impl State {
         let Some(blob) = encode_record(&record) else {
             return reply_refused(reply, RetainedRefusal::TooMany);
         };
+        if let Err(why) = self.check_gpu_limit(&gpu, bytes) {
+            return reply_refused(reply, why);
+        }
         let lease = self.service.lease_ids.assign();
         let sessions = &self.service.sessions;
         if let Err(Bytes(free)) = sessions.charge_lease(&record.owner, &gpu, lease, bytes) {

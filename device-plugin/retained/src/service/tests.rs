@@ -50,6 +50,26 @@ fn node(gpu: GpuUuid) -> NodeView {
     }
 }
 
+fn lease_of_one_gib(gpu: GpuUuid) -> LeaseRecord {
+    LeaseRecord {
+        title: LeaseKey {
+            namespace: "team".to_owned(),
+            name: "weights".to_owned(),
+            key: [7; 32],
+            gpu,
+        },
+        bytes: Bytes::gib(1),
+        gpu_generation: 1,
+        owner: AllocationId::from_bits(1),
+        pod: "a".parse().unwrap(),
+        openers: BTreeSet::new(),
+        content: Content::Committed {
+            token: 1,
+            checksum: 1,
+        },
+    }
+}
+
 fn result(verdict: Verdict, context: Option<Bytes>) -> ScrubCheckResult {
     ScrubCheckResult {
         verdict,
@@ -76,6 +96,7 @@ impl Fixture {
         let mut state = State::new(LeaseService {
             commands: LeaseHandle::channel().1,
             store_events: None,
+            per_gpu: None,
             sessions: Arc::new(sessions),
             membership: Arc::new(FakeResolver),
             provisioners: Arc::new(Provisioners::new(program.clone())),
@@ -176,26 +197,27 @@ async fn drain_does_not_wait_for_the_retry_of_a_scrub_check() {
     assert!(fixture.state.released_gpus().contains(&gpu()));
 }
 
+#[test]
+fn gpu_lends_no_more_than_its_limit() {
+    let mut fixture = Fixture::new();
+    let check = |state: &State, gib| state.check_gpu_limit(&gpu(), Bytes::gib(gib));
+    assert_eq!(check(&fixture.state, 80), Ok(()), "there is no limit");
+    fixture.state.service.per_gpu = Some(Bytes::gib(4));
+    let leases = &mut fixture.state.leases;
+    leases.begin_create(LeaseId(7), lease_of_one_gib(gpu()));
+    leases.begin_create(LeaseId(8), lease_of_one_gib("GPU-b".parse().unwrap()));
+    assert_eq!(check(&fixture.state, 3), Ok(()));
+    let free = Bytes::gib(3).0;
+    let refused = Err(RetainedRefusal::GpuLimit { free });
+    assert_eq!(check(&fixture.state, 4), refused);
+    fixture.state.leases.abort_create(LeaseId(7));
+    assert_eq!(check(&fixture.state, 4), Ok(()));
+}
+
 #[tokio::test]
 async fn keep_alive_ends_with_the_last_lease_of_its_instance() {
     let instance: GpuUuid = "MIG-a".parse().unwrap();
-    let lease = LeaseRecord {
-        title: LeaseKey {
-            namespace: "team".to_owned(),
-            name: "weights".to_owned(),
-            key: [7; 32],
-            gpu: instance.clone(),
-        },
-        bytes: Bytes::gib(1),
-        gpu_generation: 1,
-        owner: AllocationId::from_bits(1),
-        pod: "a".parse().unwrap(),
-        openers: BTreeSet::new(),
-        content: Content::Committed {
-            token: 1,
-            checksum: 1,
-        },
-    };
+    let lease = lease_of_one_gib(instance.clone());
     let mut fixture = Fixture::new();
     fixture.state.leases.begin_create(LeaseId(7), lease);
     let store = fixture.connect(encode_gpu(&instance));

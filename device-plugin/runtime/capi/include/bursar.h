@@ -31,7 +31,7 @@ typedef enum bursar_status {
     BURSAR_MISSING = 2,
     /* Another process writes the lease, or the agent does not respond: retry. */
     BURSAR_BUSY = 3,
-    /* The container's quota has no room for the lease. */
+    /* The container's quota, or what the node lends of the GPU, has no room for the lease. */
     BURSAR_QUOTA = 4,
     /* The content differs from the commit, or is lost; the lease was discarded. */
     BURSAR_CORRUPT = 5,

@@ -149,7 +149,7 @@ fn status(error: &LeaseError) -> Status {
         LeaseError::Cuda(_) | LeaseError::Driver(_) => Status::Driver,
         LeaseError::Refused { reason, .. } => match reason {
             RetainedRefusal::Missing => Status::Missing,
-            RetainedRefusal::Quota { .. } => Status::Quota,
+            RetainedRefusal::Quota { .. } | RetainedRefusal::GpuLimit { .. } => Status::Quota,
             RetainedRefusal::Writing | RetainedRefusal::Unavailable => Status::Busy,
             RetainedRefusal::Fenced => Status::Fenced,
             RetainedRefusal::NotScrubbed | RetainedRefusal::TooMany | RetainedRefusal::Off => {

@@ -17,7 +17,7 @@ class Busy(Error):
 
 
 class Quota(Error):
-    """The container's quota has no room for the lease."""
+    """The container's quota, or what the node lends of the GPU, has no room for the lease."""
 
 
 class Corrupt(Error):

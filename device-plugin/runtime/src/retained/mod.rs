@@ -167,6 +167,7 @@ impl LeaseError {
                 RetainedRefusal::Writing
                     | RetainedRefusal::Unavailable
                     | RetainedRefusal::Quota { .. }
+                    | RetainedRefusal::GpuLimit { .. }
             ),
             LeaseError::AgentUnreachable { .. }
             | LeaseError::Corrupt { .. }
@@ -187,7 +188,7 @@ impl LeaseError {
         match self {
             LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => error.class(),
             LeaseError::Refused {
-                reason: RetainedRefusal::Quota { .. },
+                reason: RetainedRefusal::Quota { .. } | RetainedRefusal::GpuLimit { .. },
                 ..
             } => ErrorClass::OutOfMemory,
             other if other.retryable() => ErrorClass::NotReady,

@@ -133,6 +133,10 @@ fn encode_refusal(out: &mut Vec<u8>, why: RetainedRefusal) {
         RetainedRefusal::Unavailable => out.push(6),
         RetainedRefusal::TooMany => out.push(7),
         RetainedRefusal::Off => out.push(9),
+        RetainedRefusal::GpuLimit { free } => {
+            out.push(10);
+            encode_numbers(out, &[free]);
+        }
         RetainedRefusal::Driver { code } => {
             out.push(8);
             out.extend_from_slice(&code.to_le_bytes());
@@ -155,6 +159,9 @@ fn decode_refusal(decoder: &mut Decoder<'_>) -> Result<RetainedRefusal, DecodeEr
             code: i32::from_le_bytes(decoder.array()?),
         },
         9 => RetainedRefusal::Off,
+        10 => RetainedRefusal::GpuLimit {
+            free: decoder.u64()?,
+        },
         _ => return Err(DecodeError::BadValue("refusal")),
     })
 }
