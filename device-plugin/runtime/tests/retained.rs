@@ -1,6 +1,7 @@
 //! Tests retained memory with clients that crash, fault and wait for each other, over the real
 //! fd store and provisioner and the simulated driver.
 
+#![allow(unsafe_code, reason = "launches a kernel")]
 #![allow(
     clippy::unwrap_used,
     reason = "a failed `unwrap` is a failed test, with its place"
@@ -23,12 +24,12 @@ use std::time::{Duration, Instant};
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::{Request, Response};
-use bursar_runtime::driver::{Context, Driver};
+use bursar_runtime::driver::{Context, Driver, Grid, Parameter, Stream};
 use bursar_runtime::error::{ErrorClass, ResourceError};
 use bursar_runtime::retained::{
     Key, LeaseArena, LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease,
 };
-use bursar_runtime::{Block, DeviceMemoryResource, FreeError, Tag};
+use bursar_runtime::{Block, DeviceMemoryResource, FreeError, Launch, Tag};
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 use bursar_sim_state::Sim;
 use fake_agent::FakeAgent;
@@ -284,6 +285,42 @@ fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
         .fill(mapping.address() + 12_345, 1, 1)
         .unwrap();
     retained.lease()
+}
+
+/// Keeps a stream busy for 0.3 s.
+fn spin(stream: &Stream) {
+    const TAKES: &[Parameter] = &[Parameter::Value(8)];
+    let spin = stream.context().load(c"").unwrap();
+    // SAFETY: spin(uint64_t nanoseconds)
+    let spin = unsafe { spin.function(c"spin").unwrap().declare(TAKES) };
+    Launch::new(&spin, stream, Grid::linear(1, 1))
+        .arg(300_000_000_u64)
+        .submit()
+        .unwrap();
+}
+
+#[test]
+fn lease_is_unmapped_behind_the_work_that_uses_it() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let stream = client.context().stream().unwrap();
+        let ends: [fn(LeaseWriter); 2] = [drop, |writer| writer.discard().unwrap()];
+        for end in ends {
+            let writer = writer(&client, 2 * MIB);
+            spin(&stream);
+            let context = client.context();
+            context
+                .fill_async(writer.address(), 1, 4096, &stream)
+                .unwrap();
+            end(writer);
+            assert_eq!(stream.is_idle(), Ok(true));
+        }
+        let retained = writer(&client, 2 * MIB).commit().unwrap();
+        spin(&stream);
+        drop(retained);
+        assert_eq!(stream.is_idle(), Ok(true));
+    });
 }
 
 #[test]

@@ -97,10 +97,13 @@ bursar_status bursar_write(bursar_lease *lease, uint64_t at, const void *from, u
  */
 bursar_status bursar_commit(bursar_lease *lease);
 
-/* Discards a lease for the whole namespace, and closes it. */
+/* Discards a lease for the whole namespace, and closes it as bursar_close does. */
 bursar_status bursar_discard(bursar_lease *lease);
 
-/* Unmaps a lease. A committed lease stays; an uncommitted one is discarded. Accepts NULL. */
+/*
+ * Waits for all work of the context, and unmaps a lease. A committed lease stays; an uncommitted one
+ * is discarded. Accepts NULL.
+ */
 void bursar_close(bursar_lease *lease);
 
 /* The longest token. */

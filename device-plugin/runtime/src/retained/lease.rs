@@ -22,12 +22,20 @@ pub(super) struct LeaseMemory {
     mapped: MappedHandle,
 }
 
-/// Mapped handle. The handle is released with the mapping, because an earlier release would delay
-/// the open.
+/// Mapped handle, unmapped behind the work of the context. The handle is released with the mapping,
+/// because an earlier release would delay the open.
 #[derive(Debug)]
 struct MappedHandle {
+    context: Context,
     mapping: Mapping,
     _handle: Handle,
+}
+
+impl Drop for MappedHandle {
+    fn drop(&mut self) {
+        // A kernel that still uses the memory would fault. If the wait fails, the context is lost.
+        let _ = self.context.synchronize();
+    }
 }
 
 /// Lease that the agent granted.
@@ -92,6 +100,7 @@ impl MappedHandle {
         let handle = driver.import(fd.as_fd(), bytes)?;
         let addresses = Arc::new(driver.reserve(bytes)?);
         Ok(MappedHandle {
+            context: context.clone(),
             mapping: addresses.map(0, &handle, access, context)?,
             _handle: handle,
         })
@@ -126,7 +135,8 @@ fn checked_address(
     }
 }
 
-/// Committed lease, mapped read-only. A drop unmaps the memory, and the lease stays.
+/// Committed lease, mapped read-only. A drop waits for all work of the context and unmaps the
+/// memory, and the lease stays.
 #[derive(Debug)]
 pub struct RetainedLease {
     client: LeaseClient,
@@ -194,8 +204,8 @@ impl RetainedLease {
     }
 }
 
-/// New, zeroed lease of which this process is the only writer. A drop without a commit discards the
-/// lease.
+/// New, zeroed lease of which this process is the only writer. A drop without a commit waits for all
+/// work of the context and discards the lease.
 #[derive(Debug)]
 pub struct LeaseWriter {
     client: LeaseClient,
