@@ -70,7 +70,7 @@ impl<T: Send + 'static> TrackedSlice<T> {
     }
 
     /// Returns the slice of cudarc that [`from_cudarc`](Self::from_cudarc) adopted, behind all
-    /// uses.
+    /// uses, in whatever stream of cudarc it is used next.
     ///
     /// # Errors
     /// The memory unchanged, if it is not of cudarc; `None` if the driver failed to order the uses,
@@ -92,7 +92,11 @@ impl<T: Send + 'static> TrackedSlice<T> {
         };
         let owner = adopted.take_back(block, &stream).ok().flatten();
         let slice = owner.and_then(|owner| owner.downcast::<CudaSlice<T>>().ok());
-        slice.map(|slice| *slice).ok_or(None)
+        let mut slice = *slice.ok_or(None)?;
+        // Records cudarc's event of the last write, behind which cudarc orders its other streams.
+        let own = Arc::clone(slice.stream());
+        drop(slice.device_ptr_mut(&own));
+        Ok(slice)
     }
 }
 

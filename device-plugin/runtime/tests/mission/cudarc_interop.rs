@@ -86,6 +86,22 @@ fn adopted_slice_is_freed_once_or_returned() {
 }
 
 #[test]
+fn returned_slice_follows_its_uses_in_every_stream() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = CudaContext::new(0).unwrap();
+        let [stream, other] = [(); 2].map(|()| context.new_stream().unwrap());
+        let runtime = DeviceRuntime::for_cudarc(&context).unwrap();
+        let slice: CudaSlice<u32> = stream.clone_htod(&[1]).unwrap();
+        let adopted = TrackedSlice::from_cudarc(&runtime, slice).unwrap();
+        spin(&Stream::from_cudarc(&stream).unwrap());
+        let returned = adopted.into_cudarc().unwrap();
+        let _copied = other.clone_dtod(&returned).unwrap();
+        let other = Stream::from_cudarc(&other).unwrap();
+        assert_eq!(other.is_idle(), Ok(false));
+    });
+}
+
+#[test]
 fn streams_of_cudarc_keep_their_identity() {
     run_in_subprocess(ONE_GPU, |_| {
         let context = CudaContext::new(0).unwrap();
