@@ -14,6 +14,7 @@ use crate::driver::{Attach, Stream};
 use crate::error::ResourceError;
 use crate::memory::error::MemoryError;
 use crate::memory::managed_ref::ManagedRef;
+use crate::memory::owned_block::OwnedBlock;
 use crate::memory::slice::TrackedSlice;
 use crate::resource::{Block, FreeError, Reaped, Tag};
 use crate::runtime::DeviceRuntime;
@@ -49,6 +50,12 @@ impl From<Arc<DeviceRuntime>> for AsyncRuntime {
     fn from(runtime: Arc<DeviceRuntime>) -> Self {
         AsyncRuntime(runtime)
     }
+}
+
+/// Owns a block of the runtime's resource.
+fn owned(runtime: &DeviceRuntime, block: Block, stream: &Stream) -> OwnedBlock {
+    let (resource, state) = (Arc::clone(runtime.resource()), Arc::clone(runtime.state()));
+    OwnedBlock::from_parts(block, resource, stream.clone(), state)
 }
 
 impl AsyncRuntime {
@@ -115,20 +122,31 @@ impl AsyncRuntime {
         tag: Tag,
     ) -> Result<Block, AsyncError> {
         let stream = stream.clone();
-        let allocate =
-            move |runtime: &DeviceRuntime| runtime.resource().allocate(layout, &stream, tag);
-        Ok(self.run(allocate).await??)
+        // The owner frees the block if the future is dropped.
+        let allocate = move |runtime: &DeviceRuntime| {
+            let block = runtime.resource().allocate(layout, &stream, tag)?;
+            Ok::<_, ResourceError>(owned(runtime, block, &stream))
+        };
+        let mut owner = self.run(allocate).await??;
+        Ok(owner
+            .take_block()
+            .expect("the owner is new and has its block"))
     }
 
-    /// Frees a block of the runtime's resource behind the present work of a stream.
+    /// Frees a block of the runtime's resource behind the present work of a stream, whether or not
+    /// the future is polled.
     ///
     /// # Errors
     /// [`AsyncError::Free`] as of [`deallocate`](crate::DeviceMemoryResource::deallocate), and
-    /// [`AsyncError::Run`].
-    pub async fn deallocate_async(&self, block: Block, stream: &Stream) -> Result<(), AsyncError> {
-        let stream = stream.clone();
-        let free = move |runtime: &DeviceRuntime| runtime.resource().deallocate(block, &stream);
-        Ok(self.run(free).await??)
+    /// [`AsyncError::Run`]. If the system has no thread, the calling thread has freed the block.
+    pub fn deallocate_async(
+        &self,
+        block: Block,
+        stream: &Stream,
+    ) -> impl Future<Output = Result<(), AsyncError>> + Send + use<> {
+        let mut owner = owned(&self.0, block, stream);
+        let freed = blocking::run(move || owner.free());
+        async move { Ok(freed.await??) }
     }
 
     /// Frees memory, and waits for its work if the resource requires that.

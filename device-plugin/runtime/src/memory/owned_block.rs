@@ -45,8 +45,7 @@ impl OwnedBlock {
         })
     }
 
-    /// Owns a block that its resource did not allocate by itself.
-    #[cfg(feature = "cudarc-interop")]
+    /// Owns a block that the caller allocated or adopted.
     pub(crate) fn from_parts(
         block: Block,
         resource: SharedResource,
@@ -63,7 +62,6 @@ impl OwnedBlock {
     }
 
     /// Takes the block, so that the drop frees nothing.
-    #[cfg(feature = "cudarc-interop")]
     pub(crate) fn take_block(&mut self) -> Option<Block> {
         self.block.take()
     }

@@ -1,5 +1,6 @@
 //! Tests the runtime's operations for tasks, which never block a worker of Tokio.
 
+use std::alloc::Layout;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -59,6 +60,16 @@ fn dropped_future_leaks_no_memory() {
             for _ in 0..32 {
                 let allocated = runtime.allocate_async::<u8>(4096, &stream, Tag("dropped"));
                 let _ = tokio::time::timeout(Duration::ZERO, allocated).await;
+                let layout = Layout::new::<[u8; 4096]>();
+                let block = tokio::select! {
+                    biased;
+                    block = runtime.allocate_block_async(layout, &stream, Tag("b")) => block.unwrap(),
+                    () = std::future::ready(()) => {
+                        let resource = runtime.runtime().resource();
+                        resource.allocate(layout, &stream, Tag("b")).unwrap()
+                    }
+                };
+                drop(runtime.deallocate_async(block, &stream));
             }
         });
         let begun = Instant::now();
@@ -85,7 +96,7 @@ fn errors_and_panics_come_back_to_the_task() {
             let managed =
                 runtime.allocate_managed_async::<u32>(4, Attach::Global, &stream, Tag("m"));
             assert_eq!(managed.await.unwrap().read().unwrap(), [0; 4]);
-            let layout = std::alloc::Layout::new::<u64>();
+            let layout = Layout::new::<u64>();
             let block = runtime
                 .allocate_block_async(layout, &stream, Tag("b"))
                 .await
