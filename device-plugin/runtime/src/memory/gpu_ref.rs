@@ -11,6 +11,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -183,7 +184,11 @@ impl<T> GpuRef<T> {
     }
 
     /// Calls `submit` with the address, in order to submit foreign work that reads the memory.
-    /// `submit` must not wait.
+    ///
+    /// `submit` must not wait. The memory is locked meanwhile, so `submit` must not launch, copy or
+    /// record with any `GpuRef`, nor call `last_write`: nested calls deadlock. Work over several
+    /// memories is a [`Launch`](crate::Launch), or is recorded afterwards
+    /// ([`record_read`](Self::record_read), [`record_write`](Self::record_write)).
     ///
     /// # Errors
     /// The reason for which `submit` did not run, or for which its work cannot be tracked.
@@ -263,8 +268,11 @@ impl<T> GpuRef<T> {
     ) -> Result<R, MemoryError> {
         let shared = &self.inner.shared;
         let used = shared.begin_use(&order, stream, access)?;
-        let result = submit(self.as_raw());
-        shared.end_use(&mut order, used, stream, Some(access))?;
+        let result = catch_unwind(AssertUnwindSafe(|| submit(self.as_raw())));
+        // A panic of `submit` may come after its work, and an open use would prevent the free.
+        let ended = shared.end_use(&mut order, used, stream, Some(access));
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
+        ended?;
         Ok(result)
     }
 

@@ -102,7 +102,7 @@ impl<T: Send + 'static> TrackedSlice<T> {
 
 impl<T> GpuRef<T> {
     /// Lends the memory to cudarc, in order to submit work to `stream` that reads it. `submit` uses
-    /// no other stream and does not wait.
+    /// no other stream, and keeps the rules of [`read_in`](Self::read_in).
     ///
     /// # Errors
     /// As [`read_in`](Self::read_in), and [`InteropError`].

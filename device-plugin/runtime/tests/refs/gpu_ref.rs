@@ -1,5 +1,6 @@
 //! Tests memory with several owners.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Grid, Stream};
@@ -120,6 +121,29 @@ fn free_waits_for_the_streams_that_used_the_memory() {
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &alloc_stream);
         reference.read_in(&other, |_| spin(&other)).unwrap();
+        drop(reference);
+        let outstanding = runtime.resource().bytes_outstanding();
+        assert_eq!((outstanding.live, outstanding.retired), (0, 4));
+        runtime.context().synchronize().unwrap();
+        runtime.resource().reap_pending().unwrap();
+        assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn free_waits_for_work_whose_submission_panicked() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let runtime = runtime.with_resource(|_| StreamOrdered::new(runtime.context()));
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &alloc_stream);
+        let submit = |_| {
+            spin(&other);
+            panic!("no luck");
+        };
+        let read = AssertUnwindSafe(|| reference.read_in(&other, submit));
+        let panicked = catch_unwind(read).unwrap_err();
+        assert_eq!(panicked.downcast_ref(), Some(&"no luck"));
         drop(reference);
         let outstanding = runtime.resource().bytes_outstanding();
         assert_eq!((outstanding.live, outstanding.retired), (0, 4));
