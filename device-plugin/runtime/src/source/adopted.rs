@@ -84,8 +84,21 @@ impl AdoptedMemory {
         Block::new(block)
     }
 
-    /// Returns the owner of a block instead of a free, behind all uses.
+    /// Returns the owner of a block instead of a free, behind all uses. The memory is the caller's
+    /// then, so nothing of the block stays here.
     pub(crate) fn take_back(
+        &self,
+        block: Block,
+        stream: &Stream,
+    ) -> Result<Option<Box<dyn Any + Send>>, FreeError> {
+        let known = block.as_ref();
+        let owner = self.retire(block, stream)?;
+        self.blocks.forget_retired(known);
+        Ok(owner)
+    }
+
+    /// Takes the owner of a block, behind all uses.
+    fn retire(
         &self,
         block: Block,
         stream: &Stream,
@@ -112,7 +125,7 @@ impl DeviceMemoryResource for AdoptedMemory {
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        drop(self.take_back(block, stream)?);
+        drop(self.retire(block, stream)?);
         // This block was freed. A later reap reports the failures of other blocks.
         let _ = self.reap_pending();
         Ok(())

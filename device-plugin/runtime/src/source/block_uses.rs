@@ -383,6 +383,18 @@ impl<P> BlockUses<P> {
         Ok(Reaped { freed, pending })
     }
 
+    /// Forgets a retired block of which nothing is left to release. If another thread is reaping
+    /// the block, that thread or a later reap forgets it.
+    pub(crate) fn forget_retired(&self, block: BlockRef) {
+        let mut blocks = self.blocks();
+        let entry = blocks.retired.remove(&block.generation);
+        if let Some(entry) = entry {
+            blocks.retired_bytes -= entry.block.bytes();
+            drop(blocks);
+            self.recycle_events(entry.done_event);
+        }
+    }
+
     /// Orders the stream behind the remaining uses and submits the free, unless that is done.
     fn submit_free(
         &self,

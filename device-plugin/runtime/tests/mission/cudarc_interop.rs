@@ -1,5 +1,6 @@
 //! Tests that contexts, streams and slices of cudarc go in and out of the runtime.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -98,6 +99,21 @@ fn returned_slice_follows_its_uses_in_every_stream() {
         let _copied = other.clone_dtod(&returned).unwrap();
         let other = Stream::from_cudarc(&other).unwrap();
         assert_eq!(other.is_idle(), Ok(false));
+    });
+}
+
+#[test]
+fn returned_slice_leaves_nothing_behind() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = CudaContext::new(0).unwrap();
+        let stream = context.new_stream().unwrap();
+        let runtime = DeviceRuntime::for_cudarc(&context).unwrap();
+        let slice: CudaSlice<u32> = stream.clone_htod(&[1]).unwrap();
+        let handles = Arc::strong_count(&stream);
+        let adopted = TrackedSlice::from_cudarc(&runtime, slice).unwrap();
+        assert!(Arc::strong_count(&stream) > handles);
+        let _returned = adopted.into_cudarc().unwrap();
+        assert_eq!(Arc::strong_count(&stream), handles);
     });
 }
 
