@@ -154,7 +154,10 @@ bursar_status bursar_redeem(const char *socket, const bursar_token *token, bursa
  */
 bursar_status bursar_verify(const bursar_token *token, const uint8_t public_key[32], bursar_memory *memory);
 
-/* Returns the text of this thread's last failure. Valid until the thread's next failure. */
+/*
+ * Returns the text of this thread's last failure. Valid until the thread's next failure. A
+ * destructor of thread-local data may get a text that says that the thread is ending.
+ */
 const char *bursar_error(void);
 
 /* Returns the CUresult of this thread's last BURSAR_DRIVER; 0 if the driver did not fail. */

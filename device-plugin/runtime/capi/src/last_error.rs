@@ -1,7 +1,10 @@
 //! Stores a thread's last failure: status, text and the driver's code.
+//!
+//! A destructor of a thread's data may call the library after the stored failure is gone. Such a
+//! call gets its status, and a constant text.
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_char};
+use std::ffi::{CStr, CString, c_char};
 
 use bursar_protocol::messages::RejectReason;
 use bursar_protocol::messages::retained::RetainedRefusal;
@@ -164,26 +167,63 @@ thread_local! {
     static LAST: RefCell<(i32, CString)> = RefCell::default();
 }
 
+/// Text for a thread that stores no failure any more.
+const ENDING: &CStr =
+    c"failed to read the last failure: the thread is ending; call Bursar before its destructors";
+
 /// Stores a failure and returns its status.
 pub(crate) fn set(failure: Failure) -> Status {
     let Failure { status, cuda, text } = failure;
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    LAST.with_borrow_mut(|last| *last = (cuda, text));
+    let _ = LAST.try_with(|last| *last.borrow_mut() = (cuda, text));
     status
 }
 
 /// Returns the text, valid until the thread's next failure.
 pub(crate) fn text() -> *const c_char {
-    LAST.with_borrow(|(_, text)| text.as_ptr())
+    LAST.try_with(|last| last.borrow().1.as_ptr())
+        .unwrap_or(ENDING.as_ptr())
 }
 
 pub(crate) fn cuda() -> i32 {
-    LAST.with_borrow(|(cuda, _)| *cuda)
+    LAST.try_with(|last| last.borrow().0).unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::sync::mpsc::Sender;
+
     use super::*;
+
+    /// Calls the library when its thread ends.
+    struct LateCaller(Sender<(Status, String, i32)>);
+
+    impl Drop for LateCaller {
+        fn drop(&mut self) {
+            let status = set(Failure::null("lease"));
+            // SAFETY: the text ends with a zero and is constant here.
+            let text = unsafe { CStr::from_ptr(text()) };
+            let said = text.to_string_lossy().into_owned();
+            self.0.send((status, said, cuda())).expect("the test waits");
+        }
+    }
+
+    thread_local! {
+        static LATE: RefCell<Option<LateCaller>> = const { RefCell::new(None) };
+    }
+
+    #[test]
+    fn failure_has_a_status_when_its_thread_is_ending() {
+        let (sender, received) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            // Thread-local values are dropped in the reverse order of their first use.
+            LATE.set(Some(LateCaller(sender)));
+            set(Failure::ended());
+        });
+        let ending = ENDING.to_str().expect("ASCII").to_owned();
+        assert_eq!(received.recv(), Ok((Status::Invalid, ending, 0)));
+    }
 
     #[test]
     fn status_is_busy_when_a_retry_may_succeed() {
