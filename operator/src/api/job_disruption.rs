@@ -27,19 +27,17 @@ fn policy_ignores_disruption(job: &Job) -> bool {
         .spec
         .as_ref()
         .and_then(|spec| spec.pod_failure_policy.as_ref());
+    // The Job controller applies the first rule that matches. A rule on exit codes may match a
+    // program that exits with an error on SIGTERM.
     let first = policy
         .into_iter()
         .flat_map(|policy| &policy.rules)
         .find(|rule| {
-            let conditions = rule.on_pod_conditions.iter().flatten();
-            let mut conditions = conditions.filter(|on| on.type_ == "DisruptionTarget");
-            conditions.any(|on| on.status == "True")
+            let mut conditions = rule.on_pod_conditions.iter().flatten();
+            rule.on_exit_codes.is_some()
+                || conditions.any(|on| on.type_ == "DisruptionTarget" && on.status == "True")
         });
-    // An earlier rule on exit codes may match a program that exits with an error on SIGTERM.
-    let exits_first = policy
-        .and_then(|policy| policy.rules.first())
-        .is_some_and(|rule| rule.on_exit_codes.is_some());
-    first.is_some_and(|rule| rule.action == "Ignore") && !exits_first
+    first.is_some_and(|rule| rule.on_exit_codes.is_none() && rule.action == "Ignore")
 }
 
 #[cfg(test)]
@@ -55,12 +53,17 @@ mod tests {
     }
 
     #[test]
-    fn job_ignores_disruption_only_by_its_first_rule() {
+    fn job_ignores_disruption_only_by_first_rule_that_applies() {
         let ignore = json!({ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
         let fail = json!({ "action": "FailJob", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
         let exit =
             json!({ "action": "FailJob", "onExitCodes": { "operator": "In", "values": [1] } });
+        let other = json!({ "action": "FailJob", "onPodConditions": [{ "type": "ConfigIssue", "status": "True" }] });
         assert!(policy_ignores_disruption(&job(json!([ignore]))));
+        assert!(policy_ignores_disruption(&job(json!([other, ignore]))));
+        assert!(!policy_ignores_disruption(&job(json!([
+            other, exit, ignore
+        ]))));
         assert!(policy_ignores_disruption(&job(json!([ignore, exit]))));
         assert!(!policy_ignores_disruption(&job(json!([exit, ignore]))));
         assert!(!policy_ignores_disruption(&job(json!([fail, ignore]))));
