@@ -90,10 +90,12 @@ async fn evict(
         Ok(EvictionResult::Accepted) => state.record_eviction(&pod.uid, now),
         Ok(EvictionResult::BlockedByPdb) => state.record_refusal(&pod.uid, now),
         // The next round evicts the pod again. Other evictions do not wait for it.
-        Err(error) if changed => {
-            warn!(error = %error_chain(&error), "failed to evict a pod; retrying");
+        Err(error) => {
+            state.record_failed_eviction(&pod.uid, now);
+            if changed {
+                warn!(error = %error_chain(&error), "failed to evict a pod; retrying");
+            }
         }
-        Err(_) => {}
     }
 }
 

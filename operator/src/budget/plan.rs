@@ -97,7 +97,7 @@ pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan
     };
     let in_force = parsed.is_ok() && quotas.iter().all(enforces);
     let due = faults::due_evictions_of(budget, inputs);
-    let recorded = faults::recorded_evictions(budget, &due, now);
+    let recorded = faults::recorded_evictions(budget, &due, inputs, now);
     let pending = faults::pending_evictions(budget, &due);
     if in_force && !inputs.is_labelled {
         plan.steps.push(Step::LabelNamespace);
@@ -119,6 +119,10 @@ pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan
     }
     for pod in pending {
         plan.evict(pod, inputs);
+    }
+    if !due.evictions.is_empty() {
+        // A pod without a record waits for room, which no watch announces.
+        plan.requeue_within(Some(OVERAGE_GRACE));
     }
     for job in &due.unread_jobs {
         plan.read_job((*job).clone());

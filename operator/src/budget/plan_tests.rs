@@ -53,6 +53,8 @@ struct Namespace {
     jobs: BTreeMap<String, bool>,
     /// How long PodDisruptionBudgets have refused evictions.
     refused: BTreeMap<String, Duration>,
+    /// How long evictions have been refused or have failed.
+    in_vain: BTreeMap<String, Duration>,
     /// How many evictions were requested for each pod.
     evicted: BTreeMap<String, usize>,
 }
@@ -89,6 +91,7 @@ impl Namespace {
             exceeded: None,
             jobs: BTreeMap::new(),
             refused: BTreeMap::new(),
+            in_vain: BTreeMap::new(),
             evicted: BTreeMap::new(),
         }
     }
@@ -108,6 +111,7 @@ impl Namespace {
                 .map(|(name, request)| (name.clone(), request.clone()))
                 .collect(),
             refused_for: self.refused.clone(),
+            evicted_in_vain_for: self.in_vain.clone(),
             exceeded_for: is_exceeded(&self.budget)
                 .then(|| self.since(self.exceeded.unwrap_or(self.second))),
             cohort: Cohort {
@@ -637,7 +641,7 @@ fn without_budget_faults_evict_by_the_default_action() {
 }
 
 #[test]
-fn without_budget_refused_evictions_block_no_others() {
+fn without_budget_evictions_in_vain_block_no_others() {
     let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
     let mut namespace = Namespace::new(100, 100);
     for name in &names {
@@ -646,8 +650,8 @@ fn without_budget_refused_evictions_block_no_others() {
         namespace.strike(name, FaultKind::Context, FaultAction::BeyondMaximum);
     }
     for name in &names[..10] {
-        let refused = (name.clone(), Duration::from_secs(5));
-        namespace.refused.extend([refused]);
+        let in_vain = (name.clone(), Duration::from_secs(5));
+        namespace.in_vain.extend([in_vain]);
     }
     let evicted = evicted_without_budget(&namespace, ContextAction::Process);
     assert_eq!(evicted, names[10..10 + MAX_EVICTIONS]);
@@ -674,6 +678,59 @@ fn evictions_wait_for_room_in_the_status_and_all_happen() {
     assert!(namespace.pods.is_empty());
     assert!(namespace.evicted.values().all(|times| *times == 1));
     assert_eq!(namespace.on_record().len(), MAX_EVICTIONS);
+}
+
+#[test]
+fn evictions_in_vain_block_no_others() {
+    let names: Vec<String> = (0..=MAX_EVICTIONS)
+        .map(|number| format!("p{number}"))
+        .collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let (last, stuck) = names.split_last().unwrap();
+    let mut namespace = Namespace::running(ContextAction::Evict, &names);
+    let strikes = |namespace: &mut Namespace, pod: &str| {
+        namespace.strike(pod, FaultKind::Context, FaultAction::Evict);
+    };
+    stuck.iter().for_each(|pod| strikes(&mut namespace, pod));
+    let tells = |namespace: &mut Namespace| {
+        let steps = namespace.plan().steps.into_iter();
+        let told: Vec<_> = steps
+            .filter(|step| matches!(step, Step::ApplyStatus(_)))
+            .collect();
+        let is_told = !told.is_empty();
+        told.into_iter().for_each(|step| namespace.take(step));
+        is_told
+    };
+    assert!(tells(&mut namespace));
+    strikes(&mut namespace, last);
+    let lasted = |namespace: &mut Namespace, seconds| {
+        let lasted = Duration::from_secs(seconds);
+        namespace.in_vain = stuck
+            .iter()
+            .map(|pod| ((*pod).to_owned(), lasted))
+            .collect();
+    };
+    lasted(&mut namespace, 89);
+    assert!(!tells(&mut namespace), "the records are full");
+    lasted(&mut namespace, 90);
+    assert!(tells(&mut namespace));
+    let recorded = |namespace: &Namespace| -> Vec<_> {
+        let records = namespace.on_record().into_iter();
+        records.map(|(pod, _)| pod.to_owned()).collect()
+    };
+    let first = recorded(&namespace);
+    assert_eq!((first.len(), &*first[0]), (MAX_EVICTIONS, *last));
+    let mut steps = namespace.plan().steps.into_iter();
+    assert!(steps.any(|step| matches!(step, Step::Evict { pod, .. } if pod.pod == **last)));
+    assert!(!tells(&mut namespace), "the dropped pod waits");
+    let dropped = stuck
+        .iter()
+        .find(|pod| !first.iter().any(|one| one == **pod))
+        .unwrap();
+    namespace.in_vain.remove(*dropped);
+    assert!(namespace.plan().requeue_after.is_some());
+    assert!(tells(&mut namespace));
+    assert_eq!(recorded(&namespace)[0], **dropped);
 }
 
 #[test]

@@ -201,10 +201,12 @@ impl Reconciler {
                         self.with_state(key, |state| state.record_refusal(&pod.uid, now));
                     }
                     // The next reconcile evicts the pod again. Other steps do not wait for it.
-                    Err(error) if changed => {
-                        warn!(error = %error_chain(&error), "failed to evict a pod; retrying")
+                    Err(error) => {
+                        self.with_state(key, |state| state.record_failed_eviction(&pod.uid, now));
+                        if changed {
+                            warn!(error = %error_chain(&error), "failed to evict a pod; retrying");
+                        }
                     }
-                    Err(_) => {}
                 }
                 Ok(())
             }

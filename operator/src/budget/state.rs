@@ -12,7 +12,8 @@ use tokio::time::Instant;
 use super::{AffectedPod, BudgetInputs};
 use crate::cluster::pod_request::PodRequest;
 
-/// A refusal is forgotten when the eviction has not been requested again for this long.
+/// A refusal or a failure is forgotten when the eviction has not been requested again for this
+/// long.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Default)]
@@ -32,6 +33,8 @@ pub(super) struct BudgetState {
     jobs: BTreeMap<String, bool>,
     /// The first and the last refusal of each pod's eviction, by UID.
     refused: BTreeMap<String, (Instant, Instant)>,
+    /// The first and the last request for each pod's eviction that was refused or failed, by UID.
+    evicted_in_vain: BTreeMap<String, (Instant, Instant)>,
     /// The pods whose Event about their eviction is published, by UID.
     announced: BTreeSet<String>,
     /// Whether the last eviction failed.
@@ -70,7 +73,8 @@ impl BudgetState {
     /// Completes the inputs of evictions for faults.
     pub(super) fn recall_evictions(&mut self, inputs: &mut BudgetInputs, now: Instant) {
         inputs.jobs_ignoring_disruption = self.known_jobs(&inputs.pods);
-        inputs.refused_for = self.refused_for(now);
+        inputs.refused_for = lasting(&mut self.refused, now);
+        inputs.evicted_in_vain_for = lasting(&mut self.evicted_in_vain, now);
         self.update_fault_ages(&mut inputs.affected_pods, now);
     }
 
@@ -105,16 +109,6 @@ impl BudgetState {
         self.jobs.clone()
     }
 
-    /// How long PodDisruptionBudgets have refused evictions, by UID.
-    fn refused_for(&mut self, now: Instant) -> BTreeMap<String, Duration> {
-        self.refused
-            .retain(|_, (_, last)| now.saturating_duration_since(*last) < REFUSAL_TTL);
-        let refused = self.refused.iter();
-        refused
-            .map(|(uid, (since, _))| (uid.clone(), now.saturating_duration_since(*since)))
-            .collect()
-    }
-
     /// Whether the Event about the pod's eviction is published.
     pub(super) fn is_announced(&self, uid: &str) -> bool {
         self.announced.contains(uid)
@@ -144,6 +138,18 @@ impl BudgetState {
         let since = self.exceeded_since?;
         Some(now.saturating_duration_since(since))
     }
+}
+
+/// How long the requests have been in vain, by UID. Forgotten requests are dropped.
+fn lasting(
+    requests: &mut BTreeMap<String, (Instant, Instant)>,
+    now: Instant,
+) -> BTreeMap<String, Duration> {
+    requests.retain(|_, (_, last)| now.saturating_duration_since(*last) < REFUSAL_TTL);
+    let requests = requests.iter();
+    requests
+        .map(|(uid, (since, _))| (uid.clone(), now.saturating_duration_since(*since)))
+        .collect()
 }
 
 /// Whether the status says that the budget of today's spec is exceeded.
@@ -180,9 +186,22 @@ mod tests {
         let at = |second| start + Duration::from_secs(second);
         state.record_refusal("p", at(0));
         state.record_refusal("p", at(30));
-        assert_eq!(state.refused_for(at(70))["p"], Duration::from_secs(70));
-        assert!(state.refused_for(at(90)).is_empty());
+        let refused = &mut state.refused;
+        assert_eq!(lasting(refused, at(70))["p"], Duration::from_secs(70));
+        assert!(lasting(refused, at(90)).is_empty());
         state.record_refusal("p", at(500));
-        assert_eq!(state.refused_for(at(501))["p"], Duration::from_secs(1));
+        let refused = &mut state.refused;
+        assert_eq!(lasting(refused, at(501))["p"], Duration::from_secs(1));
+    }
+
+    #[test]
+    fn failed_eviction_is_in_vain_but_not_refused() {
+        let (mut state, start) = (BudgetState::default(), Instant::now());
+        let at = |second| start + Duration::from_secs(second);
+        state.record_failed_eviction("p", at(0));
+        state.record_refusal("p", at(30));
+        let (refused, in_vain) = (&mut state.refused, &mut state.evicted_in_vain);
+        assert_eq!(lasting(refused, at(40))["p"], Duration::from_secs(10));
+        assert_eq!(lasting(in_vain, at(40))["p"], Duration::from_secs(40));
     }
 }

@@ -44,6 +44,7 @@ fn idle() -> BudgetInputs {
         },
         pods: Vec::new(),
         refused_for: Default::default(),
+        evicted_in_vain_for: Default::default(),
         exceeded_for: None,
         guaranteed_quota: None,
         limit_quota: None,

@@ -1,5 +1,6 @@
 //! Records the results of a budget's steps, for later reconciles.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
@@ -36,8 +37,13 @@ impl BudgetState {
 
     /// Records that PodDisruptionBudgets refused a pod's eviction.
     pub(in crate::budget) fn record_refusal(&mut self, uid: &str, now: Instant) {
-        let refused = self.refused.entry(uid.to_owned()).or_insert((now, now));
-        refused.1 = now;
+        record_request(&mut self.refused, uid, now);
+        record_request(&mut self.evicted_in_vain, uid, now);
+    }
+
+    /// Records that the request for a pod's eviction failed. A failure allows no deletion.
+    pub(in crate::budget) fn record_failed_eviction(&mut self, uid: &str, now: Instant) {
+        record_request(&mut self.evicted_in_vain, uid, now);
     }
 
     /// Records whether an eviction succeeded. Returns whether that differs from the last one.
@@ -82,6 +88,10 @@ impl BudgetState {
         self.failed_write = None;
         std::mem::take(&mut self.failures)
     }
+}
+
+fn record_request(requests: &mut BTreeMap<String, (Instant, Instant)>, uid: &str, now: Instant) {
+    requests.entry(uid.to_owned()).or_insert((now, now)).1 = now;
 }
 
 fn backoff(failures: u32) -> Duration {
