@@ -244,6 +244,10 @@ fn exceeded_bound(
 }
 
 fn enforced(quotas: &[(QuotaKind, QuotaSpec)], inputs: &BudgetInputs) -> ConditionUpdate {
+    let failed = || {
+        let failed = inputs.failed_step.as_ref();
+        failed.map_or_else(String::new, |why| format!("; {why}"))
+    };
     let pending =
         |message| ConditionUpdate::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
     for (kind, desired) in quotas {
@@ -257,18 +261,23 @@ fn enforced(quotas: &[(QuotaKind, QuotaSpec)], inputs: &BudgetInputs) -> Conditi
             }
             Some(_) => {
                 return pending(format!(
-                    "ResourceQuota {name} differs from the spec, because one of them was changed: the operator updates it"
+                    "ResourceQuota {name} differs from the spec, because one of them was changed: the operator updates it{}",
+                    failed()
                 ));
             }
-            None => return pending(format!("ResourceQuota {name} is not written yet")),
+            None => {
+                return pending(format!(
+                    "ResourceQuota {name} is not written yet{}",
+                    failed()
+                ));
+            }
         }
     }
-    ConditionUpdate::new(
-        names::ENFORCED,
-        true,
-        names::QUOTAS_IN_FORCE,
-        "the API server refuses pods that do not fit",
-    )
+    let mut message = "the API server refuses pods that do not fit".to_owned();
+    if !inputs.is_labelled {
+        message += &failed();
+    }
+    ConditionUpdate::new(names::ENFORCED, true, names::QUOTAS_IN_FORCE, message)
 }
 
 fn unknown(type_: &'static str) -> ConditionUpdate {

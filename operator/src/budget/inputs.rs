@@ -154,6 +154,8 @@ pub struct BudgetInputs {
     pub guaranteed_quota: Option<ObservedQuota>,
     /// The observed quota of all pods.
     pub limit_quota: Option<ObservedQuota>,
+    /// Why the last reconcile failed to write the label or a quota.
+    pub failed_step: Option<String>,
     /// The namespace has the label of a budget in force.
     pub is_labelled: bool,
 }

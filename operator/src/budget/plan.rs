@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The status comes before the quotas: it first says that the quotas of a new spec are not in
-//! force, so that no pod is evicted by the age of the former ones. A failed later step does not
-//! block the status.
+//! force, so that no pod is evicted by the age of the former ones. A failed label or quota blocks
+//! no other step, and the next status names it.
 //!
 //! Each step follows from the observed state and never from an earlier step. After a crash at any
 //! step the next plan repairs the rest. A plan with nothing to do is empty.
@@ -68,6 +68,11 @@ pub enum Step {
 }
 
 impl Step {
+    /// Whether the later steps wait until this one succeeds.
+    pub(super) fn blocks_later_steps(&self) -> bool {
+        matches!(self, Self::ApplyStatus(_))
+    }
+
     fn is_excess_eviction(&self) -> bool {
         matches!(self, Self::Evict { pod, .. } if pod.reason == EXCEEDED)
     }

@@ -121,6 +121,7 @@ impl Namespace {
             },
             guaranteed_quota: self.quotas.get(&QuotaKind::Guaranteed).cloned(),
             limit_quota: self.quotas.get(&QuotaKind::Limit).cloned(),
+            failed_step: None,
             is_labelled: self.labelled,
             affected_pods: self
                 .faults

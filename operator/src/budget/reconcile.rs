@@ -5,6 +5,7 @@
 //!                          \--> excess pods: re-list, plan again, evict only pods in both plans
 //!                          \--> steps, one after another --> ok
 //!                                                       \--> failed: retry after 1, 2, 4 ... 30 s
+//!                                                            (a failed status ends the steps)
 //! ```
 
 use std::collections::BTreeMap;
@@ -116,9 +117,21 @@ impl Reconciler {
         } else {
             ReconcileOutcome::Written
         };
+        let mut first_failure = None;
         for step in plan.steps {
-            self.apply_step(&key, &budget, &current, &inputs, step)
-                .await?;
+            let blocks = step.blocks_later_steps();
+            let applied = self.apply_step(&key, &budget, &current, &inputs, step);
+            match applied.await {
+                Err(error) if blocks => return Err(error),
+                Err(error) => first_failure = first_failure.or(Some(error)),
+                Ok(()) => {}
+            }
+        }
+        self.with_state(&key, |state| {
+            state.record_failed_step(first_failure.as_ref());
+        });
+        if let Some(error) = first_failure {
+            return Err(error);
         }
         self.metrics.record_reconcile(outcome, start.elapsed());
         self.succeeded(&key);

@@ -21,6 +21,8 @@ pub(super) struct BudgetState {
     /// The last failed write, and how often it failed in a row.
     failed_write: Option<String>,
     repeated_failures: u32,
+    /// Why the last reconcile failed to write the label or a quota.
+    failed_step: Option<String>,
     /// The number of failed reconciles in a row.
     failures: u32,
     /// The end of the back-off.
@@ -48,7 +50,7 @@ pub(super) struct BudgetState {
 impl BudgetState {
     /// Completes a budget and its inputs by what earlier reconciles have left: the last written
     /// status, if the watch has not delivered it yet, and how long faults and refusals have lasted.
-    /// `list` is the number of the list that `budget` is from.
+    /// The inputs also get the failed step. `list` is the number of the list that `budget` is from.
     ///
     /// # Errors
     /// The rest of the back-off after a failed write.
@@ -67,6 +69,7 @@ impl BudgetState {
         }
         self.recall_evictions(inputs, now);
         inputs.exceeded_for = self.exceeded_for(is_exceeded(budget), now);
+        inputs.failed_step.clone_from(&self.failed_step);
         Ok(())
     }
 

@@ -48,6 +48,7 @@ fn idle() -> BudgetInputs {
         exceeded_for: None,
         guaranteed_quota: None,
         limit_quota: None,
+        failed_step: None,
         is_labelled: true,
         affected_pods: Vec::new(),
         jobs_ignoring_disruption: std::collections::BTreeMap::new(),
@@ -181,6 +182,29 @@ fn budget_is_not_enforced_before_quota_status_is_synced() {
     quota.status_hard.clear();
     let message = said_of(&inputs);
     assert!(message.contains("controller manager"), "{message}");
+}
+
+#[test]
+fn enforced_names_the_failed_step_while_it_is_due() {
+    let failed = BudgetInputs {
+        failed_step: Some("failed to write it: denied".to_owned()),
+        ..idle()
+    };
+    let message_of = |inputs: &BudgetInputs| {
+        let status = desired_status(&plain(), inputs, &at(1));
+        condition(&status, names::ENFORCED).message.clone()
+    };
+    let unwritten = message_of(&failed);
+    assert!(
+        unwritten.ends_with("is not written yet; failed to write it: denied"),
+        "{unwritten}"
+    );
+    let mut in_force = in_force(&plain(), failed);
+    let message = "the API server refuses pods that do not fit";
+    assert_eq!(message_of(&in_force), message);
+    in_force.is_labelled = false;
+    let unlabelled = format!("{message}; failed to write it: denied");
+    assert_eq!(message_of(&in_force), unlabelled);
 }
 
 #[test]

@@ -387,6 +387,39 @@ async fn failed_eviction_does_not_block_the_status() {
 }
 
 #[tokio::test]
+async fn failed_label_or_quota_is_named_and_blocks_no_status() {
+    for (path, object) in [
+        ("/namespaces/team", "the label of Namespace team"),
+        (
+            "/gpu-memory-budget-limit",
+            "ResourceQuota team/gpu-memory-budget-limit",
+        ),
+    ] {
+        let running = Running::start(|api| {
+            small(api);
+            api.refuse_requests(path, StatusCode::FORBIDDEN, 3);
+        })
+        .await;
+        let failure = format!("; failed to write {object}: access denied");
+        let names_it = |status: &Value| {
+            !status.is_null()
+                && condition(status, "Enforced")["message"]
+                    .to_string()
+                    .contains(&failure)
+        };
+        running.until("the failure is named", names_it).await;
+        running.api.put("pods", pod("q", 1));
+        let status = running.until_requested(5).await;
+        assert!(names_it(&status), "{status}");
+        let recovers = |status: &Value| !names_it(status);
+        running.until("the failure ends", recovers).await;
+        running.until_ready().await;
+        assert!(labelled(&running.api));
+        running.stop().await;
+    }
+}
+
+#[tokio::test]
 async fn disruption_budget_is_honoured_for_its_grace() {
     let running = Running::start(|api| {
         small(api);

@@ -7,11 +7,16 @@ use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
 use super::BudgetState;
+use crate::api::error::ApiError;
 use crate::cluster::pod_request::JobRef;
+use crate::error::error_chain;
 
 /// The bounds of the back-off, which doubles with each failure.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
+
+/// The longest text of a failed step, which may quote an admission webhook.
+const MAX_FAILURE_LENGTH: usize = 512;
 
 /// How long a requested eviction is not repeated.
 const EVICTION_TTL: Duration = Duration::from_secs(30);
@@ -60,6 +65,15 @@ impl BudgetState {
     ) {
         let over = budget.metadata.resource_version.clone();
         self.last_status = over.map(|over| (list, over, status));
+    }
+
+    /// Records why a reconcile failed to write the label or a quota, or that it did not fail.
+    pub(in crate::budget) fn record_failed_step(&mut self, failure: Option<&ApiError>) {
+        self.failed_step = failure.map(|error| {
+            let mut text = error_chain(error);
+            text.truncate(text.floor_char_boundary(MAX_FAILURE_LENGTH));
+            text
+        });
     }
 
     /// Records a failed write. Returns whether it is the first of a row, and the back-off.

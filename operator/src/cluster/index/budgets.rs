@@ -56,6 +56,7 @@ impl ClusterIndex {
             cohort: self.aggregates.cohort(cohort),
             guaranteed_quota: self.quota(namespace, QuotaKind::Guaranteed),
             limit_quota: self.quota(namespace, QuotaKind::Limit),
+            failed_step: None,
             is_labelled: label.is_some_and(|label| label == ENFORCED),
         }
     }
