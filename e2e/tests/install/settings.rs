@@ -124,6 +124,30 @@ fn accounts_can_be_brought_along_with_their_policies() {
 }
 
 #[test]
+fn account_is_refused_when_shared_or_the_default_one() {
+    let agent = r#"agent.serviceAccount={"create":false,"name":"a"}"#;
+    let operator = r#"operator.serviceAccount={"create":false,"name":"a"}"#;
+    for (values, remedy) in [
+        (
+            &[r#"agent.serviceAccount.create=false"#][..],
+            "set agent.serviceAccount.name to another account",
+        ),
+        (
+            &[agent, r#"operator.serviceAccount.create=false"#],
+            "set operator.serviceAccount.name to another account",
+        ),
+        (
+            &[r#"operator.serviceAccount.name="default""#],
+            "set operator.serviceAccount.name to another account",
+        ),
+        (&[agent, operator], "to different accounts"),
+    ] {
+        let refused = refusal(values);
+        assert!(refused.contains(remedy), "{refused}");
+    }
+}
+
+#[test]
 fn node_folders_are_mounted_and_configured_alike() {
     let (state, run) = ("/home/kubernetes/bin/bursar", "/run/gpu");
     let objects = render(&[
