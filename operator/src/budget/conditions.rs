@@ -27,7 +27,7 @@ pub(super) fn conditions(
     let (covered, exceeded, enforced) = match parsed {
         Ok(parsed) => (
             covered(&budget.spec.cohort, &inputs.cohort, inputs.quantum),
-            exceeded(parsed, &inputs.requested, inputs.quantum),
+            exceeded(parsed, &remaining_usage(inputs), inputs.quantum),
             enforced(quotas, inputs),
         ),
         Err(_) => (
@@ -179,6 +179,13 @@ fn node_remedy(cohort: &str) -> String {
     } else {
         format!("label its nodes {COHORT_LABEL}={cohort}, or correct spec.cohort")
     }
+}
+
+/// The requests of the pods that do not terminate. A quota stops counting a terminating pod after
+/// its grace period, however long its node keeps the pod.
+fn remaining_usage(inputs: &BudgetInputs) -> RequestedUsage {
+    let pods = inputs.pods.iter().map(|(_, request)| request);
+    pods.filter(|request| !request.terminating).collect()
 }
 
 fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> ConditionUpdate {

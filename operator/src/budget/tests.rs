@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::budget::{BudgetInputs, Cohort, RequestedUsage};
 use crate::cluster::ExclusionReason;
+use crate::cluster::pod_request::{PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
 fn at(second: i64) -> Time {
@@ -92,16 +93,26 @@ fn in_force(budget: &GpuMemoryBudget, inputs: BudgetInputs) -> BudgetInputs {
     }
 }
 
+/// A guaranteed pod with all the managed memory, and a borrowed pod.
 fn using(guaranteed: u64, borrowed: u64, managed: u64) -> BudgetInputs {
-    let usage = RequestedUsage {
-        pods: 2,
-        borrowed_pods: 1,
-        guaranteed: Quanta::new(guaranteed),
-        borrowed: Quanta::new(borrowed),
+    let pod = |kind, device, managed| PodRequest {
+        uid: format!("{kind:?}"),
+        created: Timestamp::UNIX_EPOCH,
+        node: None,
+        terminating: false,
+        job: None,
+        is_recreated: true,
+        kind,
+        device: Quanta::new(device),
         managed: Quanta::new(managed),
     };
+    let pods = [
+        pod(PriorityKind::Guaranteed, guaranteed, managed),
+        pod(PriorityKind::Borrowed, borrowed, 0),
+    ];
     BudgetInputs {
-        requested: usage,
+        requested: pods.iter().collect(),
+        pods: pods.map(|pod| (pod.uid.clone(), pod)).into(),
         ..idle()
     }
 }
@@ -239,6 +250,19 @@ fn exceeded_names_the_gravest_reason_and_lists_all() {
     ] {
         assert!(message.contains(part), "{message}");
     }
+}
+
+#[test]
+fn terminating_pod_is_requested_but_exceeds_nothing() {
+    let mut inputs = using(16, 9, 0);
+    inputs.pods[1].1.terminating = true;
+    let status = desired_status(&plain(), &inputs, &at(1));
+    assert_eq!(
+        said(&status, names::EXCEEDED),
+        is("False", names::WITHIN_BUDGET)
+    );
+    assert_eq!(status.device_memory.requested.quanta, 25);
+    assert_eq!(status.pods, 2);
 }
 
 #[test]
