@@ -76,12 +76,17 @@ fn operator_has_two_replicas_and_a_lease() {
     let spread = &pod_spec(operator)["topologySpreadConstraints"][0];
     assert_eq!(spread["topologyKey"], "kubernetes.io/hostname");
     assert_eq!(&spread["labelSelector"], selector);
-    assert!(
-        operator["spec"]["strategy"].is_null(),
+    assert_eq!(
+        operator["spec"]["strategy"],
+        json!({ "type": "RollingUpdate" }),
         "a new replica waits for the Lease"
     );
     let alone = render(&["operator.replicas=1"]);
-    assert_eq!(alone.operator()["spec"]["strategy"]["type"], "Recreate");
+    assert_eq!(
+        alone.operator()["spec"]["strategy"],
+        json!({ "type": "RollingUpdate", "rollingUpdate": { "maxSurge": 0, "maxUnavailable": 1 } }),
+        "a server-side apply cannot change the type"
+    );
     assert!(alone.find("Role", "bursar-operator").is_none());
     assert_eq!(alone.of_kind("PodDisruptionBudget").count(), 0);
 }
