@@ -1,6 +1,6 @@
 //! Computes the conditions of a budget. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::conditions::{ConditionUpdate, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
@@ -12,8 +12,8 @@ use crate::cluster::ExclusionReason;
 use crate::cluster::unknown_values::{REMEDY, unknown_in_budget};
 use crate::quanta::Quanta;
 
-/// The most budgets of a cohort whose messages have the cohort's sums. Each change of a node
-/// rewrites these messages while the cohort is overcommitted.
+/// The most budgets of a cohort whose messages have the cohort's sums, and name and count its
+/// excluded nodes. Each change of a node may rewrite these messages.
 const MAX_BUDGETS_WITH_SUMS: usize = 64;
 
 /// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
@@ -107,7 +107,10 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> ConditionUpdate {
         excluded: _,
         unknown_field: _,
     } = cohort;
-    let excluded = excluded_nodes(cohort, quantum);
+    let excluded = match *budgets <= MAX_BUDGETS_WITH_SUMS {
+        true => excluded_nodes(cohort, quantum),
+        false => exclusion_reasons(cohort, quantum),
+    };
     let statement = |holds, reason, message: String| {
         ConditionUpdate::new(names::COVERED, holds, reason, message + &excluded)
     };
@@ -170,6 +173,31 @@ fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
     let unknown = cohort.unknown_field.iter().map(|(node, field)| {
         format!("; GpuNode {node} has a value of another version in {field}: {REMEDY}")
     });
+    messages.chain(unknown).collect()
+}
+
+/// The reasons for which nodes are excluded, each with its remedy.
+fn exclusion_reasons(cohort: &Cohort, quantum: Quantum) -> String {
+    let other_quantum = format!(
+        "their quantum is not the cluster's {quantum}: give the operator and every agent one quantum"
+    );
+    let unreadable = format!("their GpuNodes cannot be parsed: {REMEDY}");
+    let reasons = cohort.excluded.iter().map(|(_, reason)| match reason {
+        ExclusionReason::OtherQuantum(_) => other_quantum.as_str(),
+        ExclusionReason::Unreadable => unreadable.as_str(),
+        ExclusionReason::Dead => {
+            "they are not Ready or their kubelets have no agent: see `kubectl get nodes` and the \
+             agents' pods"
+        }
+    });
+    let reasons: BTreeSet<_> = reasons.collect();
+    let messages = reasons
+        .into_iter()
+        .map(|reason| format!("; nodes excluded, because {reason}"));
+    let unknown = cohort
+        .unknown_field
+        .iter()
+        .map(|_| format!("; a GpuNode has a value of another version: {REMEDY}"));
     messages.chain(unknown).collect()
 }
 

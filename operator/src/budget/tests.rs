@@ -387,6 +387,38 @@ fn excluded_nodes_are_named_by_reason() {
 }
 
 #[test]
+fn excluded_node_changes_no_message_of_a_large_cohort() {
+    let mut inputs = idle();
+    inputs.cohort.budgets = 65;
+    let dead = |node: &str| (node.to_owned(), ExclusionReason::Dead);
+    let other = |node: &str, size: &str| {
+        let other = ExclusionReason::OtherQuantum(size.to_owned());
+        (node.to_owned(), other)
+    };
+    let mut message_of = |excluded: Vec<_>, unknown: &str| {
+        inputs.cohort.excluded = excluded;
+        inputs.cohort.unknown_field = Some((unknown.to_owned(), "status"));
+        let status = desired_status(&plain(), &inputs, &at(1));
+        condition(&status, names::COVERED).message.clone()
+    };
+    let message = message_of(vec![dead("b"), other("c", "512Mi")], "b");
+    let more = vec![
+        dead("a"),
+        dead("b"),
+        other("c", "512Mi"),
+        other("d", "256Mi"),
+    ];
+    assert_eq!(message_of(more, "a"), message);
+    for told in [
+        "; nodes excluded, because they are not Ready or their kubelets have no agent",
+        "; nodes excluded, because their quantum is not the cluster's 1Gi",
+        "; a GpuNode has a value of another version",
+    ] {
+        assert!(message.contains(told), "{message}");
+    }
+}
+
+#[test]
 fn contradictory_spec_is_invalid_and_names_the_remedy() {
     let cases = [
         (
