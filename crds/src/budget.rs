@@ -84,8 +84,11 @@ pub const MAX_EVICTIONS: usize = 8;
 )]
 #[cfg_attr(test, kube(cel))]
 #[x_kube(validation = Rule::new(
-    "!has(self.perContainer) || quantity(string(self.perContainer.max)).compareTo(quantity(string(has(self.deviceMemory.limit) ? self.deviceMemory.limit : self.deviceMemory.guaranteed))) <= 0"
+    "!has(self.perContainer) || !has(self.perContainer.max) || quantity(string(self.perContainer.max)).compareTo(quantity(string(has(self.deviceMemory.limit) ? self.deviceMemory.limit : self.deviceMemory.guaranteed))) <= 0"
 ).message("perContainer.max must not be more than the namespace may use"))]
+#[x_kube(validation = Rule::new(
+    "!has(self.perContainer) || !has(self.perContainer.maxManaged) || quantity(string(self.perContainer.maxManaged)).compareTo(quantity(string(has(self.managedMemory) ? self.managedMemory.limit : 0))) <= 0"
+).message("perContainer.maxManaged must not be more than managedMemory.limit"))]
 #[serde(rename_all = "camelCase")]
 pub struct GpuMemoryBudgetSpec {
     /// Device memory (`bursar.dev/gpu-memory-gib`).
@@ -181,9 +184,17 @@ pub struct ManagedMemory {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PerContainer {
-    /// The most device memory that one container may request, in bytes: `40Gi`.
+    /// The most device memory that one container may request, in bytes: `40Gi`. Without this field
+    /// a container may request all that the namespace may use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
-    pub max: Amount,
+    pub max: Option<Amount>,
+
+    /// The most managed memory that one container may request, in bytes: `16Gi`. Without this field
+    /// a container may request all of `managedMemory.limit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
+    pub max_managed: Option<Amount>,
 }
 
 /// How the API server admits a pod beyond the guarantee.

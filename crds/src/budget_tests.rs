@@ -87,13 +87,49 @@ fn plain_number_of_gib_is_refused_with_the_remedy() {
 fn a_container_may_have_what_the_namespace_has_and_no_more() {
     let with_max = |limit: Option<&str>, max: &str| {
         let mut budget = budget("16Gi", limit);
-        budget.spec.per_container = Some(PerContainer { max: max.into() });
+        budget.spec.per_container = Some(PerContainer {
+            max: Some(max.into()),
+            max_managed: None,
+        });
         budget
     };
     assert!(with_max(None, "16Gi").validate_cel().is_ok());
     assert!(with_max(Some("32Gi"), "32Gi").validate_cel().is_ok());
     assert!(refusal(&with_max(None, "17Gi")).contains("perContainer.max"));
     assert!(refusal(&with_max(Some("32Gi"), "33Gi")).contains("perContainer.max"));
+}
+
+#[test]
+fn a_container_may_have_the_managed_memory_of_its_namespace() {
+    let with_max = |limit: Option<&str>, max: &str| {
+        let mut budget = budget("16Gi", None);
+        budget.spec.managed_memory = limit.map(|limit| ManagedMemory {
+            limit: limit.into(),
+        });
+        budget.spec.per_container = Some(PerContainer {
+            max: None,
+            max_managed: Some(max.into()),
+        });
+        budget
+    };
+    for (limit, max) in [
+        (Some("32Gi"), "32Gi"),
+        (Some("32Gi"), "0"),
+        (None, "0"),
+        (Some("34359738368"), "1536Mi"),
+    ] {
+        let result = with_max(limit, max).validate_cel();
+        assert!(result.is_ok(), "{limit:?} {max}: {result:?}");
+    }
+    for (limit, max, words) in [
+        (Some("32Gi"), "33Gi", "more than managedMemory.limit"),
+        (None, "1Gi", "more than managedMemory.limit"),
+        (Some("32Gi"), "0.5", "whole number of bytes"),
+        (Some("32Gi"), "8", "write 8Gi, not 8"),
+    ] {
+        let message = refusal(&with_max(limit, max));
+        assert!(message.contains(words), "{limit:?} {max}: {message}");
+    }
 }
 
 #[test]

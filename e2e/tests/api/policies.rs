@@ -260,18 +260,50 @@ async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Faile
     wait_for_refusal(at, "").await
 }
 
-/// Checks a budget's maximum per container, which is absent if a template left the field empty.
+/// Checks a budget's maxima per container, which are absent if a template left the field empty.
 async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
     let budget = |most: Value| {
         json!({
             "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": { "name": "default" },
-            "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "perContainer": most },
+            "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "managedMemory": { "limit": "16Gi" },
+                "perContainer": most },
         })
+    };
+    let most = |container: &str, asked: u32, resource: &str, most: u32, field: &str| {
+        format!(
+            "container {container} asks for {asked} of {resource}: GpuMemoryBudget default of namespace \
+             policed allows {most} a container (spec.perContainer.{field})"
+        )
     };
     at.create(&at.budgets_path(), budget(json!({ "max": "2Gi" })))
         .await?;
-    let most = "container c asks for 4 of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace policed allows 2 a";
-    wait_for_refusal(at, most).await?;
+    wait_for_refusal(at, &most("c", 4, DEVICE, 2, "max")).await?;
+    let bounds = json!({ "spec": { "perContainer": { "max": null, "maxManaged": "2Gi" } } });
+    at.merge(&at.budget_path(), bounds).await?;
+    wait_for_refusal(at, "").await?;
+    let managed = |of_it: &str, init: &str| {
+        let asks = |managed: &str| json!({ DEVICE: "4", MANAGED: managed, "memory": "16Gi" });
+        pod(asks(of_it), asks(init), json!({}))
+    };
+    let bytes = format!("container c: {MANAGED} counts quanta of 1Gi: write 4, not 4Gi");
+    for (pod, words) in [
+        (managed("2", "2"), String::new()),
+        (managed("3", "2"), most("c", 3, MANAGED, 2, "maxManaged")),
+        (managed("1", "3"), most("init", 3, MANAGED, 2, "maxManaged")),
+        (managed("4Gi", "1"), bytes),
+    ] {
+        let said = refusal(at, pod).await?;
+        assert!(
+            said.contains(&words) && said.is_empty() == words.is_empty(),
+            "{said:?}, not {words:?}"
+        );
+    }
+    let empty = budget(json!({ "max": null, "maxManaged": null }));
+    at.delete(&at.budget_path()).await?;
+    let made = at.create(&at.budgets_path(), empty).await?;
+    assert_eq!(made["spec"]["perContainer"].get("max"), Some(&Value::Null));
+    sleep(Duration::from_secs(2)).await;
+    wait_for_refusal(at, "").await?;
     at.delete(&at.budget_path()).await?;
     let made = at.create(&at.budgets_path(), budget(Value::Null)).await?;
     assert_eq!(made["spec"].get("perContainer"), Some(&Value::Null));

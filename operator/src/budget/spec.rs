@@ -3,7 +3,7 @@
 //! The CEL rules of the CRD refuse most invalid specs. They do not know the quantum: an amount
 //! between two multiples is rounded down, and the condition says so.
 
-use bursar_crds::budget::Overflow;
+use bursar_crds::budget::{Overflow, PerContainer};
 use bursar_crds::quantity::QuantityError;
 use bursar_crds::{Amount, GpuMemoryBudgetSpec, Quantum};
 
@@ -71,18 +71,26 @@ impl ParsedSpec {
             "spec.deviceMemory.limit",
             bound,
         )?;
-        if let Some(per_container) = &spec.per_container {
-            reader.quanta("perContainer.max", &per_container.max)?;
+        let none = Amount::from_bytes(0);
+        let managed_limit = match &spec.managed_memory {
+            Some(managed) => &managed.limit,
+            None => &none,
+        };
+        let managed = reader.quanta("managedMemory.limit", managed_limit)?;
+        let PerContainer { max, max_managed } = spec.per_container.clone().unwrap_or_default();
+        if let Some(max) = &max {
+            reader.quanta("perContainer.max", max)?;
             let (name, bound) = match &device.limit {
                 Some(limit) => ("spec.deviceMemory.limit", limit),
                 None => ("spec.deviceMemory.guaranteed", &device.guaranteed),
             };
-            check_bound("perContainer.max", &per_container.max, name, bound)?;
+            check_bound("perContainer.max", max, name, bound)?;
         }
-        let managed = match &spec.managed_memory {
-            Some(managed) => reader.quanta("managedMemory.limit", &managed.limit)?,
-            None => Quanta::ZERO,
-        };
+        if let Some(max) = &max_managed {
+            let field = "perContainer.maxManaged";
+            reader.quanta(field, max)?;
+            check_bound(field, max, "spec.managedMemory.limit", managed_limit)?;
+        }
         Ok(Self {
             guaranteed,
             limit,

@@ -429,6 +429,15 @@ fn contradictory_spec_is_invalid_and_names_the_remedy() {
             json!({ "deviceMemory": { "guaranteed": "16Gi" }, "perContainer": { "max": "17Gi" } }),
             "spec.perContainer.max is 17Gi, more than spec.deviceMemory.guaranteed (16Gi)",
         ),
+        (
+            json!({ "deviceMemory": { "guaranteed": "16Gi" }, "managedMemory": { "limit": "8Gi" },
+                "perContainer": { "maxManaged": "9Gi" } }),
+            "spec.perContainer.maxManaged is 9Gi, more than spec.managedMemory.limit (8Gi)",
+        ),
+        (
+            json!({ "deviceMemory": { "guaranteed": "16Gi" }, "perContainer": { "maxManaged": "1Gi" } }),
+            "spec.perContainer.maxManaged is 1Gi, more than spec.managedMemory.limit (0)",
+        ),
     ];
     for (spec, message) in cases {
         let status = desired_status(&budget(spec), &using(4, 0, 0), &at(1));

@@ -118,7 +118,7 @@ impl Cause {
             }
             Self::OverLimit => "raise deviceMemory.limit of the budget, or delete a pod",
             Self::OverContainerMaximum => {
-                "ask for less in the container, or raise perContainer.max of the budget"
+                "ask for less in the container, or raise the field of the budget that the refusal names"
             }
             Self::QuotaPending => {
                 "wait some seconds; then check that the controller manager and the operator run"

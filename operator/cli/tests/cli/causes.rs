@@ -184,6 +184,8 @@ fn refused_pods_are_explained_by_the_events() {
           bursar.dev/gpu-memory-gib counts quanta of 1Gi: write 16, not 16Gi".to_owned(), Cause::WrongAmountForm),
         ("ValidatingAdmissionPolicy 'bursar-per-container' with binding 'bursar-per-container' denied request: container main asks for 99 \
           of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace ml allows 8 a container (spec.perContainer.max)".to_owned(), Cause::OverContainerMaximum),
+        ("ValidatingAdmissionPolicy 'bursar-per-container' with binding 'bursar-per-container' denied request: container main asks for 99 \
+          of bursar.dev/managed-memory-gib: GpuMemoryBudget default of namespace ml allows 8 a container (spec.perContainer.maxManaged)".to_owned(), Cause::OverContainerMaximum),
     ] {
         for of in [std::convert::identity, tenant] {
             let explanation = refused(&message, of);
