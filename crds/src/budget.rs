@@ -242,7 +242,7 @@ pub struct GpuMemoryBudgetStatus {
     pub borrowed_pods: i64,
     /// The namespace's device memory: allowed, requested and in use.
     pub device_memory: DeviceMemoryStatus,
-    /// The namespace's CUDA managed memory: allowed and requested.
+    /// The namespace's CUDA managed memory: allowed, requested and in use.
     pub managed_memory: ManagedMemoryStatus,
     /// Allocations of the namespace's pods that failed for lack of quota, on the present nodes.
     pub denials: i64,
@@ -334,7 +334,7 @@ pub struct FaultEviction {
     pub time: Time,
 }
 
-/// Managed memory of a namespace: allowed and requested.
+/// Managed memory of a namespace: allowed, requested and in use.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ManagedMemoryStatus {
@@ -342,6 +342,11 @@ pub struct ManagedMemoryStatus {
     pub limit: QuantaAmount,
     /// The memory that the namespace's pods request.
     pub requested: QuantaAmount,
+    /// The most that the pods had in use within the last sampled minute, on GPUs and on hosts,
+    /// rounded up on each node. `deviceMemory.observed` has managed memory that GPU quotas cover.
+    pub observed: QuantaAmount,
+    /// The highest value of `observed`.
+    pub peak: QuantaAmount,
 }
 
 #[cfg(test)]

@@ -19,6 +19,10 @@ pub struct NamespaceUse {
     /// The most device memory in use at a time within the last sampled minute, in quanta, rounded
     /// up.
     pub observed: i32,
+    /// The most managed memory charged at a time within the last sampled minute, in quanta, rounded
+    /// up, of containers that request it. `observed` has managed memory that a GPU's quota covers.
+    #[serde(default)]
+    pub observed_managed: i32,
     /// Allocations that failed for lack of quota.
     pub denials: i64,
     /// Process images whose context a fault has poisoned.

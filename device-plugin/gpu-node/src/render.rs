@@ -559,6 +559,7 @@ mod tests {
             namespaces: vec![NamespaceUse {
                 namespace: "team".into(),
                 observed: 4,
+                observed_managed: 2,
                 denials: 0,
                 poisoned: to_i64(last),
                 restarts: 0,

@@ -76,6 +76,8 @@ pub struct AffectedPod {
 pub struct ReportedUsage {
     /// Device memory in use.
     pub observed: Quanta,
+    /// Managed memory in use.
+    pub observed_managed: Quanta,
     /// Denied allocations.
     pub denials: i64,
     /// Poisoned process images.
@@ -93,12 +95,17 @@ impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
             let NamespaceUse {
                 namespace: _,
                 observed,
+                observed_managed,
                 denials,
                 poisoned,
                 restarts,
             } = one;
-            let observed = u64::try_from(*observed).ok().filter(|_| is_there);
-            sum.observed = sum.observed.plus(Quanta::new(observed.unwrap_or(0)));
+            let quanta = |observed: i32| {
+                let observed = u64::try_from(observed).ok().filter(|_| is_there);
+                Quanta::new(observed.unwrap_or(0))
+            };
+            sum.observed = sum.observed.plus(quanta(*observed));
+            sum.observed_managed = sum.observed_managed.plus(quanta(*observed_managed));
             sum.denials = sum.denials.saturating_add(*denials);
             sum.poisoned = sum.poisoned.saturating_add(*poisoned);
             sum.restarts = sum.restarts.saturating_add(*restarts);

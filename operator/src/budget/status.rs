@@ -1,6 +1,8 @@
 //! Computes the status of a budget. Pure.
 
-use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, FaultEviction, ManagedMemoryStatus};
+use bursar_crds::budget::{
+    ContextsStatus, DeviceMemoryStatus, FaultEviction, ManagedMemoryStatus, QuantaAmount,
+};
 use bursar_crds::conditions::{budget as names, update_conditions};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -50,12 +52,15 @@ pub(super) fn desired_status(
     } = inputs.requested;
     let ReportedUsage {
         observed,
+        observed_managed,
         denials,
         poisoned,
         restarts,
     } = inputs.reported;
-    let peak = before
-        .and_then(|status| Quanta::within(&status.device_memory.peak.bytes, inputs.quantum).ok());
+    let highest = |observed: Quanta, of: fn(&GpuMemoryBudgetStatus) -> &QuantaAmount| {
+        let peak = before.and_then(|status| Quanta::within(&of(status).bytes, inputs.quantum).ok());
+        counted(observed.max(peak.unwrap_or_default()))
+    };
     GpuMemoryBudgetStatus {
         observed_generation: generation,
         quantum: Some(Amount::from_bytes(inputs.quantum.bytes())),
@@ -67,11 +72,13 @@ pub(super) fn desired_status(
             requested: counted(guaranteed.plus(borrowed)),
             borrowed: counted(borrowed),
             observed: counted(observed),
-            peak: counted(observed.max(peak.unwrap_or_default())),
+            peak: highest(observed, |status| &status.device_memory.peak),
         },
         managed_memory: ManagedMemoryStatus {
             limit: managed_limit,
             requested: counted(managed),
+            observed: counted(observed_managed),
+            peak: highest(observed_managed, |status| &status.managed_memory.peak),
         },
         denials,
         contexts: ContextsStatus {

@@ -285,7 +285,8 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     let say = |node: &str, observed: u64, denials: u64| {
         let mut object = running.api.get("gpunodes", "", node);
         object["status"]["namespaces"] = json!([
-            { "namespace": "team", "observed": observed, "denials": denials, "poisoned": 2, "restarts": 1 },
+            { "namespace": "team", "observed": observed, "observedManaged": 2 * observed,
+              "denials": denials, "poisoned": 2, "restarts": 1 },
             { "namespace": "other", "observed": 9, "denials": 9, "poisoned": 9, "restarts": 9 }]);
         running.api.put("gpunodes", object);
     };
@@ -302,8 +303,11 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     running.api.put("pods", there);
     let seen = |observed: u64, peak: u64| {
         move |status: &Value| {
-            let memory = &status["deviceMemory"];
-            memory["observed"]["quanta"] == observed && memory["peak"]["quanta"] == peak
+            let is_at = |memory: &Value, observed: u64, peak: u64| {
+                memory["observed"]["quanta"] == observed && memory["peak"]["quanta"] == peak
+            };
+            is_at(&status["deviceMemory"], observed, peak)
+                && is_at(&status["managedMemory"], 2 * observed, 2 * peak)
         }
     };
     let status = running.until("both nodes count", seen(7, 7)).await;
@@ -315,8 +319,12 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     say("m", 1, 6);
     running.until("the peak stays", seen(4, 7)).await;
     let metrics = running.get("/metrics").await;
-    let peak = r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="peak"} 7516192768"#;
-    assert!(metrics.contains(peak), "{metrics}");
+    let device = r#"resource="gpu-memory",amount="peak"} 7516192768"#;
+    let managed = r#"resource="managed-memory",amount="peak"} 15032385536"#;
+    for peak in [device, managed] {
+        let line = format!(r#"bursar_budget_memory_bytes{{namespace="team",{peak}"#);
+        assert!(metrics.contains(&line), "{metrics}");
+    }
     assert!(metrics.contains(r#"bursar_operator_budgets{condition="Ready",status="True"} 1"#));
     assert!(metrics.contains(r#"bursar_operator_watch_age_seconds{kind="Pods"} "#));
     running.stop().await;

@@ -22,8 +22,10 @@ const REPORT_WINDOW: Duration = Duration::from_secs(60);
 pub struct NamespaceReport {
     /// The namespace.
     pub namespace: String,
-    /// The peak of their use in the recent past, rounded up.
+    /// The peak of their device memory in the recent past, rounded up.
     pub observed: Quanta,
+    /// The peak of their managed memory in the recent past, rounded up.
+    pub observed_managed: Quanta,
     /// How many allocations were denied to them.
     pub denials: u64,
     /// How many of their process images were poisoned.
@@ -68,17 +70,62 @@ pub(crate) struct PersistedUsage {
     containers: BTreeMap<AllocationId, EventCounts>,
 }
 
+/// Bytes in use, by kind of memory.
+#[derive(Clone, Copy, Debug, Default)]
+struct BytesInUse {
+    device: Bytes,
+    managed: Bytes,
+}
+
+impl BytesInUse {
+    /// The bytes that a container's accounts have.
+    fn of(books: &ContainerUsage) -> BytesInUse {
+        let mut sum = BytesInUse::default();
+        for balance in &books.accounts {
+            let kind = match balance.account {
+                Account::Gpu(_) => &mut sum.device,
+                Account::Managed => &mut sum.managed,
+            };
+            *kind = Bytes(kind.0.saturating_add(balance.in_use().0));
+        }
+        sum
+    }
+
+    fn plus(self, other: BytesInUse) -> BytesInUse {
+        BytesInUse {
+            device: Bytes(self.device.0.saturating_add(other.device.0)),
+            managed: Bytes(self.managed.0.saturating_add(other.managed.0)),
+        }
+    }
+
+    /// The larger amount of each kind.
+    fn max(self, other: BytesInUse) -> BytesInUse {
+        BytesInUse {
+            device: self.device.max(other.device),
+            managed: self.managed.max(other.managed),
+        }
+    }
+}
+
+/// A namespace's figures at the end of a window.
+#[derive(Clone, Copy, Debug, Default)]
+struct WindowFigures {
+    observed: Quanta,
+    observed_managed: Quanta,
+    denials: u64,
+}
+
 /// The usage and the counts of the node's namespaces.
 #[derive(Debug)]
 pub(crate) struct NamespaceUsage {
     quantum: Quantum,
     kept: PersistedUsage,
     /// Each namespace's peak in this window, and the window's start.
-    peak: BTreeMap<String, Bytes>,
+    peak: BTreeMap<String, BytesInUse>,
     window_start: Option<Instant>,
     /// The usage of the last window, and the denials at its end, which change too often for each
     /// status.
-    last_window: BTreeMap<String, (Quanta, u64)>,
+    last_window: BTreeMap<String, WindowFigures>,
 }
 
 impl NamespaceUsage {
@@ -105,7 +152,7 @@ impl NamespaceUsage {
         books: &[ContainerUsage],
         now: Instant,
     ) {
-        let mut used: BTreeMap<&str, Bytes> = BTreeMap::new();
+        let mut used: BTreeMap<&str, BytesInUse> = BTreeMap::new();
         let mut there = BTreeSet::new();
         let books = by_allocation(books);
         for container in containers {
@@ -117,7 +164,7 @@ impl NamespaceUsage {
             };
             there.insert(container.allocation);
             let sum = used.entry(&pod.namespace).or_default();
-            *sum = Bytes(sum.0.saturating_add(device_memory(books)));
+            *sum = sum.plus(BytesInUse::of(books));
             let (before, now) = (
                 self.kept
                     .containers
@@ -132,7 +179,7 @@ impl NamespaceUsage {
         self.kept.containers.retain(|one, _| there.contains(one));
         for (namespace, bytes) in used {
             let most = self.peak.entry(namespace.to_owned()).or_default();
-            *most = bytes.max(*most);
+            *most = most.max(bytes);
         }
         let begun = *self.window_start.get_or_insert(now);
         if now.duration_since(begun) >= REPORT_WINDOW {
@@ -145,15 +192,21 @@ impl NamespaceUsage {
     fn close_window(&mut self) {
         self.drop_idle();
         let most = std::mem::take(&mut self.peak);
-        let observed = |namespace: &str| {
-            let bytes = most.get(namespace).copied().unwrap_or_default();
+        let rounded_up = |bytes: Bytes| {
             let quanta = bytes.0.div_ceil(self.quantum.bytes());
             Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
         };
         let namespaces = self.kept.namespaces.iter();
-        self.last_window = namespaces
-            .map(|(namespace, counts)| (namespace.clone(), (observed(namespace), counts.denials)))
-            .collect();
+        let figures = namespaces.map(|(namespace, counts)| {
+            let most = most.get(namespace).copied().unwrap_or_default();
+            let figures = WindowFigures {
+                observed: rounded_up(most.device),
+                observed_managed: rounded_up(most.managed),
+                denials: counts.denials,
+            };
+            (namespace.clone(), figures)
+        });
+        self.last_window = figures.collect();
     }
 
     /// Above the status's limit, drops namespaces that used nothing in the window.
@@ -174,25 +227,18 @@ impl NamespaceUsage {
             let told = self.last_window.get(namespace).copied();
             // A namespace without faults is reported after its first window.
             let befell = counts.poisoned > 0 || counts.restarts > 0;
-            let (observed, denials) = told.or(befell.then_some((Quanta(0), 0)))?;
+            let figures = told.or(befell.then(WindowFigures::default))?;
             Some(NamespaceReport {
                 namespace: namespace.clone(),
-                observed,
-                denials,
+                observed: figures.observed,
+                observed_managed: figures.observed_managed,
+                denials: figures.denials,
                 poisoned: counts.poisoned,
                 restarts: counts.restarts,
             })
         });
         reports.collect()
     }
-}
-
-/// The bytes of GPU memory that a container's accounts have.
-fn device_memory(books: &ContainerUsage) -> u64 {
-    let of_gpus = books.accounts.iter();
-    let of_gpus = of_gpus.filter(|of_it| matches!(of_it.account, Account::Gpu(_)));
-    let amounts = of_gpus.map(|of_it| of_it.in_use().0);
-    amounts.fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -284,6 +330,24 @@ mod tests {
         );
         bed.observe(120, &[]);
         assert_eq!(bed.reported(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
+    }
+
+    #[test]
+    fn managed_memory_has_a_peak_of_its_own() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        let both = [(1, "a", 1_500, [0; 3]), (2, "a", 100, [0; 3])];
+        bed.observe(0, &both);
+        bed.observe(60, &both[..1]);
+        let report = &bed.usage.report()[0];
+        assert_eq!(
+            (report.observed, report.observed_managed),
+            (Quanta(2), Quanta(18))
+        );
+        bed.observe(90, &both[..1]);
+        bed.observe(120, &[]);
+        assert_eq!(bed.usage.report()[0].observed_managed, Quanta(9));
+        bed.observe(180, &[]);
+        assert_eq!(bed.usage.report()[0].observed_managed, Quanta(0));
     }
 
     #[test]

@@ -125,6 +125,7 @@ pub(super) fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
     NamespaceUse {
         namespace: used.namespace.clone(),
         observed: to_i32(used.observed),
+        observed_managed: to_i32(used.observed_managed),
         denials: to_i64(used.denials),
         poisoned: to_i64(used.poisoned),
         restarts: to_i64(used.restarts),

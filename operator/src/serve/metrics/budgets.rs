@@ -101,7 +101,7 @@ fn statuses(
         .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
 }
 
-fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 8] {
+fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 10] {
     let (device, managed) = (&status.device_memory, &status.managed_memory);
     [
         ("gpu-memory", "guaranteed", &device.guaranteed),
@@ -112,5 +112,7 @@ fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Qua
         ("gpu-memory", "peak", &device.peak),
         ("managed-memory", "limit", &managed.limit),
         ("managed-memory", "requested", &managed.requested),
+        ("managed-memory", "observed", &managed.observed),
+        ("managed-memory", "peak", &managed.peak),
     ]
 }
