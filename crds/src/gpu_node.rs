@@ -21,7 +21,7 @@ use crate::{Amount, schema};
 
 pub use containers::{
     EnforcementGap, Fault, FaultContainer, FaultKind, GpuContainer, LastFault, LeaseState,
-    NamespaceUse, PendingContainer, QuotaState, QuotaStatus, RetainedLease,
+    MemoryResource, NamespaceUse, PendingContainer, QuotaState, QuotaStatus, RetainedLease,
 };
 pub use gpus::{GpuPod, GpuRuntime, GpuState, GpuStatus, Health, HealthStatus, RuntimeState};
 
@@ -31,7 +31,7 @@ pub const MAX_GPUS: usize = 112;
 pub const MAX_CONTEXTS: usize = 1024;
 /// The most open faults in one object; the agent adds others when some are closed.
 pub const MAX_FAULTS: usize = 64;
-/// The most waiting containers in one object, the longest waiting first.
+/// The most waiting containers in one object.
 pub const MAX_WAITING: usize = 16;
 /// The most containers without enforcement in one object.
 pub const MAX_NOT_ENFORCED: usize = 16;
@@ -94,7 +94,7 @@ pub const MAX_RETAINED: usize = 128;
     printcolumn(
         name = "Waiting",
         type_ = "integer",
-        description = "Containers that wait for room on one GPU",
+        description = "Containers that wait for room on the node",
         json_path = ".status.summary.waiting"
     ),
     printcolumn(
@@ -300,7 +300,8 @@ pub struct GpuNodeStatus {
     /// The GPUs, and MIG instances as GPUs of their own.
     #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
     pub gpus: Vec<GpuStatus>,
-    /// Containers that wait until one GPU has room, the longest waiting first; at most 16.
+    /// Containers that wait until the node has room for them; at most 16. Those that wait for device
+    /// memory come before those that wait for managed memory, each the longest waiting first.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<PendingContainer>,
     /// The number of containers without enforcement of their quota.

@@ -136,7 +136,7 @@ pub enum LeaseState {
     Unknown,
 }
 
-/// A container that waits until one GPU has room.
+/// A container that waits until its node has room for it.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PendingContainer {
@@ -148,11 +148,30 @@ pub struct PendingContainer {
     pub pod: String,
     /// The container's name.
     pub container: String,
+    /// The memory that the container waits for. `DeviceMemory`: of GPUs. `ManagedMemory`: of the
+    /// node's managed memory. Absent, as earlier agents write it: device memory.
+    #[serde(default)]
+    pub resource: MemoryResource,
     /// The requested memory, in quanta.
     pub quanta: i32,
     /// The time since which the container waits.
     #[schemars(schema_with = "schema::time")]
     pub since: Time,
+}
+
+/// A kind of memory that containers request.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemoryResource {
+    /// Device memory, of one GPU or of several.
+    #[default]
+    DeviceMemory,
+    /// Managed memory of the node.
+    ManagedMemory,
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// A container without enforcement of its quota.

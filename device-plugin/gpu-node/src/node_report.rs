@@ -19,7 +19,7 @@ use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::lifecycle::Registration;
-use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta};
 use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
 use bursar_node::checkpoint_state::PodName;
@@ -36,7 +36,7 @@ use self::conditions::{
     token_limit_condition,
 };
 use self::containers::{
-    enforcement_gap, gpu_containers, namespace_use, pending_container, retained_lease,
+    enforcement_gap, gpu_containers, namespace_use, pending_containers, retained_lease,
 };
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
@@ -113,11 +113,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
-        waiting: waits
-            .iter()
-            .filter(|wait| wait.resource == Resource::DeviceMemory)
-            .map(pending_container)
-            .collect(),
+        waiting: pending_containers(waits),
         not_enforced: around
             .audited
             .not_enforced

@@ -440,8 +440,8 @@ pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
 #[cfg(test)]
 mod tests {
     use bursar_crds::gpu_node::{
-        EnforcementGap, LastFault, LeaseState, NamespaceUse, PendingContainer, QuotaState,
-        RetainedLease, RuntimeState,
+        EnforcementGap, LastFault, LeaseState, MemoryResource, NamespaceUse, PendingContainer,
+        QuotaState, RetainedLease, RuntimeState,
     };
     use bursar_retained::runtimes::FailureClass;
 
@@ -642,6 +642,7 @@ mod tests {
             namespace: "team".into(),
             pod: "p".into(),
             container: "c".into(),
+            resource: MemoryResource::ManagedMemory,
             quanta: 8,
             since: truncate_to_seconds("2026-01-02T03:04:05.678Z".parse().unwrap()),
         });

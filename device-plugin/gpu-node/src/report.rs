@@ -40,7 +40,7 @@ pub struct NodeReport {
     pub gpus: Vec<GpuReport>,
     /// The names of pods with memory or a place in the queue, where the agent knows them.
     pub pod_names: BTreeMap<PodUid, PodName>,
-    /// Queued containers, the longest waiting first. The status has the first 16.
+    /// Queued containers in the order of the status, which has the first 16.
     pub waiting: Vec<PendingContainer>,
     /// Containers whose quota is not enforced. The status has the first 16 and the number of all.
     pub not_enforced: Vec<EnforcementGap>,

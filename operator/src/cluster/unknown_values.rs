@@ -5,7 +5,7 @@
 
 use bursar_crds::budget::Overflow;
 use bursar_crds::context_policy::{ContextAction, FaultAction};
-use bursar_crds::gpu_node::{FaultKind, GpuState, HealthStatus, QuotaState};
+use bursar_crds::gpu_node::{FaultKind, GpuState, HealthStatus, MemoryResource, QuotaState};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 
 /// The remedy for values and objects of another version.
@@ -31,6 +31,7 @@ pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
     let policies = &node.spec.context_policies;
     let status = node.status.as_ref();
     let gpus = || status.into_iter().flat_map(|status| &status.gpus);
+    let waiting = || status.into_iter().flat_map(|status| &status.waiting);
     let quotas = || status.into_iter().flat_map(|status| &status.quotas);
     let faults = || status.into_iter().flat_map(|status| &status.faults);
     let fields = [
@@ -47,6 +48,10 @@ pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
         (
             gpus().any(|gpu| gpu.health.status == HealthStatus::Unknown),
             "status.gpus[].health.status",
+        ),
+        (
+            waiting().any(|wait| wait.resource == MemoryResource::Unknown),
+            "status.waiting[].resource",
         ),
         (
             quotas().any(|quota| quota.state == QuotaState::Unknown),

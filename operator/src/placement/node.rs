@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use bursar_crds::gpu_node::{
-    GpuStatus, HealthStatus, MAX_PODS, QuotaOverride, Relocation, Reservation,
+    GpuStatus, HealthStatus, MAX_PODS, MemoryResource, QuotaOverride, Relocation, Reservation,
 };
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuNode, Quantum};
@@ -165,7 +165,7 @@ impl GpuFacts {
             pending: status
                 .waiting
                 .iter()
-                .filter(|_| counts)
+                .filter(|waiting| counts && waiting.resource == MemoryResource::DeviceMemory)
                 .map(|waiting| PendingContainer {
                     pod: waiting.pod_uid.clone(),
                     quanta: quanta(waiting.quanta),
@@ -256,6 +256,28 @@ fn quanta(count: i32) -> Quanta {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn room_is_made_for_waits_for_device_memory_only() {
+        let wait = |pod: &str, resource: Option<&str>| {
+            let mut wait = json!({ "podUid": pod, "namespace": "n", "pod": pod, "container": "c",
+                "quanta": 8, "since": "2026-01-01T00:00:00Z" });
+            if let Some(resource) = resource {
+                wait["resource"] = json!(resource);
+            }
+            wait
+        };
+        let node = json!({
+            "metadata": { "name": "n", "uid": "u" }, "spec": {},
+            "status": { "quantum": "1Gi", "waiting": [
+                wait("device", Some("DeviceMemory")), wait("managed", Some("ManagedMemory")),
+                wait("later", Some("OtherMemory")), wait("earlier", None),
+            ] },
+        });
+        let facts = GpuFacts::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1);
+        let pods: Vec<_> = facts.pending.iter().map(|wait| wait.pod.as_str()).collect();
+        assert_eq!(pods, ["device", "earlier"]);
+    }
 
     #[test]
     fn pod_cut_off_from_a_full_list_may_have_started() {

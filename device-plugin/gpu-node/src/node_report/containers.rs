@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{
-    EnforcementGap, GpuContainer, LastFault, NamespaceUse, PendingContainer, RetainedLease,
+    EnforcementGap, GpuContainer, LastFault, MemoryResource, NamespaceUse, PendingContainer,
+    RetainedLease,
 };
 use bursar_enforcement::attestation;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::audit::namespace_usage::NamespaceReport;
-use bursar_ledger::units::PodUid;
+use bursar_ledger::units::{PodUid, Resource};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::{BoundContainer, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
@@ -31,13 +32,29 @@ fn name_parts(name: Option<&ContainerName>) -> [String; 3] {
     ]
 }
 
-pub(super) fn pending_container(claim: &QueuedClaim) -> PendingContainer {
+/// The containers of the claims, those that wait for device memory first: the operator makes room
+/// for these.
+pub(super) fn pending_containers(claims: &[QueuedClaim]) -> Vec<PendingContainer> {
+    let of_resource = |resource| {
+        claims
+            .iter()
+            .filter(move |claim| claim.resource == resource)
+    };
+    let ordered = of_resource(Resource::DeviceMemory).chain(of_resource(Resource::ManagedMemory));
+    ordered.map(pending_container).collect()
+}
+
+fn pending_container(claim: &QueuedClaim) -> PendingContainer {
     let [namespace, pod, container] = name_parts(claim.name.as_ref());
     PendingContainer {
         pod_uid: claim.pod.to_string(),
         namespace,
         pod,
         container,
+        resource: match claim.resource {
+            Resource::DeviceMemory => MemoryResource::DeviceMemory,
+            Resource::ManagedMemory => MemoryResource::ManagedMemory,
+        },
         quanta: to_i32(claim.quanta),
         // The API stores whole seconds; the status read back must equal the written one.
         since: truncate_to_seconds(claim.since),

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::RuntimeState;
+use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
@@ -150,10 +150,24 @@ fn reserved_gpu_names_its_reservation_and_pods() {
 }
 
 #[test]
-fn only_claims_for_device_memory_are_reported_waiting() {
-    let mut managed = snapshot();
-    managed.queued_claims[0].resource = Resource::ManagedMemory;
-    assert_eq!(node_report(&managed, &inputs()).waiting, []);
+fn waits_for_managed_memory_come_after_those_for_device_memory() {
+    let mut both = snapshot();
+    let device = both.queued_claims[0].clone();
+    let managed = QueuedClaim {
+        resource: Resource::ManagedMemory,
+        quanta: Quanta(3),
+        ..device.clone()
+    };
+    both.queued_claims = vec![managed, device];
+    let waiting = node_report(&both, &inputs()).waiting;
+    let waits = waiting.iter().map(|wait| (wait.resource, wait.quanta));
+    assert_eq!(
+        waits.collect::<Vec<_>>(),
+        [
+            (MemoryResource::DeviceMemory, 8),
+            (MemoryResource::ManagedMemory, 3)
+        ]
+    );
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! Explains a pod that waits on its node until a GPU has room.
+//! Explains a pod that waits until its node has room.
 
 use std::collections::BTreeMap;
 
 use bursar_crds::GpuNode;
-use bursar_crds::gpu_node::{GpuState, GpuStatus, HealthStatus};
+use bursar_crds::gpu_node::{GpuState, GpuStatus, HealthStatus, MemoryResource};
 
 use super::pending::{largest_request, obstacle};
 use super::pod::newest;
@@ -90,6 +90,12 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
         reservation(explanation, snapshot, pod);
         return;
     };
+    if waiter.is_some_and(|waiter| waiter.resource == MemoryResource::ManagedMemory) {
+        let free = status.map_or(0, |status| status.managed_memory.free);
+        let free = memory(quanta(free, quantum_bytes(node)));
+        explanation.say("node", format!("{free} of managed memory is free"));
+        return;
+    }
     let wanted = largest_request(pod);
     gpus_of_node(explanation, snapshot, node, pod, wanted);
     reservation(explanation, snapshot, pod);

@@ -4,7 +4,7 @@ mod namespaces;
 
 use std::collections::BTreeMap;
 
-use bursar_crds::gpu_node::{EnforcementGap, PendingContainer};
+use bursar_crds::gpu_node::{EnforcementGap, MemoryResource, PendingContainer};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -189,8 +189,12 @@ fn state(snapshot: &Snapshot, index: &Index<'_>, pod: &Pod, at: (&str, &str)) ->
         let age = since(waiter.since.0, snapshot.now);
         let node = snapshot.gpu_node(&pod.spec.node_name);
         let largest = node.and_then(|node| {
-            let free = node.status.as_ref()?.device_memory.largest_free;
-            Some(quanta(free, quantum_bytes(node)))
+            let status = node.status.as_ref()?;
+            let of_resource = match waiter.resource {
+                MemoryResource::ManagedMemory => &status.managed_memory,
+                MemoryResource::DeviceMemory | MemoryResource::Unknown => &status.device_memory,
+            };
+            Some(quanta(of_resource.largest_free, quantum_bytes(node)))
         });
         return State::Waiting(format!(
             "{age}: largest free {}",

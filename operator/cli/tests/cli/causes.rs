@@ -6,6 +6,7 @@ use bursar_cli::explain::{Cause, Explanation, Verdict, explain_pod};
 use bursar_cli::objects::{Pod, Workload};
 use bursar_cli::snapshot::Snapshot;
 use bursar_cli::table::Terminal;
+use bursar_crds::gpu_node::MemoryResource;
 use serde_json::{Value, json};
 
 use crate::fixtures::{
@@ -322,6 +323,22 @@ fn pending_pod_names_agents_plugins_and_drivers() {
             .iter()
             .any(|line| line.text.contains("no libcuda.so.1"))
     );
+}
+
+#[test]
+fn wait_for_managed_memory_says_nothing_of_gpus() {
+    let text = "waiting for 8 GiB of managed memory: largest free 5 GiB";
+    let mut snapshot = waiting(text, gpu("GPU-1", 0, 79, &[("ml-p", 50), ("a", 29)]));
+    let status = snapshot.gpu_nodes[0].status.as_mut().unwrap();
+    status.waiting[0].resource = MemoryResource::ManagedMemory;
+    (
+        status.managed_memory.free,
+        status.managed_memory.largest_free,
+    ) = (5, 5);
+    let explanation = explained(&snapshot, "ml", "p");
+    assert_eq!(explanation.causes, []);
+    let lines: Vec<_> = explanation.lines.iter().map(|line| &*line.text).collect();
+    assert_eq!(lines[1..], [text, "5 GiB of managed memory is free"]);
 }
 
 #[test]
