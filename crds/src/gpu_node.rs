@@ -300,8 +300,9 @@ pub struct GpuNodeStatus {
     /// The GPUs, and MIG instances as GPUs of their own.
     #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
     pub gpus: Vec<GpuStatus>,
-    /// Containers that wait until the node has room for them; at most 16. Those that wait for device
-    /// memory come before those that wait for managed memory, each the longest waiting first.
+    /// Containers that wait until the node has room for them; at most 16. Those that wait for
+    /// device memory come before those that wait for managed memory, each the longest waiting
+    /// first.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<PendingContainer>,
     /// The number of containers without enforcement of their quota.

@@ -4,8 +4,8 @@
 //! below the check's name.
 //!
 //! ```text
-//!   checks that compile --> most checks, one after another --> a job that waits --> output of the jobs
-//!                      \--> background jobs, one after another --------------------/
+//!   checks that compile --> most checks, one after another --> a job --> output of the jobs
+//!                      \--> background jobs, one after another ----------/
 //! ```
 
 mod book;

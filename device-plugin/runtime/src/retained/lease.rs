@@ -204,8 +204,8 @@ impl RetainedLease {
     }
 }
 
-/// New, zeroed lease of which this process is the only writer. A drop without a commit waits for all
-/// work of the context and discards the lease.
+/// New, zeroed lease of which this process is the only writer. A drop without a commit waits for
+/// all work of the context and discards the lease.
 #[derive(Debug)]
 pub struct LeaseWriter {
     client: LeaseClient,
