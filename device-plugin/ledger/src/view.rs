@@ -189,6 +189,20 @@ impl Ledger {
         pending.map(|(&id, _)| (id, None)).chain(claimed)
     }
 
+    /// The device ids of every pending allocation and claim, with the memory that a claim occupies.
+    pub fn held_device_ids(
+        &self,
+        resource: Resource,
+    ) -> impl Iterator<Item = (&DeviceIdSet, Option<&Placement>)> {
+        let pending = self.pending.values();
+        let pending = pending.filter(move |allocation| allocation.resource == resource);
+        let claims = self.claims.values();
+        let claims = claims.filter(move |claim| claim.resource == resource);
+        pending
+            .map(|allocation| (&allocation.device_ids, None))
+            .chain(claims.map(|claim| (&claim.device_ids, claim.placement())))
+    }
+
     /// The allocations of `resource` without a binding, waiting or not.
     pub fn unbound_allocations(&self, resource: Resource) -> usize {
         let pending = self

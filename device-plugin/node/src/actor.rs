@@ -262,6 +262,8 @@ impl NodeTask {
                     // Repeats reads and writes that failed before.
                     let inventory = self.inputs.inventory.borrow().clone();
                     self.observe_generations(inventory.gpus());
+                    // Ended pods have left ids that may be Unhealthy instead of those of others.
+                    self.advertise(&self.inputs.effective_inventory());
                     self.read_kubelet_state();
                 }
             }
@@ -351,7 +353,13 @@ impl NodeTask {
         if inventory.gpus().is_empty() {
             return;
         }
-        match capacity::devices(inventory.gpus(), &self.config) {
+        let devices = capacity::devices(
+            inventory.gpus(),
+            &self.config,
+            &self.allocator.ledger,
+            &self.device.borrow(),
+        );
+        match devices {
             Ok([device, managed]) => {
                 self.devices_error = None;
                 send_if_changed(&self.device, device);

@@ -2,9 +2,11 @@
 //!
 //! A device id stands for one quantum of the node, not of a GPU. Ids count from 0, so that they are
 //! the same after every restart with the same GPUs. Devices become Unhealthy only when a GPU fails.
-//! The highest ids do, for the kubelet only counts.
+//! The kubelet only counts them, but fails a pod for ever if it admits the pod again and an id of it
+//! is Unhealthy. So the ids of containers on healthy GPUs become Unhealthy last.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::gpu_node::Reservation;
 
@@ -13,6 +15,7 @@ use bursar_gpu::GpuState;
 use bursar_kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_total};
 use bursar_ledger as ledger;
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger::{Ledger, Placement};
 
 /// The GPUs for the ledger: capacity in whole quanta, less the reserve.
 pub(crate) fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
@@ -45,33 +48,67 @@ pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
     config.managed_capacity.whole_quanta(config.quantum)
 }
 
-/// The devices to advertise: device memory, then managed memory.
+/// The devices to advertise: device memory, then managed memory. Of devices that are alike, those
+/// that were Unhealthy in `before` stay so.
 ///
 /// # Errors
 /// [`DevicesError::TooManyTokens`] where both together exceed the kubelet's limit.
-pub fn devices(gpus: &[GpuState], config: &ResourcesConfig) -> Result<[Devices; 2], DevicesError> {
+pub fn devices(
+    gpus: &[GpuState],
+    config: &ResourcesConfig,
+    ledger: &Ledger,
+    before: &Devices,
+) -> Result<[Devices; 2], DevicesError> {
     let total = total_quanta(gpus.iter(), config);
-    let healthy = total_quanta(
-        gpus.iter().filter(|state| state.health.is_healthy()),
-        config,
-    );
+    let well = || gpus.iter().filter(|state| state.health.is_healthy());
+    let surplus = total - total_quanta(well(), config);
     let managed = managed_capacity(config).0 as usize;
     check_node_total([total, managed])?;
+    let healthy_gpus = well().map(|state| &state.gpu.uuid).collect();
+    let holders = id_holders(ledger, &healthy_gpus);
+    let was_healthy = |index: usize| before.health().get(index) != Some(&DeviceHealth::Unhealthy);
+    let mut order: Vec<usize> = (0..total).collect();
+    order.sort_by_cached_key(|&index| (holders.get(&index), was_healthy(index), Reverse(index)));
+    let mut health = vec![DeviceHealth::Healthy; total];
+    for &index in order.iter().take(surplus) {
+        health[index] = DeviceHealth::Unhealthy;
+    }
     Ok([
-        Devices::new(Resource::DeviceMemory, device_health(total, healthy))?,
-        Devices::new(Resource::ManagedMemory, device_health(managed, managed))?,
+        Devices::new(Resource::DeviceMemory, health)?,
+        Devices::new(
+            Resource::ManagedMemory,
+            vec![DeviceHealth::Healthy; managed],
+        )?,
     ])
 }
 
-fn device_health(total: usize, healthy: usize) -> Vec<DeviceHealth> {
-    let health = |index| {
-        if index < healthy {
-            DeviceHealth::Healthy
-        } else {
-            DeviceHealth::Unhealthy
+/// The holder of a device id, in the order in which ids become Unhealthy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum IdHolder {
+    /// Containers with memory on a GPU that failed.
+    OnFailedGpu,
+    /// A container with memory on healthy GPUs only, or without memory yet.
+    Well,
+}
+
+/// The holder of each device id of device memory that the kubelet has given to a container.
+fn id_holders(ledger: &Ledger, healthy_gpus: &BTreeSet<&GpuUuid>) -> BTreeMap<usize, IdHolder> {
+    let mut holders = BTreeMap::new();
+    for (device_ids, placement) in ledger.held_device_ids(Resource::DeviceMemory) {
+        let holder = match placement {
+            Some(Placement::Device(shares))
+                if !shares.iter().all(|share| healthy_gpus.contains(&share.gpu)) =>
+            {
+                IdHolder::OnFailedGpu
+            }
+            _ => IdHolder::Well,
+        };
+        for index in device_ids.indexes() {
+            let known = holders.entry(usize::from(index)).or_insert(holder);
+            *known = holder.max(*known);
         }
-    };
-    (0..total).map(health).collect()
+    }
+    holders
 }
 
 fn total_quanta<'a>(gpus: impl Iterator<Item = &'a GpuState>, config: &ResourcesConfig) -> usize {
@@ -87,7 +124,7 @@ fn gpu_capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
 mod tests {
     use bursar_gpu::Gpu;
     use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
-    use bursar_ledger::units::Quantum;
+    use bursar_ledger::units::{AllocationId, DeviceIdSet, Quantum};
 
     use super::*;
 
@@ -111,6 +148,14 @@ mod tests {
         }
     }
 
+    fn no_claims() -> Ledger {
+        Ledger::new(Quantum::Gib1)
+    }
+
+    fn no_devices() -> Devices {
+        Devices::new(Resource::DeviceMemory, Vec::new()).unwrap()
+    }
+
     const LOST: Health = Health::Unhealthy(UnhealthyReason::Lost);
 
     #[test]
@@ -127,8 +172,9 @@ mod tests {
     #[test]
     fn lost_gpu_makes_the_highest_device_ids_unhealthy() {
         let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
+        let offered = |gpus: &[GpuState]| devices(gpus, &config, &no_claims(), &no_devices());
         let count = |gpus: &[GpuState]| {
-            devices(gpus, &config).map(|[device, _]| (device.len(), device.healthy_count()))
+            offered(gpus).map(|[device, _]| (device.len(), device.healthy_count()))
         };
         let well = [
             gpu("GPU-a", Bytes::gib(16), Health::Healthy),
@@ -140,7 +186,7 @@ mod tests {
         ];
         assert_eq!(count(&well), Ok((24, 24)));
         assert_eq!(count(&sick), Ok((24, 8)));
-        let message = devices(&sick, &config).unwrap()[0].to_message();
+        let message = offered(&sick).unwrap()[0].to_message();
         assert_eq!(
             (
                 message.devices[7].id.as_str(),
@@ -158,9 +204,61 @@ mod tests {
     }
 
     #[test]
+    fn ids_on_healthy_gpus_become_unhealthy_last() {
+        let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
+        let gpus = [
+            gpu("GPU-a", Bytes::gib(4), LOST),
+            gpu("GPU-b", Bytes::gib(4), Health::Healthy),
+        ];
+        let mut ledger = no_claims();
+        let held = |range| DeviceIdSet::from_indexes(range).unwrap();
+        for (number, gpu, range) in [(1, "GPU-a", 0..2), (2, "GPU-b", 6..7)] {
+            let share = ledger::Share {
+                gpu: gpu.parse().unwrap(),
+                quanta: held(range.clone()).quanta(),
+            };
+            ledger.restore_binding(
+                AllocationId::from_bits(number),
+                Resource::DeviceMemory,
+                held(range),
+                format!("pod-{number}").parse().unwrap(),
+                Placement::Device(vec![share]),
+            );
+        }
+        let pending = AllocationId::from_bits(3);
+        ledger.add_pending(
+            pending,
+            Resource::DeviceMemory,
+            held(7..8),
+            ledger::BootTime(0),
+        );
+        let unhealthy = |ledger: &Ledger, before: &Devices| {
+            let [device, _] = devices(&gpus, &config, ledger, before).unwrap();
+            let health = device.health().iter().enumerate();
+            let unhealthy = health.filter(|(_, health)| **health == DeviceHealth::Unhealthy);
+            let indexes: Vec<usize> = unhealthy.map(|(index, _)| index).collect();
+            (indexes, device)
+        };
+        let (indexes, before) = unhealthy(&ledger, &no_devices());
+        assert_eq!(indexes, [2, 3, 4, 5]);
+        ledger.release_pod(&"pod-2".parse().unwrap());
+        assert_eq!(unhealthy(&ledger, &before).0, indexes, "id 6 is offered");
+        ledger.add_pending(
+            AllocationId::from_bits(4),
+            Resource::DeviceMemory,
+            held(2..6),
+            ledger::BootTime(0),
+        );
+        assert_eq!(unhealthy(&ledger, &before).0, [0, 1, 5, 6]);
+    }
+
+    #[test]
     fn both_resources_together_stay_within_the_kubelet_limit() {
         let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
-        let with = |managed| devices(&gpus, &config(Quantum::Mib256, managed, Bytes::ZERO));
+        let with = |managed| {
+            let config = config(Quantum::Mib256, managed, Bytes::ZERO);
+            devices(&gpus, &config, &no_claims(), &no_devices())
+        };
         assert!(with(Bytes::gib(24)).is_ok());
         assert_eq!(
             with(Bytes::gib(25)),
@@ -170,7 +268,8 @@ mod tests {
 
     #[test]
     fn managed_memory_is_off_without_a_capacity() {
-        let [_, managed] = devices(&[], &config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO)).unwrap();
+        let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
+        let [_, managed] = devices(&[], &config, &no_claims(), &no_devices()).unwrap();
         assert!(managed.is_empty());
     }
 }
