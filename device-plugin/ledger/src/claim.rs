@@ -17,6 +17,7 @@ pub const RETRY_DEADLINE: Duration = Duration::from_secs(300);
 pub const AGING_AFTER: Duration = Duration::from_secs(60);
 
 /// How long memory stays set aside for a claim whose call has ended: two of the kubelet's retries.
+/// It stays for longer where another container of the pod has device memory.
 pub const RETRY_GRACE: Duration = Duration::from_secs(40);
 
 /// An answered `Allocate` without a started container, so that its pod is not known yet.

@@ -11,7 +11,8 @@
 //!     gc_pending |              |  5 min |   |   \ room, call ended       |  | bind
 //!                v              |<-------+   |    v                       |  |
 //!               gone            |            +-- AwaitingRetry -----------|--+
-//!                               |     40 s, or the GPU failed             |
+//!                               |     40 s without bound memory of the    |
+//!                               |     pod, or the GPU failed              |
 //!                               +-----------------------------------------+
 //!                          bind: the pod starts another container with one of these device ids
 //!  release_pod: from every state to gone.

@@ -109,13 +109,24 @@ impl Ledger {
             && let Some(group) = self.pod_groups.get(&claim.pod)
             && group.containers.len() <= MAX_CONTAINERS
         {
+            let of_pod = || {
+                let claims = self.claims.values();
+                claims.filter(|other| other.pod == claim.pod && other.resource == claim.resource)
+            };
+            // A claim that is idle without a successor has waited too long for a retry.
             let had_turn = |device_ids: &DeviceIdSet| {
-                let mut claims = self.claims.values().filter(|other| other.pod == claim.pod);
-                claims.any(|other| {
-                    other.resource == claim.resource
-                        && other.device_ids == *device_ids
-                        && !matches!(other.state, State::Queued { .. })
-                })
+                let has_successor = || {
+                    of_pod().any(|other| {
+                        other.device_ids != *device_ids && other.device_ids.overlaps(device_ids)
+                    })
+                };
+                of_pod()
+                    .filter(|other| other.device_ids == *device_ids)
+                    .any(|other| match other.state {
+                        State::Bound { .. } | State::AwaitingRetry { .. } => true,
+                        State::Idle => has_successor(),
+                        State::Queued { .. } => false,
+                    })
             };
             let others = group.containers.iter();
             all.extend(

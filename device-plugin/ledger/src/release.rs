@@ -7,7 +7,7 @@ use super::Ledger;
 use super::boot_time::BootTime;
 use super::claim::{Call, Claim, RETRY_DEADLINE, RETRY_GRACE, State};
 use super::types::{Health, Placement};
-use crate::units::{AllocationId, PodUid};
+use crate::units::{AllocationId, PodUid, Resource};
 
 /// The youngest age at which a pending allocation is dropped. The kubelet writes its checkpoint
 /// soon after the agent's answer, however long it pulls images afterwards.
@@ -77,16 +77,15 @@ impl Ledger {
     }
 
     /// Ends queued claims, and frees memory set aside, where the kubelet did not retry in time.
+    ///
+    /// A pod with bound device memory keeps what is set aside for its other containers until it
+    /// ends. The kubelet may retry late, and two such pods could wait for each other's memory.
     pub(super) fn expire(&mut self, now: BootTime) {
         let mut given_up = Vec::new();
-        for claim in self.claims.values_mut() {
+        for (&id, claim) in &mut self.claims {
             match claim.state {
-                State::AwaitingRetry { request, since, .. } if now.since(since) >= RETRY_GRACE => {
-                    given_up.push(claim.pod.clone());
-                    claim.state = State::Queued {
-                        request,
-                        call: Call::Ended { since },
-                    };
+                State::AwaitingRetry { since, .. } if now.since(since) >= RETRY_GRACE => {
+                    given_up.push(id);
                 }
                 State::Queued {
                     call: Call::Ended { since },
@@ -95,9 +94,23 @@ impl Ledger {
                 _ => {}
             }
         }
-        for pod in given_up {
-            self.drop_places_of(&pod);
+        given_up.retain(|id| !self.has_device_memory(&self.claims[id].pod));
+        for id in given_up {
+            if let Some(claim) = self.claims.get_mut(&id) {
+                claim.requeue();
+                let pod = claim.pod.clone();
+                self.drop_places_of(&pod);
+            }
         }
+    }
+
+    /// Whether a container of the pod has device memory.
+    fn has_device_memory(&self, pod: &PodUid) -> bool {
+        self.claims.values().any(|claim| {
+            claim.pod == *pod
+                && claim.resource == Resource::DeviceMemory
+                && matches!(claim.state, State::Bound { .. })
+        })
     }
 
     /// Queues claims again whose memory was set aside on an unhealthy GPU.

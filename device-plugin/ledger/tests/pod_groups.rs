@@ -12,7 +12,7 @@ use std::time::Duration;
 use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
     BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Placement,
-    Priority, RETRY_GRACE,
+    Priority, RETRY_DEADLINE, RETRY_GRACE,
 };
 
 const NOW: BootTime = BootTime(0);
@@ -168,6 +168,48 @@ fn planned_places_are_dropped_when_no_retry_comes() {
     assert_eq!(bound_by_gpu(&ledger), [16], "both are set aside");
     ledger.advance(NOW + RETRY_GRACE + Duration::from_secs(1));
     assert_eq!(bound_by_gpu(&ledger), [0]);
+}
+
+#[test]
+fn planned_places_stay_while_another_container_has_memory() {
+    let mut ledger = ledger_with_gpus(&[16]);
+    let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
+    start_bound(&mut ledger, &first, 0);
+    let pod = allocate_pod(&mut ledger, "p", &[4..11, 11..20]);
+    let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
+        panic!("12 are free");
+    };
+    let at = |seconds| NOW + Duration::from_secs(seconds);
+    ledger.stop_waiting(ticket, at(28));
+    let second = start_at(&mut ledger, &pod, 1, at(28));
+    assert!(matches!(second, BindOutcome::Queued(..)), "{second:?}");
+    ledger.release_pod(&first.uid);
+    assert_eq!(ledger.advance(at(50)).len(), 1, "the call is open");
+    // The second container's start and the kubelet's next sync delay the first one's retry.
+    ledger.advance(at(69));
+    assert_eq!(bound_by_gpu(&ledger), [16]);
+    let retried = start_at(&mut ledger, &pod, 0, at(75));
+    assert!(matches!(retried, BindOutcome::Bound(_)), "{retried:?}");
+    ledger.release_pod(&pod.uid);
+    assert_eq!(bound_by_gpu(&ledger), [0]);
+}
+
+#[test]
+fn container_is_placed_with_others_whose_retry_is_late() {
+    let mut ledger = ledger_with_gpus(&[16]);
+    let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
+    start_bound(&mut ledger, &first, 0);
+    let pod = allocate_pod(&mut ledger, "p", &[4..11, 11..20]);
+    let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
+        panic!("12 are free");
+    };
+    ledger.stop_waiting(ticket, NOW);
+    // The kubelet pulls the second container's image for as long.
+    let later = NOW + RETRY_DEADLINE;
+    ledger.advance(later);
+    let second = start_at(&mut ledger, &pod, 1, later);
+    assert!(matches!(second, BindOutcome::Queued(..)), "{second:?}");
+    assert_eq!(bound_by_gpu(&ledger), [4]);
 }
 
 #[test]
