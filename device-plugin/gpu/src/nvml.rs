@@ -27,6 +27,8 @@ mod protocol;
 mod reports;
 mod rounds;
 mod slot;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

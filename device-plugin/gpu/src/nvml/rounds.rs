@@ -115,7 +115,7 @@ impl NvmlWatcher {
     pub(super) fn end_round(&mut self) {
         self.round_deadline = None;
         for slot in self.gpu_slots.iter_mut().chain([&mut self.driver_slot]) {
-            slot.is_hung |= slot.is_probing();
+            slot.is_hung |= slot.is_awaited();
         }
         if self.gpu_slots.is_empty() && self.driver_slot.is_hung {
             let why = format!("NVML does not answer within {ANSWER:?}");

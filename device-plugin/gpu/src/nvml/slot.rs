@@ -93,15 +93,16 @@ impl ProbeSlot {
         (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
     }
 
-    /// Sends a probe, unless one is pending.
+    /// Sends a probe, unless one is pending or the process is being stopped.
     pub(super) fn probe(&mut self) {
-        if let Some(running) = &mut self.process
-            && !running.is_probing
-            && running.stop_guard.is_some()
-            && running.jobs.try_send(Job::Probe).is_ok()
-        {
-            running.is_probing = true;
-            self.found = None;
+        let is_busy = |running: &SlotProcess| running.is_probing || running.stop_guard.is_none();
+        if self.process.as_ref().is_some_and(is_busy) {
+            return;
+        }
+        // An earlier result says nothing about a GPU whose process did not start or takes no job.
+        self.found = None;
+        if let Some(running) = &mut self.process {
+            running.is_probing = running.jobs.try_send(Job::Probe).is_ok();
         }
     }
 
@@ -130,5 +131,20 @@ impl ProbeSlot {
 
     pub(super) fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
         matches!(&self.scope, Scope::Address(place) if places.contains(place))
+    }
+}
+
+#[cfg(test)]
+impl SlotProcess {
+    /// A process that takes no job and never ends.
+    pub(super) fn hung(id: ProcessNumber) -> Self {
+        Self {
+            id,
+            jobs: mpsc::channel(1).0,
+            stop_guard: Some(CancellationToken::new().drop_guard()),
+            started_at: Instant::now(),
+            is_probing: false,
+            has_failed: false,
+        }
     }
 }
