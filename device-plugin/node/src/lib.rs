@@ -10,6 +10,7 @@
 //! | [`host`] | defines the steps on the host and performs them |
 //! | [`installer`] | installs the shim's files without blocking the task |
 //! | [`pod_resolver`] | resolves device ids to the container that the kubelet starts |
+//! | [`shared_read`] | reads a file on one blocking thread while its disk hangs |
 //! | [`pod_names`] | resolves missing pod names later |
 //! | [`other_plugins`] | looks for another device plugin that offers this node's GPUs |
 //! | [`capacity`] | computes capacity and devices from GPUs and configuration: pure |
@@ -28,4 +29,5 @@ pub mod other_plugins;
 mod pod_names;
 pub mod pod_resolver;
 mod recover;
+mod shared_read;
 pub mod shim_install;

@@ -4,12 +4,15 @@
 //! adds the pod's name, and the API server its priority and GPU spread. Only the UID is necessary.
 //! The other data serve order and messages, so reading them is bounded in time and may fail.
 
+use std::io;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use bursar_apiserver::PodRef;
-use bursar_kubelet::device_checkpoint::{CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError};
+use bursar_kubelet::device_checkpoint::{
+    self, CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError,
+};
 use bursar_kubelet::plugin::PrepareError;
 use bursar_kubelet::pod_resources::{
     ContainerRef, ListedContainer, PodResourcesClient, find_container,
@@ -24,6 +27,7 @@ use tracing::debug;
 
 use super::allocator::ContainerIdentity;
 use super::checkpoint_state::PodName;
+use super::shared_read::SharedRead;
 
 /// The number of GPUs over which a pod spreads its memory. The annotation grants nothing.
 pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
@@ -70,6 +74,8 @@ pub struct PodResolver {
     pub pod_resources: PodResourcesClient,
     /// The client of the API server, if any.
     pub client: Option<Client>,
+    /// The read of the kubelet's checkpoint that has not ended, if any.
+    pub checkpoint_read: SharedRead<Result<DeviceCheckpoint, DeviceCheckpointError>>,
 }
 
 /// The fields of a pod at the API server.
@@ -81,14 +87,16 @@ struct ApiPod {
 }
 
 impl PodResolver {
-    /// Reads the kubelet's checkpoint.
+    /// Reads the kubelet's checkpoint; an error soon where its disk hangs.
     pub async fn read_device_checkpoint(&self) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
         let (dir, names) = (self.device_plugin_dir.clone(), self.resource_names.clone());
         let read = move || DeviceCheckpoint::read(&dir, &names);
-        match tokio::task::spawn_blocking(read).await {
-            Ok(read) => read,
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        }
+        let late = || DeviceCheckpointError::Unreadable {
+            path: self.device_plugin_dir.join(device_checkpoint::FILE_NAME),
+            source: io::ErrorKind::TimedOut.into(),
+        };
+        let read = self.checkpoint_read.run(read).await;
+        read.unwrap_or_else(|| Err(late()))
     }
 
     /// Resolves the container that has `tokens`.
@@ -356,6 +364,7 @@ mod tests {
             resource_names: Vec::new(),
             pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
             client: Some(Client::new(server, "default")),
+            checkpoint_read: SharedRead::default(),
         };
         let api_pod = identities.read_pod(&name()).await.unwrap();
         assert_eq!(
@@ -380,7 +389,29 @@ mod tests {
             resource_names: Vec::new(),
             pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
             client: Some(Client::new(server, "default")),
+            checkpoint_read: SharedRead::default(),
         }
+    }
+
+    #[tokio::test]
+    async fn checkpoint_on_a_disk_that_hangs_is_unreadable() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join(device_checkpoint::FILE_NAME);
+        // The open of a pipe without a writer hangs.
+        rustix::fs::mkfifoat(rustix::fs::CWD, &file, 0o600.into()).unwrap();
+        let identities = PodResolver {
+            device_plugin_dir: dir.path().to_owned(),
+            ..resolver(200, &json!({}))
+        };
+        let read = identities.read_device_checkpoint();
+        let read = tokio::time::timeout(Duration::from_secs(30), read).await;
+        // A writer that closes the pipe again ends the read's thread.
+        drop(std::fs::File::options().read(true).write(true).open(&file));
+        let error = read.unwrap().unwrap_err();
+        assert!(
+            matches!(error, DeviceCheckpointError::Unreadable { .. }),
+            "{error:?}"
+        );
     }
 
     #[tokio::test]

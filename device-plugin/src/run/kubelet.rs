@@ -50,6 +50,7 @@ impl Agent {
                 .to_vec(),
             pod_resources: PodResourcesClient::new(&kubelet.pod_resources_socket),
             client: self.client.clone(),
+            checkpoint_read: Default::default(),
         }
     }
 

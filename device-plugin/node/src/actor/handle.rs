@@ -281,6 +281,7 @@ mod tests {
                 resource_names: Vec::new(),
                 pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody")),
                 client: Some(client),
+                checkpoint_read: Default::default(),
             }),
             bind_wait: Duration::from_secs(25),
             observers: Observers {
