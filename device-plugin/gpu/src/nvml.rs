@@ -242,13 +242,24 @@ impl NvmlWatcher {
         }
     }
 
+    /// Stops all processes, after an error of the driver.
+    ///
+    /// The GPUs are listed anew once every process has ended. A process that hangs may never end,
+    /// so meanwhile its GPU and the others keep their slots, if those name PCI addresses.
     fn reset_driver(&mut self, why: NoDriver) {
         let driver = std::mem::replace(&mut self.driver_slot, ProbeSlot::new(Scope::Driver));
-        for slot in std::mem::take(&mut self.gpu_slots)
-            .into_iter()
-            .chain([driver])
-        {
-            self.retire(slot);
+        self.retire(driver);
+        let hangs = |slot: &ProbeSlot| slot.is_hung && slot.process.is_some();
+        let has_address = |slot: &ProbeSlot| matches!(slot.scope, Scope::Address(_));
+        if self.gpu_slots.iter().any(hangs) && self.gpu_slots.iter().all(has_address) {
+            for slot in &mut self.gpu_slots {
+                slot.stop_process();
+                slot.found = None;
+            }
+        } else {
+            for slot in std::mem::take(&mut self.gpu_slots) {
+                self.retire(slot);
+            }
         }
         (self.round_deadline, self.gpu_count) = (None, 0);
         self.library = None;

@@ -53,7 +53,8 @@ impl NvmlWatcher {
                         "the process that calls NVML has ended".to_owned(),
                     ));
                 }
-                if !slot.is_hung {
+                // Without the driver the next process would fail at once too.
+                if !slot.is_hung && self.gpu_count > 0 {
                     // The GPU's XIDs are lost until the next process has registered for them.
                     self.next_round = now;
                 }

@@ -78,3 +78,16 @@ fn gpu_is_unhealthy_after_three_rounds_without_a_probe() {
     }
     assert_eq!(healths(&watcher), [NO_ANSWER; 2], "neither takes a probe");
 }
+
+#[test]
+fn gpus_keep_their_slots_in_a_reset_while_a_process_hangs() {
+    let mut watcher = watcher();
+    watcher.handle_report(0, ProcessReport::TimedOut);
+    watcher.reset_driver(NoDriver::Failed("an update".to_owned()));
+    watcher.handle_report(1, ProcessReport::Exited);
+    assert!(watcher.exiting.is_empty());
+    let has_process = |slot: &ProbeSlot| slot.process.is_some();
+    let slots = watcher.gpu_slots.iter().map(has_process);
+    assert_eq!(slots.collect::<Vec<_>>(), [true, false], "one can start");
+    assert!(watcher.next_round > Instant::now(), "not at once");
+}
