@@ -7,7 +7,7 @@ use super::Ledger;
 use super::boot_time::BootTime;
 use super::claim::{Call, Claim, RETRY_DEADLINE, RETRY_GRACE, State};
 use super::types::{Health, Placement};
-use crate::units::{AllocationId, PodUid, Resource};
+use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// The youngest age at which a pending allocation is dropped. The kubelet writes its checkpoint
 /// soon after the agent's answer, however long it pulls images afterwards.
@@ -46,6 +46,24 @@ impl Ledger {
                 missed_before && allocation.was_missing
             })
             .map(|(id, _)| id)
+            .collect()
+    }
+
+    /// Ends the pod's claims of `resource` that are over by their device ids and allocations.
+    /// Returns their allocations.
+    pub fn end_claims(
+        &mut self,
+        pod: &PodUid,
+        resource: Resource,
+        is_over: impl Fn(&DeviceIdSet, &[AllocationId]) -> bool,
+    ) -> Vec<AllocationId> {
+        self.claims
+            .extract_if(.., |_, claim| {
+                claim.pod == *pod
+                    && claim.resource == resource
+                    && is_over(&claim.device_ids, &claim.allocations)
+            })
+            .flat_map(|(_, claim)| claim.allocations)
             .collect()
     }
 

@@ -165,6 +165,7 @@ impl<H: HostOps> NodeAllocator<H> {
         if let Some(name) = &name {
             self.ledger.set_namespace(&pod, &name.namespace);
         }
+        let mut ended = self.end_forgotten_claims(&pod, resource, &held, &containers);
         let start = BindRequest {
             resource,
             device_ids: tokens.clone(),
@@ -187,8 +188,9 @@ impl<H: HostOps> NodeAllocator<H> {
         self.watch_cgroup(&pod);
         self.record_pod_name(&pod, name, &container, &held);
         let known = self.reconcile_leases(now).await;
-        let exported = self.record_unreclaimed(&started.ended, known, now);
-        self.pending_teardown.extend(started.ended.iter().copied());
+        ended.extend(started.ended);
+        let exported = self.record_unreclaimed(&ended, known, now);
+        self.pending_teardown.extend(ended.iter().copied());
         match started.outcome {
             BindOutcome::Bound(binding) => {
                 self.record_wait(binding.claim, now);
@@ -197,7 +199,7 @@ impl<H: HostOps> NodeAllocator<H> {
                     None => self.commit_binding(&binding).await,
                 };
                 self.charge_successor(&binding, exported);
-                if !started.ended.is_empty() {
+                if !ended.is_empty() {
                     // Leases of the ended containers now belong to this container: charge them
                     // before its program runs.
                     self.reconcile_leases(now).await;
@@ -235,6 +237,36 @@ impl<H: HostOps> NodeAllocator<H> {
             }
         }
         self.bind_queued(now).await;
+    }
+
+    /// Ends the claims of a container's earlier runs that the kubelet has forgotten. Returns their
+    /// allocations.
+    ///
+    /// A kubelet that has lost its checkpoint gives a restarted container new device ids. `held` are
+    /// its entries for the container that starts, `containers` the device ids of all of the pod's.
+    fn end_forgotten_claims(
+        &mut self,
+        pod: &PodUid,
+        resource: Resource,
+        held: &[CheckpointEntry],
+        containers: &[DeviceIdSet],
+    ) -> Vec<AllocationId> {
+        let Self {
+            ledger,
+            container_names,
+            ..
+        } = self;
+        let is_started = |allocation: &AllocationId| {
+            let name = container_names.get(allocation).map(|name| &name.container);
+            name.is_some_and(|name| held.iter().any(|entry| entry.container == *name))
+        };
+        let ended = ledger.end_claims(pod, resource, |device_ids, allocations| {
+            !containers.contains(device_ids) && allocations.iter().all(is_started)
+        });
+        for allocation in &ended {
+            container_names.remove(allocation);
+        }
+        ended
     }
 
     /// Replaces the GPUs by those that NVML lists now.

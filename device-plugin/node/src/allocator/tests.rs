@@ -599,6 +599,28 @@ async fn init_container_is_torn_down_when_its_ids_are_reused() {
 }
 
 #[tokio::test]
+async fn claim_ends_when_its_container_starts_with_other_ids() {
+    let mut node = TestNode::new().await;
+    for (container, tokens) in [("main", 0..4), ("side", 4..8)] {
+        node.admit(
+            "a",
+            container,
+            Resource::DeviceMemory,
+            device_ids(tokens.clone()),
+        );
+        node.start_device("a", tokens).await;
+    }
+    // The kubelet loses its checkpoint, and then the first container restarts.
+    node.kubelet.clear();
+    node.admit_device("a", 8..12);
+    let mut answer = node.start_device("a", 8..12).await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+    let bound: Vec<String> = node.placements().into_keys().collect();
+    assert_eq!(bound, ["a/4-7", "a/8-11"]);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
 async fn exports_of_init_container_are_charged_to_the_next() {
     for (exported, left) in [
         (Bytes::gib(6), Bytes::ZERO),
