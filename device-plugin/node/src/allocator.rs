@@ -242,8 +242,9 @@ impl<H: HostOps> NodeAllocator<H> {
     /// Ends the claims of a container's earlier runs that the kubelet has forgotten. Returns their
     /// allocations.
     ///
-    /// A kubelet that has lost its checkpoint gives a restarted container new device ids. `held` are
-    /// its entries for the container that starts, `containers` the device ids of all of the pod's.
+    /// A kubelet that has lost its checkpoint gives a restarted container new device ids. `held`
+    /// are its entries for the container that starts, `containers` the device ids of all of the
+    /// pod's.
     fn end_forgotten_claims(
         &mut self,
         pod: &PodUid,

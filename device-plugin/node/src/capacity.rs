@@ -2,8 +2,8 @@
 //!
 //! A device id stands for one quantum of the node, not of a GPU. Ids count from 0, so that they are
 //! the same after every restart with the same GPUs. Devices become Unhealthy only when a GPU fails.
-//! The kubelet only counts them, but fails a pod for ever if it admits the pod again and an id of it
-//! is Unhealthy. So the ids of containers on healthy GPUs become Unhealthy last.
+//! The kubelet only counts them, but fails a pod for ever if it admits the pod again and an id of
+//! it is Unhealthy. So the ids of containers on healthy GPUs become Unhealthy last.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
