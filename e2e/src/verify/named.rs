@@ -55,7 +55,7 @@ impl PassedTests {
     ) -> anyhow::Result<()> {
         let mut command = cargo::command();
         command
-            .args(["test", "--locked", "--workspace"])
+            .args(["test", "--locked", "--workspace", "--no-fail-fast"])
             .args(targets)
             .current_dir(paths::repository());
         let (output, result) = run_to_end(&mut command, Some(timeout))?;
