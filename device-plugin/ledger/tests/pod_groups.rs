@@ -12,7 +12,7 @@ use std::time::Duration;
 use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
     BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Placement,
-    Priority, RETRY_DEADLINE, RETRY_GRACE,
+    Priority, RETRY_DEADLINE, RETRY_GRACE, WaitHandle,
 };
 
 const NOW: BootTime = BootTime(0);
@@ -153,8 +153,16 @@ fn planned_places_survive_a_restart_and_end_with_the_pod() {
     assert_eq!(bound_by_gpu(&ledger), [0, 16]);
 }
 
-#[test]
-fn planned_places_are_dropped_when_no_retry_comes() {
+/// A GPU of 16 on which a pod has 4, and another pod waits for 7 and 9.
+struct WaitingPod {
+    ledger: Ledger,
+    first: Pod,
+    pod: Pod,
+    /// The call of the waiting pod's first container.
+    ticket: WaitHandle,
+}
+
+fn pod_that_waits_for_memory() -> WaitingPod {
     let mut ledger = ledger_with_gpus(&[16]);
     let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
     start_bound(&mut ledger, &first, 0);
@@ -162,6 +170,22 @@ fn planned_places_are_dropped_when_no_retry_comes() {
     let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
         panic!("12 are free");
     };
+    WaitingPod {
+        ledger,
+        first,
+        pod,
+        ticket,
+    }
+}
+
+#[test]
+fn planned_places_are_dropped_when_no_retry_comes() {
+    let WaitingPod {
+        mut ledger,
+        first,
+        ticket,
+        ..
+    } = pod_that_waits_for_memory();
     ledger.stop_waiting(ticket, NOW);
     ledger.release_pod(&first.uid);
     assert_eq!(ledger.advance(NOW), []);
@@ -172,13 +196,12 @@ fn planned_places_are_dropped_when_no_retry_comes() {
 
 #[test]
 fn planned_places_stay_while_another_container_has_memory() {
-    let mut ledger = ledger_with_gpus(&[16]);
-    let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
-    start_bound(&mut ledger, &first, 0);
-    let pod = allocate_pod(&mut ledger, "p", &[4..11, 11..20]);
-    let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
-        panic!("12 are free");
-    };
+    let WaitingPod {
+        mut ledger,
+        first,
+        pod,
+        ticket,
+    } = pod_that_waits_for_memory();
     let at = |seconds| NOW + Duration::from_secs(seconds);
     ledger.stop_waiting(ticket, at(28));
     let second = start_at(&mut ledger, &pod, 1, at(28));
@@ -196,13 +219,12 @@ fn planned_places_stay_while_another_container_has_memory() {
 
 #[test]
 fn container_is_placed_with_others_whose_retry_is_late() {
-    let mut ledger = ledger_with_gpus(&[16]);
-    let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
-    start_bound(&mut ledger, &first, 0);
-    let pod = allocate_pod(&mut ledger, "p", &[4..11, 11..20]);
-    let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
-        panic!("12 are free");
-    };
+    let WaitingPod {
+        mut ledger,
+        pod,
+        ticket,
+        ..
+    } = pod_that_waits_for_memory();
     ledger.stop_waiting(ticket, NOW);
     // The kubelet pulls the second container's image for as long.
     let later = NOW + RETRY_DEADLINE;

@@ -109,7 +109,7 @@ struct Launch {
     stream: u64,
 }
 
-/// What a call may take of a device's pool.
+/// The memory of a device's graph pool that a running call may take.
 struct Claim {
     device: c_int,
     /// The charge of what the stream's memory does not cover.
@@ -233,8 +233,8 @@ fn with_charge(
     }
 }
 
-/// Makes a call that frees graph memory: a trim, or the end of a context. The lock is not held over
-/// the call, which may wait for work, and that for another thread of the program.
+/// Makes a call that frees graph memory: a trim, or the end of a context. The shim holds no lock
+/// over the call, because the call may wait for GPU work that waits for another thread.
 pub(crate) fn with_trim(call: impl FnOnce() -> CuResult) -> CuResult {
     if !may_have_memory() {
         return call();
