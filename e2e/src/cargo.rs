@@ -1,7 +1,26 @@
 //! Calls the cargo that runs this program, without the variables of this package.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
+
+/// The variable in which `cargo verify` passes the folder of all built programs and libraries. Tests
+/// that build a part of the workspace would compile it again with other features.
+const BUILT_VARIABLE: &str = "BURSAR_BUILT";
+
+static BUILT: OnceLock<PathBuf> = OnceLock::new();
+
+/// Tells this program and all commands of cargo that every program is built, in this folder.
+pub(crate) fn set_built(folder: PathBuf) {
+    // A second call names the same folder.
+    let _ = BUILT.set(folder);
+}
+
+/// Returns the folder of all built programs and libraries, once they are built.
+pub(crate) fn built() -> Option<PathBuf> {
+    let told = || std::env::var_os(BUILT_VARIABLE).map(PathBuf::from);
+    BUILT.get().cloned().or_else(told)
+}
 
 /// Returns a command for the cargo that runs this program, so that a `+toolchain` on the command
 /// line counts for it too.
@@ -13,7 +32,11 @@ use std::process::Command;
 /// A program that cargo did not start calls the `cargo` of `PATH`.
 pub(crate) fn command() -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    without_package_variables(Command::new(cargo))
+    let mut command = without_package_variables(Command::new(cargo));
+    if let Some(folder) = BUILT.get() {
+        command.env(BUILT_VARIABLE, folder);
+    }
+    command
 }
 
 /// Returns a command for `program`, which extends cargo by the subcommand `name`. Cargo passes the

@@ -58,6 +58,14 @@ impl Binaries {
         self.0.get(name).map(PathBuf::as_path)
     }
 
+    /// Returns the programs and libraries in cargo's output folder.
+    fn in_folder(folder: &Path) -> io::Result<Self> {
+        let paths = folder.read_dir()?.map(|entry| Ok(entry?.path()));
+        let paths = paths.collect::<io::Result<Vec<_>>>()?;
+        let files = paths.into_iter().filter(|path| path.is_file());
+        Ok(Self(by_name(files)))
+    }
+
     /// Replaces the file of this name, or adds it.
     #[must_use]
     pub fn with(mut self, name: &str, path: PathBuf) -> Self {
@@ -100,6 +108,11 @@ const TEST_SELECTION: &[&str] = &["--workspace", "--lib", "--bins", "--test", "c
 /// # Errors
 /// When cargo is missing or a package does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
+    if profile == Profile::Dev
+        && let Some(folder) = cargo::built()
+    {
+        return Ok(Binaries::in_folder(&folder)?);
+    }
     let selection = match profile {
         Profile::Dev => TEST_SELECTION.to_vec(),
         Profile::Release => {
@@ -108,6 +121,20 @@ pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError
         }
     };
     build_selection(profile, &selection)
+}
+
+/// Compiles all programs, libraries and examples for `cargo verify`. Every build of the profile of
+/// the tests, by this program or by a test, finds them there from now on.
+///
+/// # Errors
+/// As [`build`].
+pub(crate) fn build_for_checks() -> Result<(), WorkspaceError> {
+    let selection = [TEST_SELECTION, &["--examples"]].concat();
+    let binaries = build_selection(Profile::Dev, &selection)?;
+    if let Some(folder) = binaries.folder() {
+        cargo::set_built(folder.to_owned());
+    }
+    Ok(())
 }
 
 /// Compiles these packages. Compiler messages go to standard error.
@@ -191,11 +218,17 @@ fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
         .lines()
         .filter_map(|line| serde_json::from_str::<Message>(line).ok());
     let linked = |kind: &String| kind == "bin" || kind == "cdylib";
-    messages
+    let files = messages
         .filter(|message| {
             message.reason == "compiler-artifact" && message.target.kind.iter().any(linked)
         })
-        .flat_map(|message| message.filenames)
+        .flat_map(|message| message.filenames);
+    by_name(files)
+}
+
+/// Returns the programs and shared libraries among these files by name.
+fn by_name(files: impl Iterator<Item = PathBuf>) -> BTreeMap<String, PathBuf> {
+    files
         .filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), path)))
         .filter(|(name, _)| name.ends_with(".so") || !name.contains('.'))
         .collect()

@@ -38,16 +38,8 @@ pub(crate) struct Container {
 /// The folder of the shim and of its tests' program, which cargo builds once.
 fn shim_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let build = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--package", "bursar-shim"])
-            .args(["--lib", "--bin", "quota-client"])
-            .status();
-        assert!(build.unwrap().success());
-        // target/<profile>/deps/<this test>
-        let test = std::env::current_exe().unwrap();
-        test.ancestors().nth(2).unwrap().to_owned()
-    })
+    let targets = ["--lib", "--bin", "quota-client"];
+    FOLDER.get_or_init(|| bursar_sim_lab::build(&["bursar-shim"], &targets).unwrap())
 }
 
 fn shim_library() -> PathBuf {

@@ -40,23 +40,9 @@ pub(crate) struct Fixture {
 /// The folder of other packages' programs, which cargo builds once.
 pub(crate) fn program_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let build = Command::new(env!("CARGO"))
-            .args(["build", "--quiet"])
-            .args([
-                "--package",
-                "bursar-fdstore",
-                "--package",
-                "bursar-provisioner",
-            ])
-            .args(["--package", "bursar-runtime", "--bins"])
-            .args(["--example", "retained", "--example", "references"])
-            .status();
-        assert!(build.unwrap().success());
-        // target/<profile>/deps/<this test>
-        let test = std::env::current_exe().unwrap();
-        test.ancestors().nth(2).unwrap().to_owned()
-    })
+    let packages = ["bursar-fdstore", "bursar-provisioner", "bursar-runtime"];
+    let targets = ["--bins", "--example", "retained", "--example", "references"];
+    FOLDER.get_or_init(|| bursar_sim_lab::build(&packages, &targets).unwrap())
 }
 
 /// Compiles one of the C files beside this one. The folder is removed when the value is dropped.

@@ -1,8 +1,9 @@
 //! Lists the checks in the order in which they run.
 
 use std::process::Command;
+use std::time::Duration;
 
-use super::deadline::{self, CHECK_TIMEOUT};
+use super::deadline::{self, CHECK_TIMEOUT, LONG_TIMEOUT};
 use super::named::{NamedCheck, PassedTests, TestSelection};
 use super::{
     COMPILE_CHECK, book, cli, cluster, docs, faults, install, layers, mission, security, style,
@@ -14,6 +15,7 @@ use crate::paths;
 use crate::pictures;
 use crate::progress::Progress;
 use crate::tools;
+use crate::workspace;
 
 /// One check: a name `area/name`, its promise, and the way to run it.
 #[derive(Clone, Copy)]
@@ -48,6 +50,10 @@ pub(super) struct BackgroundJob {
     pub(super) name: &'static str,
     pub(super) promise: String,
     pub(super) command: Command,
+    /// Whether the command starts the clusters of the trials, whose names are taken once.
+    pub(super) has_clusters: bool,
+    /// The longest run of the command.
+    pub(super) timeout: Duration,
 }
 
 const fn cargo_check(
@@ -173,7 +179,12 @@ const CHECKS: &[Check] = &[
         promise: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses invalid values",
         runner: Runner::Function(chart),
     },
-    test_check(COMPILE_CHECK, "every test compiles", &["--no-run"]),
+    test_check("main/tests", "every test compiles", &["--no-run"]),
+    Check {
+        name: COMPILE_CHECK,
+        promise: "every program and library compiles, as the other checks and the clusters run them",
+        runner: Runner::Function(|| Ok(workspace::build_for_checks()?)),
+    },
     test_check(
         "main/generated",
         "the CRDs in the chart and the API reference equal those that the types generate",
@@ -368,14 +379,7 @@ const CHECKS: &[Check] = &[
     cargo_check(
         "runtime/borrows",
         "two mutable references to managed memory, or a copy of a write token, do not compile",
-        &[
-            "test",
-            "--quiet",
-            "--locked",
-            "--package",
-            "bursar-runtime",
-            "--doc",
-        ],
+        &["test", "--quiet", "--locked", "--workspace", "--doc"],
     ),
     test_check(
         "runtime/poison",
@@ -464,19 +468,26 @@ pub(super) fn all() -> Vec<Check> {
 
 /// Returns the background jobs of these checks. Trials run on `version` of Kubernetes.
 pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> Vec<BackgroundJob> {
-    let (mut jobs, mut trials) = (Vec::new(), Vec::new());
+    let (mut jobs, mut trials, mut has_long) = (Vec::new(), Vec::new(), false);
     for check in checks {
         match check.runner {
             Runner::Waiting(targets) => jobs.push(BackgroundJob {
                 name: check.name,
                 promise: check.promise.to_owned(),
                 command: test_command(targets),
+                has_clusters: false,
+                timeout: CHECK_TIMEOUT,
             }),
-            Runner::ClusterTrial { .. } => trials.push(check.name),
+            Runner::ClusterTrial { long } => {
+                trials.push(check.name);
+                has_long |= long;
+            }
             Runner::Kubernetes(version) => jobs.push(BackgroundJob {
                 name: check.name,
                 promise: check.promise.to_owned(),
                 command: cluster::command(*version, &cluster::default_tier()),
+                has_clusters: true,
+                timeout: CHECK_TIMEOUT,
             }),
             Runner::Cargo(_)
             | Runner::Test(_)
@@ -490,6 +501,12 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
             name: "main/cluster",
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(version, &trials),
+            has_clusters: true,
+            timeout: if has_long {
+                LONG_TIMEOUT
+            } else {
+                CHECK_TIMEOUT
+            },
         };
         // The trials with the most waits run beside the checks that compute most.
         jobs.insert(0, cluster);
@@ -507,8 +524,8 @@ impl Check {
             Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
                 unreachable!("background_jobs runs what waits, and the clusters' trials")
             }
-            Runner::Named(tests) => passed.run_named(tests, Some(CHECK_TIMEOUT)),
-            Runner::Long(tests) => passed.run_named(tests, None),
+            Runner::Named(tests) => passed.run_named(tests, CHECK_TIMEOUT),
+            Runner::Long(tests) => passed.run_named(tests, LONG_TIMEOUT),
         }
     }
 
@@ -534,9 +551,15 @@ impl Check {
     }
 }
 
+/// Runs a command that must succeed within the time of a check.
 pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
+    succeed_within(command, CHECK_TIMEOUT)
+}
+
+/// Runs a command that must succeed in this time.
+pub(super) fn succeed_within(command: &mut Command, timeout: Duration) -> anyhow::Result<()> {
     let mut child = command.current_dir(paths::repository()).spawn()?;
-    let status = deadline::wait_within(&mut child, CHECK_TIMEOUT)?;
+    let status = deadline::wait_within(&mut child, timeout)?;
     let words: Vec<_> = std::iter::once(command.get_program())
         .chain(command.get_args())
         .map(|word| word.to_string_lossy())

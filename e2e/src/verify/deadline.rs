@@ -10,6 +10,9 @@ use rustix::process::{Pid, Signal, kill_process};
 /// trials on the cluster, on two cores.
 pub(super) const CHECK_TIMEOUT: Duration = Duration::from_secs(70 * 60);
 
+/// The longest run of a check of the long tier.
+pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(4 * 60 * 60);
+
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits for the exit of a child, and kills it with its descendants after `timeout`.

@@ -43,7 +43,7 @@ use crate::kube::{KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::progress::Progress;
 
 /// The last check that has the processors to itself; background jobs start after it.
-const COMPILE_CHECK: &str = "main/tests";
+const COMPILE_CHECK: &str = "main/programs";
 
 /// The arguments of `cargo verify`.
 #[derive(Debug, Args)]
@@ -97,25 +97,28 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     }
     let progress = Progress::start();
     let version = args.kubernetes.unwrap_or(KUBERNETES_VERSIONS[0]);
-    let mut jobs = checks::background_jobs(&chosen, version);
-    let (mut outcomes, mut running) = (Vec::new(), Vec::new());
+    let jobs = || checks::background_jobs(&chosen, version);
+    let (mut outcomes, mut running) = (Vec::new(), None);
     let mut passed = PassedTests::default();
     let queue = JobQueue::default();
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run(&mut passed));
         outcomes.push(run_check(check.name, check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
-            running = queue.start(std::mem::take(&mut jobs))?;
+            running = Some(queue.start(jobs())?);
         }
     }
     queue.run();
-    for job in running {
-        let (name, promise) = (job.name, job.promise.clone());
-        outcomes.push(run_check(name, &promise, || job.join(), &progress));
+    if let Some(running) = running {
+        for job in running {
+            let (name, promise) = (job.name, job.promise.clone());
+            outcomes.push(run_check(name, &promise, || job.join(), &progress));
+        }
+        return Ok(report(&outcomes));
     }
     // Jobs without other checks beside them print straight to the terminal.
-    for mut job in jobs {
-        let run = || timed(|| checks::succeed(&mut job.command));
+    for mut job in jobs() {
+        let run = || timed(|| checks::succeed_within(&mut job.command, job.timeout));
         outcomes.push(run_check(job.name, &job.promise, run, &progress));
     }
     Ok(report(&outcomes))
@@ -161,8 +164,31 @@ struct RunningJob {
 #[derive(Clone, Default)]
 struct JobQueue(Arc<Mutex<WaitingJobs>>);
 
-/// Commands, and where to send their outcomes.
-type WaitingJobs = VecDeque<(Command, Sender<Timed>)>;
+#[derive(Default)]
+struct WaitingJobs {
+    jobs: VecDeque<WaitingJob>,
+    /// Whether a job with clusters runs.
+    has_clusters: bool,
+}
+
+/// A job's command, and where to send its outcome.
+struct WaitingJob {
+    command: Command,
+    has_clusters: bool,
+    timeout: Duration,
+    outcome: Sender<Timed>,
+}
+
+impl WaitingJobs {
+    /// Takes the first job that may run now: jobs with clusters run one after another.
+    fn take(&mut self) -> Option<WaitingJob> {
+        let may_run = |job: &WaitingJob| !(job.has_clusters && self.has_clusters);
+        let first = self.jobs.iter().position(may_run)?;
+        let job = self.jobs.remove(first)?;
+        self.has_clusters |= job.has_clusters;
+        Some(job)
+    }
+}
 
 impl JobQueue {
     /// Starts a thread that runs the jobs one after another: on two cores, the API servers of two
@@ -174,6 +200,8 @@ impl JobQueue {
                 name,
                 promise,
                 mut command,
+                has_clusters,
+                timeout,
             } = job;
             let output = tempfile::tempfile()?;
             // The causes of failures name their places, and the runner's frames would bury them.
@@ -181,8 +209,13 @@ impl JobQueue {
                 .env("RUST_BACKTRACE", "0")
                 .stdout(output.try_clone()?)
                 .stderr(output.try_clone()?);
-            let (sender, result) = mpsc::channel();
-            self.lock().push_back((command, sender));
+            let (outcome, result) = mpsc::channel();
+            self.lock().jobs.push_back(WaitingJob {
+                command,
+                has_clusters,
+                timeout,
+                outcome,
+            });
             running.push(RunningJob {
                 name,
                 promise,
@@ -195,15 +228,17 @@ impl JobQueue {
         Ok(running)
     }
 
-    /// Runs jobs until none is left.
+    /// Runs jobs until none is left that may run beside those of another thread.
     fn run(&self) {
         loop {
-            let next = self.lock().pop_front();
-            let Some((mut command, sender)) = next else {
+            let next = self.lock().take();
+            let Some(mut job) = next else {
                 return;
             };
+            let outcome = timed(|| checks::succeed_within(&mut job.command, job.timeout));
+            self.lock().has_clusters &= !job.has_clusters;
             // The receiver is gone only when the run has ended early.
-            drop(sender.send(timed(|| checks::succeed(&mut command))));
+            drop(job.outcome.send(outcome));
         }
     }
 
@@ -368,6 +403,23 @@ mod tests {
         assert!(jobs("enforcement/quota").is_empty());
         assert_eq!(jobs("enforcement/cluster"), ["main/cluster"]);
         assert_eq!(jobs("operator"), ["main/cluster", "operator/api/server"]);
+    }
+
+    #[test]
+    fn jobs_with_clusters_run_one_after_another() {
+        let job = |has_clusters| WaitingJob {
+            command: Command::new("true"),
+            has_clusters,
+            timeout: Duration::ZERO,
+            outcome: mpsc::channel().0,
+        };
+        let mut waiting = WaitingJobs {
+            jobs: [true, true, false].map(job).into(),
+            has_clusters: false,
+        };
+        let mut take = || waiting.take().map(|job| job.has_clusters);
+        assert_eq!([take(), take(), take()], [Some(true), Some(false), None]);
+        assert_eq!(waiting.jobs.len(), 1);
     }
 
     #[test]

@@ -58,7 +58,7 @@ impl PassedTests {
             .args(["test", "--locked", "--workspace", "--no-fail-fast"])
             .args(targets)
             .current_dir(paths::repository());
-        let (output, result) = run_to_end(&mut command, Some(timeout))?;
+        let (output, result) = run_to_end(&mut command, timeout)?;
         let mut names = HashSet::new();
         let mut out = io::stdout().lock();
         for line in output.lines() {
@@ -79,7 +79,7 @@ impl PassedTests {
     pub(super) fn run_named(
         &self,
         tests: &[TestSelection],
-        timeout: Option<Duration>,
+        timeout: Duration,
     ) -> anyhow::Result<()> {
         for tests in tests.iter().filter(|tests| !self.have(tests)) {
             let (output, result) = run_to_end(&mut command(tests), timeout)?;
@@ -135,14 +135,11 @@ fn command(tests: &TestSelection) -> Command {
 /// The output goes to a file: a process that a test left behind would keep a pipe open.
 fn run_to_end(
     command: &mut Command,
-    timeout: Option<Duration>,
+    timeout: Duration,
 ) -> io::Result<(String, anyhow::Result<()>)> {
     let mut file = tempfile::tempfile()?;
     let mut child = command.stdout(file.try_clone()?).spawn()?;
-    let status = match timeout {
-        Some(timeout) => deadline::wait_within(&mut child, timeout),
-        None => child.wait(),
-    };
+    let status = deadline::wait_within(&mut child, timeout);
     file.rewind()?;
     let mut output = Vec::new();
     file.read_to_end(&mut output)?;
@@ -247,7 +244,7 @@ mod tests {
     fn run_to_end_returns_the_output_beside_a_failure() {
         let mut shell = Command::new("sh");
         shell.args(["-c", "echo one; exit 3"]);
-        let (output, result) = run_to_end(&mut shell, Some(Duration::from_secs(60))).unwrap();
+        let (output, result) = run_to_end(&mut shell, Duration::from_secs(60)).unwrap();
         assert_eq!(output, "one\n");
         assert!(result.unwrap_err().to_string().ends_with("exit status: 3"));
     }

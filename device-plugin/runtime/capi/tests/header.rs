@@ -20,12 +20,7 @@ const HEADER: &str = include_str!("../include/bursar.h");
 
 /// Builds the library and returns cargo's output folder.
 fn libraries() -> PathBuf {
-    let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]);
-    assert!(build.status().unwrap().success());
-    let test = std::env::current_exe().unwrap();
-    // target/<profile>/deps/<test>
-    test.ancestors().nth(2).unwrap().to_owned()
+    bursar_sim_lab::build(&["bursar-capi"], &["--lib"]).unwrap()
 }
 
 /// Compiles the C program against the library, as strictly as C99 permits.

@@ -48,11 +48,7 @@ fn python(target: &Path) -> PathBuf {
 
 /// Builds the library and returns cargo's output folder.
 fn libraries() -> PathBuf {
-    let mut build = Command::new(env!("CARGO"));
-    run(build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]));
-    let test = std::env::current_exe().unwrap();
-    // target/<profile>/deps/<test>
-    test.ancestors().nth(2).unwrap().to_owned()
+    bursar_sim_lab::build(&["bursar-capi"], &["--lib"]).unwrap()
 }
 
 #[test]

@@ -74,14 +74,7 @@ impl Drop for Process {
 /// Builds the programs once and returns cargo's output folder.
 fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAMS.get_or_init(|| {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "-p", "bursar-fdstore", "-p"]);
-        build.args(["bursar-provisioner", "--bins", "--example", "fake_agent"]);
-        build.env_remove("LD_LIBRARY_PATH");
-        assert!(build.status().unwrap().success());
-        let test = std::env::current_exe().unwrap();
-        // target/<profile>/deps/<test>
-        test.ancestors().nth(2).unwrap().to_owned()
-    })
+    let packages = ["bursar-fdstore", "bursar-provisioner"];
+    let targets = ["--bins", "--example", "fake_agent"];
+    PROGRAMS.get_or_init(|| bursar_sim_lab::build(&packages, &targets).unwrap())
 }

@@ -20,7 +20,6 @@ use bursar_sim_state::Sim;
 
 use crate::container::{Container, Running};
 use crate::images::{self, Base, Compat, DRIVER};
-use crate::programs;
 use crate::support::{self, GPU};
 
 /// The container's quota: most of the GPU, so that memory of programs that have just ended is not
@@ -187,7 +186,7 @@ impl Outcome {
 }
 
 fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
-    programs::build(&["bursar-sim-nvml", "bursar-nvml-shim"]);
+    bursar_sim_lab::build(&["bursar-sim-nvml", "bursar-nvml-shim"], &["--lib"]).unwrap();
     let (host, image) = (folder.join("host"), folder.join("shim"));
     fs::create_dir_all(host.join("usr/lib64")).unwrap();
     fs::create_dir(&image).unwrap();

@@ -4,8 +4,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use crate::support;
-
 const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/loader/client.c");
 
 /// The folder of an image's own libcuda.
@@ -67,17 +65,6 @@ fn compile(folder: &Path, name: &str, compiler: &[&str], linked: bool) {
         program.arg("-ldl");
     }
     run(&mut program);
-}
-
-/// Builds libraries of these packages, beside those of [`support::built`].
-pub fn build(packages: &[&str]) {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--quiet", "--lib"]);
-    cargo.args(packages.iter().flat_map(|package| ["-p", package]));
-    if support::built().ends_with("release") {
-        cargo.arg("--release");
-    }
-    run(&mut cargo);
 }
 
 /// Runs a command that must succeed.

@@ -37,7 +37,9 @@ fn gpu(minor: usize) -> String {
 /// Returns the folder of this workspace's built libraries; builds them once.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| program::build(&["bursar-sim-cuda", "bursar-shim"]))
+    BUILT.get_or_init(|| {
+        bursar_sim_lab::build(&["bursar-sim-cuda", "bursar-shim"], &["--lib"]).unwrap()
+    })
 }
 
 /// One container with quotas on simulated GPUs of 16 GiB.

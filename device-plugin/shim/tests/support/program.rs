@@ -3,28 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-
-/// Builds libraries of this workspace. Returns the folder that cargo puts them in.
-pub fn build(packages: &[&str]) -> PathBuf {
-    let test = std::env::current_exe().expect("a test has a file");
-    let profile = test
-        .parent()
-        .and_then(Path::parent)
-        .expect("target/<profile>/deps/<test>")
-        .to_owned();
-    let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "--lib"]);
-    for package in packages {
-        build.args(["-p", package]);
-    }
-    if profile.ends_with("release") {
-        build.arg("--release");
-    }
-    assert!(build.status().expect("cargo runs").success());
-    profile
-}
 
 /// A program in a container.
 pub struct Client {

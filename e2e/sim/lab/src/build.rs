@@ -1,83 +1,61 @@
-//! Builds the driver libraries, `simgpu` and `sim-actor`, once per test process.
+//! Builds programs and libraries of this workspace for tests.
 
-use anyhow::{Context as _, Result, ensure};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Paths of the built files.
-#[derive(Debug, Clone)]
-pub(crate) struct DriverArtifacts {
-    pub(crate) cuda: PathBuf,
-    pub(crate) nvml: PathBuf,
-    pub(crate) simgpu: PathBuf,
-    pub(crate) client: PathBuf,
-}
+use anyhow::{Context as _, Result, ensure};
 
-static ARTIFACTS: Mutex<Option<DriverArtifacts>> = Mutex::new(None);
+/// The variable in which `cargo verify` passes the folder of all built programs and libraries.
+/// Another selection of packages would compile the libraries again, and replace them under a test.
+const BUILT_VARIABLE: &str = "BURSAR_BUILT";
 
-const PACKAGES: [&str; 4] = [
+/// The packages of the driver libraries, of `simgpu` and of `sim-actor`.
+const DRIVER: &[&str] = &[
     "bursar-sim-cuda",
     "bursar-sim-nvml",
     "bursar-sim-state",
     "bursar-sim-lab",
 ];
 
-pub(crate) fn driver_artifacts() -> Result<DriverArtifacts> {
-    let mut built = ARTIFACTS.lock().unwrap_or_else(PoisonError::into_inner);
-    match &*built {
-        Some(driver) => Ok(driver.clone()),
-        None => Ok(built.insert(build_artifacts()?).clone()),
-    }
+/// Returns the path of a driver library, `simgpu` or `sim-actor`. The first call builds them all.
+pub(crate) fn driver_file(name: &str) -> Result<PathBuf> {
+    static FOLDER: Mutex<Option<PathBuf>> = Mutex::new(None);
+    let mut folder = FOLDER.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = match &mut *folder {
+        Some(folder) => folder,
+        none => none.insert(build(DRIVER, &["--lib", "--bins"])?),
+    };
+    Ok(folder.join(name))
 }
 
-/// Runs `cargo build` and takes the files' paths from its JSON messages.
+/// Builds these targets of these packages with cargo, and returns cargo's output folder. Under
+/// `cargo verify` everything is built.
 ///
 /// Cargo holds no lock while tests run, so a test may call it.
-fn build_artifacts() -> Result<DriverArtifacts> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command
-        .arg("build")
-        .args(PACKAGES.iter().flat_map(|package| ["--package", package]));
-    command.args([
-        "--lib",
-        "--bins",
-        "--message-format=json-render-diagnostics",
-    ]);
-    command
+///
+/// # Errors
+/// When cargo cannot be run, or a package does not compile.
+pub fn build(packages: &[&str], targets: &[&str]) -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os(BUILT_VARIABLE) {
+        return Ok(folder.into());
+    }
+    let test = std::env::current_exe().context("finding the test's program")?;
+    // target/<profile>/deps/<test>
+    let folder = test.ancestors().nth(2);
+    let folder = folder.context("the test's program is in no folder of cargo")?;
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["build", "--quiet"]).args(targets);
+    command.args(packages.iter().flat_map(|package| ["--package", package]));
+    if folder.ends_with("release") {
+        command.arg("--release");
+    }
+    // A test may have set the path of the libraries of its own program.
+    command.env_remove("LD_LIBRARY_PATH");
+    let status = command
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .stderr(Stdio::inherit());
-    let output = command.output().context("running cargo build")?;
-    ensure!(
-        output.status.success(),
-        "cargo build of the simulated driver failed"
-    );
-    let messages: Vec<serde_json::Value> = String::from_utf8(output.stdout)?
-        .lines()
-        .filter_map(|line| serde_json::from_str(line).ok())
-        .collect();
-    let find = |target: &str, kind: &str| {
-        let of_target = |message: &&serde_json::Value| {
-            message["reason"] == "compiler-artifact"
-                && message["target"]["name"] == target
-                && message["target"]["kind"][0] == kind
-        };
-        let message = messages
-            .iter()
-            .find(of_target)
-            .with_context(|| format!("cargo did not build {target}"))?;
-        let file = message["executable"]
-            .as_str()
-            .or_else(|| message["filenames"][0].as_str());
-        Ok::<_, anyhow::Error>(PathBuf::from(
-            file.with_context(|| format!("{target} has no file"))?,
-        ))
-    };
-    Ok(DriverArtifacts {
-        cuda: find("bursar_sim_cuda", "cdylib")?,
-        nvml: find("bursar_sim_nvml", "cdylib")?,
-        simgpu: find("simgpu", "bin")?,
-        client: find("sim-actor", "bin")?,
-    })
+        .status()
+        .context("running cargo build")?;
+    ensure!(status.success(), "cargo build of {packages:?}: {status}");
+    Ok(folder.to_owned())
 }

@@ -14,6 +14,7 @@ mod build;
 mod inside;
 
 pub use actor::{DriverClient, Reply, receive_fd, send_with_fd};
+pub use build::build;
 pub use inside::{peer_command, peer_role, run_in_subprocess};
 
 use anyhow::{Context as _, Result, ensure};
@@ -66,11 +67,16 @@ impl SimMachine {
     /// # Errors
     /// The libraries cannot be built, or the configuration is refused.
     pub fn new(config: &str) -> Result<SimMachine> {
-        let built = build::driver_artifacts()?;
         let folder = tempfile::Builder::new().prefix("simgpu-").tempdir()?;
         let file = folder.path().join("given.toml");
         std::fs::write(&file, config)?;
-        MachineDir::at(folder.path()).init(&file, &[built.cuda.clone(), built.nvml.clone()])?;
+        MachineDir::at(folder.path()).init(
+            &file,
+            &[
+                build::driver_file("libbursar_sim_cuda.so")?,
+                build::driver_file("libbursar_sim_nvml.so")?,
+            ],
+        )?;
         Ok(SimMachine { folder })
     }
 
@@ -111,7 +117,7 @@ impl SimMachine {
     /// `simgpu` failed; the error has its standard error.
     pub fn run_simgpu(&self, arguments: &[&str]) -> Result<String> {
         let output = self
-            .command(&build::driver_artifacts()?.simgpu)
+            .command(build::driver_file("simgpu")?)
             .args(arguments)
             .output()
             .context("running simgpu")?;
@@ -128,7 +134,7 @@ impl SimMachine {
     /// # Errors
     /// The program cannot be built or started.
     pub fn spawn_client(&self) -> Result<DriverClient> {
-        DriverClient::spawn(self.command(&build::driver_artifacts()?.client))
+        DriverClient::spawn(self.command(build::driver_file("sim-actor")?))
     }
 
     /// Starts a `sim-actor` process as process 1 of a new pid namespace, like a container's.
@@ -145,7 +151,7 @@ impl SimMachine {
             "--mount-proc",
             "--kill-child",
         ]);
-        command.arg(build::driver_artifacts()?.client);
+        command.arg(build::driver_file("sim-actor")?);
         DriverClient::spawn(command)
     }
 }

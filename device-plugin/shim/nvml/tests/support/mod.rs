@@ -35,12 +35,13 @@ const FRESH: Duration = Duration::from_millis(120);
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        program::build(&[
+        let packages = [
             "bursar-sim-cuda",
             "bursar-sim-nvml",
             "bursar-shim",
             "bursar-nvml-shim",
-        ])
+        ];
+        bursar_sim_lab::build(&packages, &["--lib"]).unwrap()
     })
 }
 
