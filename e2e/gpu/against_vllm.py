@@ -26,6 +26,8 @@ from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, INNER, WORDS, LAYERS = 64, 128, 512, 2
+# Bytes beside the tensor in a file of torch.save.
+FILE = 4096
 SIMULATED = "GPU-00000000-0000-0000-0000-000000000001"
 LINEAR = {
     "self_attn.q_proj": (WIDTH, WIDTH),
@@ -127,7 +129,11 @@ def run(trial, table, folder):
     write_model(plain, seed=2)
     again(trial, table, "another checkpoint under the same path", plain)
     again(trial, table, "tied weights", model("tied", tied=True, head=False))
-    again(trial, table, "tied weights that the checkpoint repeats", model("repeated", tied=True))
+    tied = again(trial, table, "tied weights that the checkpoint repeats", model("repeated", tied=True))["storages"]
+    larger = [name for name, (own, whole, _, saved) in tied.items() if whole != own or saved > own + FILE]
+    places = {tuple(tied[name][1:3]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    found = f"{len(larger)} larger storages or files, {len(places)} storages of the tied weights"
+    table.add("storages", found, "0, 1", wrong=larger != [] or len(places) != 1)
     scaled = again(trial, table, "scales of the KV cache", model("scaled", scales=True), {"kv_cache_dtype": "fp8"})
     scale = scaled["scales"][0]
     table.add("the scale that attention has on the host", scale, "0.25", wrong=scale != [0.25, "cpu", 0.25])

@@ -10,6 +10,7 @@ import argparse
 import functools
 import hashlib
 import inspect
+import io
 import json
 import logging
 import os
@@ -83,6 +84,18 @@ def tensors(model):
     return found
 
 
+def storages(model):
+    """Returns each parameter's bytes, its storage's bytes and address, and the size of its file, under every name."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        storage, file = parameter.untyped_storage(), io.BytesIO()
+        torch.save(parameter.data, file)
+        found[name] = [parameter.numel() * parameter.element_size(), storage.nbytes(), storage.data_ptr(), len(file.getvalue())]
+    return found
+
+
 def parameters_of(loader, name):
     """Returns the names of a method's parameters without `self`."""
     return [parameter for parameter in inspect.signature(getattr(loader, name)).parameters if parameter != "self"]
@@ -134,6 +147,7 @@ def main():
         "external": external,
         "log": log.lines,
         "tensors": tensors(model),
+        "storages": storages(model),
         "parameters": sorted(parameters),
         "read_only": retained,
         "scales": [[a._k_scale_float, a._k_scale_cpu.device.type, a._k_scale_cpu.item()] for a in attention],

@@ -1,12 +1,15 @@
 """Adapts NumPy and PyTorch to one interface.
 
-`has` recognises a library's arrays, `tensor` describes one, `copy` copies its bytes to a part of a lease, and `view` creates
-one over a lease. A library is imported only once one of its arrays is seen or requested.
+`has` recognises a library's arrays, `tensor` describes one, `copy` copies its bytes to a part of a lease, and `views` creates
+all arrays over a lease. A library is imported only once one of its arrays is seen or requested.
 """
 
 import sys
 
 from bursar import _index
+
+# Alignment of storages: that of the largest item, complex128.
+ALIGNMENT = 16
 
 
 class NumPy:
@@ -29,10 +32,13 @@ class NumPy:
         lease.write_from(at, low, high - low)
 
     @staticmethod
-    def view(owner, address, size, layout, device):
+    def views(owner, address, layouts, device):
         import numpy
 
-        return numpy.asarray(_Memory(owner, address + layout.offset, layout, numpy.dtype(layout.dtype).str))
+        return {
+            name: numpy.asarray(_Memory(owner, address + layout.offset, layout, numpy.dtype(layout.dtype).str))
+            for name, layout in layouts.items()
+        }
 
 
 class _Memory:
@@ -74,14 +80,32 @@ class Torch:
         _bytes(None, lease.look().address + at, high - low, lease.device).copy_(source)
 
     @staticmethod
-    def view(owner, address, size, layout, device):
+    def views(owner, address, layouts, device):
         torch = _torch()
-        dtype = getattr(torch, layout.dtype)
-        whole = _bytes(owner, address, size, device)
-        itemsize = torch.empty(0, dtype=dtype).element_size()
-        view = torch.empty(0, dtype=dtype, device=whole.device)
-        strides = tuple(stride // itemsize for stride in layout.strides)
-        return view.set_(whole.untyped_storage(), layout.offset // itemsize, layout.shape, strides)
+        place, tensors = _bytes(owner, address, 1, device).device, {}
+        for name, layout in layouts.items():
+            size = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
+            tensors[name] = _index.Tensor(layout.dtype, layout.shape, layout.strides, layout.offset, size)
+        extents = {name: tensor.extent() for name, tensor in tensors.items()}
+        parts = _index.merged(extents)
+        starts = [low // ALIGNMENT * ALIGNMENT for low, _, _ in parts]
+        # Only tensors that share bytes share a storage, because PyTorch saves and copies whole storages.
+        storages = [
+            _bytes(owner, address + start, high - start, device).untyped_storage()
+            for start, (_, high, _) in zip(starts, parts)
+        ]
+        views = {}
+        for name, tensor in tensors.items():
+            dtype = getattr(torch, tensor.dtype)
+            if extents[name] is None:
+                views[name] = torch.empty(tensor.shape, dtype=dtype, device=place)
+                continue
+            number = _index.containing(parts, tensor.address)
+            offset = (tensor.address - starts[number]) // tensor.itemsize
+            strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
+            view = torch.empty(0, dtype=dtype, device=place)
+            views[name] = view.set_(storages[number], offset, tensor.shape, strides)
+        return views
 
 
 class _DeviceBytes:

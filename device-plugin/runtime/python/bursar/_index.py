@@ -5,7 +5,9 @@ once. Strides do not change. The checksum covers the index, which is the last pa
 little-endian bytes, and eight magic bytes.
 """
 
+import bisect
 import json
+import math
 from dataclasses import dataclass
 
 MAGIC = b"bursar\x00\x01"
@@ -56,24 +58,36 @@ class Range:
     offset: int
 
 
+def merged(extents):
+    """Merges the byte ranges that overlap. Returns low, high and the first name of each, in order."""
+    parts = []
+    for (low, high), name in sorted((extent, name) for name, extent in extents.items() if extent):
+        if parts and low < parts[-1][1]:
+            first_low, first_high, first = parts[-1]
+            parts[-1] = (first_low, max(high, first_high), first)
+        else:
+            parts.append((low, high, name))
+    return parts
+
+
+def containing(parts, at):
+    """Returns the number of the merged range that contains a byte."""
+    return bisect.bisect_right(parts, (at, math.inf)) - 1
+
+
 def plan(tensors):
     """Computes the ranges to copy, the index, and the size of the lease."""
-    reached = {name: tensor.extent() for name, tensor in tensors.items()}
-    ranges, end = [], 0
-    for (low, high), name in sorted((extent, name) for name, extent in reached.items() if extent):
-        if ranges and low < ranges[-1].high:
-            last = ranges[-1]
-            high = max(high, last.high)
-            ranges[-1] = Range(last.name, last.low, high, last.offset)
-        else:
-            offset = -(-end // ALIGNMENT) * ALIGNMENT + low % ALIGNMENT
-            ranges.append(Range(name, low, high, offset))
-        end = ranges[-1].offset + ranges[-1].high - ranges[-1].low
+    extents = {name: tensor.extent() for name, tensor in tensors.items()}
+    parts, ranges, end = merged(extents), [], 0
+    for low, high, name in parts:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT + low % ALIGNMENT
+        ranges.append(Range(name, low, high, offset))
+        end = offset + high - low
     entries = {}
     for name, tensor in tensors.items():
         offset = 0
-        if reached[name]:
-            inside = next(part for part in ranges if part.low <= reached[name][0] < part.high)
+        if extents[name]:
+            inside = ranges[containing(parts, tensor.address)]
             offset = inside.offset + tensor.address - inside.low
         entries[name] = [tensor.dtype, list(tensor.shape), list(tensor.strides), offset]
     index = json.dumps(entries, separators=(",", ":")).encode()

@@ -69,11 +69,7 @@ class RetainedLease:
         lease = self._ready()
         library = library or _arrays.default()
         view = lease.look()
-        layouts = _index.read(view.bytes, lease.read)
-        return {
-            name: library.view(lease, view.address, view.bytes, layout, lease.device)
-            for name, layout in layouts.items()
-        }
+        return library.views(lease, view.address, _index.read(view.bytes, lease.read), lease.device)
 
     def attach(self, target=None):
         """Replaces a module's tensors by the retained ones and returns these. Without a module, as `tensors`."""

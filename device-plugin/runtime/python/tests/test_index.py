@@ -1,9 +1,11 @@
 """Where tensors are laid out: no driver needed. Run by tests/python.rs of libbursar's package."""
 
 import random
+import types
 import unittest
+from unittest import mock
 
-from bursar import _index
+from bursar import _arrays, _index
 
 
 def tensor(address, shape=(4,), itemsize=4, strides=None, dtype="float32"):
@@ -25,6 +27,32 @@ def lease(tensors):
         memory[part.offset : part.offset + len(data)] = data
     memory[size - len(tail) :] = tail
     return memory, _index.read(size, lambda at, count: bytes(memory[at : at + count])), ranges
+
+
+class View:
+    """A tensor of PyTorch's as far as it is set."""
+
+    device = "cuda:0"
+
+    def __init__(self, *storage):
+        self.storage = storage
+
+    def element_size(self):
+        return 4
+
+    def untyped_storage(self):
+        return self.storage
+
+    def set_(self, *parts):
+        return parts
+
+
+def views(layouts):
+    """The storage (address and size), offset, shape and strides of each tensor over a lease at address 4096."""
+    torch = types.SimpleNamespace(float32=None, empty=lambda *shape, dtype, device=None: View())
+    storage = lambda owner, address, size, device: View(address, size)
+    with mock.patch.object(_arrays, "_torch", lambda: torch), mock.patch.object(_arrays, "_bytes", storage):
+        return _arrays.Torch.views(None, 4096, layouts, 0)
 
 
 class Layouts(unittest.TestCase):
@@ -75,6 +103,23 @@ class Layouts(unittest.TestCase):
             memory = bytes(4096) + tail
             with self.assertRaises(ValueError):
                 _index.read(len(memory), lambda at, count: memory[at : at + count])
+
+    def test_ranges_merge_only_when_they_overlap(self):
+        extents = {"b": (40, 80), "a": (0, 50), "apart": (80, 90), "tied": (80, 90), "empty": None}
+        parts = _index.merged(extents)
+        self.assertEqual(parts, [(0, 80, "a"), (80, 90, "apart")])
+        self.assertEqual([_index.containing(parts, at) for at in (0, 79, 80, 89)], [0, 0, 1, 1])
+
+    def test_tensor_has_a_storage_of_its_own_bytes(self):
+        whole = tensor(4096, (100,))
+        _, layouts, _ = lease({"whole": whole, "tied": whole, "part": tensor(4100, (10,)), "odd": tensor(65540, (3, 2))})
+        found = views(layouts)
+        self.assertEqual(found["whole"], ((4096, 400), 0, (100,), (1,)))
+        self.assertIs(found["whole"][0], found["tied"][0])
+        self.assertIs(found["whole"][0], found["part"][0])
+        self.assertEqual(found["part"][1:], (1, (10,), (1,)))
+        # A storage begins at an aligned address, here 4 bytes before its tensor.
+        self.assertEqual(found["odd"], ((4096 + 512, 28), 1, (3, 2), (2, 1)))
 
 
 if __name__ == "__main__":
