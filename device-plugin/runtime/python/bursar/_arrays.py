@@ -68,6 +68,8 @@ class Torch:
         if array.layout is not _torch().strided or array.is_meta or array.is_conj() or array.is_neg():
             raise TypeError(f"failed to store a tensor: {array.layout} on {array.device} is not supported; convert it")
         size = array.element_size()
+        if array.data_ptr() % size:
+            raise TypeError("failed to store a tensor: its address is not aligned to its items; pass a clone")
         strides = tuple(stride * size for stride in array.stride())
         return _index.Tensor(str(array.dtype).removeprefix("torch."), tuple(array.shape), strides, array.data_ptr(), size)
 
@@ -85,6 +87,8 @@ class Torch:
         place, tensors = _bytes(owner, address, 1, device).device, {}
         for name, layout in layouts.items():
             size = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
+            if any(number % size for number in (layout.offset, *layout.strides)):
+                raise TypeError(f"failed to attach {name}: PyTorch has no unaligned items; commit a contiguous copy")
             tensors[name] = _index.Tensor(layout.dtype, layout.shape, layout.strides, layout.offset, size)
         extents = {name: tensor.extent() for name, tensor in tensors.items()}
         parts = _index.merged(extents)

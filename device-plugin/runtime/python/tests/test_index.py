@@ -121,6 +121,17 @@ class Layouts(unittest.TestCase):
         # A storage begins at an aligned address, here 4 bytes before its tensor.
         self.assertEqual(found["odd"], ((4096 + 512, 28), 1, (3, 2), (2, 1)))
 
+    def test_torch_refuses_a_tensor_when_it_is_not_aligned(self):
+        for layout in (_index.Layout("float32", (2,), (4,), 1), _index.Layout("float32", (2,), (5,), 0)):
+            with self.assertRaisesRegex(TypeError, "contiguous"):
+                views({"x": layout})
+        unaligned = mock.Mock(layout="strided", is_meta=False, data_ptr=lambda: 4097, element_size=lambda: 4)
+        unaligned.stride.return_value, unaligned.shape = (1,), (2,)
+        unaligned.is_conj.return_value = unaligned.is_neg.return_value = False
+        with mock.patch.object(_arrays, "_torch", lambda: types.SimpleNamespace(strided="strided")):
+            with self.assertRaisesRegex(TypeError, "aligned"):
+                _arrays.Torch.tensor(unaligned)
+
 
 if __name__ == "__main__":
     unittest.main()
