@@ -164,6 +164,7 @@ class Lease:
     """Open lease, closed with its last reference. Every array over its memory refers to it."""
 
     def __init__(self, name, key, size, patience, device, socket):
+        self._raw = None
         question = _Question(
             name=name.encode(),
             socket=_path(socket),
@@ -172,15 +173,19 @@ class Lease:
             patience_ms=max(0, int(patience * 1000)),
             device=device,
         )
-        self._raw = None
         raw = ctypes.c_void_p()
         _check(_LIBRARY.bursar_open(ctypes.byref(question), ctypes.byref(raw)))
         self._raw = raw
         self.device = device
 
     def __del__(self):
-        if self._raw is not None:
-            _LIBRARY.bursar_close(self._raw)
+        self.close()
+
+    def close(self):
+        """Unmaps the lease, and discards one that was not committed. Arrays over it must not be used any more."""
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            _LIBRARY.bursar_close(raw)
 
     def look(self):
         """Returns the lease's description."""

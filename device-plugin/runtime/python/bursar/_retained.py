@@ -97,12 +97,17 @@ class RetainedLease:
         tensors = {name: libraries[name].tensor(array) for name, array in arrays.items()}
         ranges, tail, size = _index.plan(tensors)
         lease = self._open(size)
-        view = lease.look()
-        if not view.ready:
-            for part in ranges:
-                libraries[part.name].copy(arrays[part.name], part.low, part.high, lease, part.offset)
-            lease.write(view.bytes - len(tail), tail)
-            lease.commit()
+        try:
+            view = lease.look()
+            if not view.ready:
+                for part in ranges:
+                    libraries[part.name].copy(arrays[part.name], part.low, part.high, lease, part.offset)
+                lease.write(view.bytes - len(tail), tail)
+                lease.commit()
+        except BaseException:
+            # The traceback refers to the lease, and another commit would wait for its end.
+            lease.close()
+            raise
         self._lease = lease
         if module is not None:
             return self.attach(module)

@@ -131,6 +131,26 @@ with retained("fault") as lease:
         NumPy.copy(array, low, low + array.nbytes, device, 4096)
         device.write_from.assert_called_once_with(4096, low, array.nbytes)
 
+    def test_commit_succeeds_in_the_handler_of_a_failed_one(self):
+        content = {"x": numpy.ones(3)}
+        with retained("retry", patience=1) as lease:
+            try:
+                with mock.patch.object(NumPy, "copy", side_effect=MemoryError):
+                    lease.commit(content)
+            except MemoryError:
+                self.assertEqual(lease.commit(content)["x"].sum(), 3)
+
+    def test_lease_that_was_not_opened_ends_without_a_message(self):
+        code = """
+for name, key in [(None, bursar.key()), ("x", "x" * 32)]:
+    try:
+        Lease(name, key, 0, 0, 0, SOCKET)
+    except (AttributeError, TypeError):
+        pass
+"""
+        ended = child("from bursar._library import Lease" + code, stderr=subprocess.PIPE)
+        self.assertEqual((ended.returncode, ended.stderr), (0, b""))
+
     def test_a_process_that_ends_before_its_commit_leaves_nothing(self):
         code = """
 from bursar._library import Lease
