@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 from bursar import _arrays, _index, _modules
 from bursar._library import Corrupt, Error, Lease, Missing
@@ -15,8 +16,21 @@ class Mismatch(Error):
 
 def key(**parts):
     """Returns the key of a content: a digest of all that decides it (model, revision, quantisation, rank, versions)."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(_text(parts).encode()).digest()
+
+
+def _text(part):
+    return json.dumps(part, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(value):
+    """Returns an object that JSON lacks as what is the same in each process."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_text, value))
+    text = str(value)
+    if re.search(" at 0x[0-9a-f]+", text):
+        raise TypeError(f"failed to make a key: {text} has another address in each process; pass its name or number")
+    return text
 
 
 def retained(name, key, *, device=0, patience=PATIENCE, socket=None):

@@ -6,6 +6,7 @@ Run by tests/python.rs of libbursar's package, which starts the agent's stand-in
 import gc
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -88,6 +89,22 @@ with retained("killed", revision=1) as lease:
                 self.assertEqual(lease.attach()["revision"][0], revision)
         self.assertEqual(bursar.key(a=1, b=2), bursar.key(b=2, a=1))
         self.assertNotEqual(bursar.key(a=1), bursar.key(a="1"))
+
+    def test_key_is_the_same_in_each_process(self):
+        code = """
+print(bursar.key(adapters={"a", "b", "c", "d"}, layers=[frozenset("xyz")], revision={2, "2", None}).hex())
+"""
+        keys = set()
+        for seed in ("1", "2", "3"):
+            ended = child(code, stdout=subprocess.PIPE, env=os.environ | {"PYTHONHASHSEED": seed})
+            keys.add(ended.stdout)
+        self.assertEqual([len(key) for key in keys], [65])
+
+    def test_key_is_refused_when_it_would_have_an_address(self):
+        for part in (object(), {object()}, lambda: None):
+            with self.assertRaisesRegex(TypeError, "pass its name"):
+                bursar.key(part=part)
+        bursar.key(dtype=numpy.dtype("float32"), path=pathlib.Path("/models"))
 
     def test_tensors_stay_good_after_the_block_and_are_read_only(self):
         with retained("after") as lease:
