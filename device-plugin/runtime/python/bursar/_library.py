@@ -165,6 +165,8 @@ class Lease:
 
     def __init__(self, name, key, size, patience, device, socket):
         self._raw = None
+        if "\0" in name:
+            raise ValueError(f"failed to open lease {name!r}: its name has a zero byte; use printable ASCII characters")
         question = _Question(
             name=name.encode(),
             socket=_path(socket),

@@ -222,8 +222,9 @@ with retained("race") as lease:
             self.assertEqual(raised.exception.code, 2)
         with self.assertRaises(ValueError):
             bursar.retained("x", b"short")
-        with self.assertRaises(ValueError):
-            retained("").__enter__()
+        for name in ("", "errors\0of others"):
+            with self.assertRaises(ValueError):
+                retained(name).__enter__()
         with self.assertRaises(bursar.Busy):
             bursar.retained("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
         with self.assertRaises(bursar.DriverError):
