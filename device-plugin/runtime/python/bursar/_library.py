@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 
 
 class Error(Exception):
@@ -40,6 +41,8 @@ class DriverError(Error):
         self.code = code
 
 
+# Longest call that waits for a lease, in seconds: Python handles signals between calls.
+_SLICE = 1.0
 # The numbers of bursar_status.
 _KINDS = {1: ValueError, 2: Missing, 3: Busy, 4: Quota, 5: Corrupt, 6: Fenced, 7: Refused}
 _DRIVER = 8
@@ -160,6 +163,23 @@ def verify(data, key):
     return memory
 
 
+def _open(question, patience):
+    """Opens a lease, with up to `patience` seconds of waiting."""
+    deadline = time.monotonic() + patience
+    while True:
+        begin = time.monotonic()
+        wait = min(deadline - begin, _SLICE)
+        question.patience_ms = max(0, int(wait * 1000))
+        raw = ctypes.c_void_p()
+        try:
+            _check(_LIBRARY.bursar_open(ctypes.byref(question), ctypes.byref(raw)))
+            return raw
+        except Busy:
+            # The library gives up early where no wait helps.
+            if wait < _SLICE or time.monotonic() - begin < wait / 2:
+                raise
+
+
 class Lease:
     """Open lease, closed with its last reference. Every array over its memory refers to it."""
 
@@ -172,12 +192,9 @@ class Lease:
             socket=_path(socket),
             key=(ctypes.c_uint8 * 32)(*key),
             bytes=size,
-            patience_ms=max(0, int(patience * 1000)),
             device=device,
         )
-        raw = ctypes.c_void_p()
-        _check(_LIBRARY.bursar_open(ctypes.byref(question), ctypes.byref(raw)))
-        self._raw = raw
+        self._raw = _open(question, patience)
         self.device = device
 
     def __del__(self):

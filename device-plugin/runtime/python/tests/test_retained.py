@@ -292,6 +292,22 @@ except bursar.Busy:
         self.assertLess(time.monotonic() - since, 30)
         del writer
 
+    def test_open_waits_for_a_writer_and_handles_signals(self):
+        from bursar._library import Lease
+
+        writer, events = Lease("signal", bursar.key(), 1 << 20, 1.0, 0, SOCKET), []
+        before = signal.signal(signal.SIGALRM, lambda *_: events.append("signal"))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        ending = threading.Timer(3, lambda: events.append("end") or writer.close())
+        ending.start()
+        try:
+            with retained("signal") as lease:
+                self.assertEqual(lease.commit({"x": numpy.ones(3)})["x"].sum(), 3)
+        finally:
+            ending.join()
+            signal.signal(signal.SIGALRM, before)
+        self.assertEqual(events, ["signal", "end"])
+
 
 if __name__ == "__main__":
     unittest.main()
