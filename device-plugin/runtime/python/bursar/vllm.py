@@ -45,9 +45,9 @@ def register():
 
         def __init__(self, load_config):
             super().__init__(load_config)
-            extra = dict(load_config.model_loader_extra_config or {})
-            self.load_format = extra.pop("load_format", "auto")
-            self.loader = get_model_loader(_with(load_config, self.load_format, extra))
+            self.extra = dict(load_config.model_loader_extra_config or {})
+            self.load_format = self.extra.pop("load_format", "auto")
+            self.loader = get_model_loader(_with(load_config, self.load_format, dict(self.extra)))
 
         def get_external_weight_memory(self, vllm_config):
             # Called before the worker measures free memory: the retained weights are in use by then and belong to the worker.
@@ -116,7 +116,7 @@ def register():
             import torch
 
             _refuse_writers(vllm_config, model_config)
-            key = _key(vllm_config, model_config, self.load_format, prefix)
+            key = _key(vllm_config, model_config, [self.load_format, self.extra], prefix)
             return bursar.retained("vllm", key, device=torch.cuda.current_device(), patience=_PATIENCE)
 
         def _attached(self, lease, vllm_config, model_config, prefix):
@@ -289,7 +289,7 @@ def _with(load_config, load_format, extra):
     return config
 
 
-def _key(vllm_config, model_config, load_format, prefix):
+def _key(vllm_config, model_config, loader, prefix):
     """Returns the key of everything that decides a worker's tensors after loading."""
     import torch
     import vllm
@@ -307,7 +307,7 @@ def _key(vllm_config, model_config, load_format, prefix):
         configs=[config.compute_hash() for config in configs],
         environment=envs.compile_factors(),
         cache=[cache.cache_dtype, sorted(cache.kv_cache_dtype_skip_layers)],
-        load_format=load_format,
+        loader=loader,
         prefix=prefix,
         ranks=[
             parallel_state.get_tensor_model_parallel_rank(),

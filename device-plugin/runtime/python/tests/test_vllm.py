@@ -149,8 +149,8 @@ class Loader(unittest.TestCase):
         self.assertEqual(config.load_format, "bursar")
         return model, external
 
-    def key(self):
-        self.load()
+    def key(self, extra=None):
+        self.load(extra)
         return self.retained.call_args.args[1]
 
     def assert_as_loaded(self, model):
@@ -343,6 +343,8 @@ class Loader(unittest.TestCase):
             setattr(holder, name, "other")
             self.assertNotEqual(first, self.key(), name)
             setattr(holder, name, before)
+        extras = ({"load_format": "runai_streamer"}, {"pattern": "first"}, {"pattern": "second"})
+        self.assertEqual(len({first, *map(self.key, extras)}), 4)
 
     def test_a_checkpoint_that_is_replaced_under_its_path_is_another_key(self):
         with tempfile.TemporaryDirectory() as self.model_config.model:
