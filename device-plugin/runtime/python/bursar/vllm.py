@@ -297,6 +297,7 @@ def _key(vllm_config, model_config, loader, prefix):
     from vllm.distributed import parallel_state
 
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    world = parallel_state.get_world_group()
     configs = (model_config, vllm_config.kernel_config, vllm_config.attention_config)
     return bursar.key(
         model=model_config.model,
@@ -310,6 +311,8 @@ def _key(vllm_config, model_config, loader, prefix):
         loader=loader,
         prefix=prefix,
         ranks=[
+            world.rank_in_group,
+            world.world_size,
             parallel_state.get_tensor_model_parallel_rank(),
             parallel.tensor_parallel_size,
             parallel_state.get_pp_group().rank_in_group,

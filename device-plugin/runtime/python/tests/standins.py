@@ -162,7 +162,7 @@ class BaseModelLoader(abc.ABC):
         raise NotImplementedError
 
 
-def modules(loaders, create, process):
+def modules(loaders, create, process, world):
     """`vllm` and `torch` as far as they are called, by name; and the loaders that are registered with it."""
     found, registered = {name: types.ModuleType(name) for name in NAMES}, {}
     for name, module in found.items():
@@ -201,6 +201,7 @@ def modules(loaders, create, process):
     found["vllm.envs"].compile_factors = lambda: {"VLLM_USE_DEEP_GEMM": True}
     state = types.SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
     state.get_pp_group = lambda: types.SimpleNamespace(rank_in_group=0)
+    state.get_world_group = lambda: world
     found["vllm.distributed"].parallel_state = state
     found["vllm"].__version__ = "0.33.0"
     return found, registered

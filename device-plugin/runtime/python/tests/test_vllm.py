@@ -94,6 +94,7 @@ class Loader(unittest.TestCase):
         self.inner, self.lease, self.opening, self.hide, self.older = [], Lease(), None, None, False
         # Of each load, whether weights were retained beside it.
         self.beside = []
+        self.world = types.SimpleNamespace(rank_in_group=0, world_size=1)
         self.cache = types.SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
         self.parallel = types.SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0, data_parallel_size=1,
@@ -135,7 +136,8 @@ class Loader(unittest.TestCase):
 
             return make
 
-        found, registered = standins.modules({kind: inner(kind) for kind in ("auto", "runai_streamer")}, self.created, process)
+        loaders = {kind: inner(kind) for kind in ("auto", "runai_streamer")}
+        found, registered = standins.modules(loaders, self.created, process, self.world)
         if self.older:
             standins.make_older(found, self.created, process)
         config = types.SimpleNamespace(load_format="bursar", model_loader_extra_config=extra)
@@ -338,6 +340,8 @@ class Loader(unittest.TestCase):
             (self.vllm_config.kernel_config, "moe"),
             (self.vllm_config.attention_config, "backend"),
             (self.parallel, "expert_placement_strategy"),
+            (self.world, "rank_in_group"),
+            (self.world, "world_size"),
         ):
             before = getattr(holder, name)
             setattr(holder, name, "other")
