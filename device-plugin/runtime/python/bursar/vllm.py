@@ -11,6 +11,7 @@ vLLM 0.26, unquantised weights are retained.
 import contextlib
 import copy
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -25,7 +26,9 @@ _ABOUT = "bursar::vllm"
 # start waits this long twice.
 _PATIENCE = 10.0
 # Suffixes of a checkpoint's files.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".json")
+# Bytes of one sample of a file, and samples of a file whose tensors are not listed.
+_SAMPLE, _SAMPLES = 4096, 64
 # Methods of vLLM 0.26 that leave weights on a GPU as they are.
 _UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
@@ -328,11 +331,40 @@ def _key(vllm_config, model_config, loader, prefix):
 
 
 def _checkpoint(model_config):
-    """Identifies the checkpoint of a path or hub name: its files' sizes and times, or the hub's commit."""
+    """Identifies a checkpoint: the content of its files, or the hub's commit.
+
+    Files have no reliable times: each download has new ones, and all files of an image may have the same.
+    """
     path = model_config.model
     if os.path.isdir(path):
-        files = [entry for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS)]
-        return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in files)
-    if os.path.isfile(path):
-        return [os.stat(path).st_size, os.stat(path).st_mtime_ns]
-    return getattr(model_config.hf_config, "_commit_hash", None)
+        files = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS))
+    else:
+        files = [path] if os.path.isfile(path) else []
+    if any(not file.endswith(".json") for file in files):
+        return [(os.path.basename(file), *_content(file)) for file in files]
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    if commit is None:
+        raise NotRetainable(f"failed to identify the weights of {path}: the hub names no commit; pass a folder with the weights")
+    return commit
+
+
+def _content(path):
+    """Returns a file's size and a digest: of all of a JSON file, otherwise of samples, because weights are large."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.endswith(".json"):
+            parts = [(0, size)]
+        elif path.endswith(".safetensors"):
+            # The header and the middle of each tensor. Training changes a tensor everywhere.
+            begin = min(8 + int.from_bytes(file.read(8), "little"), size)
+            header = json.loads(file.read(begin - 8))
+            spans = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+            middles = [(max(low, (low + high - _SAMPLE) // 2), min(_SAMPLE, high - low)) for low, high in spans]
+            parts = [(0, begin), *((begin + at, length) for at, length in middles)]
+        else:
+            last = max(size - _SAMPLE, 0)
+            parts = [(last * number // (_SAMPLES - 1), _SAMPLE) for number in range(_SAMPLES)]
+        digest = hashlib.sha256()
+        for at, length in parts:
+            digest.update(os.pread(file.fileno(), length, at))
+    return size, digest.hexdigest()

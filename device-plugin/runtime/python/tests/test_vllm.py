@@ -89,6 +89,13 @@ def process(model, processed):
     layer._k_scale_cpu = Tensor(layer._k_scale.value, "cpu")
 
 
+def safetensors(data):
+    """The bytes of a checkpoint with one tensor of these bytes."""
+    tensor = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
 class Loader(unittest.TestCase):
     def setUp(self):
         self.inner, self.lease, self.opening, self.hide, self.older = [], Lease(), None, None, False
@@ -350,16 +357,39 @@ class Loader(unittest.TestCase):
         extras = ({"load_format": "runai_streamer"}, {"pattern": "first"}, {"pattern": "second"})
         self.assertEqual(len({first, *map(self.key, extras)}), 4)
 
-    def test_a_checkpoint_that_is_replaced_under_its_path_is_another_key(self):
+    def keys_of_files(self, name, *files):
+        """Returns the key of each checkpoint of one file, under the same path: of its content and time."""
         with tempfile.TemporaryDirectory() as self.model_config.model:
-            path = os.path.join(self.model_config.model, "model.safetensors")
-            keys = []
-            for at in (1, 2):
+            path = os.path.join(self.model_config.model, name)
+            open(os.path.join(self.model_config.model, "other.pt"), "w", encoding="ascii").close()
+            for content, at in files:
                 with open(path, "wb") as file:
-                    file.write(b"weights")
+                    file.write(content)
                 os.utime(path, (at, at))
-                keys.append(self.key())
-        self.assertNotEqual(*keys)
+                yield self.key()
+
+    def test_checkpoint_keeps_its_key_when_it_is_downloaded_again(self):
+        for name in ("model.safetensors", "model.bin", "model.gguf"):
+            first, again = self.keys_of_files(name, (safetensors(bytes(20_000)), 1), (safetensors(bytes(20_000)), 2))
+            self.assertEqual(first, again, name)
+
+    def test_checkpoint_has_another_key_when_its_content_is_other(self):
+        for name, wrap in (("model.safetensors", safetensors), ("model.bin", bytes), ("config.json", bytes)):
+            for content in (b"weights", bytes(100_000)):
+                middle = len(content) // 2
+                other = content[:middle] + b"!" + content[middle + 1 :]
+                first, second = self.keys_of_files(name, (wrap(content), 1), (wrap(other), 1))
+                self.assertNotEqual(first, second, name)
+
+    def test_worker_loads_alone_when_the_content_is_not_known(self):
+        self.model_config.hf_config._commit_hash = None
+        with self.assertLogs("bursar.vllm", "WARNING") as said:
+            self.assert_loaded_alone(self.load()[0])
+        self.assertIn("no commit", said.output[0])
+        with tempfile.TemporaryDirectory() as self.model_config.model:
+            open(os.path.join(self.model_config.model, "config.json"), "w", encoding="ascii").close()
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                self.assert_loaded_alone(self.load()[0])
 
 
 if __name__ == "__main__":
