@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from table import Table
 
 LEASED_GIB = 4
 FAULTS = 90
+AT_ONCE = 8
 
 
 def provisioners():
@@ -67,10 +69,14 @@ def last_starts(cluster):
     return said
 
 
+def gpu_node(cluster):
+    """Returns the node's GpuNode."""
+    return json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]
+
+
 def states(cluster):
     """Returns the status of each GPU's allocator runtime by the GPU's UUID."""
-    node = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]
-    return {gpu["uuid"]: gpu.get("runtime", {}) for gpu in node["status"]["gpus"]}
+    return {gpu["uuid"]: gpu.get("runtime", {}) for gpu in gpu_node(cluster)["status"]["gpus"]}
 
 
 def until(condition, bound=60):
@@ -102,6 +108,37 @@ def judge_processes(cluster, table, title, starts):
     table.add(f"{title}: processes that NVML shows on a GPU", len(held), wrong=bool(held))
 
 
+def start_at_once(scratch, table):
+    """Adds rows on processes that start at once, by turns on the GPUs, beside those of the agent."""
+    running = provisioners()
+    program = os.path.join(scratch, "provisioner")
+    shutil.copy(f"/proc/{next(iter(running.values()))}/exe", program)
+    gpus, ends, processes = sorted(running), [], []
+    begun = time.monotonic()
+    for number in range(AT_ONCE):
+        gpu = gpus[number % len(gpus)]
+        end, theirs = socket.socketpair()
+        end.settimeout(60)
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        processes.append(subprocess.Popen([program, "--gpu", gpu], stdin=theirs, env=environment))
+        theirs.close()
+        ends.append(end)
+    took, ready = [], 0
+    for end in ends:
+        # An unread rest of the message would make the close an error.
+        ready += bool(end.recv(4096))
+        took.append(time.monotonic() - begun)
+    title = f"{AT_ONCE} processes at once"
+    table.add(f"{title}: the first and the last ready after", f"{took[0]:.2f}, {took[-1]:.2f} s", wrong=ready != AT_ONCE)
+    sizes = [memory_kib(process.pid) for process in processes]
+    largest = [max(size) / 1024 for size in zip(*sizes)]
+    table.add(f"{title}: resident, proportional memory at most", f"{largest[0]:.1f}, {largest[1]:.1f} MiB")
+    for end in ends:
+        end.close()
+    ended = [process.wait(timeout=60) for process in processes]
+    table.add(f"{title}: exit codes once the agent's end closes", sorted(set(ended)), wrong=set(ended) != {0})
+
+
 def main():
     """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
@@ -120,9 +157,13 @@ def main():
             cluster.load(archive)
             table.say("the cluster is up")
             judge_processes(cluster, table, "all at once", 1)
+            start_at_once(scratch, table)
             policy = {"action": "InPlace", "maxRestarts": 100, "windowSeconds": 86400}
             budget = {"apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": {"name": "default"}}
             cluster.apply(budget | {"spec": {"deviceMemory": {"guaranteed": "64Gi"}, "contextPolicy": policy}})
+            # Until the operator has told the agent, a fault ends the process.
+            if not until(lambda: gpu_node(cluster)["spec"].get("contextPolicies")):
+                raise SystemExit("the operator wrote no context policy into the GpuNode in 60 s")
             command = ["/programs/retained", "restarted", "/state/faults", str(LEASED_GIB << 30), str(FAULTS)]
             manifest = pod("retains", LEASED_GIB + 4, command, programs)
             manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})
