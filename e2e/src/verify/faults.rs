@@ -245,7 +245,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/lying-worlds",
-        promise: "whatever a node reports, no step of the operator names a pod of another node, in 5,000 random clusters",
+        promise: "whatever a node reports, no step of the operator names a pod of another node, in 2,000 random clusters",
         long: false,
         tests: &[TestSelection {
             target: LIB,

@@ -34,7 +34,7 @@ const CASES: u32 = 100_000;
 fn cases(full: u32) -> u32 {
     match std::env::var_os("BURSAR_LONG") {
         Some(_) => full,
-        None => full / 20,
+        None => full / 50,
     }
 }
 
