@@ -94,6 +94,17 @@ struct Run {
     idle: AtomicU64,
     /// Incremented with each end and each start of an agent: odd while there is none.
     agents: AtomicU64,
+/// Ends the run when its thread panics: the others would wait for that thread's operations.
+struct EndOnPanic<'a>(&'a AtomicBool);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
     done: AtomicBool,
 }
 
@@ -125,10 +136,21 @@ pub(crate) fn run(plan: Plan) -> Outcome {
     run.learn_what_idle_programs_use();
     let begun = Instant::now();
     let (restarts, looks, neighbour) = thread::scope(|scope| {
-        let neighbour = scope.spawn(|| run.neighbour(neighbours));
-        let looks = scope.spawn(|| run.look());
-        let restarts = scope.spawn(|| run.restart_the_agent());
+        let _end = EndOnPanic(&run.done);
+        let neighbour = scope.spawn(|| {
+            let _end = EndOnPanic(&run.done);
+            run.neighbour(neighbours)
+        });
+        let looks = scope.spawn(|| {
+            let _end = EndOnPanic(&run.done);
+            run.look()
+        });
+        let restarts = scope.spawn(|| {
+            let _end = EndOnPanic(&run.done);
+            run.restart_the_agent()
+        });
         for (life, watched) in &run.lives {
+                let _end = EndOnPanic(&run.done);
             let scene = run.scene(watched);
             let run = &run;
             scope.spawn(move || {

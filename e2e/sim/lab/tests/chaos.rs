@@ -61,6 +61,15 @@ fn allocate_and_crash(machine: &SimMachine, seed: u64) {
     }
 }
 
+/// Ends the watcher when the clients have ended, also by a failed assertion.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
     let machine = SimMachine::new(ONE_GPU).unwrap();
@@ -84,6 +93,7 @@ fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
             }
             highest
         });
+        let set_done = SetOnDrop(&done);
         let clients: Vec<_> = (0..CLIENTS)
             .map(|seed| {
                 scope.spawn({
@@ -95,7 +105,7 @@ fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
         clients
             .into_iter()
             .for_each(|client| client.join().unwrap());
-        done.store(true, Ordering::Relaxed);
+        drop(set_done);
         watcher.join().unwrap()
     });
     assert!(
