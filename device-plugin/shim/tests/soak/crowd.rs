@@ -26,9 +26,6 @@ const CHUNK: u64 = 2 << 20;
 /// runtime's, the listeners, the simulated driver's files.
 const DESCRIPTORS: u64 = 48;
 
-/// How often a run is stopped and compared with the model.
-const STOPS: u64 = 10;
-
 /// Memory is discharged within this time after it is free, on a busy machine.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 
@@ -94,6 +91,9 @@ struct Run {
     idle: AtomicU64,
     /// Incremented with each end and each start of an agent: odd while there is none.
     agents: AtomicU64,
+    done: AtomicBool,
+}
+
 /// Ends the run when its thread panics: the others would wait for that thread's operations.
 struct EndOnPanic<'a>(&'a AtomicBool);
 
@@ -103,9 +103,6 @@ impl Drop for EndOnPanic<'_> {
             self.0.store(true, Ordering::Relaxed);
         }
     }
-}
-
-    done: AtomicBool,
 }
 
 /// Runs the whole plan.
@@ -150,10 +147,10 @@ pub(crate) fn run(plan: Plan) -> Outcome {
             run.restart_the_agent()
         });
         for (life, watched) in &run.lives {
-                let _end = EndOnPanic(&run.done);
             let scene = run.scene(watched);
             let run = &run;
             scope.spawn(move || {
+                let _end = EndOnPanic(&run.done);
                 while !run.is_done() {
                     let _open = run.gate.read().unwrap();
                     life.lock().unwrap().turn(scene);
@@ -305,10 +302,11 @@ impl Run {
 
     /// Lets the crowd work, and stops it now and then to compare it with the model.
     fn stop_now_and_then(&self) {
-        for stop in 1..=STOPS {
+        let stops = self.plan.stops;
+        for stop in 1..=stops {
             // The last stop waits for the last agent too.
-            let restarts = if stop == STOPS { self.plan.restarts } else { 0 };
-            self.wait_for(self.plan.operations * stop / STOPS, restarts);
+            let restarts = if stop == stops { self.plan.restarts } else { 0 };
+            self.wait_for(self.plan.operations * stop / stops, restarts);
             let _closed = self.gate.write().unwrap();
             self.hold_against_the_model();
         }

@@ -40,6 +40,8 @@ struct Plan {
     operations: u64,
     processes: usize,
     restarts: u32,
+    /// How often the run is stopped and compared with the model.
+    stops: u64,
 }
 
 impl Plan {
@@ -49,10 +51,10 @@ impl Plan {
             arguments.get(place + 1)?.parse::<u64>().ok()
         };
         let long = std::env::var_os("BURSAR_LONG").is_some();
-        let (operations, restarts) = if long {
-            (1_000_000, 100)
+        let (operations, restarts, stops) = if long {
+            (1_000_000, 100, 10)
         } else {
-            (100_000, 10)
+            (100_000, 10, 4)
         };
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Plan {
@@ -60,6 +62,7 @@ impl Plan {
             operations: given("--operations").unwrap_or(operations),
             processes: given("--processes").unwrap_or(64) as usize,
             restarts: given("--restarts").unwrap_or(restarts) as u32,
+            stops: given("--stops").unwrap_or(stops),
         }
     }
 }
