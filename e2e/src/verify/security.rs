@@ -963,3 +963,34 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    use super::*;
+    use crate::paths;
+
+    #[test]
+    fn every_test_of_the_target_security_is_named() {
+        let selections = CHECKS.iter().flat_map(|check| check.tests);
+        let of_target = selections.filter(|tests| tests.target == ["--test", "security"]);
+        let names = of_target.flat_map(|tests| tests.names);
+        let named: BTreeSet<&str> = names.filter_map(|name| name.rsplit("::").next()).collect();
+        let folder = paths::repository().join("device-plugin/tests/security");
+        let mut written = BTreeSet::new();
+        for entry in fs::read_dir(folder).unwrap() {
+            let source = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
+            let attributes = ["#[test]", "#[tokio::test"];
+            let is_test = |line: &&str| attributes.iter().any(|text| line.contains(text));
+            let mut lines = source.lines();
+            while lines.find(is_test).is_some() {
+                let function = lines.next().and_then(|line| line.split_once("fn "));
+                let name = function.and_then(|(_, rest)| rest.split('(').next());
+                written.extend(name.map(str::to_owned));
+            }
+        }
+        assert_eq!(named, written.iter().map(String::as_str).collect());
+    }
+}
