@@ -34,6 +34,9 @@ const TEXTS: &[&str] = &[
     "seal::changed_token_is_never_unsealed",
 ];
 
+/// The test of an agent whose clients never end their headers.
+const HTTP_PROBES: &[&str] = &["http::probes_are_answered_when_headers_never_end"];
+
 /// Selects a test of the target `confined`, whose runner (libtest-mimic) takes a single name.
 const fn confined(names: &'static [&'static str; 1]) -> TestSelection {
     TestSelection {
@@ -886,7 +889,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/http",
-        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections do not block probes; metrics are encoded once for concurrent requests; oversized headers are refused; the whole agent under as many connections does not grow, and answers its neighbour and its probes within 100 ms",
+        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections do not block probes; metrics are encoded once for concurrent requests; oversized headers are refused; the whole agent under 1,000 such connections does not grow, and answers its neighbour and its probes within 100 ms",
         long: false,
         tests: &[
             TestSelection {
@@ -903,11 +906,22 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             },
             TestSelection {
                 target: &["--test", "security"],
-                names: &["http::probes_are_answered_when_headers_never_end"],
+                names: HTTP_PROBES,
                 ignored: false,
                 env: &[],
             },
         ],
+    },
+    NamedCheck {
+        name: "security/http-long",
+        promise: "the whole agent under 10,000 connections with unfinished headers does not grow, and answers its neighbour and its probes within 100 ms",
+        long: true,
+        tests: &[TestSelection {
+            target: &["--test", "security"],
+            names: HTTP_PROBES,
+            ignored: false,
+            env: &[("BURSAR_LONG", "1")],
+        }],
     },
     NamedCheck {
         name: "security/nodes-word",
