@@ -3,7 +3,7 @@
 //! All trials share one server: etcd, kube-apiserver and the controller manager, without nodes.
 //! Trials run concurrently, and each operator watches one namespace and one node. Trials that
 //! impair the server run alone and first, so that their final quiet minute overlaps with the other
-//! trials.
+//! trials. `silence-long` waits for minutes, and runs beside all others.
 
 mod churn;
 mod fault_injection;
@@ -89,6 +89,7 @@ fn main() -> ExitCode {
     let log = tracing_subscriber::fmt().with_env_filter(filter);
     log.with_ansi(false).with_writer(std::io::stderr).init();
     let trials = vec![
+        trial("silence-long", half_open::silence_with_production_timeouts),
         alone("churn", churn::churn),
         alone(
             "no-controller-manager",

@@ -129,7 +129,7 @@ pub(crate) struct TestCase {
     /// Additional time that the faults may add to a transition.
     extra_delay: Duration,
     operators: Vec<Operator>,
-    /// The permit that the case holds while it makes changes.
+    /// The permit that the case holds while it makes changes, if it needs one.
     permit: Option<Permit>,
     outcome: Outcome,
 }
@@ -199,7 +199,7 @@ impl TestCase {
     ) -> Result<Self, Failed> {
         Self::with_config(
             server,
-            permit,
+            Some(permit),
             server.control_plane.operator_config(),
             READ_TIMEOUT,
             name,
@@ -211,7 +211,7 @@ impl TestCase {
     /// Starts a case with another configuration of the operator's client and another read timeout.
     pub(crate) async fn with_config(
         server: &Server,
-        permit: Permit,
+        permit: Option<Permit>,
         config: Config,
         silence: Duration,
         name: &str,
@@ -224,7 +224,7 @@ impl TestCase {
             silence,
             extra_delay: plan.faults.max_watch_delay(),
             operators: Vec::new(),
-            permit: Some(permit),
+            permit,
             outcome: Outcome::default(),
             plan,
         };
