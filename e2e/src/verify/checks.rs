@@ -468,20 +468,22 @@ pub(super) fn all() -> Vec<Check> {
 
 /// Returns the background jobs of these checks. Trials run on `version` of Kubernetes.
 pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> Vec<BackgroundJob> {
-    let (mut jobs, mut trials, mut has_long) = (Vec::new(), Vec::new(), false);
+    let (mut jobs, mut trials) = (Vec::new(), Vec::new());
+    let is_long = checks.iter().any(|check| check.is_long());
     for check in checks {
         match check.runner {
-            Runner::Waiting(targets) => jobs.push(BackgroundJob {
-                name: check.name,
-                promise: check.promise.to_owned(),
-                command: test_command(targets),
-                has_clusters: false,
-                timeout: CHECK_TIMEOUT,
-            }),
-            Runner::ClusterTrial { long } => {
-                trials.push(check.name);
-                has_long |= long;
+Runner::Waiting(targets) => {
+                let mut command = test_command(targets);
+                command.envs(is_long.then_some(("BURSAR_LONG", "1")));
+                jobs.push(BackgroundJob {
+                    name: check.name,
+                    promise: check.promise.to_owned(),
+                    command,
+                    has_clusters: false,
+                    timeout: CHECK_TIMEOUT,
+                });
             }
+            Runner::ClusterTrial { .. } => trials.push(check.name),
             Runner::Kubernetes(version) => jobs.push(BackgroundJob {
                 name: check.name,
                 promise: check.promise.to_owned(),
@@ -499,10 +501,11 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
     if !trials.is_empty() {
         let cluster = BackgroundJob {
             name: "main/cluster",
+    let is_long = checks.iter().any(|check| check.is_long());
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(version, &trials),
             has_clusters: true,
-            timeout: if has_long {
+            timeout: if is_long {
                 LONG_TIMEOUT
             } else {
                 CHECK_TIMEOUT
