@@ -82,8 +82,8 @@ const fn test_check(
     }
 }
 
-/// Lets six tests run at once, for tests that wait for clocks and processes.
-const SIX_TEST_THREADS: &str = "--test-threads=6";
+/// Lets eight tests run at once, for tests that wait for clocks and processes.
+const EIGHT_TEST_THREADS: &str = "--test-threads=8";
 /// Lets twelve tests run at once, for tests that hardly compute.
 const TWELVE_TEST_THREADS: &str = "--test-threads=12";
 
@@ -222,7 +222,7 @@ const CHECKS: &[Check] = &[
         "main/agent",
         "the whole agent recovers from kills, lost records and a full run folder, and runs without \
          driver or GPU",
-        &["--test", "agent", "--", SIX_TEST_THREADS],
+        &["--test", "agent", "--", EIGHT_TEST_THREADS],
     ),
     test_check(
         "runtime/fdstore",
@@ -233,7 +233,7 @@ const CHECKS: &[Check] = &[
     test_check(
         "runtime/retained",
         "retained memory is verified after kills, has one writer at a time, and never returns corrupt content",
-        &["--test", "retained"],
+        &["--test", "retained", "--", EIGHT_TEST_THREADS],
     ),
     test_check(
         "runtime/c",
@@ -255,7 +255,7 @@ const CHECKS: &[Check] = &[
         "runtime/leases",
         "leases and memory tokens survive every death of tenants, provisioners, agents and fd \
          stores, also for a real client through the shim",
-        &["--test", "leases", "--", SIX_TEST_THREADS],
+        &["--test", "leases", "--", TWELVE_TEST_THREADS],
     ),
     Check {
         name: "runtime/leases-long",
@@ -298,7 +298,7 @@ const CHECKS: &[Check] = &[
     test_check(
         "enforcement/quota",
         "the shim enforces the quota of real processes to the byte, past kills and agent restarts",
-        &["--test", "quota"],
+        &["--test", "quota", "--", EIGHT_TEST_THREADS],
     ),
     test_check(
         "enforcement/classes",
@@ -316,7 +316,7 @@ const CHECKS: &[Check] = &[
         "enforcement/audit",
         "bypasses, mounts over Bursar's paths and garbage in the credit page are found within 2 s \
          or have no effect; memory that ended pods left with other processes is bound to no pod",
-        &["--test", "audit", "--", SIX_TEST_THREADS],
+        &["--test", "audit", "--", EIGHT_TEST_THREADS],
     ),
     test_check(
         "enforcement/pools",
