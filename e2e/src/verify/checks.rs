@@ -423,6 +423,29 @@ const CHECKS: &[Check] = &[
         promise: "every route to a driver library, in every kind of image, has a known outcome: held, no driver, or detected",
         runner: Runner::Function(loader),
     },
+    // The target `security` is not here: its tests measure loads, and other checks name them all.
+    test_check(
+        "main/named",
+        "the targets whose tests the areas below name pass as a whole, with the tests that no check names",
+        &[
+            "--test",
+            "flood",
+            "--test",
+            "fuzz",
+            "--test",
+            "install",
+            "--test",
+            "managed",
+            "--test",
+            "mission",
+            "--test",
+            "pod_groups",
+            "--test",
+            "versions",
+            "--test",
+            "watch",
+        ],
+    ),
 ];
 
 /// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`,
