@@ -524,7 +524,6 @@ Runner::Waiting(targets) => {
     if !trials.is_empty() {
         let cluster = BackgroundJob {
             name: "main/cluster",
-    let is_long = checks.iter().any(|check| check.is_long());
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(version, &trials),
             has_clusters: true,
@@ -658,9 +657,11 @@ fn chart() -> anyhow::Result<()> {
     ] {
         let output = template(refused).output()?;
         let said = String::from_utf8_lossy(&output.stderr);
-        let field = refused.split(['.', '=']).next().unwrap_or_default();
+        let path = refused.split('=').next().unwrap_or_default();
+        // The error quotes the field, or a path that ends with it.
+        let field = path.rsplit('.').next().unwrap_or_default();
         anyhow::ensure!(
-            !output.status.success() && said.contains(field),
+            !output.status.success() && said.contains(&format!("{field}'")),
             "--set {refused} must be refused by the schema with the field's name, not: {said}"
         );
     }
