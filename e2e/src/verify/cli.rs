@@ -6,8 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use super::checks::succeed;
-use crate::cargo;
+use super::named::{self, TestSelection};
 use crate::cli_archive::{self, MANIFEST};
 use crate::kube;
 use crate::progress::Progress;
@@ -19,18 +18,18 @@ use crate::workspace::{self, Profile};
 pub(super) fn completion() -> anyhow::Result<()> {
     let shells = tools::shells()?;
     let toolbox = kube::build(&Progress::start())?;
-    let mut tests = cargo::command();
-    tests.args([
-        "test",
-        "--quiet",
-        "--locked",
-        "--workspace",
-        "--test",
-        "cli",
-    ]);
-    tests.args(["--", "--ignored", "completion"]);
-    tests.env("BURSAR_SHELLS", shells);
-    succeed(tests.env("BURSAR_KUBECTL", toolbox.program("kubectl")))
+    let tests = TestSelection {
+        target: &["--test", "cli"],
+        names: &[
+            "completion::completion_works_in_bash",
+            "completion::completion_works_in_zsh",
+        ],
+        ignored: true,
+        env: &[],
+    };
+    let kubectl = toolbox.program("kubectl");
+    let programs = [("BURSAR_SHELLS", shells), ("BURSAR_KUBECTL", kubectl)];
+    named::run_with_programs(&tests, &programs)
 }
 
 /// Packs the program, and installs it by krew's steps: the manifest's entry for the platform, the

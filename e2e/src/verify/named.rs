@@ -2,10 +2,11 @@
 
 use std::collections::HashSet;
 use std::io::{self, Read as _, Seek as _, Write};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use super::deadline;
+use super::deadline::{self, CHECK_TIMEOUT};
 use crate::cargo;
 use crate::paths;
 
@@ -82,16 +83,7 @@ impl PassedTests {
         timeout: Duration,
     ) -> anyhow::Result<()> {
         for tests in tests.iter().filter(|tests| !self.have(tests)) {
-            let (output, result) = run_to_end(&mut command(tests), timeout)?;
-            io::stdout().write_all(output.as_bytes())?;
-            result?;
-            let ran: usize = output.lines().filter_map(parse_passed_count).sum();
-            anyhow::ensure!(
-                ran >= tests.names.len(),
-                "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
-                tests.names.len(),
-                tests.names.join(", ")
-            );
+            run_all(tests, &mut command(tests), timeout)?;
         }
         Ok(())
     }
@@ -107,6 +99,38 @@ impl PassedTests {
         };
         ran_by_default && self.targets.iter().any(passed_there)
     }
+}
+
+/// Runs tests by their full names, with the paths of programs or folders in these variables.
+///
+/// # Errors
+/// As [`PassedTests::run_named`].
+pub(super) fn run_with_programs(
+    tests: &TestSelection,
+    programs: &[(&str, PathBuf)],
+) -> anyhow::Result<()> {
+    let mut command = command(tests);
+    command.envs(programs.iter().map(|(name, path)| (name, path)));
+    run_all(tests, &mut command, Some(CHECK_TIMEOUT))
+}
+
+/// Runs the tests by this call, and fails if fewer ran than were named.
+fn run_all(
+    tests: &TestSelection,
+    command: &mut Command,
+    timeout: Option<Duration>,
+) -> anyhow::Result<()> {
+    let (output, result) = run_to_end(command, timeout)?;
+    io::stdout().write_all(output.as_bytes())?;
+    result?;
+    let ran: usize = output.lines().filter_map(parse_passed_count).sum();
+    anyhow::ensure!(
+        ran >= tests.names.len(),
+        "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
+        tests.names.len(),
+        tests.names.join(", ")
+    );
+    Ok(())
 }
 
 /// Returns the call of `cargo test`. All crates are selected, as in every other check, so that no

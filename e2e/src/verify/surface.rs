@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::checks::succeed;
-use crate::cargo;
+use super::named::{self, TestSelection};
 use crate::kube;
 use crate::paths;
 use crate::progress::Progress;
@@ -21,14 +21,16 @@ fn monitoring() -> PathBuf {
 
 /// Runs promtool over the names, types and help texts of all metrics.
 pub(super) fn metrics() -> anyhow::Result<()> {
-    let promtool = tools::promtool()?;
-    // The whole workspace is selected, so that no crate is compiled with other features.
-    succeed(
-        cargo::command()
-            .args(["test", "--quiet", "--locked", "--workspace", "--lib"])
-            .args(["--", "names_and_types_pass_promtool", "--ignored"])
-            .env("BURSAR_PROMTOOL", &promtool),
-    )
+    let tests = TestSelection {
+        target: &["--lib"],
+        names: &[
+            "metrics::tests::names_and_types_pass_promtool",
+            "serve::metrics::tests::names_and_types_pass_promtool",
+        ],
+        ignored: true,
+        env: &[],
+    };
+    named::run_with_programs(&tests, &[("BURSAR_PROMTOOL", tools::promtool()?)])
 }
 
 /// Runs promtool over the alerts and their tests, and renders them with the chart.
