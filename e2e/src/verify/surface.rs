@@ -134,8 +134,8 @@ pub(super) fn queries() -> anyhow::Result<()> {
         .by_record()
         .flat_map(|(_, query)| metric_names(query))
         .collect();
-    let expressions = alerts.lines().filter(|line| !line.contains(": "));
-    named.extend(expressions.flat_map(metric_names));
+    let rules: Value = serde_yaml_ng::from_str(&alerts)?;
+    named.extend(alert_expressions(&rules).flat_map(metric_names));
     let unknown: Vec<_> = named
         .iter()
         .filter(|name| !documented.contains(series_family(name)))
@@ -183,6 +183,13 @@ pub(super) fn runbooks() -> anyhow::Result<()> {
 fn alert_names(alerts: &str) -> impl Iterator<Item = &str> {
     let lines = alerts.lines();
     lines.filter_map(|line| line.trim_start().strip_prefix("- alert: "))
+}
+
+/// The queries of the alerts in a rule file.
+fn alert_expressions(rules: &Value) -> impl Iterator<Item = &str> {
+    let groups = rules["groups"].as_array().into_iter().flatten();
+    let rules = groups.flat_map(|group| group["rules"].as_array().into_iter().flatten());
+    rules.filter_map(|rule| rule["expr"].as_str())
 }
 
 /// The texts between `start` and the next quotation mark.
@@ -243,6 +250,16 @@ mod tests {
         let query = "sum by (le) (rate(bursar_a_seconds_bucket{x=\"y\"}[5m])) / bursar_b";
         let names: Vec<_> = metric_names(query).map(series_family).collect();
         assert_eq!(names, ["bursar_a_seconds", "bursar_b"]);
+    }
+
+    #[test]
+    fn alert_expressions_are_found_on_one_line_and_on_several() {
+        let alerts = "groups:\n- rules:\n  - alert: A\n    expr: a > 0\n  - expr: >-\n      b\n";
+        let rules: Value = serde_yaml_ng::from_str(alerts).unwrap();
+        assert_eq!(
+            alert_expressions(&rules).collect::<Vec<_>>(),
+            ["a > 0", "b"]
+        );
     }
 
     #[test]
