@@ -35,18 +35,28 @@ pub(super) fn wait_within(child: &mut Child, timeout: Duration) -> io::Result<Ex
     }
 }
 
-/// Kills a child and its descendants.
+/// Kills a child and its descendants. All are stopped before the first is killed: until then a
+/// process could fork, and a killed process no longer leads to its children.
 fn kill_tree(child: &Child) {
     let mut pids = vec![child.id()];
-    let mut next = 0;
-    while let Some(&pid) = pids.get(next) {
-        pids.extend(children(pid));
-        next += 1;
+    send(&pids, Signal::STOP);
+    loop {
+        let found = pids.iter().flat_map(|pid| children(*pid));
+        let new: Vec<u32> = found.filter(|pid| !pids.contains(pid)).collect();
+        if new.is_empty() {
+            break;
+        }
+        send(&new, Signal::STOP);
+        pids.extend(new);
     }
+    send(&pids, Signal::KILL);
+}
+
+/// Sends a signal to those of the processes that have not exited meanwhile.
+fn send(pids: &[u32], signal: Signal) {
     for pid in pids {
-        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        // The process may have exited meanwhile.
-        pid.map(|pid| kill_process(pid, Signal::KILL).ok());
+        let pid = i32::try_from(*pid).ok().and_then(Pid::from_raw);
+        pid.map(|pid| kill_process(pid, signal).ok());
     }
 }
 
