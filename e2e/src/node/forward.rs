@@ -1,13 +1,17 @@
 //! Forwards TCP connections from one network namespace to another.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+/// The pause after a connection that could not be accepted.
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 /// The network namespace of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +60,7 @@ impl PortForward {
         let listener = Arc::new(bound.join().map_err(panicked)??);
         let accepts = Arc::clone(&listener);
         to.run(move || {
-            forward(&accepts, target);
+            forward(accepts.incoming(), target);
             Ok(())
         })?;
         Ok(Self(listener))
@@ -73,16 +77,24 @@ impl Drop for PortForward {
 /// Accepts on `listener`, which was opened in the host's network. Each connection is joined to the
 /// API server in the network of the calling thread.
 pub(super) fn serve(listener: TcpListener) {
-    forward(
-        &listener,
-        SocketAddrV4::new(super::ADDRESS, super::API_PORT),
-    );
+    let server = SocketAddrV4::new(super::ADDRESS, super::API_PORT);
+    forward(listener.incoming(), server);
 }
 
 /// Joins each connection to `target` in the network of the calling thread, until the listener is
 /// shut down.
-fn forward(listener: &TcpListener, target: SocketAddrV4) {
-    for client in listener.incoming().map_while(Result::ok) {
+fn forward(clients: impl Iterator<Item = io::Result<TcpStream>>, target: SocketAddrV4) {
+    for client in clients {
+        let client = match client {
+            Ok(client) => client,
+            // accept(2) returns EINVAL once the listener is shut down.
+            Err(error) if error.kind() == ErrorKind::InvalidInput => return,
+            // The client has left, or descriptors are short for a moment.
+            Err(_) => {
+                thread::sleep(RETRY_PAUSE);
+                continue;
+            }
+        };
         thread::spawn(move || {
             // Without a server the client's connection closes, as it would without a forwarder.
             if let Ok(server) = TcpStream::connect(target) {
@@ -106,4 +118,41 @@ fn copy(mut from: TcpStream, mut to: TcpStream) {
     let _ = io::copy(&mut from, &mut to);
     let _ = to.shutdown(Shutdown::Write);
     let _ = from.shutdown(Shutdown::Read);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::net::{Ipv4Addr, SocketAddr};
+
+    use super::*;
+
+    fn listener() -> (TcpListener, SocketAddrV4) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let SocketAddr::V4(address) = listener.local_addr().unwrap() else {
+            unreachable!("it was bound to an address of IPv4")
+        };
+        (listener, address)
+    }
+
+    #[test]
+    fn forward_goes_on_after_a_connection_that_was_aborted() {
+        let (near, address) = listener();
+        let (far, target) = listener();
+        let mut client = TcpStream::connect(address).unwrap();
+        let aborted = io::Error::from(ErrorKind::ConnectionAborted);
+        let clients = [Err(aborted), near.accept().map(|(client, _)| client)];
+        forward(clients.into_iter(), target);
+        // The forwarded client sees the end of the server's connection.
+        drop(far.accept().unwrap());
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn forward_ends_when_its_listener_is_shut_down() {
+        let (near, _) = listener();
+        let (_far, target) = listener();
+        rustix::net::shutdown(&near, rustix::net::Shutdown::Both).unwrap();
+        forward(near.incoming(), target);
+    }
 }
