@@ -443,19 +443,7 @@ impl LocalCluster {
     fn end_node_process(&mut self) -> Result<(), LocalError> {
         // The node process takes the cluster down when its owner's connection closes.
         self.control = None;
-        let folder = &self.layout.folder;
-        let status = wait_for_exit(&mut self.node_process, Duration::from_secs(40))
-            .map_err(step_error("end of the node process"))?;
-        if status == Some(0) {
-            return Ok(());
-        }
-        let tail = tail(&folder.log("node"), 10);
-        let _ = self.node_process.kill();
-        let _ = self.node_process.wait();
-        folder.clean_up()?;
-        Err(step_error("end of the node process")(io::Error::other(
-            format!("it had to be forced: {tail}"),
-        )))
+        end_node_process(&mut self.node_process, &self.layout.folder)
     }
 }
 
@@ -721,7 +709,8 @@ impl Drop for Startup {
     fn drop(&mut self) {
         self.control = None;
         if let Some(mut node) = self.node.take() {
-            let _ = wait_for_exit(&mut node, Duration::from_secs(40));
+            // A drop cannot report a failure; the next start removes the remains.
+            let _ = end_node_process(&mut node, &self.layout.folder);
         }
     }
 }
@@ -764,6 +753,23 @@ fn tail(path: &Path, count: usize) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+/// Waits for the end of a node process whose owner has closed its connection. One that hangs or
+/// fails is killed, and the remains of its cluster are removed.
+fn end_node_process(node: &mut Child, folder: &RunFolder) -> Result<(), LocalError> {
+    let status = wait_for_exit(node, Duration::from_secs(40))
+        .map_err(step_error("end of the node process"))?;
+    if status == Some(0) {
+        return Ok(());
+    }
+    let tail = tail(&folder.log("node"), 10);
+    let _ = node.kill();
+    let _ = node.wait();
+    folder.clean_up()?;
+    Err(step_error("end of the node process")(io::Error::other(
+        format!("it had to be forced: {tail}"),
+    )))
 }
 
 /// Waits for the process's exit, and returns its exit code: none if a signal or nothing has ended
