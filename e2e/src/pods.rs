@@ -1,6 +1,7 @@
 //! Creates, watches and reads pods, each step with a timeout.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -513,6 +514,8 @@ impl PodState {
 pub struct Pods {
     api: Api<Pod>,
     namespace: String,
+    /// The UIDs of the pods that this value and its clones have created.
+    created: Arc<Mutex<Vec<String>>>,
 }
 
 impl Pods {
@@ -544,7 +547,19 @@ impl Pods {
         Ok(Self {
             api: Api::namespaced(client.clone(), namespace),
             namespace: namespace.to_owned(),
+            created: Arc::default(),
         })
+    }
+
+    /// Returns the API's client of these pods.
+    pub fn api(&self) -> Api<Pod> {
+        self.api.clone()
+    }
+
+    /// Returns the UIDs of the pods that this value and its clones have created, in that order.
+    pub fn created(&self) -> Vec<String> {
+        let created = self.created.lock().unwrap_or_else(PoisonError::into_inner);
+        created.clone()
     }
 
     /// Deletes the namespace with its objects, and does not wait for the end of the deletion.
@@ -576,7 +591,7 @@ impl Pods {
                 Duration::from_secs(15),
                 POLL_INTERVAL,
                 async || match self.api.create(&PostParams::default(), &pod).await {
-                    Ok(_) => Poll::Ready(Ok(())),
+                    Ok(pod) => Poll::Ready(Ok(pod.metadata.uid)),
                     Err(kube::Error::Api(status)) if status.message.contains("serviceaccount") => {
                         Poll::Pending(status.message.clone())
                     }
@@ -584,7 +599,10 @@ impl Pods {
                 },
             )
             .await?;
-        created.map_err(api_error(what))
+        let uid = created.map_err(api_error(what))?;
+        let mut created = self.created.lock().unwrap_or_else(PoisonError::into_inner);
+        created.extend(uid);
+        Ok(())
     }
 
     /// Deletes the pod, and does not wait for the end of the deletion.

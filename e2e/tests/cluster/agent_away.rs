@@ -67,7 +67,7 @@ async fn no_pod_fails_while_the_agent_is_away(
         percentile(&seconds, 50) < MEDIAN_START_SECONDS,
         "{seconds:?}"
     );
-    context.history.check_none_failed_or_restarted()?;
+    context.history.check_none_failed_or_restarted().await?;
     context
         .node_files()?
         .wait_until_no_pod_state(RECLAIM_TIMEOUT)

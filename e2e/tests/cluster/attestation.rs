@@ -95,7 +95,7 @@ async fn covered_driver_files_are_enforced_or_reported(
     let wronged = |event: &&Event| status::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
     let wronged: Vec<_> = events.iter().filter(wronged).collect();
     assert!(wronged.is_empty(), "{wronged:#?}");
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Checks that the pod's programs see one GPU of their quota and get no more, and that the agent

@@ -42,13 +42,13 @@ async fn churn(context: &mut TrialContext, cycles: u64) -> Result<(), Failed> {
         "{cycles} creates and deletes took {:.1?}",
         begin.elapsed()
     ));
+    context.history.check_none_failed_or_restarted().await?;
     let lives = context.history.records();
     let ran = lives.iter().filter(|life| life.ran).count();
     let never = lives.len() - ran;
     context.progress.report(format_args!(
         "{ran} pods ran, {never} were deleted before they could"
     ));
-    context.history.check_none_failed_or_restarted()?;
     assert_eq!(lives.len() as u64, cycles, "pods that were seen");
     assert!(ran as u64 >= cycles / 2, "only {ran} pods ran");
     let end = Instant::now();

@@ -68,7 +68,7 @@ async fn quota_holds_for_pods_of_every_user(context: &mut TrialContext) -> Resul
             .await?;
         assert_refused_at_quota(&refused, 4);
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Checks that a greedy program saw its quota, got all of it except a context, and was refused for
@@ -153,7 +153,7 @@ async fn quotas_hold_while_the_agent_is_replaced(context: &mut TrialContext) -> 
         let log = pods.log(name).await?;
         assert!(!log.contains("refused"), "{name} was refused: {log}");
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Whether a program got no context for lack of memory.

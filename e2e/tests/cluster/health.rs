@@ -98,5 +98,5 @@ async fn gpu_capacity_follows_loss_and_restore(context: &mut TrialContext) -> Re
         let state = context.pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }

@@ -133,7 +133,7 @@ async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
         let (name, labels) = ("bursar_agent_findings_total", [("finding", finding)]);
         wait_for_metric(context, &node, name, &labels, |count| count == 0.0).await?;
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Step 1. The running pod is not affected.

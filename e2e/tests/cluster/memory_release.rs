@@ -42,7 +42,7 @@ async fn memory_is_released_after_pods_end(context: &mut TrialContext) -> Result
         median < MEDIAN_RELEASE_SECONDS && p99 < MAX_RELEASE_SECONDS,
         "too late: {seconds:?}"
     );
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// A pod that is being deleted.

@@ -81,7 +81,7 @@ async fn pod_is_steered_to_the_node_with_room(context: &mut TrialContext) -> Res
         NODES[2],
         begin.elapsed()
     ));
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn token_of_a_node_serves_that_node_only(context: &mut TrialContext) -> Result<(), Failed> {

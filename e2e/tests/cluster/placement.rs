@@ -64,7 +64,7 @@ async fn an_8_waits(context: &mut TrialContext) -> Result<(), Failed> {
         "the 8 runs {:.1?} after the 10's end",
         room.elapsed()
     ));
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn two_12s_and_two_4s(context: &mut TrialContext) -> Result<(), Failed> {
@@ -84,5 +84,5 @@ async fn two_12s_and_two_4s(context: &mut TrialContext) -> Result<(), Failed> {
         let state = pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }

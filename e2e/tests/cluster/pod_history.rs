@@ -3,19 +3,28 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use bursar_e2e::pods::PodState;
+use bursar_e2e::pods::{PodState, Pods};
+use bursar_e2e::wait::{self, Poll};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use kube::ResourceExt;
 use kube::api::Api;
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event};
-use kube::{Client, ResourceExt};
 use libtest_mimic::Failed;
 use tokio::task::JoinHandle;
 
+use crate::shared_cluster::START_TIMEOUT;
+
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// A running watch, which ends when this value is dropped.
 pub(crate) struct PodHistory {
+    pods: Pods,
+    /// The number of pods that were created before the watch began.
+    earlier: usize,
     records: Arc<Mutex<BTreeMap<String, PodRecord>>>,
     watch: JoinHandle<()>,
 }
@@ -33,6 +42,10 @@ pub(crate) struct PodRecord {
     pub(crate) ran: bool,
     /// A description of the last state.
     pub(crate) last_state: String,
+    /// The resource version of the last state.
+    version: Option<String>,
+    /// Whether the API server has deleted the pod.
+    deleted: bool,
 }
 
 impl PodRecord {
@@ -40,6 +53,7 @@ impl PodRecord {
         let state = PodState::of(pod);
         let status = pod.status.clone().unwrap_or_default();
         self.name = pod.name_any();
+        self.version = pod.resource_version();
         self.ran |= state.running;
         let containers = status.container_statuses.unwrap_or_default();
         let codes: Vec<i32> = containers.iter().filter_map(exit_code).collect();
@@ -94,12 +108,16 @@ fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
 }
 
 impl PodHistory {
-    /// Starts to watch the pods of `namespace`.
-    pub(crate) fn of(client: &Client, namespace: &str) -> Self {
+    /// Starts to watch all pods of the namespace.
+    pub(crate) fn of(pods: &Pods) -> Self {
         let records = Arc::default();
-        let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
-        let watch = tokio::spawn(watch(api, Arc::clone(&records)));
-        Self { records, watch }
+        let watch = tokio::spawn(watch(pods.api(), Arc::clone(&records)));
+        Self {
+            pods: pods.clone(),
+            earlier: pods.created().len(),
+            records,
+            watch,
+        }
     }
 
     /// Returns the record of every pod.
@@ -111,8 +129,9 @@ impl PodHistory {
     /// Fails if a pod was ever Failed, or a container was started twice.
     ///
     /// # Errors
-    /// Names the pods with their records.
-    pub(crate) fn check_none_failed_or_restarted(&self) -> Result<(), Failed> {
+    /// Names the pods with their records, or those whose history is incomplete.
+    pub(crate) async fn check_none_failed_or_restarted(&self) -> Result<(), Failed> {
+        self.wait_until_complete().await?;
         let restarted = |record: &PodRecord| record.containers.values().any(|ids| ids.len() > 1);
         let bad = |record: &PodRecord| record.failed.is_some() || restarted(record);
         let bad: Vec<PodRecord> = self.records().into_iter().filter(bad).collect();
@@ -120,6 +139,24 @@ impl PodHistory {
             return Ok(());
         }
         Err(format!("Failed or restarted pods: {bad:#?}").into())
+    }
+
+    /// Waits until the watch has reported the present state of every created pod, or its end.
+    async fn wait_until_complete(&self) -> Result<(), Failed> {
+        let poll = async || match self.pods.list().await {
+            Ok(listed) => {
+                let records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+                let created = self.pods.created().into_iter().skip(self.earlier);
+                let late = |uid: &String| is_late(records.get(uid), uid, &listed);
+                match created.filter(late).collect::<Vec<_>>() {
+                    late if late.is_empty() => Poll::Ready(()),
+                    late => Poll::Pending(format!("the watch is late for {late:?}")),
+                }
+            }
+            Err(error) => Poll::Pending(error.to_string()),
+        };
+        let what = "the whole history of the trial's pods";
+        Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, poll).await?)
     }
 
     /// Formats a line for each pod.
@@ -140,6 +177,15 @@ impl PodHistory {
     }
 }
 
+/// Returns whether a pod's record lacks the state in a list of the present pods, or the pod's end.
+fn is_late(record: Option<&PodRecord>, uid: &str, listed: &[Pod]) -> bool {
+    let present = listed.iter().find(|pod| pod.uid().as_deref() == Some(uid));
+    record.is_none_or(|record| match present {
+        Some(pod) => record.version != pod.resource_version(),
+        None => !record.deleted,
+    })
+}
+
 impl Drop for PodHistory {
     fn drop(&mut self) {
         self.watch.abort();
@@ -150,10 +196,15 @@ async fn watch(api: Api<Pod>, records: Arc<Mutex<BTreeMap<String, PodRecord>>>) 
     let events = watcher::watcher(api, watcher::Config::default());
     let mut events = Box::pin(events.default_backoff());
     while let Some(event) = events.next().await {
-        if let Ok(Event::Apply(pod) | Event::InitApply(pod) | Event::Delete(pod)) = event {
-            let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
-            let uid = pod.uid().unwrap_or_default();
-            records.entry(uid).or_default().observe(&pod);
-        }
+        let (pod, deleted) = match event {
+            Ok(Event::Apply(pod) | Event::InitApply(pod)) => (pod, false),
+            Ok(Event::Delete(pod)) => (pod, true),
+            // The watch resumes; an event that it has lost makes the history incomplete.
+            Ok(Event::Init | Event::InitDone) | Err(_) => continue,
+        };
+        let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
+        let record = records.entry(pod.uid().unwrap_or_default()).or_default();
+        record.observe(&pod);
+        record.deleted = deleted;
     }
 }

@@ -320,7 +320,7 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
         "(generation 1): its program is executed again",
     )
     .await?;
-    context.history.check_none_failed_or_restarted()?;
+    context.history.check_none_failed_or_restarted().await?;
     context.progress.report(format_args!(
         "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, retained memory found each time, after \
          {median:?} (p50) and {p99:?} (p99)",

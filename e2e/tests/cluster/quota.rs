@@ -49,7 +49,7 @@ async fn a_pod_sees_its_quota(context: &mut TrialContext) -> Result<(), Failed> 
             state.phase == "Succeeded"
         })
         .await?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn a_greedy_pod_is_refused(context: &mut TrialContext) -> Result<(), Failed> {
@@ -105,5 +105,5 @@ async fn a_greedy_pod_is_refused(context: &mut TrialContext) -> Result<(), Faile
     assert_eq!(more["device"]["total"], 8 * GIB, "{more}");
     let state = pods.wait_until_running("neighbour", START_TIMEOUT).await?;
     assert_eq!(state.restarts, 0);
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }

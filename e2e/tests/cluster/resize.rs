@@ -192,5 +192,5 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");
     assert_eq!(whole["device"]["total"], 8 * GIB, "{whole}");
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }

@@ -93,7 +93,7 @@ async fn agent_registers_again_after_disruptions(
                 before, after,
                 "bindings after {disruption:?}, round {round}"
             );
-            context.history.check_none_failed_or_restarted()?;
+            context.history.check_none_failed_or_restarted().await?;
         }
     }
     let mut late = Vec::new();
@@ -117,7 +117,7 @@ async fn agent_registers_again_after_disruptions(
     pods.delete("ten-a").await?;
     pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
     pods.wait_until_running("eight", START_TIMEOUT).await?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Returns the value that `percent` of the sorted values do not exceed.

@@ -140,7 +140,7 @@ async fn init_containers_lend_their_memory(context: &mut TrialContext) -> Result
             .init("second", 3),
     ];
     run_together(context, &context.pods.clone(), &shapes).await?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn sidecars_keep_their_memory(context: &mut TrialContext) -> Result<(), Failed> {
@@ -159,7 +159,7 @@ async fn sidecars_keep_their_memory(context: &mut TrialContext) -> Result<(), Fa
             .beside("beside", 1),
     ];
     run_together(context, &context.pods.clone(), &shapes).await?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// Returns the sizes of the devices that a pod's container sees, in GiB.
@@ -227,7 +227,7 @@ async fn containers_are_spread_over_gpus(context: &mut TrialContext) -> Result<(
         .report(format_args!("the 20 waits: {note}"));
     pods.delete("in-the-way").await?;
     pods.wait_until_running("two-later", START_TIMEOUT).await?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn budget_counts_a_pod_as_the_scheduler_does(

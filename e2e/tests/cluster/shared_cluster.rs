@@ -215,7 +215,7 @@ impl TrialContext {
     ) -> Result<Self, Failed> {
         let client = environment.cluster.client();
         let pods = Pods::in_namespace(&client, NAMESPACE).await?;
-        let history = PodHistory::of(&client, NAMESPACE);
+        let history = PodHistory::of(&pods);
         Ok(Self {
             workers,
             environment,
@@ -232,7 +232,7 @@ impl TrialContext {
         act: impl AsyncFnOnce(&mut Self) -> Result<(), Failed>,
     ) -> Result<(), Failed> {
         let begin = Instant::now();
-        self.history = PodHistory::of(&self.environment.cluster.client(), NAMESPACE);
+        self.history = PodHistory::of(&self.pods);
         let acted = AssertUnwindSafe(tokio::time::timeout(TRIAL_TIMEOUT, act(self))).catch_unwind();
         let outcome = match acted.await {
             Ok(Ok(outcome)) => outcome,

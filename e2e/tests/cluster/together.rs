@@ -59,7 +59,7 @@ async fn containers_of_a_pod_start_together(context: &mut TrialContext) -> Resul
     for name in pairs {
         complete(context, name).await?;
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// The memory that the init container leaves, in bytes.
@@ -118,5 +118,5 @@ async fn memory_left_by_init_container_is_charged(
             assert!(both <= u64::from(main) << 30, "{name}, {way}: {both}");
         }
     }
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }

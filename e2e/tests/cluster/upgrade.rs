@@ -56,7 +56,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         kubectl: artifacts.toolbox.program("kubectl"),
         helm: artifacts.toolbox.program("helm"),
         kubeconfig: environment.cluster.kubeconfig(),
-        history: PodHistory::of(&client, TRIALS),
+        history: PodHistory::of(&pods),
         progress,
     };
     let before = bed.settled_state().await?;
@@ -122,7 +122,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
     bed.helm(&["uninstall", RELEASE]).await?;
     bed.expect_state("uninstall", &before, stays_after_an_uninstall)
         .await?;
-    bed.history.check_none_failed_or_restarted()?;
+    bed.history.check_none_failed_or_restarted().await?;
 
     let chart = paths::repository().join("charts/bursar");
     let chart = chart.display().to_string();
@@ -195,7 +195,7 @@ impl Fixture<'_> {
     /// Checks that no pod was Failed or restarted, and that a greedy program gets at most what the
     /// holder leaves of its quota.
     async fn check_pods(&self) -> Result<(), Failed> {
-        self.history.check_none_failed_or_restarted()?;
+        self.history.check_none_failed_or_restarted().await?;
         let greedy = ["greedy", "--chunk=64Mi", "--then=exit"];
         let refused = self.probe(HOLDER, "refused", &greedy).await?;
         assert_eq!(

@@ -262,7 +262,7 @@ async fn pods_are_steered_to_nodes_with_room(context: &mut TrialContext) -> Resu
     let held = held_back(context).await;
     context.set_steering_mode("preferred").await?;
     held?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn placed_elsewhere(context: &TrialContext) -> Result<(), Failed> {
@@ -342,7 +342,7 @@ async fn pending_pod_is_moved_to_a_node_with_room(
     remove_elsewhere(context).await?;
     context.set_steering_mode("preferred").await?;
     outcome?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn moves(context: &TrialContext) -> Result<(), Failed> {
@@ -592,7 +592,7 @@ async fn an_override_lowers_a_quota(context: &mut TrialContext) -> Result<(), Fa
     let outcome = overridden(context).await;
     remove_workloads(context).await?;
     outcome?;
-    context.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted().await
 }
 
 async fn overridden(context: &TrialContext) -> Result<(), Failed> {
