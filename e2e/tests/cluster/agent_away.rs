@@ -11,7 +11,7 @@ use futures::future::{try_join, try_join_all};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, DeleteParams, ListParams};
 use libtest_mimic::{Failed, Trial};
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::placement::holder;
 use crate::restarts::{agent_pid, percentile};
@@ -149,6 +149,22 @@ async fn create_pods(
     Ok(seconds)
 }
 
+/// A process that is stopped until this value is dropped, also by a client's failure.
+struct StoppedProcess(Pid);
+
+impl StoppedProcess {
+    fn new(pid: Pid) -> Result<Self, Failed> {
+        kill_process(pid, Signal::STOP)?;
+        Ok(Self(pid))
+    }
+}
+
+impl Drop for StoppedProcess {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
 /// Ends or stops the agent so many times, each time after a pod has started since the time before.
 async fn end_agents(context: &TrialContext, times: usize, ran: &AtomicUsize) -> Result<(), Failed> {
     let outages = [Outage::Killed, Outage::PodDeleted, Outage::Hung];
@@ -170,9 +186,8 @@ async fn end_agents(context: &TrialContext, times: usize, ran: &AtomicUsize) -> 
             Outage::Killed => kill_process(before, Signal::KILL)?,
             Outage::PodDeleted => delete_agent(context).await?,
             Outage::Hung => {
-                kill_process(before, Signal::STOP)?;
+                let _stopped = StoppedProcess::new(before)?;
                 tokio::time::sleep(HUNG).await;
-                kill_process(before, Signal::CONT)?;
                 continue;
             }
         }

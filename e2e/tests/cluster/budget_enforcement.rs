@@ -47,7 +47,7 @@ pub(crate) async fn cleared(
     // The objects are deleted also after a failed assertion.
     let outcome = AssertUnwindSafe(act(context)).catch_unwind().await;
     let client = context.environment.cluster.client();
-    operator::scale(&client, 1).await?;
+    let scaled = operator::scale(&client, 1).await;
     for team in TEAMS {
         Api::<GpuMemoryBudget>::namespaced(client.clone(), team)
             .delete_collection(&DeleteParams::default(), &ListParams::default())
@@ -73,7 +73,8 @@ pub(crate) async fn cleared(
         let what = format!("{team} to be rid of its budget");
         wait::poll_until(&what, START_TIMEOUT, PAUSE, released).await?;
     }
-    outcome.unwrap_or_else(|panic| resume_unwind(panic))
+    outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
+    scaled
 }
 
 /// Creates a team's budget, and waits until an operator that is killed meanwhile has enforced it.

@@ -8,6 +8,7 @@ use bursar_e2e::pods::PodBuilder;
 use bursar_e2e::wait::{self, Poll};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::events::v1::Event;
+use kube::ResourceExt as _;
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
@@ -44,11 +45,24 @@ async fn nvidias_labels_drain_and_return_gpus(context: &mut TrialContext) -> Res
     let node = context.pods.node(HOLDER).await?;
     let result = drain_and_return(context, &node).await;
     // The next trials use the same node.
-    for label in [DRIVER_UPGRADE, MIG_CONFIG] {
-        set_label(context, &node, label, None).await?;
-    }
-    set_drain(context, &node, &json!([])).await?;
+    return_gpus(context).await?;
     result
+}
+
+/// Removes the labels and drains of the trial from every node.
+///
+/// # Errors
+/// When the API server refuses.
+pub(crate) async fn return_gpus(context: &TrialContext) -> Result<(), Failed> {
+    let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
+    for node in nodes.list(&ListParams::default()).await?.items {
+        let node = node.name_any();
+        for label in [DRIVER_UPGRADE, MIG_CONFIG] {
+            set_label(context, &node, label, None).await?;
+        }
+        set_drain(context, &node, &json!([])).await?;
+    }
+    Ok(())
 }
 
 async fn drain_and_return(context: &TrialContext, node: &str) -> Result<(), Failed> {

@@ -89,7 +89,7 @@ pub(crate) async fn with_context_policy(
     };
     // The budget is deleted also after a failed assertion.
     let outcome = AssertUnwindSafe(outcome).catch_unwind().await;
-    operator::scale(&context.environment.cluster.client(), 1).await?;
+    let scaled = operator::scale(&context.environment.cluster.client(), 1).await;
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
     wait_for_context_orders(context, <[_]>::is_empty).await
@@ -98,6 +98,7 @@ pub(crate) async fn with_context_policy(
 fn budgets(context: &TrialContext) -> Api<GpuMemoryBudget> {
     Api::namespaced(context.environment.cluster.client(), NAMESPACE)
 }
+    scaled?;
 
 /// A pod faults once more than its policy allows. The operator evicts the pod and records the
 /// reason in the budget's status, also when the operator starts only later.

@@ -30,6 +30,7 @@ use tokio::runtime::Runtime;
 use crate::on_node::NodeFiles;
 use crate::pod_history::PodHistory;
 use crate::scripted_program::ScriptedProgram;
+use crate::{maintenance, operator, waiters};
 
 /// The name of the cluster with one node.
 const CLUSTER: &str = "checks";
@@ -241,7 +242,11 @@ impl TrialContext {
         };
         let outcome = match outcome {
             Ok(()) => Ok(()),
-            Err(failed) => Err(self.with_pod_history(&failed).await),
+            Err(failed) => {
+                let failed = self.with_pod_history(&failed).await;
+                self.reset().await;
+                Err(failed)
+            }
         };
         let cleared = self.clear().await;
         self.progress
@@ -262,6 +267,26 @@ impl TrialContext {
             files.wait_until_no_pod_state(RECLAIM_TIMEOUT).await?;
         }
         Ok(())
+    }
+
+    /// Removes what a failed trial leaves besides its pods, so that the next trial can hold.
+    async fn reset(&self) {
+        let client = self.environment.cluster.client();
+        let mut outcomes = vec![
+            operator::scale(&client, 1).await,
+            waiters::remove_workloads(self).await,
+            waiters::remove_elsewhere(self).await,
+            self.set_steering_mode("preferred").await,
+        ];
+        // A user's nodes may have the labels of a real GPU operator.
+        if self.environment.cluster.local().is_some() {
+            outcomes.push(maintenance::return_gpus(self).await);
+        }
+        for failed in outcomes.into_iter().filter_map(Result::err) {
+            let why = failed.message().unwrap_or("no reason");
+            self.progress
+                .report(format_args!("failed to reset the cluster: {why}"));
+        }
     }
 
     async fn with_pod_history(&self, failed: &Failed) -> Failed {

@@ -134,7 +134,7 @@ async fn add_elsewhere(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Deletes that node with the pods bound to it.
-async fn remove_elsewhere(context: &TrialContext) -> Result<(), Failed> {
+pub(crate) async fn remove_elsewhere(context: &TrialContext) -> Result<(), Failed> {
     let client = context.environment.cluster.client();
     let delete = DeleteParams::default();
     let _ = nodes(context).delete(ELSEWHERE, &delete).await;
