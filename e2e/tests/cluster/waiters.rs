@@ -229,7 +229,7 @@ pub(crate) async fn wait_for_pods(
         }
         Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::poll_until(what, Duration::from_secs(90), PAUSE, poll).await?)
+    Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, poll).await?)
 }
 
 pub(crate) async fn wait_until_running(
