@@ -77,7 +77,12 @@ async fn two_12s_and_two_4s(context: &mut TrialContext) -> Result<(), Failed> {
         .wait_until("five", "to be unscheduled", START_TIMEOUT, unscheduled)
         .await?;
     assert!(!state.scheduled, "{state:?}");
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    // A later pod that needs no GPU memory is scheduled meanwhile.
+    let later = PodBuilder::new("later", &context.environment.probe_image)
+        .with_empty_dir("/parked")
+        .arguments(&["park", "--socket=/parked/socket"]);
+    pods.create(&later).await?;
+    pods.wait_until_running("later", START_TIMEOUT).await?;
     let state = pods.state("five").await?;
     assert_eq!((state.phase.as_str(), state.scheduled), ("Pending", false));
     for (name, _) in all {

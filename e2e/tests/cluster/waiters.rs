@@ -288,7 +288,8 @@ async fn held_back(context: &TrialContext) -> Result<(), Failed> {
         .pods
         .wait_until("eight", "to be held back", START_TIMEOUT, told)
         .await?;
-    tokio::time::sleep(Duration::from_secs(5)).await;
+    // A later pod is steered and scheduled meanwhile.
+    run_each(context, &[("later", 2)]).await?;
     assert!(!context.pods.state("eight").await?.scheduled);
     context.pods.delete("ten-a").await?;
     kill_operator(context).await?;
