@@ -63,7 +63,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "main/cluster/waiting",
-        "a pod of 8 beside two of 10 waits with the reason, and runs within 15 s after one of 10 ends",
+        "a pod of 8 beside two of 10 waits with the reason, and runs within 20 s after one of 10 ends",
     ),
     trial(
         "main/cluster/full",
@@ -195,7 +195,7 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "enforcement/cluster/covered",
-        "a pod's volumes over Bursar's files and NVIDIA_VISIBLE_DEVICES=all do not weaken the quota, or are reported within 2 s",
+        "a pod's volumes over Bursar's files and NVIDIA_VISIBLE_DEVICES=all do not weaken the quota, or are reported, the first of two within 10 s and both within 60 s",
     ),
     trial(
         "runtime/cluster/poison",
