@@ -63,8 +63,8 @@ fn image(reference: &str) -> Value {
 }
 
 /// The seconds for which the operator waits for a disruption budget before it preempts for an
-/// owner. Half of the default, because trials wait for it.
-pub const DISRUPTION_GRACE_SECONDS: u64 = 30;
+/// owner. A quarter of the default, because trials wait for it.
+pub const DISRUPTION_GRACE_SECONDS: u64 = 15;
 
 /// Returns the chart's values for our images, on nodes with simulated GPUs or with a real driver.
 fn values(images: &Template, simulated: bool) -> Value {

@@ -274,7 +274,9 @@ impl ClusterConfig {
             // listens there.
             "clusterDNS": [ADDRESS.to_string()], "clusterDomain": "cluster.local",
             "resolvConf": self.config_path("resolv.conf"),
-            "nodeStatusUpdateFrequency": "4s",
+            // Trials wait for the node's allocatable memory. An unchanged status is written seldom.
+            "nodeStatusUpdateFrequency": "1s",
+            "nodeStatusReportFrequency": "4s",
             // Tests kill containers repeatedly, and the default back-off grows to minutes.
             "featureGates": {"KubeletCrashLoopBackOffMax": true},
             "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},

@@ -13,10 +13,10 @@ use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 /// The GPUs of the cluster's node.
 const GPUS: u32 = 2;
-/// The agent reads an XID within 0.25 s; the kubelet updates the node's status every 4 s.
+/// The agent reads an XID within 0.25 s; the kubelet updates the node's status every second.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(90);
-/// The agent waits for 10 s without errors and three good probes 2 s apart, the kubelet another 4
-/// s.
+/// The agent waits for 10 s without errors and three good probes 2 s apart, the kubelet another
+/// second.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(180);
 
 pub(crate) fn trials() -> Vec<Trial> {
