@@ -7,6 +7,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bursar_cli::explain::Cause;
+use bursar_crds::gpu_node::GpuStatus;
 use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::{chart, images, sim};
@@ -16,9 +17,9 @@ use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Node, ServiceAccount};
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use k8s_openapi::api::rbac::v1::RoleBinding;
-use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use kube::discovery::ApiResource;
+use kube::{Client, ResourceExt as _};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
@@ -28,6 +29,7 @@ use crate::budget_enforcement::{TEAMS, cleared, create_team};
 use crate::placement::holder;
 use crate::quota::event_line;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
+use crate::status;
 
 const PAUSE: Duration = Duration::from_millis(300);
 /// A command ends within this time on a loaded machine. `drain` waits for the agent.
@@ -579,23 +581,28 @@ async fn planted_causes_are_explained(context: &mut TrialContext) -> Result<(), 
     let spec = json!({ "deviceMemory": memory, "perContainer": { "max": "33Gi" } });
     let pods = create_team(&client, TEAMS[0], spec).await?;
     refusals_are_explained(context).await?;
-    let node = waits_are_explained(context, &pods).await?;
-    unusable_gpus_are_explained(context, &pods, &node).await?;
+    // The agent reports this pod after a minute, in which the other causes are explained.
     let begin = Instant::now();
     pods.create(&without_driver(context)).await?;
+    pods.wait_until_running(IDLE, START_TIMEOUT).await?;
+    let (node, ten) = waits_are_explained(context, &pods).await?;
+    unusable_gpus_are_explained(context, &pods, &node, ten).await?;
     run_time_causes_are_explained(context, &pods).await?;
     preemption_is_explained(context, &pods).await?;
     lack_of_an_agent_is_explained(context, &pods, &node).await?;
-    let idle = ("pod", "idle", TEAMS[0]);
+    let idle = ("pod", IDLE, TEAMS[0]);
     let left = SETTLED.saturating_sub(begin.elapsed()).max(START_TIMEOUT);
     explained(context, idle, ADMIN, Cause::NoDriverInImage, left).await?;
     Ok(())
 }
 
+/// The pod of [`without_driver`].
+const IDLE: &str = "idle";
+
 /// A pod with GPU memory whose program is static and loads no driver.
 fn without_driver(context: &TrialContext) -> PodBuilder {
     let _ = context;
-    PodBuilder::new("idle", images::PAUSE).gib(1)
+    PodBuilder::new(IDLE, images::PAUSE).gib(1)
 }
 
 /// A pod template of containers with these limits.
@@ -742,14 +749,34 @@ async fn refused_without_budget(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Pods for which no node or no GPU has room. Returns the node, on which both GPUs have a pod of 10
-/// and one of them a pod that waits.
-async fn waits_are_explained(context: &TrialContext, pods: &Pods) -> Result<String, Failed> {
+/// and a pod waits, and which of the two has a GPU without the idle pod.
+async fn waits_are_explained(
+    context: &TrialContext,
+    pods: &Pods,
+) -> Result<(String, &'static str), Failed> {
     let team = TEAMS[0];
-    for name in ["ten-a", "ten-b"] {
+    let tens = ["ten-a", "ten-b"];
+    for name in tens {
         pods.create(&holder(context, name, 10)).await?;
         pods.wait_until_running(name, START_TIMEOUT).await?;
     }
     let node = pods.node("ten-a").await?;
+    let has = |gpu: &GpuStatus, name: &str| gpu.pods.iter().any(|pod| pod.name == name);
+    let status = status::wait_for_status(context, &node, "three bound pods", |status| {
+        let mut names = tens.iter().chain([&IDLE]);
+        names.all(|name| status.gpus.iter().any(|gpu| has(gpu, name)))
+    })
+    .await?;
+    let is_alone = |name: &&str| {
+        status
+            .gpus
+            .iter()
+            .any(|gpu| has(gpu, name) && !has(gpu, IDLE))
+    };
+    let alone = tens
+        .into_iter()
+        .find(is_alone)
+        .ok_or("no pod of 10 has a GPU alone")?;
     pods.create(&holder(context, "thirteen", 13)).await?;
     let thirteen = ("pod", "thirteen", team);
     explained(
@@ -788,13 +815,16 @@ async fn waits_are_explained(context: &TrialContext, pods: &Pods) -> Result<Stri
     .await?;
     // The agent reports a moment later which GPU it holds for the pod.
     let room = lines(&explanation, "node").replace(" (held for this pod)", "");
-    let expected = "no GPU has 8 GiB for it: GPU 0 has 6 GiB, GPU 1 has 6 GiB";
+    let free = status.gpus.iter();
+    let free = free.map(|gpu| format!("GPU {} has {} GiB", gpu.index, gpu.free));
+    let free = free.collect::<Vec<_>>().join(", ");
+    let expected = format!("no GPU has 8 GiB for it: {free}");
     assert_eq!(room, expected, "{explanation}");
     // The agent reports a waiting pod in the GpuNode a moment after the Event.
     let waits = |run: &Run| run.out.contains("waiting ");
     let top = run_until(context, &format!("top -n {team}"), START_TIMEOUT, waits).await?;
     top.has(0, &["eight-0"])?;
-    Ok(node)
+    Ok((node, alone))
 }
 
 /// Another plugin offers the node's GPUs too, as far as the node's status says.
@@ -821,25 +851,24 @@ async fn another_plugin_is_explained(
     outcome
 }
 
-/// GPUs that are drained or lost.
+/// GPUs that are drained or lost: that of the pod `ten`, which has it alone.
 async fn unusable_gpus_are_explained(
     context: &TrialContext,
     pods: &Pods,
     node: &str,
+    ten: &str,
 ) -> Result<(), Failed> {
     let team = TEAMS[0];
     let eight = ("pod", "eight-0", team);
     let holding = pods
-        .wait_for_log_line("ten-b", START_TIMEOUT, event_line("holding"))
+        .wait_for_log_line(ten, START_TIMEOUT, event_line("holding"))
         .await?;
     let uuid = holding["device"]["uuid"]
         .as_str()
         .ok_or("the GPU has no UUID")?;
     let drained = run(context, &format!("drain {node} {uuid} --yes --timeout 90s")).await?;
-    drained.has(
-        0,
-        &["1 pod has memory there, whose processes will be killed: team-a/ten-b."],
-    )?;
+    let killed = format!("1 pod has memory there, whose processes will be killed: team-a/{ten}.");
+    drained.has(0, &[killed.as_str()])?;
     explained(context, eight, ADMIN, Cause::GpuDrained, START_TIMEOUT).await?;
     run(context, &format!("undrain {node} {uuid}"))
         .await?
@@ -863,7 +892,14 @@ async fn unusable_gpus_are_explained(
     gpus.restore(number)?;
     lost?;
     remove_workloads(&context.environment.cluster.client()).await?;
-    pods.delete_all().await?;
+    let others = pods.list().await?.into_iter().map(|pod| pod.name_any());
+    let others: Vec<String> = others.filter(|name| name != IDLE).collect();
+    for name in &others {
+        pods.delete(name).await?;
+    }
+    for name in &others {
+        pods.wait_until_deleted(name, START_TIMEOUT).await?;
+    }
     context
         .environment
         .wait_for_allocatable(|quanta| quanta == 32, RESTORE_TIMEOUT)
