@@ -145,7 +145,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 }
 
 /// How long a lingering process keeps its memory: several of the kubelet's looks at containers.
-const LINGER: Duration = Duration::from_secs(5);
+const LINGER: Duration = Duration::from_secs(3);
 
 /// Time for the driver to free the memory of the previous process image.
 const FAULT_DELAY: Duration = Duration::from_millis(250);

@@ -97,6 +97,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "pods/cluster/restarts",
         "sidecars and containers that restart on their own, a killed agent and a killed sandbox change no binding of their pod",
     ),
+    long_trial(
+        "pods/cluster/restarts-long",
+        "sidecars and containers that restart on their own nine times, a killed agent and a killed sandbox change no binding of their pod",
+    ),
     trial(
         "main/cluster/budgets",
         "the operator accepts a valid budget, and refuses an invalid one with the reason",
@@ -107,11 +111,15 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "main/cluster/release",
-        "half of the pods' memory is free within 2 s of their end, and all of it within 20 s",
+        "half of the memory of 20 pods is free within 5 s of their end, and all of it within 60 s",
+    ),
+    long_trial(
+        "main/cluster/release-long",
+        "half of the memory of 50 pods is free within 5 s of their end, and all of it within 60 s",
     ),
     trial(
         "main/cluster/churn",
-        "after 64 random creates and deletes no pod was Failed, and no memory is bound",
+        "after 40 random creates and deletes no pod was Failed, and no memory is bound",
     ),
     long_trial(
         "main/cluster/churn-long",
@@ -175,11 +183,11 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "operator/cluster/owners",
-        "owners get half a GPU each from borrowers, two at a time and 10 times, and no borrower is evicted without need",
+        "owners get half a GPU each from borrowers, two at a time and 6 times while the operator is killed, and no borrower is evicted without need",
     ),
     long_trial(
         "operator/cluster/owners-long",
-        "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower is evicted without need",
+        "owners get half a GPU each from borrowers, two at a time and 100 times while the operator is killed, and no borrower is evicted without need",
     ),
     trial(
         "operator/cluster/shapes",
@@ -199,7 +207,11 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "runtime/cluster/poison",
-        "a pod's main process faults 50 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each time, and a server's worker that faults ends alone and is replaced",
+        "a pod's main process faults 25 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each of 3 times, and a server's worker that faults ends alone and is replaced",
+    ),
+    long_trial(
+        "runtime/cluster/poison-long",
+        "a pod's main process faults 50 times in a row, has its retained memory again within 5 s in half of the cases and 60 s in all, and the kubelet sees no restart; without a policy the kubelet restarts the container each of 5 times, and a server's worker that faults ends alone and is replaced",
     ),
     trial(
         "operator/cluster/contexts",
@@ -233,7 +245,7 @@ pub const TRIALS: &[ClusterTrial] = &[
         "cli/cluster/explain",
         "explain names 17 causes that the cluster really has, each with its remedy; the tenant gets those that its rights show",
     ),
-    trial(
+    long_trial(
         "operator/cluster/alone",
         "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),
@@ -287,11 +299,11 @@ pub const TRIALS: &[ClusterTrial] = &[
     ),
     trial(
         "main/cluster/leaves-nothing",
-        "a cluster that ran a pod leaves nothing behind on the machine, twice",
+        "a cluster that ran a pod leaves nothing behind on the machine",
     ),
     trial(
         "main/cluster/swept",
-        "the next start removes the remains of a cluster whose node process was killed",
+        "the sweep before the next start removes the remains of a cluster whose node process was killed",
     ),
 ];
 

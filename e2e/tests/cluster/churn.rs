@@ -20,7 +20,7 @@ const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         node_trial("main/cluster/churn", async |context| {
-            churn(context, 64).await
+            churn(context, 40).await
         }),
         node_trial("main/cluster/churn-long", async |context| {
             churn(context, 200).await

@@ -21,10 +21,10 @@ const REAPING: Duration = Duration::from_secs(30);
 pub(crate) fn trials() -> Vec<Trial> {
     let trials = vec![
         Trial::test("main/cluster/leaves-nothing", || {
-            twice(|local| Ok(local.down()?))
+            leaves_nothing(|local| Ok(local.down()?))
         }),
         Trial::test("main/cluster/swept", || {
-            twice(|local| {
+            leaves_nothing(|local| {
                 let pid = fs::read_to_string(local.folder().pid())?;
                 let pid = pid
                     .trim()
@@ -43,37 +43,35 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.into_iter().map(ignored).collect()
 }
 
-/// Starts a cluster, runs a pod and ends the cluster by `end`, twice, and compares the machine
-/// before and after.
-fn twice(end: impl Fn(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed> {
+/// Starts a cluster, runs a pod and ends the cluster by `end`, and compares the machine before and
+/// after.
+fn leaves_nothing(end: impl FnOnce(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed> {
     // The shared cluster would change the machine between both comparisons.
     shared_cluster::take_down();
     let progress = Progress::start();
     let toolbox = kube::build(&progress)?;
     let runtime = tokio::runtime::Runtime::new()?;
     let before = SystemState::now("life")?;
-    for _ in 0..2 {
-        runtime.block_on(async {
-            let options = ClusterOptions {
-                name: "life".to_owned(),
-                harness: crate::harness(),
-                toolbox: toolbox.clone(),
-                scope: ClusterScope::WithNode,
-            };
-            let local = LocalCluster::up(options, &progress).await?;
-            run_a_pod(&local).await?;
-            end(local)
-        })?;
-        // The machine's first process reaps orphans with some delay.
-        let until = Instant::now() + REAPING;
-        let mut after = SystemState::now("life")?;
-        while !after.leftovers_since(&before).is_empty() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(50));
-            after = SystemState::now("life")?;
-        }
-        let left = after.leftovers_since(&before);
-        assert!(left.is_empty(), "changed by the cluster: {left:#?}");
+    runtime.block_on(async {
+        let options = ClusterOptions {
+            name: "life".to_owned(),
+            harness: crate::harness(),
+            toolbox,
+            scope: ClusterScope::WithNode,
+        };
+        let local = LocalCluster::up(options, &progress).await?;
+        run_a_pod(&local).await?;
+        end(local)
+    })?;
+    // The machine's first process reaps orphans with some delay.
+    let until = Instant::now() + REAPING;
+    let mut after = SystemState::now("life")?;
+    while !after.leftovers_since(&before).is_empty() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(50));
+        after = SystemState::now("life")?;
     }
+    let left = after.leftovers_since(&before);
+    assert!(left.is_empty(), "changed by the cluster: {left:#?}");
     Ok(())
 }
 

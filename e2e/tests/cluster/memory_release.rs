@@ -11,7 +11,6 @@ use crate::placement::holder;
 use crate::restarts::percentile;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
-const ROUNDS: usize = 5;
 /// The pods that end at the same time: as many of 3 GiB as two GPUs of 16 GiB have room for.
 const PODS: usize = 10;
 /// The agent releases half of the pods' memory this soon after the kubelet has removed the cgroups.
@@ -21,15 +20,22 @@ const MAX_RELEASE_SECONDS: f64 = 60.0;
 const PAUSE: Duration = Duration::from_millis(10);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial(
-        "main/cluster/release",
-        memory_is_released_after_pods_end,
-    )]
+    vec![
+        node_trial("main/cluster/release", async |context| {
+            memory_is_released_after_pods_end(context, 2).await
+        }),
+        node_trial("main/cluster/release-long", async |context| {
+            memory_is_released_after_pods_end(context, 5).await
+        }),
+    ]
 }
 
-async fn memory_is_released_after_pods_end(context: &mut TrialContext) -> Result<(), Failed> {
+async fn memory_is_released_after_pods_end(
+    context: &mut TrialContext,
+    rounds: usize,
+) -> Result<(), Failed> {
     let mut seconds = Vec::new();
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         seconds.append(&mut release_delays(context).await?);
     }
     seconds.sort_by(f64::total_cmp);

@@ -21,14 +21,10 @@ use crate::{operator, status};
 /// The metric with the process generation of a container.
 const GENERATION: &str = "bursar_container_generation";
 const POISONED: &str = "GpuContextPoisoned";
-/// The number of faults in a row of the main process.
-const IN_PLACE: u32 = 50;
 /// After half of the faults the process computes again within this time, with its retained memory.
 const MEDIAN_RECOVERY: Duration = Duration::from_secs(5);
 /// After each fault the process does so within this time, on a busy machine too.
 const MAX_RECOVERY: Duration = Duration::from_secs(60);
-/// The kubelet waits 10, 20, 40 s ... between restarts, and that of this cluster 1 s.
-const RESTARTS: u32 = 5;
 /// The timeout of all faults of a pod, on a loaded machine.
 const TOGETHER: Duration = Duration::from_secs(400);
 /// The program of the pods.
@@ -39,7 +35,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("runtime/cluster/poison", poison),
+        trial("runtime/cluster/poison", async |context| {
+            poison(context, 25, 3).await
+        }),
+        trial("runtime/cluster/poison-long", async |context| {
+            poison(context, 50, 5).await
+        }),
         trial(
             "operator/cluster/contexts",
             pod_beyond_the_policys_maximum_is_evicted,
@@ -56,12 +57,17 @@ pub(crate) fn last_trials() -> Vec<Trial> {
     )]
 }
 
-async fn poison(context: &mut TrialContext) -> Result<(), Failed> {
-    with_context_policy(context, "InPlace", 2 * IN_PLACE, in_place).await?;
+/// The main process faults `faults` times in a row and is executed again in place, and then
+/// `restarts` times in a container that the kubelet restarts.
+async fn poison(context: &mut TrialContext, faults: u32, restarts: u32) -> Result<(), Failed> {
+    with_context_policy(context, "InPlace", 2 * faults, async |context| {
+        in_place(context, faults).await
+    })
+    .await?;
     // The namespace is charged for the pod's retained memory until the pod is removed.
     context.clear().await?;
     // Without a budget the agent ends the process: the container's main one, then a worker of it.
-    restarted(context).await?;
+    restarted(context, restarts).await?;
     context.clear().await?;
     worker_is_replaced(context).await
 }
@@ -92,13 +98,13 @@ pub(crate) async fn with_context_policy(
     let scaled = operator::scale(&context.environment.cluster.client(), 1).await;
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
+    scaled?;
     wait_for_context_orders(context, <[_]>::is_empty).await
 }
 
 fn budgets(context: &TrialContext) -> Api<GpuMemoryBudget> {
     Api::namespaced(context.environment.cluster.client(), NAMESPACE)
 }
-    scaled?;
 
 /// A pod faults once more than its policy allows. The operator evicts the pod and records the
 /// reason in the budget's status, also when the operator starts only later.
@@ -286,17 +292,17 @@ fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     (rank(50), rank(99))
 }
 
-async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
+async fn in_place(context: &mut TrialContext, faults: u32) -> Result<(), Failed> {
     const POD: &str = "in-place";
     let pods = &context.pods;
-    pods.create(&faulting_pod(context, POD, IN_PLACE)).await?;
+    pods.create(&faulting_pod(context, POD, faults)).await?;
     pods.wait_for_log_line(POD, START_TIMEOUT, event_line("faulting"))
         .await?;
     operator::kill(&context.environment.cluster.client()).await?;
     let steady = pods
         .wait_for_log_line(POD, TOGETHER, event_line("steady"))
         .await?;
-    assert_eq!(steady["faults"], IN_PLACE);
+    assert_eq!(steady["faults"], faults);
     let node = pods.node(POD).await?;
     let restarts = pods.state(POD).await?.restarts;
     assert_eq!(restarts, 0, "by the kubelet: {steady}");
@@ -306,7 +312,7 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
         median < MEDIAN_RECOVERY && p99 < MAX_RECOVERY,
         "from a fault to the retained memory: {median:?} (median), {p99:?} (p99)"
     );
-    let wanted = f64::from(IN_PLACE + 1);
+    let wanted = f64::from(faults + 1);
     let labels = [("pod", POD)];
     status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == wanted).await?;
     status::wait_for_status(context, &node, "no open fault", |status| {
@@ -323,9 +329,9 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
     .await?;
     context.history.check_none_failed_or_restarted().await?;
     context.progress.report(format_args!(
-        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, retained memory found each time, after \
+        "in place: {faults} faults in a row, 0 restarts of the container, P {}, retained memory found each time, after \
          {median:?} (p50) and {p99:?} (p99)",
-        IN_PLACE + 1
+        faults + 1
     ));
     Ok(pods.delete(POD).await?)
 }
@@ -382,10 +388,12 @@ async fn worker_is_replaced(context: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-async fn restarted(context: &TrialContext) -> Result<(), Failed> {
+/// Each fault ends the container, and the kubelet starts it again. By default it waits 10, 20, 40 s
+/// ... before, and in this cluster 1 s.
+async fn restarted(context: &TrialContext, faults: u32) -> Result<(), Failed> {
     const POD: &str = "restarted";
     let pods = &context.pods;
-    pods.create(&faulting_pod(context, POD, RESTARTS)).await?;
+    pods.create(&faulting_pod(context, POD, faults)).await?;
     let (mut known, mut starts) = (0, Vec::new());
     let poll = async || match pods.get(POD).await {
         Ok(pod) => {
@@ -397,7 +405,7 @@ async fn restarted(context: &TrialContext) -> Result<(), Failed> {
         Err(error) => Poll::Pending(error.to_string()),
     };
     let begun = Timestamp::now();
-    while known < RESTARTS {
+    while known < faults {
         let left = Timestamp::now().duration_since(begun).unsigned_abs();
         if left > TOGETHER {
             return Err(format!("{known} restarts after {left:?}").into());
@@ -415,11 +423,11 @@ async fn restarted(context: &TrialContext) -> Result<(), Failed> {
     let steady = pods
         .wait_for_log_line(POD, START_TIMEOUT, event_line("steady"))
         .await?;
-    assert_eq!(steady["faults"], RESTARTS);
-    assert_eq!(known, RESTARTS, "one restart each");
+    assert_eq!(steady["faults"], faults);
+    assert_eq!(known, faults, "one restart each");
     recovered_leases(&steady)?;
     let node = pods.node(POD).await?;
-    let wanted = f64::from(RESTARTS + 1);
+    let wanted = f64::from(faults + 1);
     let labels = [("pod", POD)];
     status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == wanted).await?;
     let waits: Vec<String> = starts
@@ -429,7 +437,7 @@ async fn restarted(context: &TrialContext) -> Result<(), Failed> {
         })
         .collect();
     context.progress.report(format_args!(
-        "restarted by the kubelet: {RESTARTS} faults, {RESTARTS} restarts, retained memory found, {} s from one to the next",
+        "restarted by the kubelet: {faults} faults, {faults} restarts, retained memory found, {} s from one to the next",
         waits.join(", ")
     ));
     Ok(())

@@ -38,7 +38,12 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("pods/cluster/budget", async |context| {
             cleared(context, budget_counts_a_pod_as_the_scheduler_does).await
         }),
-        node_trial("pods/cluster/restarts", containers_restart_apart),
+        node_trial("pods/cluster/restarts", async |context| {
+            containers_restart_apart(context, [1, 1, 2, 1]).await
+        }),
+        node_trial("pods/cluster/restarts-long", async |context| {
+            containers_restart_apart(context, [2, 2, 3, 2]).await
+        }),
     ]
 }
 
@@ -320,7 +325,12 @@ fn kill_sandbox(context: &mut TrialContext, uid: &str) -> Result<(), Failed> {
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
-async fn containers_restart_apart(context: &mut TrialContext) -> Result<(), Failed> {
+/// Checks that bindings stay while containers restart so many times: before the bindings are read,
+/// by themselves, after a kill of the agent and after one of the sandbox.
+async fn containers_restart_apart(
+    context: &mut TrialContext,
+    [before, alone, after_agent, after_sandbox]: [usize; 4],
+) -> Result<(), Failed> {
     let plan = PodBuilder::new("apart", &context.environment.probe_image)
         .restart_always()
         .arguments(HOLD)
@@ -333,23 +343,24 @@ async fn containers_restart_apart(context: &mut TrialContext) -> Result<(), Fail
     pods.create(&plan).await?;
     wait_for_starts(context, "apart", &["main", "steady"], 1).await?;
     let restarting = ["sidecar", "often"];
-    wait_for_starts(context, "apart", &restarting, 2).await?;
-    let before = context.node_files()?.cdi_files()?;
-    wait_for_starts(context, "apart", &restarting, 2).await?;
+    wait_for_starts(context, "apart", &restarting, before).await?;
+    let bindings = context.node_files()?.cdi_files()?;
+    wait_for_starts(context, "apart", &restarting, alone).await?;
     kill_agent(context)?;
-    wait_for_starts(context, "apart", &restarting, 3).await?;
+    wait_for_starts(context, "apart", &restarting, after_agent).await?;
     let once = |record: &crate::pod_history::PodRecord| {
         ["main", "steady", "init"].map(|name| record.containers.get(name).map(|ids| ids.len()))
     };
     let starts: Vec<_> = context.history.records().iter().map(once).collect();
     assert_eq!(starts, [[Some(1); 3]], "steady containers restarted");
-    assert_eq!(before, context.node_files()?.cdi_files()?, "bindings");
+    assert_eq!(bindings, context.node_files()?.cdi_files()?, "bindings");
 
     let uid = pods.get("apart").await?.uid().unwrap_or_default();
     kill_sandbox(context, &uid)?;
     wait_for_starts(context, "apart", &["main", "init", "steady"], 1).await?;
-    wait_for_starts(context, "apart", &restarting, 2).await?;
-    assert_eq!(before, context.node_files()?.cdi_files()?, "bindings after");
+    wait_for_starts(context, "apart", &restarting, after_sandbox).await?;
+    let after = context.node_files()?.cdi_files()?;
+    assert_eq!(bindings, after, "bindings after");
     let failed: Vec<_> = context
         .history
         .records()

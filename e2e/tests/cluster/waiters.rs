@@ -42,7 +42,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             pending_pod_is_moved_to_a_node_with_room,
         ),
         trial("operator/cluster/owners", async |context| {
-            owners_against_borrowers(context, 10).await
+            owners_against_borrowers(context, 6).await
         }),
         trial("operator/cluster/owners-long", async |context| {
             owners_against_borrowers(context, 100).await
@@ -385,9 +385,9 @@ async fn owners_against_borrowers(context: &mut TrialContext, owners: usize) -> 
 
 async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), Failed> {
     let pods = &context.pods;
-    replicas(context, "borrower", 8, 4, true).await?;
     // Events outlast their trial, so that owners of another trial have other names.
     let name = |round: usize, one: &str| format!("owner-{rounds}-{round}-{one}");
+    replicas(context, "borrower", 8, 4, true).await?;
     let mut times = Vec::new();
     for round in 0..rounds {
         wait_until_running(context, "borrower", 8).await?;
