@@ -495,7 +495,7 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
     let is_long = checks.iter().any(|check| check.is_long());
     for check in checks {
         match check.runner {
-Runner::Waiting(targets) => {
+            Runner::Waiting(targets) => {
                 let mut command = test_command(targets);
                 command.envs(is_long.then_some(("BURSAR_LONG", "1")));
                 jobs.push(BackgroundJob {
@@ -527,11 +527,7 @@ Runner::Waiting(targets) => {
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(version, &trials),
             has_clusters: true,
-            timeout: if is_long {
-                LONG_TIMEOUT
-            } else {
-                CHECK_TIMEOUT
-            },
+            timeout: if is_long { LONG_TIMEOUT } else { CHECK_TIMEOUT },
         };
         // The trials with the most waits run beside the checks that compute most.
         jobs.insert(0, cluster);

@@ -111,14 +111,14 @@ pub(super) fn run_with_programs(
 ) -> anyhow::Result<()> {
     let mut command = command(tests);
     command.envs(programs.iter().map(|(name, path)| (name, path)));
-    run_all(tests, &mut command, Some(CHECK_TIMEOUT))
+    run_all(tests, &mut command, CHECK_TIMEOUT)
 }
 
 /// Runs the tests by this call, and fails if fewer ran than were named.
 fn run_all(
     tests: &TestSelection,
     command: &mut Command,
-    timeout: Option<Duration>,
+    timeout: Duration,
 ) -> anyhow::Result<()> {
     let (output, result) = run_to_end(command, timeout)?;
     io::stdout().write_all(output.as_bytes())?;
