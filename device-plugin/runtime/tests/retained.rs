@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
-use bursar_protocol::messages::{Request, Response};
+use bursar_protocol::messages::{RejectReason, Request, Response};
 use bursar_runtime::driver::{Context, Driver, Grid, Parameter, Stream};
 use bursar_runtime::error::{ErrorClass, ResourceError};
 use bursar_runtime::retained::{
@@ -488,6 +488,41 @@ fn commit_is_repeated_to_a_restarted_agent() {
         let retained = writer.commit().unwrap();
         let _keeper = successor.join().unwrap();
         let found = client.find("weights", &KEY, NO_WAIT).unwrap();
+        assert_eq!(found.lease(), retained.lease());
+    });
+}
+
+/// Rejects one request at `socket` as busy, and then leads the path to an agent.
+fn reject_once(socket: &Path, agent: &Path) -> JoinHandle<()> {
+    let _ = std::fs::remove_file(socket);
+    let listener = UnixListener::bind(socket).unwrap();
+    let (socket, agent) = (socket.to_owned(), agent.to_owned());
+    std::thread::spawn(move || {
+        let (client, _) = listener.accept().unwrap();
+        receive_message::<Request>(&client).unwrap();
+        std::fs::remove_file(&socket).unwrap();
+        symlink(agent, socket).unwrap();
+        let reason = RejectReason::Busy;
+        send_message(&client, &Response::Rejected { reason }, None).unwrap();
+    })
+}
+
+#[test]
+fn request_is_repeated_to_a_busy_agent() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let (fake_agent, folder) = (fake_agent(), tempfile::tempdir().unwrap());
+        let socket = folder.path().join("agent");
+        let client = LeaseClient::with_socket(&context(), &socket);
+        let busy = || reject_once(&socket, &fake_agent.socket());
+        let opening = busy();
+        let writer = writer(&client, 2 * MIB);
+        opening.join().unwrap();
+        let committing = busy();
+        let retained = writer.commit().unwrap();
+        committing.join().unwrap();
+        let finding = busy();
+        let found = client.find("weights", &KEY, PATIENCE).unwrap();
+        finding.join().unwrap();
         assert_eq!(found.lease(), retained.lease());
     });
 }

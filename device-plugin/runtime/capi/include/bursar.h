@@ -29,7 +29,7 @@ typedef enum bursar_status {
     BURSAR_INVALID = 1,
     /* There is no such lease, and the call was not to create one. */
     BURSAR_MISSING = 2,
-    /* Another process writes the lease, or the agent does not respond: retry. */
+    /* Another process writes the lease, or the agent is busy or does not respond: retry. */
     BURSAR_BUSY = 3,
     /* The container's quota, or what the node lends of the GPU, has no room for the lease. */
     BURSAR_QUOTA = 4,
@@ -58,7 +58,8 @@ typedef struct bursar_question {
     uint8_t key[32];
     /* Size of the lease if the call creates it; 0 creates none. */
     uint64_t bytes;
-    /* Time to retry while another process writes the lease or the agent does not respond. */
+    /* Time to retry while another process writes the lease, or the agent is busy or does not
+     * respond. */
     uint64_t patience_ms;
     /* Ordinal of the device. The library uses its primary context, as the CUDA runtime and PyTorch
      * do. */

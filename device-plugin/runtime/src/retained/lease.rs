@@ -11,7 +11,8 @@ use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
 use crate::driver::{Access, Context, Handle, Mapping};
 
-/// Time for which a commit is repeated while the agent does not respond or cannot store it.
+/// Time for which a commit is repeated while the agent is busy, does not respond or cannot store
+/// it.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Mapped memory of a lease. The mapping keeps the memory even if the lease is discarded.

@@ -50,8 +50,8 @@ const INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_INVALID_HANDLE`
 const INVALID_HANDLE: i32 = 400;
 
-/// Interval between requests for a lease that another process writes, or to an agent that does not
-/// respond.
+/// Interval between requests for a lease that another process writes, or to an agent that is busy
+/// or does not respond.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Reason for which a lease was not opened or used.
@@ -205,6 +205,7 @@ impl LeaseError {
                     RetainedRefusal::Writing | RetainedRefusal::Unavailable
                 )
             }
+            LeaseError::Rejected(reason) => *reason == RejectReason::Busy,
             LeaseError::AgentUnreachable { .. } => true,
             _ => false,
         }
@@ -257,7 +258,7 @@ impl LeaseClient {
     }
 
     /// Opens and verifies a committed lease. Retries until `timeout` while another process writes
-    /// the lease or the agent does not respond.
+    /// the lease, or the agent is busy or does not respond.
     ///
     /// # Errors
     /// [`RetainedRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its
