@@ -26,6 +26,7 @@ mod process_image;
 mod request;
 mod write_lock;
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -206,7 +207,13 @@ impl LeaseError {
                 )
             }
             LeaseError::Rejected(reason) => *reason == RejectReason::Busy,
-            LeaseError::AgentUnreachable { .. } => true,
+            LeaseError::AgentUnreachable { path, source } => match source.kind() {
+                // A container with Bursar's GPU memory has the folder even without an agent.
+                ErrorKind::NotFound => Path::new(path).parent().is_some_and(Path::exists),
+                // The bytes are no response of this version.
+                ErrorKind::Other => false,
+                _ => true,
+            },
             _ => false,
         }
     }
