@@ -325,6 +325,38 @@ fn lease_is_unmapped_behind_the_work_that_uses_it() {
 }
 
 #[test]
+fn lease_stays_mapped_when_dropped_during_a_capture() {
+    use cudarc::driver::sys::{CUstreamCaptureMode, cuStreamBeginCapture_v2, cuStreamEndCapture};
+
+    run_in_subprocess(ONE_GPU, |_| {
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let (context, stream) = (client.context(), client.context().stream().unwrap());
+        let writer = writer(&client, 2 * MIB);
+        context.fill(writer.address(), 3, 4096).unwrap();
+        let retained = writer.commit().unwrap();
+        let address = retained.address();
+
+        let _current = context.enter().unwrap();
+        let captured = stream.as_raw() as cudarc::driver::sys::CUstream;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive.
+        let begun = unsafe { cuStreamBeginCapture_v2(captured, mode) };
+        begun.result().unwrap();
+        drop(retained);
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive, and the graph is valid for a write.
+        let ended = unsafe { cuStreamEndCapture(captured, &raw mut graph) };
+        ended.result().unwrap_err();
+
+        // A kernel that was submitted before the drop would read the memory in the same way.
+        let mut bytes = [0; 8];
+        context.copy_from_device(&mut bytes, address).unwrap();
+        assert_eq!(bytes, [3; 8]);
+    });
+}
+
+#[test]
 fn uncommitted_lease_is_discarded_when_dropped() {
     run_in_subprocess(ONE_GPU, |machine| {
         let fake_agent = fake_agent();

@@ -103,7 +103,8 @@ bursar_status bursar_discard(bursar_lease *lease);
 
 /*
  * Waits for all work of the context, and unmaps a lease. A committed lease stays; an uncommitted one
- * is discarded. Accepts NULL.
+ * is discarded. Accepts NULL. Do not call it while a stream of the context is captured: that ends the
+ * capture, and the memory stays mapped until the process ends.
  */
 void bursar_close(bursar_lease *lease);
 

@@ -298,6 +298,12 @@ impl Mapping {
         Ok(())
     }
 
+    /// Leaves the memory mapped until the process ends, because work may still use it.
+    pub(crate) fn leave_mapped(&mut self) {
+        self.mapped = false;
+        std::mem::forget(Arc::clone(&self.reservation));
+    }
+
     /// Changes the access of kernels of a context's device. The driver has no mapping that can only
     /// be written, so `Write` permits reads too.
     ///

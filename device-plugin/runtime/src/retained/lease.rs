@@ -27,15 +27,19 @@ pub(super) struct LeaseMemory {
 /// because an earlier release would delay the open.
 #[derive(Debug)]
 struct MappedHandle {
-    context: Context,
     mapping: Mapping,
     _handle: Handle,
+    /// Dropped last, because the mapping is the context's.
+    context: Context,
 }
 
 impl Drop for MappedHandle {
     fn drop(&mut self) {
-        // A kernel that still uses the memory would fault. If the wait fails, the context is lost.
-        let _ = self.context.synchronize();
+        // A kernel that still uses the memory would fault. The driver does not wait for a context
+        // while a stream of it is captured.
+        if self.context.synchronize().is_err() {
+            self.mapping.leave_mapped();
+        }
     }
 }
 
@@ -101,9 +105,9 @@ impl MappedHandle {
         let handle = driver.import(fd.as_fd(), bytes)?;
         let addresses = Arc::new(driver.reserve(bytes)?);
         Ok(MappedHandle {
-            context: context.clone(),
             mapping: addresses.map(0, &handle, access, context)?,
             _handle: handle,
+            context: context.clone(),
         })
     }
 }
@@ -137,7 +141,8 @@ fn checked_address(
 }
 
 /// Committed lease, mapped read-only. A drop waits for all work of the context and unmaps the
-/// memory, and the lease stays.
+/// memory, and the lease stays. During the capture of a stream the driver refuses the wait, and
+/// ends the capture; the memory then stays mapped until the process ends.
 #[derive(Debug)]
 pub struct RetainedLease {
     client: LeaseClient,
