@@ -43,23 +43,36 @@ struct LiveBlock<P> {
 }
 
 impl<P> LiveBlock<P> {
-    /// Keeps the later of two uses in a stream, and returns the event of the other.
-    fn record_use(&mut self, new: StreamUse) -> Option<Arc<Event>> {
+    /// Keeps the later of two uses in a stream, and returns the events that are not needed any
+    /// more.
+    fn record_use(&mut self, new: StreamUse) -> Vec<Arc<Event>> {
         let existing = self.uses.iter_mut().find(|used| used.stream == new.stream);
         match existing {
             Some(used) => {
                 used.writes |= new.writes;
                 if new.sequence < used.sequence {
-                    return Some(new.event);
+                    return vec![new.event];
                 }
                 used.sequence = new.sequence;
-                Some(std::mem::replace(&mut used.event, new.event))
+                vec![std::mem::replace(&mut used.event, new.event)]
             }
             None => {
+                let done = self.prune_uses();
                 self.uses.push(new);
-                None
+                done
             }
         }
+    }
+
+    /// Removes completed uses above the threshold, and returns their events. A block that ever new
+    /// streams use would fill the list otherwise.
+    fn prune_uses(&mut self) -> Vec<Arc<Event>> {
+        if self.uses.len() < PRUNE_THRESHOLD {
+            return Vec::new();
+        }
+        let is_done = |used: &mut StreamUse| used.event.is_done() == Ok(true);
+        let done = self.uses.extract_if(.., is_done);
+        done.map(|used| used.event).collect()
     }
 
     /// Returns the events behind which an access in a stream is ordered.
@@ -114,6 +127,9 @@ pub(crate) struct BlockUses<P> {
 }
 
 const MAX_SPARE_EVENTS: usize = 256;
+
+/// Number of a block's uses above which completed ones are pruned.
+const PRUNE_THRESHOLD: usize = 32;
 
 impl<P> BlockUses<P> {
     pub(crate) fn new(context: &Context) -> Self {
@@ -247,7 +263,7 @@ impl<P> BlockUses<P> {
         };
         let old = self.with_live(block, |live| live.record_use(used))?;
         // An event that another thread still waits for is not reused.
-        self.recycle_events(old.and_then(Arc::into_inner));
+        self.recycle_events(old.into_iter().filter_map(Arc::into_inner));
         Ok(())
     }
 

@@ -109,6 +109,31 @@ fn recorded_use_delays_the_free() {
 }
 
 #[test]
+fn completed_uses_of_a_live_block_are_pruned() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let (memory, alloc_stream, busy) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
+        spin(&busy, SPIN_TIME);
+        memory
+            .record_block_use(block.as_ref(), &busy, Access::Read)
+            .unwrap();
+        for _ in 0..100 {
+            let stream = alloc_stream.context().stream().unwrap();
+            memory
+                .record_block_use(block.as_ref(), &stream, Access::Read)
+                .unwrap();
+            stream.synchronize().unwrap();
+        }
+        let uses = format!("{memory:?}").matches("StreamUse").count();
+        assert!(uses <= 33, "{uses}");
+        memory.deallocate(block, &alloc_stream).unwrap();
+        assert!(!alloc_stream.is_idle().unwrap(), "the busy use is kept");
+    });
+}
+
+#[test]
 fn free_is_refused_while_a_use_is_open() {
     run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
