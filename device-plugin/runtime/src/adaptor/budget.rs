@@ -2,15 +2,15 @@
 //!
 //! A block counts from before the upstream allocates it until the upstream has released its bytes.
 //! A free that waits for a stream, or that failed, still counts. A full budget reaps its upstream
-//! and retries; the adaptor never waits. Bytes that the upstream releases by itself count until the
-//! next reap.
+//! and retries; the adaptor never waits. Bytes that the upstream releases by itself count until a
+//! reap, or until the number of freed blocks that count has doubled.
 #![forbid(unsafe_code)]
 
 mod account;
 mod reservation;
 
 use std::alloc::Layout;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use account::BudgetAccount;
 pub use reservation::Reservation;
@@ -28,8 +28,18 @@ use crate::resource::{
 pub struct Budget<R> {
     upstream: Upstream<R>,
     account: Arc<BudgetAccount>,
+    retired: Mutex<Retired>,
+}
+
+/// Number of freed blocks below which a free does not look for released ones.
+const MIN_RETIRED_CHECK: usize = 256;
+
+#[derive(Debug, Default)]
+struct Retired {
     /// Freed blocks that still count.
-    retired: Mutex<Vec<BlockRef>>,
+    blocks: Vec<BlockRef>,
+    /// Number of them after the last look for released ones.
+    last_count: usize,
 }
 
 impl<R> Budget<R> {
@@ -39,6 +49,10 @@ impl<R> Budget<R> {
     }
 
     /// Limits a resource by an account that other budgets may share.
+    ///
+    /// A full budget reaps its own resource only. Bytes that another budget has retired count until
+    /// that one reaps, so share an account only among resources that retire nothing, such as
+    /// [`Direct`](crate::Direct), a [`Pool`](crate::Pool) and [`Physical`](crate::Physical).
     pub fn with_account(resource: R, account: Arc<BudgetAccount>) -> Self {
         Budget {
             upstream: Upstream::new(resource),
@@ -88,9 +102,9 @@ impl<R: DeviceMemoryResource> Budget<R> {
 
     /// Uncharges retired blocks that the upstream has released since, and returns their bytes.
     fn uncharge_reaped(&self) -> u64 {
-        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut retired = self.retired();
         let mut freed = 0;
-        retired.retain(|block| {
+        retired.blocks.retain(|block| {
             let stays = self
                 .upstream
                 .resource
@@ -98,13 +112,17 @@ impl<R: DeviceMemoryResource> Budget<R> {
             freed += if stays { 0 } else { block.bytes() };
             stays
         });
+        retired.last_count = retired.blocks.len();
         self.account.uncharge(freed);
         freed
     }
 
+    fn retired(&self) -> MutexGuard<'_, Retired> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn retired_bytes(&self) -> u64 {
-        let retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        retired.iter().map(BlockRef::bytes).sum()
+        self.retired().blocks.iter().map(BlockRef::bytes).sum()
     }
 }
 
@@ -124,8 +142,13 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Budget<R> {
             .resource
             .is_retired(self.upstream.translate(freed))
         {
-            let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-            retired.push(freed);
+            let mut retired = self.retired();
+            retired.blocks.push(freed);
+            let is_due = retired.blocks.len() >= MIN_RETIRED_CHECK.max(2 * retired.last_count);
+            drop(retired);
+            if is_due {
+                self.uncharge_reaped();
+            }
         } else {
             self.account.uncharge(freed.bytes());
         }

@@ -120,6 +120,26 @@ fn pending_free_still_counts() {
 }
 
 #[test]
+fn released_blocks_stop_counting_without_a_reap() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = context(0);
+        let (budget, stream) = (
+            Budget::new(StreamOrdered::new(&context), u64::MAX),
+            context.stream().unwrap(),
+        );
+        for _ in 0..2000 {
+            let block = budget
+                .allocate(bytes(1024), &stream, Tag::default())
+                .unwrap();
+            budget.deallocate(block, &stream).unwrap();
+            stream.synchronize().unwrap();
+        }
+        let used = budget.account().snapshot().used;
+        assert!(used < LIMIT, "{used}");
+    });
+}
+
+#[test]
 fn failed_allocation_charges_nothing() {
     run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
