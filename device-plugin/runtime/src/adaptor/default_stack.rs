@@ -133,9 +133,8 @@ impl DefaultStack {
         &self.log
     }
 
-    /// Reads the quota, and changes the pool's limit if the budget has changed. Returns whether it
-    /// has grown.
-    fn apply_quota(&self) -> bool {
+    /// Reads the quota, changes the pool's limit if the budget has changed, and returns the limit.
+    fn apply_quota(&self) -> u64 {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let own = self.own_limit.load(Ordering::Relaxed);
         let wanted = match (self.quota)() {
@@ -146,10 +145,10 @@ impl DefaultStack {
         if wanted != before {
             self.upstream.resource.set_limit(wanted);
         }
-        wanted > before
+        wanted
     }
 
-    /// Tries again if the budget was the reason and has grown since.
+    /// Tries again if the budget was the reason and has grown since, whichever thread noticed that.
     #[cold]
     fn retry_with_quota(
         &self,
@@ -158,10 +157,12 @@ impl DefaultStack {
         stream: &Stream,
         tag: Tag,
     ) -> Result<Block, ResourceError> {
-        if matches!(error, ResourceError::OverBudget { .. }) && self.apply_quota() {
-            return self.upstream.allocate(layout, stream, tag);
+        match error {
+            ResourceError::OverBudget { limit, .. } if self.apply_quota() > limit => {
+                self.upstream.allocate(layout, stream, tag)
+            }
+            error => Err(error),
         }
-        Err(error)
     }
 
     #[cold]

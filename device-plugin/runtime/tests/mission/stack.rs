@@ -107,6 +107,31 @@ fn raised_quota_counts_at_the_next_allocation() {
 }
 
 #[test]
+fn raised_quota_counts_for_two_threads_at_the_limit() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let reads = AtomicU64::new(0);
+        let ask: QuotaFn = Arc::new(move || match reads.fetch_add(1, Ordering::Relaxed) {
+            0 => Some(MIB),
+            1 => {
+                // Meanwhile the other thread fails under the old limit.
+                std::thread::sleep(Duration::from_millis(300));
+                Some(3 * MIB)
+            }
+            _ => Some(3 * MIB),
+        });
+        let state = Arc::clone(runtime.state());
+        let memory = DefaultStack::new(runtime.context(), state, ask).unwrap();
+        let _block = take(&memory, MIB, &runtime).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| take(&memory, MIB, &runtime).unwrap());
+            }
+        });
+    });
+}
+
+#[test]
 fn lowered_quota_is_followed_without_a_call() {
     run_in_subprocess(ONE_GPU, |_| {
         let runtime = DeviceRuntime::for_ordinal(0).unwrap();
