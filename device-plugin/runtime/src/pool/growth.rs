@@ -62,9 +62,10 @@ impl<R: DeviceMemoryResource> Pool<R> {
     fn grow(&self, request: Request) -> Result<(), ResourceError> {
         let used = self.slabs().bytes;
         let room = self.settings.maximum.saturating_sub(used);
+        // A slab starts at a multiple of a granule, so only larger alignments need more room.
         let min_bytes = request
             .bytes
-            .checked_add(request.align)
+            .checked_add(request.align.saturating_sub(tlsf::GRANULE))
             .and_then(|bytes| bytes.checked_next_multiple_of(SLAB_STEP))
             .filter(|&bytes| bytes <= room)
             .ok_or_else(|| {
