@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Instant;
@@ -22,7 +23,10 @@ impl Waiters {
     pub(super) fn wake_all(&self) {
         let wakers = std::mem::take(&mut *self.lock());
         self.changed.notify_all();
-        wakers.into_values().for_each(Waker::wake);
+        for waker in wakers.into_values() {
+            // A waker that panics must not keep the others from their tasks.
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+        }
     }
 
     /// Registers the task of a subscription until the next change.
@@ -62,5 +66,35 @@ impl Waiters {
                 }
             };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::Wake;
+
+    use super::*;
+
+    /// Counts its wakes, and panics on each.
+    #[derive(Default)]
+    struct Panic(AtomicU32);
+
+    impl Wake for Panic {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            panic!("the executor has ended");
+        }
+    }
+
+    #[test]
+    fn all_tasks_are_woken_when_wakers_panic() {
+        let (waiters, wakes) = (Waiters::default(), Arc::new(Panic::default()));
+        for subscription in 0..2 {
+            waiters.register(subscription, &Waker::from(Arc::clone(&wakes)));
+        }
+        waiters.wake_all();
+        assert_eq!(wakes.0.load(Ordering::Relaxed), 2);
     }
 }

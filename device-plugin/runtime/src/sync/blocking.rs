@@ -135,7 +135,8 @@ fn run_jobs() {
     loop {
         if let Some(job) = guard.jobs.pop_front() {
             drop(guard);
-            job();
+            // A waker may panic, and the thread still counts as one that takes jobs.
+            let _ = catch_unwind(AssertUnwindSafe(job));
             guard = queue();
             continue;
         }
@@ -192,6 +193,25 @@ mod tests {
             panicked,
             Err::<(), _>(RunError::Panicked("no luck".to_owned()))
         );
+    }
+
+    #[test]
+    fn work_goes_on_after_wakers_panicked() {
+        struct Panic;
+        impl std::task::Wake for Panic {
+            fn wake(self: Arc<Self>) {
+                panic!("the executor has ended");
+            }
+        }
+        let waker = Waker::from(Arc::new(Panic));
+        for _ in 0..MAX_THREADS {
+            let (release, blocked) = mpsc::channel::<()>();
+            let mut work = std::pin::pin!(run(move || blocked.recv()));
+            let polled = work.as_mut().poll(&mut Context::from_waker(&waker));
+            assert!(polled.is_pending());
+            release.send(()).expect("the work still waits");
+        }
+        assert_eq!(block_on(run(|| 7)), Ok(7));
     }
 
     #[test]

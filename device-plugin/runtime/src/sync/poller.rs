@@ -1,6 +1,7 @@
 //! Calls values regularly in a thread that exists only while such values do.
 #![forbid(unsafe_code)]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -57,7 +58,8 @@ impl Poller {
                 all.iter().filter_map(Weak::upgrade).collect()
             };
             for value in alive {
-                value.poll();
+                // A panic of a program's function must not end the thread for the other values.
+                let _ = catch_unwind(AssertUnwindSafe(|| value.poll()));
             }
             thread::sleep(self.interval);
         }
@@ -68,5 +70,44 @@ impl Poller {
     pub(crate) fn is_running(&self) -> bool {
         let polled = self.polled.lock();
         polled.unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::{Sender, channel};
+
+    use super::*;
+
+    struct Panic;
+
+    impl Polled for Panic {
+        fn poll(&self) {
+            panic!("no luck");
+        }
+    }
+
+    struct Report(Sender<()>);
+
+    impl Polled for Report {
+        fn poll(&self) {
+            // The test may have ended.
+            let _ = self.0.send(());
+        }
+    }
+
+    #[test]
+    fn poller_goes_on_after_a_value_panicked() {
+        static POLLER: Poller = Poller::new("test", Duration::from_millis(1));
+        let (sender, polls) = channel();
+        let values: [Arc<dyn Polled>; 2] = [Arc::new(Panic), Arc::new(Report(sender))];
+        for value in &values {
+            POLLER.add(Arc::downgrade(value));
+        }
+        for _ in 0..3 {
+            let polled = polls.recv_timeout(Duration::from_secs(30));
+            polled.expect("the thread goes on");
+        }
     }
 }
