@@ -50,6 +50,7 @@ pub use memory::managed_ref::ManagedRef;
 pub use memory::shared_managed::SharedManagedRef;
 pub use memory::slice::{FirstUse, TrackedSlice};
 pub use memory::stream_pool::StreamPool;
+pub use memory::submission::submit_in;
 pub use memory::write_token::{WriteGate, WriteToken};
 pub use pool::{Pool, PoolSettings, PoolStatistics};
 pub use resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};

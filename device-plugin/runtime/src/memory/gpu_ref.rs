@@ -11,7 +11,6 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,8 +19,9 @@ use bytemuck::Pod;
 use crate::driver::{Access, GpuUuid, Stream};
 use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
-use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
+use crate::memory::multi_stream::MultiStreamMemory;
 use crate::memory::slice::TrackedSlice;
+use crate::memory::submission::{SubmitError, submit_in};
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
 use crate::state::{DeviceGeneration, StaleReason};
 
@@ -34,7 +34,7 @@ pub enum WriteError {
     /// The gate refused the token.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
-    /// The work was not submitted.
+    /// The use was not recorded.
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
@@ -184,36 +184,30 @@ impl<T> GpuRef<T> {
     }
 
     /// Calls `submit` with the address, in order to submit foreign work that reads the memory.
-    ///
-    /// `submit` must not wait. The memory is locked meanwhile, so `submit` must not launch, copy or
-    /// record with any `GpuRef`, nor call `last_write`: nested calls deadlock. Work over several
-    /// memories is a [`Launch`](crate::Launch), or is recorded afterwards
-    /// ([`record_read`](Self::record_read), [`record_write`](Self::record_write)).
+    /// [`submit_in`] is the call for work over several memories, and says what `submit` must not
+    /// do.
     ///
     /// # Errors
-    /// The reason for which `submit` did not run, or for which its work cannot be tracked.
+    /// As [`submit_in`].
     pub fn read_in<R>(
         &self,
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
-    ) -> Result<R, MemoryError> {
-        self.submit_in(self.inner.shared.lock(), stream, Access::Read, submit)
+    ) -> Result<R, SubmitError> {
+        submit_in(stream, [self.arg()], |[address]| submit(address))
     }
 
     /// Calls `submit` as [`read_in`](Self::read_in) does, for work that writes.
     ///
     /// # Errors
-    /// As [`read_in`](Self::read_in), and [`WriteError::Refused`] if the gate refuses the token.
+    /// As [`submit_in`], and [`SubmitError::Refused`] if the gate refuses the token.
     pub fn write_in<R>(
         &self,
         token: &WriteToken,
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
-    ) -> Result<R, WriteError> {
-        let order = self.inner.shared.lock();
-        // Checked under the lock of all uses, so that the next writer is ordered behind this work.
-        self.inner.gate.admit(token)?;
-        Ok(self.submit_in(order, stream, Access::ReadWrite, submit)?)
+    ) -> Result<R, SubmitError> {
+        submit_in(stream, [self.arg_mut(token)?], |[address]| submit(address))
     }
 
     /// Records a read by work that is already in `stream`, such as a foreign library's. Later
@@ -257,23 +251,6 @@ impl<T> GpuRef<T> {
     /// Returns the gate that issues the memory's write tokens.
     pub(crate) fn gate(&self) -> &WriteGate {
         &self.inner.gate
-    }
-
-    fn submit_in<R>(
-        &self,
-        mut order: SyncGuard<'_>,
-        stream: &Stream,
-        access: Access,
-        submit: impl FnOnce(u64) -> R,
-    ) -> Result<R, MemoryError> {
-        let shared = &self.inner.shared;
-        let used = shared.begin_use(&order, stream, access)?;
-        let result = catch_unwind(AssertUnwindSafe(|| submit(self.as_raw())));
-        // A panic of `submit` may come after its work, and an open use would prevent the free.
-        let ended = shared.end_use(&mut order, used, stream, Some(access));
-        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
-        ended?;
-        Ok(result)
     }
 
     /// Issues the write token from `now` on.

@@ -14,9 +14,10 @@ use crate::driver::interop::{InteropError, LentSlice};
 use crate::driver::{Context, Stream};
 use crate::error::ResourceError;
 use crate::memory::error::MemoryError;
-use crate::memory::gpu_ref::{GpuRef, WriteError};
+use crate::memory::gpu_ref::GpuRef;
 use crate::memory::owned_block::OwnedBlock;
 use crate::memory::slice::TrackedSlice;
+use crate::memory::submission::SubmitError;
 use crate::memory::write_token::WriteToken;
 use crate::resource::{DeviceMemoryResource as _, check_stream};
 use crate::runtime::{DeviceRuntime, SharedResource};
@@ -31,9 +32,9 @@ pub enum CudarcError {
     /// The memory cannot be used.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The write did not begin.
+    /// The work was not submitted.
     #[error(transparent)]
-    Write(#[from] WriteError),
+    Submit(#[from] SubmitError),
 }
 
 impl<T: Send + 'static> TrackedSlice<T> {
@@ -102,7 +103,7 @@ impl<T: Send + 'static> TrackedSlice<T> {
 
 impl<T> GpuRef<T> {
     /// Lends the memory to cudarc, in order to submit work to `stream` that reads it. `submit` uses
-    /// no other stream, and keeps the rules of [`read_in`](Self::read_in).
+    /// no other stream, and keeps the rules of [`submit_in`](crate::submit_in).
     ///
     /// # Errors
     /// As [`read_in`](Self::read_in), and [`InteropError`].

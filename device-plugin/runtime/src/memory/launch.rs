@@ -1,18 +1,10 @@
-//! Launches kernels: checks the arguments, orders the launch behind other streams, and records its
-//! uses.
-//!
-//! From the read of earlier uses until the record of this launch, no other thread submits work with
-//! the same memory. The launch waits for nothing meanwhile, unless the driver's queue is full.
+//! Launches kernels, after a check of their arguments.
 #![forbid(unsafe_code)]
 
 use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
 use crate::error::CudaError;
-use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::{DevSliceArg, KernelArg};
-use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
-use crate::memory::write_token::WriteRefused;
-use crate::resource::BlockUse;
-use crate::state::StaleReason;
+use crate::memory::submission::{PendingUses, SubmitError};
 
 /// Reason for which a kernel was not launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -37,14 +29,6 @@ pub enum LaunchError {
         /// Type of the kernel's parameter.
         expected: Parameter,
     },
-    /// The memory's owner uses it in another stream.
-    #[error(
-        "failed to launch the kernel: argument {index} belongs to another stream; move it to this stream"
-    )]
-    WrongStream {
-        /// Index of the argument, from 0.
-        index: usize,
-    },
     /// The stream belongs to another context than the kernel.
     #[error(
         "failed to launch the kernel: it is loaded on device {kernel} and the stream is of device {stream}; use a stream of the kernel's context"
@@ -55,15 +39,9 @@ pub enum LaunchError {
         /// Device of the kernel.
         kernel: u32,
     },
-    /// An argument's memory is stale.
+    /// An argument's memory cannot be used, or its use cannot be tracked.
     #[error(transparent)]
-    Stale(#[from] StaleReason),
-    /// The write token of an argument was refused.
-    #[error(transparent)]
-    Refused(#[from] WriteRefused),
-    /// An argument's use cannot be ordered or tracked.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Submit(#[from] SubmitError),
     /// The driver refused the launch, or an earlier kernel failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -76,14 +54,6 @@ pub struct Launch<'a> {
     stream: &'a Stream,
     grid: Grid,
     arguments: Vec<KernelArg<'a>>,
-}
-
-/// Begun use of memory that several streams share.
-struct PendingUse<'a> {
-    memory: &'a MultiStreamMemory,
-    access: Access,
-    sync: SyncGuard<'a>,
-    block: Option<BlockUse>,
 }
 
 impl<'a> Launch<'a> {
@@ -111,20 +81,15 @@ impl<'a> Launch<'a> {
     /// fault.
     pub fn submit(self) -> Result<(), LaunchError> {
         let mut numbers = self.check()?;
-        let mut uses = Vec::new();
-        let submitted = self
-            .begin_uses(&mut uses)
-            .and_then(|()| Ok(self.kernel.launch(self.stream, self.grid, &mut numbers)?));
-        // Ends all begun uses even if the launch failed; the error of the launch comes first.
-        let mut ended = Ok(());
-        for used in &mut uses {
-            let access = submitted.is_ok().then_some(used.access);
-            let block = used.block.take();
-            let end = used
-                .memory
-                .end_use(&mut used.sync, block, self.stream, access);
-            ended = ended.and(end);
-        }
+        let arguments = self.arguments.iter().enumerate();
+        let memories = arguments.filter_map(|(index, argument)| match argument {
+            KernelArg::Memory(memory) => Some((index, *memory)),
+            KernelArg::Value { .. } => None,
+        });
+        let uses = PendingUses::begin(self.stream, memories)?;
+        let submitted = self.kernel.launch(self.stream, self.grid, &mut numbers);
+        // Ends all uses even if the launch failed; the error of the launch comes first.
+        let ended = uses.end(submitted.is_ok());
         submitted?;
         Ok(ended?)
     }
@@ -153,70 +118,12 @@ impl<'a> Launch<'a> {
                     (Parameter::Memory(access), KernelArg::Memory(memory))
                         if permits(memory, access) =>
                     {
-                        memory.state.check()?;
-                        match memory.only_stream {
-                            Some(only) if only != self.stream => {
-                                Err(LaunchError::WrongStream { index })
-                            }
-                            _ => Ok(memory.address),
-                        }
+                        Ok(memory.address)
                     }
                     _ => Err(LaunchError::ArgumentType { index, expected }),
                 },
             )
             .collect()
-    }
-
-    /// Locks all shared memory, begins its uses, and then checks the write tokens.
-    ///
-    /// The locks come first, so that the next writer is ordered behind this launch.
-    fn begin_uses(&self, uses: &mut Vec<PendingUse<'a>>) -> Result<(), LaunchError> {
-        for (shared, access) in self.multi_stream_memory() {
-            let order = shared.lock();
-            let block = shared.begin_use(&order, self.stream, access)?;
-            uses.push(PendingUse {
-                memory: shared,
-                access,
-                sync: order,
-                block,
-            });
-        }
-        for argument in &self.arguments {
-            if let KernelArg::Memory(DevSliceArg {
-                write_right: Some((gate, token)),
-                ..
-            }) = argument
-            {
-                gate.admit(token)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the shared memory of the arguments without duplicates. All launches lock memory by
-    /// address, which prevents deadlocks.
-    fn multi_stream_memory(&self) -> Vec<(&'a MultiStreamMemory, Access)> {
-        let mut memories: Vec<(&MultiStreamMemory, Access)> = Vec::new();
-        for argument in &self.arguments {
-            let KernelArg::Memory(DevSliceArg {
-                multi_stream: Some(shared),
-                access,
-                ..
-            }) = argument
-            else {
-                continue;
-            };
-            match memories
-                .iter_mut()
-                .find(|(known, _)| std::ptr::eq(*known, *shared))
-            {
-                Some((_, known)) if access.writes() => *known = *access,
-                Some(_) => {}
-                None => memories.push((shared, *access)),
-            }
-        }
-        memories.sort_by_key(|(shared, _)| std::ptr::from_ref::<MultiStreamMemory>(shared).addr());
-        memories
     }
 }
 

@@ -19,4 +19,5 @@ pub mod shared_managed;
 pub mod slice;
 pub mod stream_pool;
 mod stream_sync;
+pub mod submission;
 pub mod write_token;

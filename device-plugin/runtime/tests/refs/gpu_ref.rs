@@ -4,9 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Grid, Stream};
-use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::memory::gpu_ref::WriteError;
 use bursar_runtime::memory::launch::LaunchError;
+use bursar_runtime::memory::submission::SubmitError;
 use bursar_runtime::memory::write_token::WriteRefused;
 use bursar_runtime::{
     DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, StaleReason,
@@ -36,7 +36,7 @@ fn write(reference: &GpuRef<u32>, token: &WriteToken, stream: &Stream) -> Result
         .submit()
 }
 
-fn read(reference: &GpuRef<u32>, stream: &Stream) -> Result<(), MemoryError> {
+fn read(reference: &GpuRef<u32>, stream: &Stream) -> Result<(), SubmitError> {
     reference.read_in(stream, |address| assert_eq!(address, reference.as_raw()))
 }
 
@@ -159,12 +159,13 @@ fn use_in_another_stream_is_refused_without_tracking() {
         let runtime = untracked();
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &alloc_stream);
-        let misuse = MemoryError::from(ResourceError::StreamMisuse { resource: "direct" });
+        let misuse = ResourceError::StreamMisuse { resource: "direct" };
+        let misuse = SubmitError::Memory(misuse.into());
         let refused = reference.read_in(&other, |_| unreachable!("it is refused"));
         assert_eq!(refused, Err(misuse.clone()));
         let token = token(&reference);
         let refused = write(&reference, &token, &other);
-        assert_eq!(refused, Err(LaunchError::Memory(misuse)));
+        assert_eq!(refused, Err(LaunchError::Submit(misuse)));
         write(&reference, &token, &alloc_stream).unwrap();
     });
 }
@@ -197,7 +198,7 @@ fn fenced_writer_gets_no_argument_and_no_commit() {
         let late = launch.arg(argument).arg(7_u8).arg(4_u64).submit();
         assert_eq!(
             late,
-            Err(LaunchError::Refused(fenced)),
+            Err(LaunchError::Submit(fenced.into())),
             "a launch looks again"
         );
         assert_eq!(reference.arg_mut(&token).map(|_| ()), Err(fenced));

@@ -2,6 +2,7 @@
 
 use bursar_runtime::driver::{Access, Grid, Parameter};
 use bursar_runtime::memory::launch::LaunchError;
+use bursar_runtime::memory::submission::SubmitError;
 use bursar_runtime::{Launch, StaleReason};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
@@ -97,7 +98,8 @@ fn tracked_slice_is_refused_in_another_stream() {
             .arg(1u8)
             .arg(4u64)
             .submit();
-        assert_eq!(refused, Err(LaunchError::WrongStream { index: 0 }));
+        let expected = SubmitError::WrongStream { index: 0 };
+        assert_eq!(refused, Err(LaunchError::Submit(expected)));
         slice.move_to(&other).unwrap();
         Launch::new(&kernel, &other, ONE)
             .arg(slice.arg_mut())
@@ -139,11 +141,9 @@ fn stale_memory_is_refused_by_a_launch() {
                 .submit()
         };
         runtime.state().drain();
-        assert_eq!(submit(), Err(LaunchError::Stale(StaleReason::Draining)));
+        let refused = |reason: StaleReason| Err(LaunchError::Submit(reason.into()));
+        assert_eq!(submit(), refused(StaleReason::Draining));
         fault(runtime.context());
-        assert_eq!(
-            submit(),
-            Err(LaunchError::Stale(StaleReason::Poisoned(700)))
-        );
+        assert_eq!(submit(), refused(StaleReason::Poisoned(700)));
     });
 }

@@ -16,6 +16,7 @@ mod reservation;
 mod slice;
 mod state;
 mod stream_pool;
+mod submission;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -7,6 +7,7 @@ use bursar_runtime::driver::{Advice, Attach, Grid, Location, Residency, Stream};
 use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::memory::managed_ref::HostOnly;
+use bursar_runtime::memory::submission::SubmitError;
 use bursar_runtime::{
     Budget, CudaError, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef,
     ResourceError, StaleReason, Tag,
@@ -192,7 +193,8 @@ fn memory_attached_elsewhere_is_refused_by_a_launch() {
                 .arg(16u64)
                 .submit()
         };
-        assert_eq!(submit(&other), Err(LaunchError::WrongStream { index: 0 }));
+        let refused = SubmitError::WrongStream { index: 0 };
+        assert_eq!(submit(&other), Err(LaunchError::Submit(refused)));
         submit(&own).unwrap();
         memory.attach(Attach::Global, &other).unwrap();
         Launch::new(&kernel, &other, Grid::linear(1, 1))
