@@ -41,6 +41,8 @@ struct State {
     /// Blocks that have an owner.
     live: HashSet<BlockRef>,
     live_bytes: u64,
+    /// Blocks with a prepared use that is not finished, once for each use.
+    open_uses: Vec<BlockRef>,
     quarantine: VecDeque<Quarantined>,
     /// Bytes of blocks in quarantine or leaving it now.
     quarantined_bytes: u64,
@@ -81,7 +83,10 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
     /// Returns the upstream's block, which includes the red zones.
     fn with_redzones(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         Ok(BlockRef {
-            address: block.address - redzone_before(block.layout) as u64,
+            // The upstream refuses the address of a block that was never allocated.
+            address: block
+                .address
+                .wrapping_sub(redzone_before(block.layout) as u64),
             layout: layout_with_redzones(block.layout, self.ordinal())?,
             ..self.upstream.translate(block)
         })
@@ -98,6 +103,20 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
             return Err(ResourceError::Stale { generation });
         }
         self.with_redzones(block)
+    }
+
+    /// Refuses a block with an open use. The upstream would refuse it too, but only when it leaves
+    /// the quarantine.
+    fn check_unused(&self, block: BlockRef) -> Result<(), ResourceError> {
+        let state = self.lock();
+        let open = state.open_uses.iter().filter(|open| **open == block);
+        match open.count() as u32 {
+            0 => Ok(()),
+            uses => Err(ResourceError::InUse {
+                generation: block.generation,
+                uses,
+            }),
+        }
     }
 
     /// Returns whether a block is in quarantine or leaving it now.
@@ -154,6 +173,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
             let retired = refused.is_none() && self.is_retired_upstream(outer);
             let mut state = self.lock();
             state.leaving.retain(|leaving| *leaving != outer);
+            self.forget_released(&mut state);
             state.retired_upstream.extend(retired.then_some(outer));
             if let Some(stays) = refused {
                 state.quarantine.push_front(stays);
@@ -178,6 +198,13 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
     fn is_retired_upstream(&self, block: BlockRef) -> bool {
         let inner = self.with_redzones(block);
         inner.is_ok_and(|inner| self.upstream.resource.is_retired(inner))
+    }
+
+    /// Forgets blocks that the upstream has released.
+    fn forget_released(&self, state: &mut State) {
+        state
+            .retired_upstream
+            .retain(|block| self.is_retired_upstream(*block));
     }
 
     /// Checks that no program wrote into a freed block.
@@ -287,6 +314,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
         let block = remove_live(&mut self.lock().live, block)?;
         let outer = block.as_ref();
         let prepared = check_stream(self.ordinal(), stream)
+            .and_then(|()| self.check_unused(outer))
             .and_then(|()| Ok(stream.context().synchronize()?))
             .and_then(|()| self.check_redzones(stream.context(), outer))
             .and_then(|()| self.with_redzones(outer))
@@ -320,9 +348,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
 
     fn bytes_outstanding(&self) -> Outstanding {
         let mut state = self.lock();
-        state
-            .retired_upstream
-            .retain(|block| self.is_retired_upstream(*block));
+        self.forget_released(&mut state);
         let below: u64 = state.retired_upstream.iter().map(BlockRef::bytes).sum();
         Outstanding {
             live: state.live_bytes,
@@ -361,14 +387,20 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
             self.upstream
                 .resource
                 .prepare_block_use(self.check_live(block)?, stream, access)?;
+        self.lock().open_uses.push(block);
         Ok(BlockUse { block, ..used })
     }
 
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
-        let block = self.with_redzones(used.block)?;
+        let (outer, block) = (used.block, self.with_redzones(used.block)?);
         self.upstream
             .resource
-            .finish_block_use(BlockUse { block, ..used }, stream)
+            .finish_block_use(BlockUse { block, ..used }, stream)?;
+        let open_uses = &mut self.lock().open_uses;
+        if let Some(index) = open_uses.iter().position(|open| *open == outer) {
+            open_uses.swap_remove(index);
+        }
+        Ok(())
     }
 
     fn record_block_use(

@@ -4,7 +4,8 @@ use std::alloc::Layout;
 
 use bursar_runtime::driver::{Access, Stream};
 use bursar_runtime::{
-    DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, ResourceError, Tag,
+    BlockRef, BlockUse, DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError,
+    ResourceError, StreamOrdered, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
@@ -112,6 +113,78 @@ fn write_after_free_is_found_when_quarantine_ends() {
             [corrupted(freed.address + 5, false)]
         );
         assert!(!guard.is_retired(freed));
+    });
+}
+
+#[test]
+fn guarded_block_cannot_be_freed_while_a_use_is_open() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            DebugGuard::new(StreamOrdered::new(&context), 0),
+            context.stream().unwrap(),
+        );
+        let block = guard.allocate(bytes(MIB), &stream, Tag::default()).unwrap();
+        let generation = block.as_ref().generation;
+        let used = guard
+            .prepare_block_use(block.as_ref(), &stream, Access::Read)
+            .unwrap();
+        let Err(FreeError::Refused { block, reason }) = guard.deallocate(block, &stream) else {
+            panic!("it was freed");
+        };
+        let uses = 1;
+        assert_eq!(reason, ResourceError::InUse { generation, uses });
+        let mut content = [0; 16];
+        context
+            .copy_from_device(&mut content, block.address())
+            .unwrap();
+        assert_eq!(content, [0xCD; 16], "a refused block keeps its content");
+        guard.finish_block_use(used, &stream).unwrap();
+        guard.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn guard_forgets_blocks_that_its_upstream_released() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            DebugGuard::new(StreamOrdered::new(&context), 0),
+            context.stream().unwrap(),
+        );
+        for _ in 0..1000 {
+            let block = guard.allocate(bytes(1), &stream, Tag::default()).unwrap();
+            guard.deallocate(block, &stream).unwrap();
+        }
+        // The upstream still has those since its last reap.
+        let known = format!("{guard:?}").matches("BlockRef").count();
+        assert!(known < 1000, "{known}");
+    });
+}
+
+#[test]
+fn guard_refuses_a_block_at_an_impossible_address() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            DebugGuard::new(StreamOrdered::new(&context), 0),
+            context.stream().unwrap(),
+        );
+        let block = guard.allocate(bytes(1), &stream, Tag::default()).unwrap();
+        let used = guard
+            .prepare_block_use(block.as_ref(), &stream, Access::Read)
+            .unwrap();
+        let made_up = BlockRef {
+            address: 1,
+            ..block.as_ref()
+        };
+        assert!(!guard.is_retired(made_up));
+        let used = BlockUse {
+            block: made_up,
+            ..used
+        };
+        let refused = guard.finish_block_use(used, &stream).unwrap_err();
+        assert_eq!(refused.reason(), "Stale");
     });
 }
 
