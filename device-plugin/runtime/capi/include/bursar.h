@@ -80,7 +80,10 @@ typedef struct bursar_view {
     int32_t ready;
 } bursar_view;
 
-/* Opens a lease, or creates it. The caller passes *lease to bursar_close or bursar_discard later. */
+/*
+ * Opens a lease, or creates it. The caller passes *lease to bursar_close or bursar_discard later; it
+ * is NULL after a failure.
+ */
 bursar_status bursar_open(const bursar_question *question, bursar_lease **lease);
 
 /* Returns a description of an open lease. */

@@ -158,11 +158,16 @@ fn ffi_call(run: impl FnOnce() -> Result<(), Failure>) -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut Lease) -> Status {
     ffi_call(|| {
-        if args.is_null() || lease.is_null() {
-            return Err(Failure::null("question or lease"));
+        if lease.is_null() {
+            return Err(Failure::null("lease"));
         }
+        // A caller may close the lease without a look at the status.
         // SAFETY: not null, and the caller keeps the contract.
-        let opened = Lease::open(&unsafe { OpenArgs::read(&*args) }?)?;
+        unsafe { lease.write(std::ptr::null_mut()) };
+        // SAFETY: the caller keeps the contract.
+        let args = unsafe { args.as_ref() }.ok_or(Failure::null("question"))?;
+        // SAFETY: the caller keeps the contract.
+        let opened = Lease::open(&unsafe { OpenArgs::read(args) }?)?;
         // SAFETY: not null, and the caller keeps the contract.
         unsafe { lease.write(Box::into_raw(Box::new(opened))) };
         Ok(())

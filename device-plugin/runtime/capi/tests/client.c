@@ -89,7 +89,8 @@ int main(int argc, char **argv) {
     MUST(bursar_discard(NULL) == BURSAR_INVALID);
     bursar_close(NULL);
     question.device = 7;
-    MUST(bursar_open(&question, &lease) == BURSAR_DRIVER && strstr(bursar_error(), "device 7") != NULL);
+    lease = (bursar_lease *)&view;
+    MUST(bursar_open(&question, &lease) == BURSAR_DRIVER && strstr(bursar_error(), "device 7") != NULL && lease == NULL);
     question.device = 0;
     question.name = "";
     MUST(bursar_open(&question, &lease) == BURSAR_INVALID);
