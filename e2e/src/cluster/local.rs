@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -374,10 +375,9 @@ impl LocalCluster {
 
     /// Starts containerd and the kubelet.
     pub(super) async fn start_node_components(&mut self) -> Result<(), LocalError> {
-        for component in [self.layout.containerd(), self.layout.kubelet()] {
-            self.start_component(&component).await?;
-        }
-        Ok(())
+        self.start_component(&self.layout.containerd()).await?;
+        wait_for_containerd(&self.node_process, &self.layout.folder).await?;
+        self.start_component(&self.layout.kubelet()).await
     }
 
     /// Returns the decisions about the cluster and its node.
@@ -553,15 +553,22 @@ impl Startup {
 
     /// Returns the network of the node process.
     pub(super) fn network(&self) -> Result<Network, LocalError> {
-        let gone = || step_error("node process")(io::Error::other("it was not started"));
-        let node = self.node.as_ref().ok_or_else(gone)?;
+        let node = self.node.as_ref().ok_or_else(not_started)?;
         Ok(Network::Of(node.id()))
     }
 
     /// Starts containerd and the kubelet.
     pub(super) async fn start_node_components(&mut self) -> Result<(), LocalError> {
         self.spawn(&self.layout.containerd()).await?;
+        self.wait_for_containerd().await?;
         self.spawn(&self.layout.kubelet()).await
+    }
+
+    async fn wait_for_containerd(&self) -> Result<(), LocalError> {
+        match &self.node {
+            Some(node) => wait_for_containerd(node, &self.layout.folder).await,
+            None => Err(not_started()),
+        }
     }
 
     async fn spawn(&mut self, component: &Component) -> Result<(), LocalError> {
@@ -572,7 +579,7 @@ impl Startup {
     }
 
     /// Starts every component. They wait for each other by themselves, except the API server, which
-    /// needs etcd.
+    /// needs etcd, and the kubelet, which needs containerd.
     async fn start_components(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let layout = self.layout.clone();
         let folder = layout.folder.clone();
@@ -597,6 +604,9 @@ impl Startup {
         for component in components {
             if component.name == "kube-controller-manager" {
                 self.wait_for_api_server(progress).await?;
+            }
+            if component.name == "kubelet" {
+                self.wait_for_containerd().await?;
             }
             self.spawn(&component).await?;
         }
@@ -713,6 +723,22 @@ impl Drop for Startup {
             let _ = end_node_process(&mut node, &self.layout.folder);
         }
     }
+}
+
+fn not_started() -> LocalError {
+    step_error("node process")(io::Error::other("it was not started"))
+}
+
+/// Waits until a node's containerd accepts connections; without it the kubelet exits.
+async fn wait_for_containerd(node: &Child, folder: &RunFolder) -> Result<(), LocalError> {
+    let socket = format!("/proc/{}/root{CONTAINERD_SOCKET}", node.id());
+    let accepts = async || match UnixStream::connect(&socket) {
+        Ok(_) => Poll::Ready(()),
+        Err(error) => Poll::Pending(error.to_string()),
+    };
+    wait::poll_until("containerd", STEP_TIMEOUT, POLL_INTERVAL, accepts)
+        .await
+        .map_err(|source| not_ready_error(folder, "containerd", source))
 }
 
 /// Copies a folder to a path where nothing is.

@@ -115,11 +115,7 @@ pub(super) fn run_with_programs(
 }
 
 /// Runs the tests by this call, and fails if fewer ran than were named.
-fn run_all(
-    tests: &TestSelection,
-    command: &mut Command,
-    timeout: Duration,
-) -> anyhow::Result<()> {
+fn run_all(tests: &TestSelection, command: &mut Command, timeout: Duration) -> anyhow::Result<()> {
     let (output, result) = run_to_end(command, timeout)?;
     io::stdout().write_all(output.as_bytes())?;
     result?;
