@@ -1,6 +1,6 @@
 //! Reads the kernel's log, applies context policies, publishes faults and kills processes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -196,7 +196,8 @@ impl FaultInputs {
             events::fault_report(&allocation, &fault, generation, &snapshot.containers)
         });
         let reports: Vec<_> = reports.collect();
-        generations.retain(|id, _| reports.iter().any(|report| report.id == *id));
+        let open: BTreeSet<&str> = reports.iter().map(|report| report.id.as_str()).collect();
+        generations.retain(|id, _| open.contains(id.as_str()));
         reports
     }
 }
