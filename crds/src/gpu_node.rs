@@ -214,6 +214,7 @@ pub struct Relocation {
     #[schemars(length(min = 1, max = 64))]
     pub owner: String,
     /// The number of moves.
+    #[schemars(range(min = 0))]
     pub count: i32,
     /// The time of the last move.
     #[schemars(schema_with = "schema::time")]

@@ -72,7 +72,8 @@ impl History {
         for (relocation, seen) in self.recorded_relocations.values().flatten() {
             if is_fresh(*seen, now) {
                 let (count, last) = sums.entry(&relocation.owner).or_default();
-                *count += relocation.count.unsigned_abs();
+                // The node's root user chooses the number.
+                *count = count.saturating_add(relocation.count.unsigned_abs());
                 *last = (*last).max(*seen);
             }
         }

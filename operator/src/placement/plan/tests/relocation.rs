@@ -237,6 +237,22 @@ fn relocation_record_counts_whatever_its_timestamp() {
 }
 
 #[test]
+fn relocation_counts_of_several_nodes_do_not_overflow() {
+    let mut cluster = FakeCluster::default().node("a", &[16]).node("b", &[16]);
+    for node in ["a", "b"] {
+        let moved = Relocation {
+            owner: "o".to_owned(),
+            count: i32::MIN,
+            last: Time(wall(Duration::ZERO)),
+        };
+        cluster.moves.insert(node.to_owned(), vec![moved]);
+    }
+    let index = cluster.placement_index();
+    let steps = plan(&index, &mut History::default(), &OPTIONS, Duration::ZERO);
+    assert!(steps.iter().all(|step| matches!(step, Step::Label { .. })));
+}
+
+#[test]
 fn only_recreated_pods_are_relocated() {
     let table = [
         (Owner::DaemonSet, false),
