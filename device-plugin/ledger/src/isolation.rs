@@ -157,7 +157,7 @@ impl Ledger {
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
             if place.is_some() || !(waits || has_own) {
-                waits |= place.is_none();
+                waits |= step.first_waiting.is_some();
                 first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
                 let news = open.iter().zip(step.set_aside).enumerate();
                 for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
@@ -297,6 +297,22 @@ mod tests {
         assert!(ledger.set_shareable_gpus(gpu_set(&["GPU-b"])));
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "three-a"), ["GPU-b"]);
+    }
+
+    #[test]
+    fn pod_closed_everywhere_does_not_starve_a_large_pod() {
+        let mut ledger = ledger();
+        for (pod, first) in [("one-a", 0), ("two-a", 10)] {
+            let outcome = start(&mut ledger, pod, first, 4);
+            assert!(matches!(outcome, BindOutcome::Bound(_)));
+        }
+        for (pod, first, quanta) in [("three-a", 20, 8), ("one-big", 30, 8), ("one-b", 40, 2)] {
+            let outcome = start(&mut ledger, pod, first, quanta);
+            assert!(matches!(outcome, BindOutcome::Queued(..)), "{pod}");
+        }
+        ledger.release_pod(&"one-a".parse().unwrap());
+        assert_eq!(ledger.advance(NOW).len(), 1);
+        assert_eq!(gpus_of(&ledger, "one-big"), ["GPU-a"]);
     }
 
     #[test]
