@@ -23,6 +23,8 @@ use search::{Aim, Search};
 pub(super) struct Bin {
     /// The memory that may be bound in all; zero on an unhealthy GPU.
     pub(super) capacity: u32,
+    /// The capacity without memory that stays unavailable: a request waits for no more of the bin.
+    pub(super) attainable: u32,
     /// The free part of the capacity.
     pub(super) free: u32,
     /// Whether one program can use the bin together with others. It cannot for a MIG instance.
@@ -188,8 +190,13 @@ fn all_shares(bins: &[Bin], request: &Request) -> Option<Vec<Vec<u32>>> {
 
 /// Whether empty bins could hold all containers of `request` together.
 pub(super) fn fits_when_empty(bins: &[Bin], request: &Request) -> bool {
-    all_shares(bins, request).is_some_and(|shares| {
-        Search::new(bins, request, &shares, Aim::SmallestShortage)
+    let empty = |bin: &Bin| Bin {
+        attainable: bin.capacity,
+        ..*bin
+    };
+    let bins: Vec<Bin> = bins.iter().map(empty).collect();
+    all_shares(&bins, request).is_some_and(|shares| {
+        Search::new(&bins, request, &shares, Aim::SmallestShortage)
             .run()
             .is_some()
     })
@@ -244,6 +251,7 @@ mod tests {
     fn bin(capacity: u32, free: u32) -> Bin {
         Bin {
             capacity,
+            attainable: capacity,
             free,
             is_combinable: true,
         }
@@ -497,6 +505,22 @@ mod tests {
         // Six of the first are bound for the pod and not free.
         let plan = plan(&bins(&[10, 16]), &[0; 2], &[request]);
         assert_eq!(plan.places, [Some(vec![vec![(0, 10)]])]);
+    }
+
+    #[test]
+    fn request_sets_aside_no_bin_that_cannot_hold_it() {
+        let withheld = Bin {
+            attainable: 15,
+            ..bin(16, 15)
+        };
+        let plan = plan(
+            &[withheld, bin(16, 8)],
+            &[0; 2],
+            &[one(16), one(15), one(8)],
+        );
+        assert_eq!(single_places(&plan), [None, Some(vec![(0, 15)]), None]);
+        assert_eq!(plan.set_aside, [0, 8]);
+        assert!(fits_when_empty(&[withheld], &one(16)), "it is as large");
     }
 
     #[test]

@@ -49,11 +49,19 @@ impl Ledger {
     /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner, or
     /// withheld.
     pub(super) fn unavailable_on(&self, gpu: &GpuUuid) -> Quanta {
-        let bytes = self
-            .unreclaimed_on(gpu)
+        self.unavailable_with(gpu, self.unreclaimed_on(gpu))
+    }
+
+    /// The unavailable memory of a GPU that lasts. Fresh unreclaimed memory is proven free soon.
+    pub(super) fn unavailable_for_long(&self, gpu: &GpuUuid, now: BootTime) -> Quanta {
+        self.unavailable_with(gpu, self.leaked_on(gpu, now))
+    }
+
+    fn unavailable_with(&self, gpu: &GpuUuid, unreclaimed: Bytes) -> Quanta {
+        let bytes = unreclaimed
             .0
-            .saturating_add(self.orphaned_leases_on(gpu).0);
-        let bytes = bytes.saturating_add(self.withheld_on(gpu).0);
+            .saturating_add(self.orphaned_leases_on(gpu).0)
+            .saturating_add(self.withheld_on(gpu).0);
         let quanta = bytes.div_ceil(self.quantum.bytes());
         Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
     }

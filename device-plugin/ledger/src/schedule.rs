@@ -73,9 +73,10 @@ impl Ledger {
     pub(super) fn wait_reason(&self, id: ClaimId, now: BootTime) -> WaitReason {
         let claim = &self.claims[&id];
         let queue = self.queue(claim.resource, now);
+        let bins = self.bins(claim.resource, now);
         let bins = match claim.resource {
-            Resource::DeviceMemory => self.bins_open_to(&claim.pod, &self.bins(claim.resource)),
-            Resource::ManagedMemory => self.bins(claim.resource),
+            Resource::DeviceMemory => self.bins_open_to(&claim.pod, &bins),
+            Resource::ManagedMemory => bins,
         };
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
@@ -149,7 +150,7 @@ impl Ledger {
             let claim = &self.claims[id];
             self.placed_with(claim).len() == 1 || pods.insert(&claim.pod)
         });
-        let bins = self.bins(resource);
+        let bins = self.bins(resource, now);
         let reserved = match resource {
             Resource::DeviceMemory => self
                 .gpus
@@ -210,10 +211,11 @@ impl Ledger {
     }
 
     /// The GPUs in order of UUID, or the managed memory, in the binder's terms.
-    fn bins(&self, resource: Resource) -> Vec<Bin> {
+    fn bins(&self, resource: Resource, now: BootTime) -> Vec<Bin> {
         match resource {
             Resource::ManagedMemory => vec![Bin {
                 capacity: self.managed.0,
+                attainable: self.managed.0,
                 free: self.managed.saturating_sub(self.managed_bound()).0,
                 is_combinable: true,
             }],
@@ -221,19 +223,19 @@ impl Ledger {
                 let used = self.usage();
                 self.gpus
                     .iter()
-                    .map(|(uuid, gpu)| Bin {
-                        capacity: match gpu.health {
-                            Health::Healthy => gpu.capacity.0,
-                            Health::Unhealthy => 0,
-                        },
-                        free: self
-                            .free_on(
-                                uuid,
-                                gpu,
-                                used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
-                            )
-                            .0,
-                        is_combinable: !uuid.is_mig(),
+                    .map(|(uuid, gpu)| {
+                        let bound = used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta);
+                        let capacity = match gpu.health {
+                            Health::Healthy => gpu.capacity,
+                            Health::Unhealthy => Quanta::ZERO,
+                        };
+                        let lasting = self.unavailable_for_long(uuid, now);
+                        Bin {
+                            capacity: capacity.0,
+                            attainable: capacity.saturating_sub(lasting).0,
+                            free: self.free_on(uuid, gpu, bound).0,
+                            is_combinable: !uuid.is_mig(),
+                        }
                     })
                     .collect()
             }

@@ -113,4 +113,33 @@ mod tests {
         };
         assert_eq!(bound.claim, ticket.claim);
     }
+
+    #[test]
+    fn whole_gpu_is_awaited_where_no_memory_is_withheld() {
+        let gpus: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus(gpus.clone().map(|uuid| Gpu {
+            uuid,
+            capacity: Quanta(16),
+            health: Health::Healthy,
+        }));
+        let of_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
+        ledger.set_withheld(of_first(Bytes::gib(16)));
+        for (pod, first) in [("b1", 0), ("b2", 8)] {
+            let outcome = start(&mut ledger, pod, first, 8);
+            assert!(matches!(outcome, BindOutcome::Bound(_)));
+        }
+        ledger.set_withheld(of_first(Bytes::mib(1)));
+        let outcome = start(&mut ledger, "whole", 16, 16);
+        assert!(matches!(outcome, BindOutcome::Queued(..)));
+        ledger.release_pod(&"b1".parse().unwrap());
+        // The first GPU can never hold the whole, and has more free memory than the second.
+        let outcome = start(&mut ledger, "large", 32, 15);
+        assert!(matches!(outcome, BindOutcome::Bound(_)));
+        let outcome = start(&mut ledger, "small", 47, 8);
+        assert!(matches!(outcome, BindOutcome::Queued(..)));
+        ledger.release_pod(&"b2".parse().unwrap());
+        let bound = ledger.advance(NOW);
+        assert_eq!(bound[0].pod.as_str(), "whole");
+    }
 }

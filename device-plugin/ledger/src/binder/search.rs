@@ -14,7 +14,7 @@ pub(super) enum Aim {
     BestFit,
     /// The bin with the most free memory.
     WorstFit,
-    /// The bin with the most free memory, among those that have room once they are empty.
+    /// The bin with the most free memory, among those that have room once no pod has any of it.
     SmallestShortage,
 }
 
@@ -111,7 +111,7 @@ impl<'a> Search<'a> {
                 let free = bin.free.saturating_add(bound).saturating_sub(beside);
                 let could = match self.aim {
                     Aim::BestFit | Aim::WorstFit => free,
-                    Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
+                    Aim::SmallestShortage => bin.attainable.saturating_sub(beside),
                 };
                 let is_own = self.request.reserved_bins.contains(&index);
                 let is_late = self.aim != Aim::SmallestShortage && is_own != self.is_reserved_first;
