@@ -59,9 +59,14 @@ impl Ledger {
             call: Call::Open { number: call },
         };
         self.claims.insert(id, claim);
-        let outcome = match self.bind_if_due(id, now) {
+        self.expire(now);
+        let planned = self.plan(resource, now);
+        let outcome = match self.bind_as_planned(id, &planned) {
             Some(binding) => BindOutcome::Bound(binding),
-            None => BindOutcome::Queued(WaitHandle { claim: id, call }, self.wait_reason(id, now)),
+            None => {
+                let reason = self.wait_reason(id, &planned, now);
+                BindOutcome::Queued(WaitHandle { claim: id, call }, reason)
+            }
         };
         Ok(BindResponse { outcome, ended })
     }

@@ -16,6 +16,8 @@
 
 mod search;
 
+use std::collections::BTreeSet;
+
 use search::{Aim, Search};
 
 /// A GPU, or the node's managed memory, in quanta.
@@ -32,7 +34,7 @@ pub(super) struct Bin {
 }
 
 /// The containers of a pod that are placed together.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Request {
     /// The quanta of each container.
     pub(super) quanta: Vec<u32>,
@@ -76,9 +78,15 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
         bin.free -= set_aside;
     }
     let mut first_waiting = None;
+    // Bins only lose free memory here: a request like one that did not fit needs no search.
+    let mut unplaced = BTreeSet::new();
     let mut places = Vec::with_capacity(queue.len());
     for (position, request) in queue.iter().enumerate() {
-        let Some(shares) = all_shares(&bins, request) else {
+        let shares = match unplaced.contains(request) {
+            true => None,
+            false => all_shares(&bins, request),
+        };
+        let Some(shares) = shares else {
             places.push(None);
             continue;
         };
@@ -98,10 +106,13 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
         // A request that empty bins could hold must fit empty bins: the second search is that of
         // `fits_when_empty`. The operator reserves for what fits on no other bin, which the last
         // two searches place.
-        let place = search(Aim::BestFit)
-            .or_else(|| search(Aim::WorstFit))
-            .or_else(|| reserved_last(Aim::BestFit))
-            .or_else(|| reserved_last(Aim::WorstFit));
+        let place = request.may_fit(&bins).then_some(());
+        let place = place.and_then(|()| {
+            search(Aim::BestFit)
+                .or_else(|| search(Aim::WorstFit))
+                .or_else(|| reserved_last(Aim::BestFit))
+                .or_else(|| reserved_last(Aim::WorstFit))
+        });
         let taken = |place: &Vec<Vec<Part>>, bin| request.taken(place, bin);
         match &place {
             Some(place) => {
@@ -109,9 +120,12 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
                     bin.free = bin.free.saturating_sub(taken(place, index));
                 }
             }
-            None if first_waiting.is_none() && own.is_empty() => {
+            None if own.is_empty() => {
+                unplaced.insert(request);
                 // A request that empty bins could not hold sets nothing aside.
-                if let Some(lacking) = search(Aim::SmallestShortage) {
+                if first_waiting.is_none()
+                    && let Some(lacking) = search(Aim::SmallestShortage)
+                {
                     first_waiting = Some(position);
                     for (index, bin) in bins.iter_mut().enumerate() {
                         let keep = bin.free.min(taken(&lacking, index));
@@ -137,6 +151,23 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
 }
 
 impl Request {
+    /// Whether the free memory of all bins together suffices. The search is only for where it does.
+    fn may_fit(&self, bins: &[Bin]) -> bool {
+        let new = self.quanta.iter().map(|quanta| u64::from(*quanta));
+        let parts = self.bound.iter().map(|parts| parts.iter());
+        let bound = parts.map(|parts| parts.map(|(_, share)| u64::from(*share)).sum());
+        let sizes: Vec<u64> = new.chain(bound.clone()).collect();
+        let of_set = |set: &u64| -> u64 {
+            let sizes = sizes.iter().enumerate();
+            sizes
+                .map(|(number, size)| size * ((set >> number) & 1))
+                .sum()
+        };
+        let most = self.concurrent_sets.iter().map(of_set).max();
+        let free = bins.iter().map(|bin| u64::from(bin.free));
+        most.unwrap_or_default() <= free.chain(bound).sum()
+    }
+
     /// The memory of a bin that the pod takes with these places, besides what is bound to it.
     pub(super) fn taken(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
         self.peak(placed, bin)
@@ -505,6 +536,41 @@ mod tests {
         // Six of the first are bound for the pod and not free.
         let plan = plan(&bins(&[10, 16]), &[0; 2], &[request]);
         assert_eq!(plan.places, [Some(vec![vec![(0, 10)]])]);
+    }
+
+    #[test]
+    fn request_beyond_all_free_memory_is_not_searched() {
+        let request = |quanta: &[u32], sets: Vec<u64>| Request {
+            concurrent_sets: sets,
+            ..concurrent(quanta)
+        };
+        let may_fit = |request: Request, free: &[u32]| request.may_fit(&bins(free));
+        assert!(may_fit(request(&[8, 8], vec![0b11]), &[9, 7]));
+        assert!(!may_fit(request(&[8, 8], vec![0b11]), &[9, 6]));
+        assert!(may_fit(request(&[8, 8], vec![0b01, 0b10]), &[8]));
+        let bound = |free| {
+            let request = Request {
+                bound: vec![vec![(0, 6)]],
+                ..request(&[4], vec![0b11])
+            };
+            may_fit(request, &[free])
+        };
+        assert!(bound(4) && !bound(3));
+    }
+
+    #[test]
+    fn equal_requests_are_searched_once_when_none_fits() {
+        // The first request leaves 15 bins for 16 containers.
+        let bins: Vec<Bin> = (0..56)
+            .map(|n| bin(16, if n < 16 { 11 } else { 5 }))
+            .collect();
+        let mut queue = vec![concurrent(&[6; 16]); 20_000];
+        queue[0] = one(16);
+        let begun = std::time::Instant::now();
+        let plan = plan(&bins, &[0; 56], &queue);
+        assert_eq!(plan.first_waiting, Some(0));
+        assert!(plan.places.iter().all(Option::is_none));
+        assert!(begun.elapsed() < std::time::Duration::from_secs(5));
     }
 
     #[test]

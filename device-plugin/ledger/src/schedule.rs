@@ -10,6 +10,9 @@ use super::claim::{AGING_AFTER, Call, Claim, QueuedRequest, RETRY_GRACE, State};
 use super::types::{Binding, ClaimId, Health, Placement, SetAside, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
+/// The queue of a resource, and the binder's plan for it.
+pub(super) type Planned = (Vec<ClaimId>, Plan);
+
 impl Ledger {
     /// Binds every queued claim that the binder places and whose call is open. The agent writes the
     /// CDI files and answers the kubelet.
@@ -53,24 +56,24 @@ impl Ledger {
             .count()
     }
 
-    /// Binds the claim if the queue's rules give it memory now.
-    pub(super) fn bind_if_due(&mut self, id: ClaimId, now: BootTime) -> Option<Binding> {
-        self.expire(now);
-        let resource = self.claims.get(&id)?.resource;
-        let (queue, plan) = self.plan(resource, now);
+    /// Binds the claim if the plan gives it memory.
+    pub(super) fn bind_as_planned(&mut self, id: ClaimId, planned: &Planned) -> Option<Binding> {
+        let (queue, plan) = planned;
         let position = queue.iter().position(|&in_queue| in_queue == id)?;
-        let places = plan.places.into_iter().nth(position)??;
-        self.assign(id, &places)
+        self.assign(id, plan.places.get(position)?.as_ref()?)
     }
 
     /// The reason why the claim waits; none where it does not wait.
     pub fn reason(&self, claim: ClaimId, now: BootTime) -> Option<WaitReason> {
-        let waits = matches!(self.claims.get(&claim)?.state, State::Queued { .. });
-        waits.then(|| self.wait_reason(claim, now))
+        let Claim {
+            resource, state, ..
+        } = self.claims.get(&claim)?;
+        let waits = matches!(state, State::Queued { .. });
+        waits.then(|| self.wait_reason(claim, &self.plan(*resource, now), now))
     }
 
-    /// The reason why the claim waits.
-    pub(super) fn wait_reason(&self, id: ClaimId, now: BootTime) -> WaitReason {
+    /// The reason why the claim waits under the present plan of its resource.
+    pub(super) fn wait_reason(&self, id: ClaimId, planned: &Planned, now: BootTime) -> WaitReason {
         let claim = &self.claims[&id];
         let queue = self.queue(claim.resource, now);
         let bins = self.bins(claim.resource, now);
@@ -107,7 +110,7 @@ impl Ledger {
         };
         let others = request.quanta.iter().skip(1);
         let set_aside = match (claim.resource, largest) {
-            (Resource::DeviceMemory, Some(gpu)) => self.set_aside(now).into_iter().nth(gpu),
+            (Resource::DeviceMemory, Some(gpu)) => self.set_aside_by(planned).into_iter().nth(gpu),
             _ => None,
         };
         let set_aside = set_aside.into_iter().flat_map(|(_, pods)| pods);
@@ -143,7 +146,7 @@ impl Ledger {
     }
 
     /// The binder's present plan: one claim of each pod whose containers are placed together.
-    pub(super) fn plan(&self, resource: Resource, now: BootTime) -> (Vec<ClaimId>, Plan) {
+    pub(super) fn plan(&self, resource: Resource, now: BootTime) -> Planned {
         let mut queue = self.queue(resource, now);
         let mut pods = BTreeSet::new();
         queue.retain(|id| {

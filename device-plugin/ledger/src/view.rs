@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::boot_time::BootTime;
-use super::claim::{Claim, State};
+use super::claim::State;
+use super::schedule::Planned;
 use super::types::{
     Binding, BindingRef, ClaimId, GpuView, Health, LedgerView, ManagedView, Placement, QueuedClaim,
 };
@@ -28,7 +29,7 @@ impl GpuUsage<'_> {
 impl Ledger {
     /// The node's memory at `now`.
     pub fn view(&self, now: BootTime) -> LedgerView {
-        let set_aside = self.set_aside(now);
+        let set_aside = self.set_aside_by(&self.plan(Resource::DeviceMemory, now));
         let mut usage = self.usage();
         let mut gpus: Vec<GpuView> = self
             .gpus
@@ -79,12 +80,14 @@ impl Ledger {
 
     /// The memory of each GPU that is set aside, in order of GPUs, in all and by pod: for the pod
     /// of a reservation, and for the first pod of the queue that does not fit.
-    pub(super) fn set_aside(&self, now: BootTime) -> Vec<(Quanta, BTreeMap<PodUid, Quanta>)> {
-        let (queue, plan) = self.plan(Resource::DeviceMemory, now);
+    pub(super) fn set_aside_by(
+        &self,
+        (queue, plan): &Planned,
+    ) -> Vec<(Quanta, BTreeMap<PodUid, Quanta>)> {
         let first = plan.first_waiting.and_then(|position| queue.get(position));
         let first = first.map(|id| &self.claims[id].pod);
-        let of_gpu = |(gpu, all): (&GpuUuid, u32)| {
-            let all = Quanta(all);
+        let of_gpu = |(gpu, all): (&GpuUuid, &u32)| {
+            let all = Quanta(*all);
             let of_reservation = self.reserved_on(gpu).min(all);
             let parts = [
                 (self.reserved_for(gpu), of_reservation),
@@ -98,7 +101,7 @@ impl Ledger {
             }
             (all, pods)
         };
-        self.gpus.keys().zip(plan.set_aside).map(of_gpu).collect()
+        self.gpus.keys().zip(&plan.set_aside).map(of_gpu).collect()
     }
 
     /// The memory of each GPU that may be bound now.
@@ -141,26 +144,24 @@ impl Ledger {
     /// The queue, most urgent first: device memory, then managed memory. Claims without a retry for
     /// too long are not in it.
     pub fn queued_claims(&self, now: BootTime) -> Vec<QueuedClaim> {
-        [Resource::DeviceMemory, Resource::ManagedMemory]
-            .into_iter()
-            .flat_map(|resource| self.queue(resource, now))
-            .filter_map(|id| match &self.claims[&id] {
-                Claim {
-                    state: State::Queued { request, .. },
-                    pod,
-                    device_ids,
-                    ..
-                } => Some(QueuedClaim {
-                    claim: id,
-                    pod: pod.clone(),
-                    device_ids: device_ids.clone(),
-                    priority: request.priority,
-                    queued_at: request.queued_at,
-                    reason: self.wait_reason(id, now),
-                }),
-                _ => None,
-            })
-            .collect()
+        let mut queued = Vec::new();
+        for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
+            let planned = self.plan(resource, now);
+            for id in self.queue(resource, now) {
+                let claim = &self.claims[&id];
+                if let State::Queued { request, .. } = claim.state {
+                    queued.push(QueuedClaim {
+                        claim: id,
+                        pod: claim.pod.clone(),
+                        device_ids: claim.device_ids.clone(),
+                        priority: request.priority,
+                        queued_at: request.queued_at,
+                        reason: self.wait_reason(id, &planned, now),
+                    });
+                }
+            }
+        }
+        queued
     }
 
     /// Every known allocation, with its pod once one of its containers has started.
