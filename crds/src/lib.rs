@@ -11,6 +11,7 @@ pub mod gpu_node;
 pub mod quantity;
 pub mod resources;
 mod schema;
+pub mod shares;
 
 pub use amount::Amount;
 pub use budget::{GpuMemoryBudget, GpuMemoryBudgetSpec, GpuMemoryBudgetStatus};

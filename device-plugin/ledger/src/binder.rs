@@ -18,6 +18,7 @@ mod search;
 
 use std::collections::BTreeSet;
 
+use bursar_crds::shares::{self, GpuCapacity};
 use search::{Aim, Search};
 
 /// A GPU, or the node's managed memory, in quanta.
@@ -233,46 +234,13 @@ pub(super) fn fits_when_empty(bins: &[Bin], request: &Request) -> bool {
     })
 }
 
-/// Cuts `quanta` into shares, largest first: evenly over as few bins as could hold them if they
-/// were empty. Where no even cut fits bins of different size, the bins cap the shares. None if all
-/// bins together are too small or too few.
-///
-/// Quanta that do not fit into one MIG instance are not cut: a program opens one instance.
+/// The shares of a container in bins that were empty.
 pub(super) fn split_quanta(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> {
-    let mut usable: Vec<&Bin> = bins.iter().filter(|bin| bin.capacity > 0).collect();
-    let least = usize::from(least).clamp(1, quanta.max(1) as usize);
-    if least == 1 && usable.iter().any(|bin| bin.capacity >= quanta) {
-        return Some(vec![quanta]);
-    }
-    usable.retain(|bin| bin.is_combinable);
-    let mut capacities: Vec<u32> = usable.iter().map(|bin| bin.capacity).collect();
-    capacities.sort_unstable_by(|a, b| b.cmp(a));
-    let most = capacities.len().min(quanta as usize);
-    (least..=most)
-        .map(|n| split_evenly(quanta, n))
-        .find(|shares| shares.iter().zip(&capacities).all(|(s, c)| s <= c))
-        .or_else(|| {
-            (least..=most)
-                .map(|n| &capacities[..n])
-                .find(|largest| largest.iter().sum::<u32>() >= quanta)
-                .map(|largest| split_capped(quanta, largest))
-        })
-}
-
-/// Cuts `quanta` into `n` parts that differ by one at most.
-fn split_evenly(quanta: u32, n: usize) -> Vec<u32> {
-    split_capped(quanta, &vec![u32::MAX; n])
-}
-
-/// Cuts `quanta` as evenly as `caps` (descending, enough together) allow, in their order.
-fn split_capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
-    let mut left = quanta;
-    let mut shares = vec![0; caps.len()];
-    for (i, (share, &cap)) in shares.iter_mut().zip(caps).enumerate().rev() {
-        *share = cap.min(left / (i as u32 + 1));
-        left -= *share;
-    }
-    shares
+    let bins = bins.iter().map(|bin| GpuCapacity {
+        quanta: bin.capacity,
+        is_combinable: bin.is_combinable,
+    });
+    shares::split_quanta(&bins.collect::<Vec<_>>(), quanta, least)
 }
 
 #[cfg(test)]
@@ -450,13 +418,6 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_different_size_take_uneven_shares() {
-        let bins = [bin(80, 80), bin(20, 20)];
-        assert_eq!(split_quanta(&bins, 90, 1), Some(vec![70, 20]));
-        assert_eq!(split_quanta(&bins, 101, 1), None);
-    }
-
-    #[test]
     fn request_larger_than_the_node_sets_nothing_aside() {
         let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), one(4)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(0, 4)])]);
@@ -604,13 +565,6 @@ mod tests {
             is_combinable: false,
             ..bin(capacity, capacity)
         };
-        assert_eq!(split_quanta(&[mig(10), mig(10)], 16, 1), None);
-        assert_eq!(split_quanta(&[mig(10), mig(10)], 8, 2), None);
-        assert_eq!(split_quanta(&[mig(10), mig(10)], 10, 1), Some(vec![10]));
-        assert_eq!(
-            split_quanta(&[mig(10), bin(8, 8), bin(8, 8)], 16, 1),
-            Some(vec![8, 8])
-        );
         let plan = plan(&[mig(10), bin(8, 8), bin(8, 8)], &[0; 3], &[spread(8, 2)]);
         assert_eq!(single_places(&plan), [Some(vec![(1, 4), (2, 4)])]);
     }

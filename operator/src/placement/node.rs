@@ -8,6 +8,7 @@ use bursar_crds::gpu_node::{
     GpuStatus, HealthStatus, MAX_PODS, MemoryResource, QuotaOverride, Relocation, Reservation,
 };
 use bursar_crds::quantity::parse_bytes;
+use bursar_crds::shares::GpuCapacity;
 use bursar_crds::{GpuNode, Quantum};
 use k8s_openapi::api::core::v1::{Node, NodeCondition, Taint};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -180,6 +181,16 @@ impl GpuFacts {
     /// Whether the pod with this UID has memory on a GPU of this node, as far as the lists tell.
     pub(super) fn lists(&self, pod: &str) -> bool {
         self.gpus.iter().any(|gpu| gpu.pods.contains_key(pod))
+    }
+
+    /// The GPUs as pods could have them if they were empty.
+    pub(super) fn capacities(&self) -> Vec<GpuCapacity> {
+        let gpus = self.gpus.iter();
+        let capacity = |gpu: &Gpu| GpuCapacity {
+            quanta: gpu.capacity.count().try_into().unwrap_or(u32::MAX),
+            is_combinable: !gpu.is_mig(),
+        };
+        gpus.map(capacity).collect()
     }
 
     /// Whether a container of the pod may already have memory on this node. A full list omits the

@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::COHORT_LABEL;
 use bursar_crds::gpu_node::Relocation;
+use bursar_crds::shares::{GpuCapacity, split_quanta};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::runtime::watcher::Event;
@@ -98,26 +99,25 @@ impl FakePod {
 
     /// The memory that the pod still needs on GPUs of these capacities, in shares that need one GPU
     /// each, largest first.
-    fn shares(&self, mut capacities: Vec<u64>) -> Vec<u64> {
-        let all = self.rest();
-        let even = |gpus: u64| -> Vec<u64> {
-            let share = |index| all / gpus + u64::from(index < all % gpus);
-            (0..gpus).map(share).collect()
-        };
-        capacities.sort_unstable_by(|a, b| b.cmp(a));
-        let fits = |gpus: &u64| {
-            let mut each = even(*gpus).into_iter().zip(&capacities);
-            capacities.len() as u64 >= *gpus && each.all(|(share, capacity)| share <= *capacity)
-        };
-        match &self.shape {
-            Shape::One => even((1..4).find(fits).unwrap_or(1)),
-            Shape::Spread(gpus) => even((*gpus..4).find(fits).unwrap_or(*gpus)),
+    fn shares(&self, capacities: &[u64]) -> Vec<u64> {
+        let least = match &self.shape {
+            Shape::One => 1,
+            Shape::Spread(gpus) => *gpus as u16,
             Shape::Containers(sizes) => {
                 let mut sizes = sizes.clone();
                 sizes.sort_unstable_by(|a, b| b.cmp(a));
-                sizes
+                return sizes;
             }
-        }
+        };
+        let gpu = |quanta: &u64| GpuCapacity {
+            quanta: *quanta as u32,
+            is_combinable: true,
+        };
+        let gpus: Vec<_> = capacities.iter().map(gpu).collect();
+        // A share that no GPU holds stands for a pod that the node never holds.
+        let shares = split_quanta(&gpus, self.rest() as u32, least);
+        let shares = shares.unwrap_or(vec![u32::MAX]).into_iter();
+        shares.map(u64::from).collect()
     }
 
     /// Places shares into the free memory of GPUs by trying every choice. Returns each share with
@@ -270,7 +270,8 @@ impl FakeCluster {
 
     /// What the pod still needs on this node, in shares.
     fn shares(&self, node: &str, pod: &FakePod) -> Vec<u64> {
-        pod.shares(self.nodes[node].values().copied().collect())
+        let capacities: Vec<u64> = self.nodes[node].values().copied().collect();
+        pod.shares(&capacities)
     }
 
     fn free(&self, node: &str, gpu: &str) -> u64 {

@@ -22,7 +22,7 @@ impl<'a> Planner<'a> {
         self.snapshot.gpu_nodes.get(node).is_some_and(|gpus| {
             let free = |gpu: usize| gpus.gpus[gpu].largest_free.minus(promised);
             let best_fit = |gpu, _, with| (free(gpu) >= with).then(|| free(gpu).minus(with));
-            let shares = Shares::of_pod(pod, gpus);
+            let shares = Shares::of_pod(pod, &gpus.capacities());
             shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
         }) && self.snapshot.unrequested(node).minus(promised) >= pod.request
             && self.snapshot.fits(node, pending.key, &[])

@@ -57,11 +57,12 @@ struct PendingPod<'a> {
 impl PendingPod<'_> {
     /// The shares that the pod still needs on the GPUs of a node.
     fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
+        let capacities = gpus.capacities();
         let are_many = self.pod.containers.len() > MAX_CONTAINERS && self.node.is_some();
         // The agent places all containers of a pod together, the first time that one starts.
         match gpus.lists(&self.pod.uid) || are_many {
-            true => Shares::of_container(self.quanta, self.pod.min_gpus, gpus),
-            false => Shares::of_pod(self.pod, gpus),
+            true => Shares::of_container(self.quanta, self.pod.min_gpus, &capacities),
+            false => Shares::of_pod(self.pod, &capacities),
         }
     }
 }

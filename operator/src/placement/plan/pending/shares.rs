@@ -1,6 +1,7 @@
 //! Cuts what a pod waits for into shares, each on one GPU, and chooses their GPUs.
 
-use crate::placement::node::{Gpu, GpuFacts};
+use bursar_crds::shares::{GpuCapacity, split_quanta};
+
 use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
 
@@ -32,14 +33,14 @@ impl Shares {
     ///
     /// Where an init container needs more than the containers, all of them have to be on one GPU:
     /// their places elsewhere would not hold it.
-    pub(super) fn of_pod(pod: &PodFacts, gpus: &GpuFacts) -> Option<Shares> {
+    pub(super) fn of_pod(pod: &PodFacts, gpus: &[GpuCapacity]) -> Option<Shares> {
         let mut quanta: Vec<Quanta> = pod.containers.iter().map(|(_, quanta)| *quanta).collect();
         match quanta.len() {
             0 | 1 => Shares::of_container(pod.request, pod.min_gpus, gpus),
             2..=MAX_CONTAINERS if pod.min_gpus == 1 => {
                 if !pod.is_sum_of_containers() {
-                    let holds = |gpu: &Gpu| gpu.capacity >= pod.request;
-                    let is_held = gpus.gpus.iter().any(holds);
+                    let holds = |gpu: &GpuCapacity| Quanta::new(gpu.quanta.into()) >= pod.request;
+                    let is_held = gpus.iter().any(holds);
                     return is_held.then(|| Shares::one(pod.request));
                 }
                 quanta.sort_unstable_by(|a, b| b.cmp(a));
@@ -52,29 +53,13 @@ impl Shares {
         }
     }
 
-    /// The shares of a container: evenly over the fewest GPUs that could hold it, as the agent
-    /// cuts it. No program uses several MIG instances.
-    pub(super) fn of_container(quanta: Quanta, least: u16, gpus: &GpuFacts) -> Option<Shares> {
-        let holds = |gpu: &Gpu| gpu.capacity >= quanta;
-        let least = i64::from(least).min(quanta.count()) as usize;
-        if least == 1 && gpus.gpus.iter().any(holds) {
-            return Some(Shares::one(quanta));
-        }
-        let whole = gpus.gpus.iter().filter(|gpu| !gpu.is_mig());
-        let mut capacities: Vec<Quanta> = whole.map(|gpu| gpu.capacity).collect();
-        capacities.sort_unstable_by(|a, b| b.cmp(a));
-        let even = |count: usize| -> Vec<Quanta> {
-            let (all, count) = (quanta.count().unsigned_abs(), count as u64);
-            let share = |index: u64| Quanta::new(all / count + u64::from(index < all % count));
-            (0..count).map(share).collect()
-        };
-        let fits =
-            |shares: &Vec<Quanta>| shares.iter().zip(&capacities).all(|(one, all)| one <= all);
-        let quanta = (least..=capacities.len()).map(even).find(fits)?;
-        Some(Shares {
-            quanta,
-            apart: true,
-        })
+    /// The shares of a container, as the agent cuts it.
+    pub(super) fn of_container(quanta: Quanta, least: u16, gpus: &[GpuCapacity]) -> Option<Shares> {
+        let shares = split_quanta(gpus, quanta.count().try_into().ok()?, least)?;
+        let shares = shares.into_iter();
+        let quanta: Vec<_> = shares.map(|share| Quanta::new(share.into())).collect();
+        let apart = quanta.len() > 1;
+        Some(Shares { quanta, apart })
     }
 
     /// Whether these amounts of different GPUs are those of a choice for the shares. Of several
@@ -143,36 +128,16 @@ impl Shares {
 mod tests {
     use super::*;
 
-    fn gpus(capacities: &[u64]) -> GpuFacts {
-        let gpu = |(index, capacity): (usize, &u64)| Gpu {
-            uuid: format!("GPU-{index}"),
-            capacity: Quanta::new(*capacity),
-            ..Gpu::default()
+    fn gpus(capacities: &[u32]) -> Vec<GpuCapacity> {
+        let gpu = |&quanta: &u32| GpuCapacity {
+            quanta,
+            is_combinable: true,
         };
-        GpuFacts {
-            gpus: capacities.iter().enumerate().map(gpu).collect(),
-            ..GpuFacts::default()
-        }
+        capacities.iter().map(gpu).collect()
     }
 
     fn counts(shares: Option<Shares>) -> Option<Vec<i64>> {
         shares.map(|shares| shares.quanta.iter().map(|quanta| quanta.count()).collect())
-    }
-
-    #[test]
-    fn container_is_cut_evenly_over_the_fewest_gpus() {
-        let of = |quanta, least, capacities: &[u64]| {
-            counts(Shares::of_container(
-                Quanta::new(quanta),
-                least,
-                &gpus(capacities),
-            ))
-        };
-        assert_eq!(of(8, 1, &[16, 16]), Some(vec![8]));
-        assert_eq!(of(9, 2, &[16, 16, 16]), Some(vec![5, 4]));
-        assert_eq!(of(24, 1, &[16, 16]), Some(vec![12, 12]));
-        assert_eq!(of(24, 3, &[16, 16]), None, "two GPUs are no three");
-        assert_eq!(of(40, 1, &[16, 16]), None);
     }
 
     #[test]
@@ -187,21 +152,10 @@ mod tests {
             PodFacts::of(&pod, bursar_crds::Quantum::Gib1).unwrap()
         };
         let of_pod =
-            |inits, capacities: &[u64]| counts(Shares::of_pod(&pod(inits), &gpus(capacities)));
+            |inits, capacities: &[u32]| counts(Shares::of_pod(&pod(inits), &gpus(capacities)));
         assert_eq!(of_pod("4", &[6, 6]), Some(vec![4, 4]));
         assert_eq!(of_pod("6", &[8, 6]), Some(vec![8]));
         assert_eq!(of_pod("6", &[7, 7]), None);
-    }
-
-    #[test]
-    fn no_container_is_cut_over_mig_instances() {
-        let mut instances = gpus(&[10, 10]);
-        for gpu in &mut instances.gpus {
-            gpu.uuid = gpu.uuid.replace("GPU", "MIG");
-        }
-        assert_eq!(Shares::of_container(Quanta::new(16), 1, &instances), None);
-        let one = Shares::of_container(Quanta::new(10), 1, &instances);
-        assert_eq!(counts(one), Some(vec![10]));
     }
 
     /// Places shares into free memory by best fit.

@@ -525,6 +525,18 @@ fn large_cluster_is_planned_within_the_interval() {
 }
 
 #[test]
+fn pod_takes_uneven_shares_of_gpus_of_different_size() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[80, 20])
+        .pod("b1", 80, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 20, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 90, GUARANTEED, Some(("a", None)));
+    cluster.run(&mut History::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["b1", "b2"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
 fn spread_pod_preempts_on_each_of_its_gpus() {
     for at in [None, Some(("a", None))] {
         let mut cluster = FakeCluster::default()
