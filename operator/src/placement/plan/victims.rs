@@ -25,6 +25,7 @@ pub(super) fn minimal_victims<'a>(
     let count = count_covering(&largest, lacking)?;
     let mut priorities: Vec<i32> = candidates.iter().map(|one| one.priority).collect();
     priorities.sort_unstable();
+    priorities.dedup();
     let low_priority = |most: i32| -> Vec<Candidate<'a>> {
         let low_priority = largest.iter().filter(|one| one.priority <= most);
         low_priority.copied().collect()

@@ -7,6 +7,7 @@ use bursar_crds::gpu_node::Reservation;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner, by_waiter};
 use crate::cluster::Key;
+use crate::placement::node::GpuFacts;
 use crate::placement::plan::victims::Candidate;
 use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
@@ -19,13 +20,20 @@ impl<'a> Planner<'a> {
         let planned = self.relocations.iter().filter(|(_, to, _)| *to == node);
         let planned: Quanta = planned.map(|(.., victims)| *victims).sum();
         let promised = self.history.assumed_room(node).plus(planned);
-        self.snapshot.gpu_nodes.get(node).is_some_and(|gpus| {
+        let has_room = |gpus: &GpuFacts| {
             let free = |gpu: usize| gpus.gpus[gpu].largest_free.minus(promised);
             let best_fit = |gpu, _, with| (free(gpu) >= with).then(|| free(gpu).minus(with));
             let shares = Shares::of_pod(pod, &gpus.capacities());
             shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
-        }) && self.snapshot.unrequested(node).minus(promised) >= pod.request
+        };
+        // The sums come first: the search may take long.
+        self.snapshot.unrequested(node).minus(promised) >= pod.request
             && self.snapshot.fits(node, pending.key, &[])
+            && self
+                .snapshot
+                .gpu_nodes
+                .get(node)
+                .is_some_and(|gpus| has_room(gpus))
     }
 
     /// Whether the node's quanta suffice for the pod of these reservations once its victims are

@@ -1,5 +1,7 @@
 //! Finds GPUs to reserve for a pod, and the pods of lower priority that make room there.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::gpu_node::Reservation;
 
 use super::shares::Shares;
@@ -18,6 +20,41 @@ use crate::quanta::Quanta;
 /// Ranks reservations for a pod, the best first: by how many failed before, by the number of
 /// victims, their highest priority and their memory, and then by node and GPU.
 type ReservationRank<'a> = (u32, usize, Option<i32>, Quanta, &'a str, Option<&'a str>);
+
+/// The number of victims, their highest priority and their memory.
+type VictimCost = (usize, Option<i32>, Quanta);
+
+/// What one GPU could give to a pod.
+struct Supply<'a> {
+    /// All that the pod could have there.
+    capacity: Quanta,
+    /// The memory that is bound to no pod.
+    free: Quanta,
+    /// The memory of terminating pods and of victims that are chosen already.
+    coming: Quanta,
+    /// The pods that the pod may preempt.
+    candidates: Vec<Candidate<'a>>,
+}
+
+impl<'a> Supply<'a> {
+    /// The victims for a pod that needs `quanta` there. `None` when no victims would suffice.
+    fn victims(&self, quanta: Quanta) -> Option<Vec<Candidate<'a>>> {
+        let lacking = quanta.minus(self.free).minus(self.coming);
+        let is_possible = self.capacity >= quanta;
+        is_possible.then(|| minimal_victims(&self.candidates, lacking))?
+    }
+
+    /// The most that victims could make free.
+    fn most(&self) -> Quanta {
+        let reclaimable = self.candidates.iter().map(|one| one.quanta).sum();
+        let all = self.free.plus(self.coming).plus(reclaimable);
+        all.min(self.capacity)
+    }
+}
+
+fn highest_priority(victims: &[Candidate<'_>]) -> Option<i32> {
+    victims.iter().map(|one| one.priority).max()
+}
 
 impl<'a> Planner<'a> {
     /// The GPUs to reserve for a pod, on one node: with the fewest failed reservations, then with
@@ -109,7 +146,7 @@ impl<'a> Planner<'a> {
                 let rank = (
                     failed.sum(),
                     victims.len(),
-                    victims.iter().map(|one| one.priority).max(),
+                    highest_priority(&victims),
                     victims.iter().map(|one| one.quanta).sum(),
                     node,
                     set.first().map(|(gpu, _)| gpu.uuid.as_str()),
@@ -146,24 +183,34 @@ impl<'a> Planner<'a> {
         pending: &PendingPod<'a>,
         shares: &Shares,
     ) -> Option<Vec<(&'g Gpu, Quanta)>> {
+        let assumption = JobAssumption::FailsOnDisruption;
+        let supplies = gpus.iter();
+        let supplies = supplies.map(|gpu| self.supply(node, gpu, pending, assumption, &[]));
+        let supplies: Vec<Supply<'_>> = supplies.collect();
+        let needed: Quanta = shares.quanta.iter().copied().sum();
+        if supplies.iter().map(Supply::most).sum::<Quanta>() < needed {
+            return None;
+        }
+        // The search asks for the same amounts again and again.
+        let mut costs = BTreeMap::new();
+        let mut cost = |gpu: usize, quanta: Quanta| -> Option<VictimCost> {
+            let cost = costs.entry((gpu, quanta));
+            *cost.or_insert_with(|| {
+                let victims = supplies[gpu].victims(quanta)?;
+                let freed = victims.iter().map(|one| one.quanta).sum();
+                Some((victims.len(), highest_priority(&victims), freed))
+            })
+        };
         let rank = |index: usize, before: Quanta, with: Quanta| {
-            let gpu = *gpus.get(index)?;
-            let mut victims = |quanta| {
-                let assumption = JobAssumption::FailsOnDisruption;
-                self.victims_on(node, gpu, quanta, pending, assumption, &[])
-            };
+            let uuid = gpus.get(index)?.uuid.as_str();
             let earlier = match before {
                 Quanta::ZERO => 0,
-                _ => victims(before)?.len(),
+                _ => cost(index, before)?.0,
             };
-            let victims = victims(with)?;
-            let freed: Quanta = victims.iter().map(|one| one.quanta).sum();
-            let highest = victims.iter().map(|one| one.priority).max();
-            let in_vain = self
-                .history
-                .failed_reservations(&pending.pod.uid, &gpu.uuid);
-            let more = victims.len().saturating_sub(earlier);
-            Some((in_vain, more, highest, freed, gpu.uuid.as_str()))
+            let (victims, highest, freed) = cost(index, with)?;
+            let in_vain = self.history.failed_reservations(&pending.pod.uid, uuid);
+            let more = victims.saturating_sub(earlier);
+            Some((in_vain, more, highest, freed, uuid))
         };
         let chosen = shares.assign(gpus.len(), rank)?.into_iter();
         Some(
@@ -185,28 +232,23 @@ impl<'a> Planner<'a> {
         let (mut all, mut earlier) = (Vec::new(), Vec::new());
         for reservation in reservations {
             let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
-            let quanta = lacking(reservation, gpu);
-            let victims = self.victims_on(node, gpu, quanta, pending, assumption, &earlier)?;
+            let supply = self.supply(node, gpu, pending, assumption, &earlier);
+            let victims = supply.victims(lacking(reservation, gpu))?;
             earlier.extend(victims.iter().map(|one| one.uid));
             all.push(victims);
         }
         Some(all)
     }
 
-    /// The victims on a GPU for a pod that needs `quanta` there, beside terminating pods and the
-    /// victims that are chosen already. `None` when no victims would suffice.
-    pub(super) fn victims_on(
+    /// What a GPU could give to a pod, where the victims in `chosen` are chosen already.
+    fn supply(
         &mut self,
         node: &str,
         gpu: &Gpu,
-        quanta: Quanta,
         pending: &PendingPod<'a>,
         assumption: JobAssumption,
         chosen: &[&str],
-    ) -> Option<Vec<Candidate<'a>>> {
-        if gpu.capacity < quanta {
-            return None;
-        }
+    ) -> Supply<'a> {
         let (mut coming, mut candidates) = (self.history.recently_freed(node, gpu), Vec::new());
         for (uid, held) in &gpu.pods {
             if chosen.contains(&uid.as_str()) {
@@ -235,7 +277,12 @@ impl<'a> Planner<'a> {
                 });
             }
         }
-        minimal_victims(&candidates, quanta.minus(gpu.free).minus(coming))
+        Supply {
+            capacity: gpu.capacity,
+            free: gpu.free,
+            coming,
+            candidates,
+        }
     }
 
     /// The step that evicts the victims on the GPUs of a pod's reservations, once the agent keeps
