@@ -36,7 +36,9 @@ pub const MAX_WAITING: usize = 16;
 /// The most containers without enforcement in one object.
 pub const MAX_NOT_ENFORCED: usize = 16;
 /// The most pods listed with one GPU, those with the most memory first.
-pub const MAX_PODS: usize = 32;
+pub const MAX_PODS: usize = 256;
+/// The most entries in the pods' lists of all GPUs.
+pub const MAX_POD_ENTRIES: usize = 3_584;
 /// The most pods with a name in the lists of all GPUs; further ones have a UID alone.
 pub const MAX_POD_NAMES: usize = 512;
 /// The most pods for which one GPU has memory set aside.

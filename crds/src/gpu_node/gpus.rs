@@ -50,10 +50,14 @@ pub struct GpuStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 4), extend("x-kubernetes-list-type" = "atomic"))]
     pub set_aside: Vec<GpuPod>,
-    /// The pods with memory on the GPU, those with the most first; at most 32.
+    /// The pods with memory on the GPU, those with the most first; at most 256, and at most 3,584
+    /// entries on the whole node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = 256), extend("x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<GpuPod>,
+    /// The number of pods with memory on the GPU that `pods` does not list.
+    #[serde(default, skip_serializing_if = "super::is_zero")]
+    pub pods_omitted: i32,
     /// The allocator runtime of the GPU, which creates its retained memory. Absent where retained
     /// memory is switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]

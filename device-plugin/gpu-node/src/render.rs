@@ -9,8 +9,8 @@ use bursar_crds::context_policy::{ContextAction, FaultAction};
 use bursar_crds::gpu_node::{
     Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod, GpuRuntime, GpuStatus,
     Health, HealthStatus, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
-    MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING, NodeMemory,
-    QuotaOverride, QuotaStatus, TokenKey,
+    MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING,
+    NodeMemory, QuotaOverride, QuotaStatus, TokenKey,
 };
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_gpu::Gpu;
@@ -63,6 +63,7 @@ pub fn render(
         known: pod_names,
         left: MAX_POD_NAMES,
     };
+    let mut entries_left = MAX_POD_ENTRIES;
     let mut statements = vec![ready_condition(conditions)];
     statements.extend_from_slice(conditions);
     GpuNodeStatus {
@@ -86,7 +87,7 @@ pub fn render(
         gpus: gpus
             .iter()
             .take(MAX_GPUS)
-            .map(|gpu| gpu_status(gpu, &mut names, before, now))
+            .map(|gpu| gpu_status(gpu, &mut names, &mut entries_left, before, now))
             .collect(),
         waiting: first(waiting, MAX_WAITING),
         not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
@@ -237,6 +238,7 @@ impl PodNames<'_> {
 fn gpu_status(
     report: &GpuReport,
     names: &mut PodNames<'_>,
+    entries_left: &mut usize,
     before: &GpuNodeStatus,
     now: &Time,
 ) -> GpuStatus {
@@ -272,6 +274,9 @@ fn gpu_status(
         pods,
         reserved_for,
     } = in_ledger;
+    let set_aside = names.largest(set_aside, MAX_SET_ASIDE);
+    let listed = names.largest(pods, MAX_PODS.min(*entries_left));
+    *entries_left -= listed.len();
     let (status, reason) = match health {
         GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
         GpuHealth::Unhealthy { reason } => (HealthStatus::Unhealthy, reason.as_str()),
@@ -300,8 +305,9 @@ fn gpu_status(
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
-        set_aside: names.largest(set_aside, MAX_SET_ASIDE),
-        pods: names.largest(pods, MAX_PODS),
+        set_aside,
+        pods_omitted: i32::try_from(pods.len() - listed.len()).unwrap_or(i32::MAX),
+        pods: listed,
         runtime: runtime.as_ref().map(runtime_status),
     }
 }
@@ -703,6 +709,18 @@ mod tests {
     }
 
     #[test]
+    fn all_pods_of_a_full_node_are_listed_with_their_gpu() {
+        let mut report = report();
+        let pod = |number: u32| (number.to_string().parse().unwrap(), Quanta(1));
+        report.gpus[0].memory.pods = (0..250).map(pod).collect();
+        report.gpus[1].memory.pods = (0..300).map(pod).collect();
+        let status = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let gpus = status.gpus.iter();
+        let counts: Vec<_> = gpus.map(|gpu| (gpu.pods.len(), gpu.pods_omitted)).collect();
+        assert_eq!(counts, [(250, 0), (256, 44)]);
+    }
+
+    #[test]
     fn unhealthy_gpu_has_a_reason_and_a_time() {
         let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         let mut ill = report();
@@ -830,7 +848,10 @@ mod tests {
                 .iter()
                 .flat_map(|gpu| gpu.set_aside.iter().chain(&gpu.pods))
         };
-        assert_eq!(pods().count(), MAX_GPUS * (MAX_SET_ASIDE + MAX_PODS));
+        assert_eq!(pods().count(), MAX_GPUS * MAX_SET_ASIDE + MAX_POD_ENTRIES);
+        let omitted = status.gpus.iter().map(|gpu| gpu.pods_omitted);
+        let omitted: Vec<i32> = omitted.collect();
+        assert_eq!((omitted[0], omitted[MAX_GPUS - 1]), (0, 250));
         assert_eq!(
             pods().filter(|pod| !pod.name.is_empty()).count(),
             MAX_POD_NAMES

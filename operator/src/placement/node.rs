@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use bursar_crds::gpu_node::{
-    GpuStatus, HealthStatus, MAX_PODS, MemoryResource, QuotaOverride, Relocation, Reservation,
+    GpuStatus, HealthStatus, MemoryResource, QuotaOverride, Relocation, Reservation,
 };
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::shares::GpuCapacity;
@@ -136,6 +136,8 @@ pub struct Gpu {
     pub reserved_for: Option<String>,
     /// The pods with memory on the GPU, by UID.
     pub pods: BTreeMap<String, Quanta>,
+    /// Whether `pods` lacks some, those with the least memory.
+    pub omits_pods: bool,
 }
 
 impl Gpu {
@@ -193,13 +195,11 @@ impl GpuFacts {
         gpus.map(capacity).collect()
     }
 
-    /// Whether a container of the pod may already have memory on this node. A full list omits the
-    /// pods with the least memory.
+    /// Whether a container of the pod may already have memory on this node.
     pub(super) fn has_possibly_started(&self, pod: &PodFacts) -> bool {
         let one_of_several = pod.containers.len() > 1;
-        self.gpus.iter().any(|gpu| {
-            gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.pods.len() >= MAX_PODS
-        })
+        let mut gpus = self.gpus.iter();
+        gpus.any(|gpu| gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.omits_pods)
     }
 }
 
@@ -256,6 +256,7 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
             .iter()
             .map(|pod| (pod.uid.clone(), quanta(pod.quanta)))
             .collect(),
+        omits_pods: gpu.pods_omitted > 0,
     }
 }
 
@@ -302,17 +303,21 @@ mod tests {
             });
             PodFacts::of(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap()
         };
-        let others = |count: usize| GpuFacts {
-            gpus: vec![Gpu {
-                pods: (0..count)
-                    .map(|number| (format!("other{number}"), Quanta::new(1)))
-                    .collect(),
-                ..Gpu::default()
-            }],
-            ..GpuFacts::default()
+        let others = |omitted: u32| {
+            let gpu = json!({
+                "uuid": "GPU-a", "index": 0, "model": "m", "memory": "16Gi", "state": "Active",
+                "generation": 1, "health": { "status": "Healthy", "reason": "Ok" },
+                "capacity": 16, "free": 0, "largestFree": 0,
+                "pods": [{ "uid": "other", "quanta": 1 }], "podsOmitted": omitted,
+            });
+            let node = json!({
+                "metadata": { "name": "n", "uid": "u" }, "spec": {},
+                "status": { "quantum": "1Gi", "gpus": [gpu] },
+            });
+            GpuFacts::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
         };
-        assert!(!others(MAX_PODS - 1).has_possibly_started(&pod(2)));
-        assert!(others(MAX_PODS).has_possibly_started(&pod(2)));
-        assert!(!others(MAX_PODS).has_possibly_started(&pod(1)));
+        assert!(!others(0).has_possibly_started(&pod(2)));
+        assert!(others(1).has_possibly_started(&pod(2)));
+        assert!(!others(1).has_possibly_started(&pod(1)));
     }
 }

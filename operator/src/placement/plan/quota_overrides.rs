@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::gpu_node::{DEVICE, MAX_PODS, MAX_QUOTAS, QuotaOverride};
+use bursar_crds::gpu_node::{DEVICE, MAX_QUOTAS, QuotaOverride};
 
 use super::{Step, gpu_node_ref};
 use crate::nodes::ssa_diff::needs_apply;
@@ -68,8 +68,7 @@ fn pod_overrides(
     let pod_gpus = gpus.unwrap_or_default().iter();
     // A full list may omit the pod. The agent ignores an order for a GPU on which the pod has no
     // memory.
-    let pod_gpus =
-        pod_gpus.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);
+    let pod_gpus = pod_gpus.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.omits_pods);
     let mut accounts: Vec<&str> = pod_gpus.map(|gpu| gpu.uuid.as_str()).collect();
     if accounts.len() < 2 {
         // With one GPU the account `device` suffices.

@@ -12,7 +12,7 @@ mod untrusted_reports;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::COHORT_LABEL;
-use bursar_crds::gpu_node::Relocation;
+use bursar_crds::gpu_node::{MAX_PODS, Relocation};
 use bursar_crds::shares::{GpuCapacity, split_quanta};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
@@ -376,18 +376,20 @@ impl FakeCluster {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
                 let kept = self.kept(uuid);
+                let pods = self.pods.iter().filter(|(_, pod)| pod.on(uuid) > 0);
+                let mut pods: Vec<_> = pods.map(|(uid, pod)| (pod.on(uuid), uid)).collect();
+                pods.sort_by_key(|(quanta, _)| std::cmp::Reverse(*quanta));
+                let listed = pods.iter().take(MAX_PODS);
                 Gpu {
                     uuid: uuid.clone(),
                     capacity: Quanta::new(*capacity),
                     free: Quanta::new(free),
                     largest_free: Quanta::new(free.saturating_sub(kept)),
                     reserved_for: held.map(|held| held.waiter.clone()),
-                    pods: self
-                        .pods
-                        .iter()
-                        .filter(|(_, pod)| pod.on(uuid) > 0)
-                        .map(|(uid, pod)| (uid.clone(), Quanta::new(pod.on(uuid))))
+                    pods: listed
+                        .map(|(quanta, uid)| ((*uid).clone(), Quanta::new(*quanta)))
                         .collect(),
+                    omits_pods: pods.len() > MAX_PODS,
                 }
             };
             let waits = |(_, pod): &(&String, &FakePod)| {

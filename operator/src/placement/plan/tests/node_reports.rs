@@ -38,6 +38,7 @@ fn shown(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
             largest_free: Quanta::new(*free),
             reserved_for: answered.or(held.map(|pod| uids[pod].to_owned())),
             pods: pods.iter().map(of).collect(),
+            ..Gpu::default()
         }
     });
     let waiting = lies.1.iter().map(of);

@@ -1,7 +1,6 @@
 //! Tests labels, quota overrides and entries of other writers.
 
 use bursar_crds::Amount;
-use bursar_crds::gpu_node::MAX_PODS;
 
 use super::*;
 
@@ -126,9 +125,9 @@ fn override_reaches_the_pods_node_and_is_lifted_with_it() {
 #[test]
 fn override_covers_each_gpu_when_the_agent_lists_one_of_two() {
     // The pod is on two GPUs, and the agent's list of the second is full.
-    let cluster = (0..MAX_PODS).fold(
+    let cluster = (0..=MAX_PODS).fold(
         FakeCluster::default()
-            .node("a", &[64, 64])
+            .node("a", &[64, 512])
             .pod("p", 8, GUARANTEED, Some(("a", Some(0)))),
         |cluster, number| cluster.pod(&format!("o{number}"), 1, GUARANTEED, Some(("a", Some(1)))),
     );

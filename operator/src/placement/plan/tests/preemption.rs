@@ -525,6 +525,21 @@ fn large_cluster_is_planned_within_the_interval() {
 }
 
 #[test]
+fn victims_are_found_among_many_small_pods() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[80, 80, 80])
+        .pod("g1", 55, GUARANTEED, Some(("a", Some(1))))
+        .pod("g2", 55, GUARANTEED, Some(("a", Some(2))))
+        .pod("owner", 40, GUARANTEED, Some(("a", None)));
+    for number in 0..80 {
+        cluster = cluster.pod(&format!("b{number}"), 1, BORROWED, Some(("a", Some(0))));
+    }
+    cluster.run(&mut History::default(), 0, 20);
+    assert!(cluster.bound("owner"));
+    assert_eq!(cluster.evicted.len(), 40);
+}
+
+#[test]
 fn pod_takes_uneven_shares_of_gpus_of_different_size() {
     let mut cluster = FakeCluster::default()
         .node("a", &[80, 20])
