@@ -45,6 +45,12 @@ pub struct GpuStatus {
     /// The UID of the pod whose reservation the agent has accepted (`spec.reservations`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved_for: Option<String>,
+    /// The namespace whose pods alone get memory of the GPU until the node restarts, because the
+    /// GPU did not pass the scrub check. Empty where no pod gets any; absent where pods of all
+    /// namespaces do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 63))]
+    pub only_for: Option<String>,
     /// The waiting pods for which free memory is set aside, and how much: the pod of the
     /// reservation, and the first pod of the node's queue.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -273,6 +273,7 @@ fn gpu_status(
         set_aside,
         pods,
         reserved_for,
+        only_for,
     } = in_ledger;
     let set_aside = names.largest(set_aside, MAX_SET_ASIDE);
     let listed = names.largest(pods, MAX_PODS.min(*entries_left));
@@ -306,6 +307,7 @@ fn gpu_status(
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
         set_aside,
+        only_for: only_for.clone(),
         pods_omitted: i32::try_from(pods.len() - listed.len()).unwrap_or(i32::MAX),
         pods: listed,
         runtime: runtime.as_ref().map(runtime_status),

@@ -75,6 +75,17 @@ impl NamespaceIsolation {
         let cleared = self.shareable.as_ref();
         cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past_tenants.is_tenant(gpu, pod)
     }
+
+    /// The namespace whose pods alone may have memory of the GPU. Empty where no pod may, none
+    /// where pods of any namespace may.
+    pub(super) fn only_for(&self, gpu: &GpuUuid) -> Option<&str> {
+        let cleared = self.shareable.as_ref()?;
+        let tenants = self.past_tenants.tenants.get(gpu);
+        match tenants.filter(|_| !cleared.contains(gpu))? {
+            Tenants::One(namespace) => Some(namespace),
+            Tenants::Several => Some(""),
+        }
+    }
 }
 
 impl Ledger {
@@ -111,7 +122,7 @@ impl Ledger {
     }
 
     /// A healthy GPU that is closed to the claim's pod, even if it has free memory.
-    pub fn closed_gpu(&self, claim: ClaimId) -> Option<&GpuUuid> {
+    pub(super) fn closed_gpu(&self, claim: ClaimId) -> Option<&GpuUuid> {
         let pod = &self.claims.get(&claim)?.pod;
         let mut gpus = self.gpus.iter();
         let barred = gpus.find(|(uuid, gpu)| {
@@ -267,7 +278,13 @@ mod tests {
             BindOutcome::Bound(_)
         ));
         assert_eq!(gpus_of(&ledger, "two-a"), ["GPU-b"]);
-        let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "three-a", 20, 2) else {
+        let only_for = |ledger: &Ledger| {
+            let gpus = ledger.view(NOW).gpus;
+            gpus.into_iter().map(|gpu| gpu.only_for).collect::<Vec<_>>()
+        };
+        let both = ["one", "two"].map(|namespace| Some(namespace.to_owned()));
+        assert_eq!(only_for(&ledger), both);
+        let BindOutcome::Queued(_, reason) = start(&mut ledger, "three-a", 20, 2) else {
             panic!("bound")
         };
         let text = reason.to_string();
@@ -275,10 +292,7 @@ mod tests {
             text.contains("GPU-a is not shared with other namespaces"),
             "{text}"
         );
-        assert_eq!(
-            ledger.closed_gpu(ticket.claim).map(GpuUuid::as_str),
-            Some("GPU-a")
-        );
+        assert_eq!(reason.gpus, None, "no GPU is open to it");
         assert!(matches!(
             start(&mut ledger, "one-b", 30, 4),
             BindOutcome::Bound(_)
@@ -295,8 +309,11 @@ mod tests {
         ));
         assert!(ledger.advance(NOW).is_empty());
         assert!(ledger.set_shareable_gpus(gpu_set(&["GPU-b"])));
+        assert_eq!(only_for(&ledger), [both[0].clone(), None]);
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "three-a"), ["GPU-b"]);
+        ledger.mark_tenants_unknown(&"GPU-a".parse().unwrap());
+        assert_eq!(only_for(&ledger), [Some(String::new()), None]);
     }
 
     #[test]

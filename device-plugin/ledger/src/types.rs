@@ -339,6 +339,9 @@ pub struct GpuView {
     pub pods: BTreeMap<PodUid, Quanta>,
     /// The pod that has a reservation on this GPU.
     pub reserved_for: Option<PodUid>,
+    /// The namespace whose pods alone may have memory of the GPU, which did not pass the scrub
+    /// check. Empty where no pod may, none where pods of any namespace may.
+    pub only_for: Option<String>,
 }
 
 /// The node's managed memory.
@@ -369,6 +372,7 @@ impl GpuView {
             set_aside: BTreeMap::new(),
             pods: BTreeMap::new(),
             reserved_for: None,
+            only_for: None,
         }
     }
 

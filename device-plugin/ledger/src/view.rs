@@ -52,6 +52,7 @@ impl Ledger {
                     set_aside,
                     pods: used.of_pods(),
                     reserved_for: self.reserved_for(uuid).cloned(),
+                    only_for: self.isolation.only_for(uuid).map(str::to_owned),
                 }
             })
             .collect();

@@ -134,6 +134,8 @@ pub struct Gpu {
     pub largest_free: Quanta,
     /// The UID of the pod that the agent keeps the GPU for.
     pub reserved_for: Option<String>,
+    /// The namespace whose pods alone get memory of the GPU, if it is not for all.
+    pub only_for: Option<String>,
     /// The pods with memory on the GPU, by UID.
     pub pods: BTreeMap<String, Quanta>,
     /// Whether `pods` lacks some, those with the least memory.
@@ -144,6 +146,12 @@ impl Gpu {
     /// Whether this is a MIG instance.
     pub(super) fn is_mig(&self) -> bool {
         self.uuid.starts_with("MIG-")
+    }
+
+    /// Whether pods of the namespace may have memory of the GPU.
+    pub(super) fn is_open_to(&self, namespace: &str) -> bool {
+        let only_for = self.only_for.as_ref();
+        only_for.is_none_or(|only_for| only_for == namespace)
     }
 }
 
@@ -185,9 +193,9 @@ impl GpuFacts {
         self.gpus.iter().any(|gpu| gpu.pods.contains_key(pod))
     }
 
-    /// The GPUs as pods could have them if they were empty.
-    pub(super) fn capacities(&self) -> Vec<GpuCapacity> {
-        let gpus = self.gpus.iter();
+    /// The GPUs as pods of the namespace could have them if they were empty.
+    pub(super) fn capacities_for(&self, namespace: &str) -> Vec<GpuCapacity> {
+        let gpus = self.gpus.iter().filter(|gpu| gpu.is_open_to(namespace));
         let capacity = |gpu: &Gpu| GpuCapacity {
             quanta: gpu.capacity.count().try_into().unwrap_or(u32::MAX),
             is_combinable: !gpu.is_mig(),
@@ -251,6 +259,7 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
         free: count(gpu.free),
         largest_free: count(gpu.largest_free),
         reserved_for: gpu.reserved_for.clone(),
+        only_for: gpu.only_for.clone(),
         pods: gpu
             .pods
             .iter()

@@ -492,6 +492,24 @@ async fn container_without_room_waits_until_deadline_with_reason() {
 }
 
 #[tokio::test]
+async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..16);
+    node.start_device("a", 0..16).await;
+    let closed = ["GPU-b".parse().unwrap()].into();
+    node.allocator.set_scrubbed_gpus(closed, node.now).await;
+    for (pod, tokens) in [("b", 16..32), ("c", 32..36)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    let waits = node.allocator.queued_claims().into_iter();
+    let waits: Vec<_> = waits
+        .map(|wait| wait.pod.to_string())
+        .collect();
+    assert_eq!(waits, ["c"]);
+}
+
+#[tokio::test]
 async fn wait_names_the_pod_for_which_memory_is_set_aside() {
     let mut node = TestNode::new().await;
     for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {

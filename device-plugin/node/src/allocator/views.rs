@@ -20,10 +20,7 @@ impl<H: HostOps> NodeAllocator<H> {
     pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
-        // The operator would make room that a pod of this namespace cannot use.
-        let waits = self.queued_claims.iter();
-        let waits = waits.filter(|(claim, _)| self.ledger.closed_gpu(**claim).is_none());
-        let mut waits: Vec<QueuedClaim> = waits.map(|(_, wait)| wait.clone()).collect();
+        let mut waits: Vec<QueuedClaim> = self.queued_claims.values().cloned().collect();
         waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
         waits
     }

@@ -190,6 +190,8 @@ struct FakeCluster {
     labels: BTreeMap<String, BTreeMap<String, String>>,
     /// Memory of ended pods that is not proven free, by GPU.
     left: BTreeMap<String, u64>,
+    /// The namespaces that have GPUs for themselves, by GPU.
+    only_for: BTreeMap<String, String>,
     quotas: BTreeMap<String, Vec<QuotaOverride>>,
     moves: BTreeMap<String, Vec<Relocation>>,
     lowered: BTreeMap<String, String>,
@@ -386,6 +388,7 @@ impl FakeCluster {
                     free: Quanta::new(free),
                     largest_free: Quanta::new(free.saturating_sub(kept)),
                     reserved_for: held.map(|held| held.waiter.clone()),
+                    only_for: self.only_for.get(uuid).cloned(),
                     pods: listed
                         .map(|(quanta, uid)| ((*uid).clone(), Quanta::new(*quanta)))
                         .collect(),
@@ -623,7 +626,15 @@ impl FakeCluster {
                 let held = self.held.get(*gpu);
                 let kept = held.filter(|held| held.waiter != *uid);
                 let kept = kept.map_or(0, |_| self.kept(gpu));
-                self.free(node, gpu).saturating_sub(kept)
+                // All pods are of the namespace `n`.
+                match self
+                    .only_for
+                    .get(*gpu)
+                    .is_none_or(|only_for| only_for == "n")
+                {
+                    true => self.free(node, gpu).saturating_sub(kept),
+                    false => 0,
+                }
             };
             let free: Vec<u64> = gpus.iter().map(room).collect();
             let places = pod

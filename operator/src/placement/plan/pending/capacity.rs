@@ -21,9 +21,17 @@ impl<'a> Planner<'a> {
         let planned: Quanta = planned.map(|(.., victims)| *victims).sum();
         let promised = self.history.assumed_room(node).plus(planned);
         let has_room = |gpus: &GpuFacts| {
-            let free = |gpu: usize| gpus.gpus[gpu].largest_free.minus(promised);
-            let best_fit = |gpu, _, with| (free(gpu) >= with).then(|| free(gpu).minus(with));
-            let shares = Shares::of_pod(pod, &gpus.capacities());
+            let namespace = &pending.key.namespace;
+            let free = |gpu: usize| {
+                let gpu = &gpus.gpus[gpu];
+                let free = gpu.largest_free.minus(promised);
+                gpu.is_open_to(namespace).then_some(free)
+            };
+            let best_fit = |gpu, _, with| {
+                let free = free(gpu).filter(|free| *free >= with)?;
+                Some(free.minus(with))
+            };
+            let shares = Shares::of_pod(pod, &gpus.capacities_for(namespace));
             shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
         };
         // The sums come first: the search may take long.

@@ -57,7 +57,7 @@ struct PendingPod<'a> {
 impl PendingPod<'_> {
     /// The shares that the pod still needs on the GPUs of a node.
     fn shares(&self, gpus: &GpuFacts) -> Option<Shares> {
-        let capacities = gpus.capacities();
+        let capacities = gpus.capacities_for(&self.key.namespace);
         let are_many = self.pod.containers.len() > MAX_CONTAINERS && self.node.is_some();
         // The agent places all containers of a pod together, the first time that one starts.
         match gpus.lists(&self.pod.uid) || are_many {

@@ -77,7 +77,15 @@ impl<'a> Planner<'a> {
             let containers = pod.containers.iter().map(|(_, quanta)| *quanta);
             let containers: Vec<Quanta> = containers.collect();
             let shape = (pod.min_gpus, pod.has_larger_init, containers);
-            (pod.priority, pod.request, shape, &pod.constraints, rest)
+            let (namespace, constraints) = (&key.namespace, &pod.constraints);
+            (
+                pod.priority,
+                pod.request,
+                shape,
+                constraints,
+                namespace,
+                rest,
+            )
         };
         let mut hopeless = self.unsatisfiable.iter();
         if pending.node.is_none() && hopeless.any(|other| kind(other) == kind(pending)) {
@@ -277,8 +285,9 @@ impl<'a> Planner<'a> {
                 });
             }
         }
+        let is_open = gpu.is_open_to(&pending.key.namespace);
         Supply {
-            capacity: gpu.capacity,
+            capacity: if is_open { gpu.capacity } else { Quanta::ZERO },
             free: gpu.free,
             coming,
             candidates,

@@ -552,6 +552,21 @@ fn pod_takes_uneven_shares_of_gpus_of_different_size() {
 }
 
 #[test]
+fn gpu_that_is_closed_to_a_namespace_is_not_reserved() {
+    for at in [None, Some(("a", None))] {
+        let mut cluster = FakeCluster::default()
+            .node("a", &[16, 16])
+            .pod("b0", 16, BORROWED, Some(("a", Some(0))))
+            .pod("b1", 16, BORROWED, Some(("a", Some(1))))
+            .pod("owner", 16, GUARANTEED, at);
+        cluster.only_for = [("a-0".to_owned(), "other".to_owned())].into();
+        cluster.run(&mut History::default(), 0, 30);
+        assert_eq!(cluster.evicted, ["b1"], "{at:?}");
+        assert!(cluster.bound("owner"), "{at:?}");
+    }
+}
+
+#[test]
 fn spread_pod_preempts_on_each_of_its_gpus() {
     for at in [None, Some(("a", None))] {
         let mut cluster = FakeCluster::default()

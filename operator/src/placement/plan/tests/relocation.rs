@@ -253,6 +253,20 @@ fn relocation_counts_of_several_nodes_do_not_overflow() {
 }
 
 #[test]
+fn pod_is_not_relocated_to_a_gpu_that_is_closed_to_it() {
+    for (namespace, moves) in [("other", false), ("n", true)] {
+        let mut cluster = FakeCluster::default()
+            .node("a", &[16])
+            .node("b", &[16])
+            .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
+            .pod("8", 8, GUARANTEED, Some(("a", None)));
+        cluster.only_for = [("b-0".to_owned(), namespace.to_owned())].into();
+        cluster.run(&mut History::default(), 0, 20);
+        assert_eq!(!cluster.moved.is_empty(), moves, "{namespace}");
+    }
+}
+
+#[test]
 fn only_recreated_pods_are_relocated() {
     let table = [
         (Owner::DaemonSet, false),
