@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use bursar_crds::gpu_node::{
-    GpuStatus, HealthStatus, MemoryResource, QuotaOverride, Relocation, Reservation,
+    GpuPod, GpuStatus, HealthStatus, MemoryResource, QuotaOverride, Relocation, Reservation,
 };
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::shares::GpuCapacity;
@@ -136,6 +136,8 @@ pub struct Gpu {
     pub reserved_for: Option<String>,
     /// The namespace whose pods alone get memory of the GPU, if it is not for all.
     pub only_for: Option<String>,
+    /// The free memory that the agent sets aside for waiting pods, by UID.
+    pub set_aside: BTreeMap<String, Quanta>,
     /// The pods with memory on the GPU, by UID.
     pub pods: BTreeMap<String, Quanta>,
     /// Whether `pods` lacks some, those with the least memory.
@@ -152,6 +154,12 @@ impl Gpu {
     pub(super) fn is_open_to(&self, namespace: &str) -> bool {
         let only_for = self.only_for.as_ref();
         only_for.is_none_or(|only_for| only_for == namespace)
+    }
+
+    /// The free memory that is not set aside for other pods.
+    pub(super) fn free_for(&self, pod: &str) -> Quanta {
+        let others = self.set_aside.iter().filter(|(uid, _)| *uid != pod);
+        self.free.minus(others.map(|(_, quanta)| *quanta).sum())
     }
 }
 
@@ -253,6 +261,11 @@ impl Deref for VerifiedGpus<'_> {
 fn gpu(gpu: &GpuStatus) -> Gpu {
     let works = gpu.health.status == HealthStatus::Healthy;
     let count = |count| if works { quanta(count) } else { Quanta::ZERO };
+    let by_uid = |pods: &[GpuPod]| {
+        let pods = pods.iter();
+        pods.map(|pod| (pod.uid.clone(), quanta(pod.quanta)))
+            .collect()
+    };
     Gpu {
         uuid: gpu.uuid.clone(),
         capacity: count(gpu.capacity),
@@ -260,11 +273,8 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
         largest_free: count(gpu.largest_free),
         reserved_for: gpu.reserved_for.clone(),
         only_for: gpu.only_for.clone(),
-        pods: gpu
-            .pods
-            .iter()
-            .map(|pod| (pod.uid.clone(), quanta(pod.quanta)))
-            .collect(),
+        set_aside: by_uid(&gpu.set_aside),
+        pods: by_uid(&gpu.pods),
         omits_pods: gpu.pods_omitted > 0,
     }
 }

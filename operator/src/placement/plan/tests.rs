@@ -190,6 +190,8 @@ struct FakeCluster {
     labels: BTreeMap<String, BTreeMap<String, String>>,
     /// Memory of ended pods that is not proven free, by GPU.
     left: BTreeMap<String, u64>,
+    /// The pods for which agents set free memory aside without a reservation, by GPU.
+    set_aside: BTreeMap<String, (String, u64)>,
     /// The namespaces that have GPUs for themselves, by GPU.
     only_for: BTreeMap<String, String>,
     quotas: BTreeMap<String, Vec<QuotaOverride>>,
@@ -377,7 +379,11 @@ impl FakeCluster {
             let gpu = |(uuid, capacity): (&String, &u64)| {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
-                let kept = self.kept(uuid);
+                let reserved = held.map(|held| (held.waiter.clone(), self.kept(uuid)));
+                let set_aside = reserved
+                    .into_iter()
+                    .chain(self.set_aside.get(uuid).cloned());
+                let kept: u64 = set_aside.clone().map(|(_, quanta)| quanta).sum();
                 let pods = self.pods.iter().filter(|(_, pod)| pod.on(uuid) > 0);
                 let mut pods: Vec<_> = pods.map(|(uid, pod)| (pod.on(uuid), uid)).collect();
                 pods.sort_by_key(|(quanta, _)| std::cmp::Reverse(*quanta));
@@ -389,6 +395,9 @@ impl FakeCluster {
                     largest_free: Quanta::new(free.saturating_sub(kept)),
                     reserved_for: held.map(|held| held.waiter.clone()),
                     only_for: self.only_for.get(uuid).cloned(),
+                    set_aside: set_aside
+                        .map(|(uid, quanta)| (uid, Quanta::new(quanta)))
+                        .collect(),
                     pods: listed
                         .map(|(quanta, uid)| ((*uid).clone(), Quanta::new(*quanta)))
                         .collect(),
@@ -626,6 +635,8 @@ impl FakeCluster {
                 let held = self.held.get(*gpu);
                 let kept = held.filter(|held| held.waiter != *uid);
                 let kept = kept.map_or(0, |_| self.kept(gpu));
+                let first = self.set_aside.get(*gpu).filter(|(first, _)| first != uid);
+                let kept = kept + first.map_or(0, |(_, quanta)| *quanta);
                 // All pods are of the namespace `n`.
                 match self
                     .only_for

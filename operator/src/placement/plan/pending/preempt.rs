@@ -144,7 +144,15 @@ impl<'a> Planner<'a> {
                 continue;
             };
             if victims.is_empty() && pending.node.is_some() {
-                return Vec::new();
+                // A reservation of memory that is set aside for another pod would overtake it.
+                let suffices = set.iter().all(|(gpu, quanta)| {
+                    let supply = self.supply(node, gpu, pending, assumption, &[]);
+                    gpu.free_for(&pending.pod.uid).plus(supply.coming) >= *quanta
+                });
+                match suffices {
+                    true => return Vec::new(),
+                    false => continue,
+                }
             }
             if self.quanta_fit(node, &reservations, taken) {
                 let uid = &pending.pod.uid;

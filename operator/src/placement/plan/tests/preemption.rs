@@ -540,6 +540,21 @@ fn victims_are_found_among_many_small_pods() {
 }
 
 #[test]
+fn memory_set_aside_for_another_pod_is_not_waited_for() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[80, 80])
+        .pod("g1", 40, GUARANTEED, Some(("a", Some(0))))
+        .pod("g2", 40, GUARANTEED, Some(("a", Some(1))))
+        .pod("b", 40, BORROWED, Some(("a", Some(1))))
+        .pod("whole", 80, GUARANTEED, Some(("a", None)))
+        .pod("owner", 30, GUARANTEED, Some(("a", None)));
+    cluster.set_aside = [("a-0".to_owned(), ("whole".to_owned(), 40))].into();
+    cluster.run(&mut History::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["b"]);
+    assert_eq!(cluster.pods["owner"].places, [("a-1".to_owned(), 30)]);
+}
+
+#[test]
 fn pod_takes_uneven_shares_of_gpus_of_different_size() {
     let mut cluster = FakeCluster::default()
         .node("a", &[80, 20])
