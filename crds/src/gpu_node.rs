@@ -32,7 +32,7 @@ pub const MAX_CONTEXTS: usize = 1024;
 /// The most open faults in one object; the agent adds others when some are closed.
 pub const MAX_FAULTS: usize = 64;
 /// The most waiting containers in one object.
-pub const MAX_WAITING: usize = 16;
+pub const MAX_WAITING: usize = 64;
 /// The most containers without enforcement in one object.
 pub const MAX_NOT_ENFORCED: usize = 16;
 /// The most pods listed with one GPU, those with the most memory first.
@@ -303,10 +303,10 @@ pub struct GpuNodeStatus {
     /// The GPUs, and MIG instances as GPUs of their own.
     #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
     pub gpus: Vec<GpuStatus>,
-    /// Containers that wait until the node has room for them; at most 16. Those that wait for
-    /// device memory come before those that wait for managed memory, each the longest waiting
-    /// first.
-    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
+    /// Containers that wait until the node has room for them; at most 64. Those that wait for
+    /// device memory come before those that wait for managed memory. Of these, the first are those
+    /// that the node's GPUs could hold if they were empty, by priority, the longest waiting first.
+    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<PendingContainer>,
     /// The number of containers without enforcement of their quota.
     #[serde(skip_serializing_if = "is_zero")]

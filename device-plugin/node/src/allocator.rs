@@ -211,10 +211,11 @@ impl<H: HostOps> NodeAllocator<H> {
                 info!(%pod, %resource, %reason, "waiting");
                 let Reply { result, waits } = reply;
                 let message = reason.to_string();
+                let fits_when_empty = reason.gpus.is_some();
                 // The caller may have gone; its call ends with the next tick.
                 let _ = waits.send(reason);
-                self.queued_claims
-                    .entry(ticket.claim)
+                let wait = self.queued_claims.entry(ticket.claim);
+                wait.and_modify(|wait| wait.fits_when_empty = fits_when_empty)
                     .or_insert_with(|| QueuedClaim {
                         name: held
                             .iter()
@@ -222,6 +223,8 @@ impl<H: HostOps> NodeAllocator<H> {
                         pod,
                         resource,
                         quanta: tokens.quanta(),
+                        priority,
+                        fits_when_empty,
                         since: Timestamp::now(),
                         queued_at: now,
                     });

@@ -111,7 +111,7 @@ pub struct GpuFacts {
     pub uid: String,
     /// The node's GPUs.
     pub gpus: Vec<Gpu>,
-    /// The containers that wait there for room on a GPU, the longest waiting first.
+    /// The containers that wait there for room on a GPU, those of a pod the longest waiting first.
     pub pending: Vec<PendingContainer>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,

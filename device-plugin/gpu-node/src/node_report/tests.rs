@@ -48,6 +48,8 @@ fn snapshot() -> Snapshot {
             pod: "pod-1".parse().unwrap(),
             resource: Resource::DeviceMemory,
             quanta: Quanta(8),
+            priority: Default::default(),
+            fits_when_empty: true,
             since: jiff::Timestamp::from_second(1_000).unwrap(),
             name: Some(ContainerName {
                 container: "main".into(),

@@ -109,6 +109,11 @@ pub struct QueuedClaim {
     pub resource: Resource,
     /// The quanta that the claim waits for.
     pub quanta: Quanta,
+    /// The pod's priority.
+    pub priority: Priority,
+    /// Whether the GPUs that are open to the pod could hold it if they were empty, as of the last
+    /// call. Always false for managed memory.
+    pub fits_when_empty: bool,
     /// The time at which the wait began.
     pub since: Timestamp,
     /// That time on the clock that measures the wait.

@@ -492,6 +492,34 @@ async fn container_without_room_waits_until_deadline_with_reason() {
 }
 
 #[tokio::test]
+async fn waits_are_listed_by_whether_room_can_end_them() {
+    let mut node = TestNode::new().await;
+    for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    let mut answers = Vec::new();
+    for (pod, tokens) in [("huge", 100..140), ("first", 32..40), ("second", 40..44)] {
+        node.admit_device(pod, tokens.clone());
+        answers.push(node.start_device(pod, tokens).await);
+        node.tick(1).await;
+    }
+    let mut pods_with = |set: fn(&mut QueuedClaim)| {
+        let waits = node.allocator.queued_claims.values_mut();
+        waits
+            .filter(|wait| wait.pod.as_str() == "second")
+            .for_each(set);
+        let waits = node.allocator.queued_claims().into_iter();
+        waits.map(|wait| wait.pod.to_string()).collect::<Vec<_>>()
+    };
+    // The wall clock steps back while the second waits.
+    let listed = pods_with(|wait| wait.since = Timestamp::UNIX_EPOCH);
+    assert_eq!(listed, ["first", "second", "huge"]);
+    let listed = pods_with(|wait| wait.priority = Priority(10));
+    assert_eq!(listed, ["second", "first", "huge"]);
+}
+
+#[tokio::test]
 async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
     let mut node = TestNode::new().await;
     node.admit_device("a", 0..16);
@@ -504,9 +532,9 @@ async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
     }
     let waits = node.allocator.queued_claims().into_iter();
     let waits: Vec<_> = waits
-        .map(|wait| wait.pod.to_string())
+        .map(|wait| (wait.pod.to_string(), wait.fits_when_empty))
         .collect();
-    assert_eq!(waits, ["c"]);
+    assert_eq!(waits, [("c".to_owned(), true)]);
 }
 
 #[tokio::test]

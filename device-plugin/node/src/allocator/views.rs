@@ -1,5 +1,6 @@
 //! Shows claims, bindings and containers to the parts that report them.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 use bursar_ledger::units::{AllocationId, Resource};
@@ -16,12 +17,16 @@ impl<H: HostOps> NodeAllocator<H> {
         self.ledger.view(now)
     }
 
-    /// The queued claims, the oldest first.
+    /// The queued claims: first those that emptier GPUs could hold, by priority, and the oldest
+    /// first. Only a number of them is published, and the others get no help.
     pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
         let mut waits: Vec<QueuedClaim> = self.queued_claims.values().cloned().collect();
-        waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
+        waits.sort_by_cached_key(|wait| {
+            let urgency = (!wait.fits_when_empty, Reverse(wait.priority));
+            (urgency, wait.queued_at, wait.pod.clone())
+        });
         waits
     }
 
