@@ -143,6 +143,7 @@ pub async fn read(client: &Client, wanted: &Wanted<'_>) -> Result<Snapshot, kube
             Err(error) => drop(snapshot.unread.insert(*kind, reason(&error))),
         }
     }
+    keep_own(client, &mut snapshot).await?;
     sort(&mut snapshot);
     if wanted.kinds.contains(&Kind::AgentMetrics) {
         let pods = snapshot.pods.iter().map(|pod| pod.spec.node_name.clone());
@@ -151,6 +152,40 @@ pub async fn read(client: &Client, wanted: &Wanted<'_>) -> Result<Snapshot, kube
         read_metrics(client, &mut snapshot, |node| all || nodes.contains(node)).await;
     }
     Ok(snapshot)
+}
+
+#[derive(Deserialize)]
+struct Binding {
+    #[serde(default = "Vec::new")]
+    subjects: Vec<Subject>,
+}
+
+#[derive(Deserialize)]
+struct Subject {
+    #[serde(default)]
+    namespace: String,
+}
+
+/// Drops pods and workloads that a tenant labelled as Bursar's. Bursar's namespace is that of its
+/// accounts, whose ClusterRoleBindings no tenant can create.
+async fn keep_own(client: &Client, snapshot: &mut Snapshot) -> Result<(), kube::Error> {
+    if snapshot.labelled_namespaces().len() < 2 {
+        return Ok(());
+    }
+    let kind = Kind::ClusterRoleBindings;
+    let (path, selectors) = (list_path(kind, None), (kind.labels(), kind.fields()));
+    let mut namespaces = BTreeSet::new();
+    let read = list(client, &path, selectors, |binding: Binding| {
+        let subjects = binding.subjects.into_iter();
+        namespaces.extend(subjects.map(|subject| subject.namespace));
+    });
+    match read.await {
+        Ok(()) if namespaces.is_empty() => {}
+        Ok(()) => snapshot.keep_own(&namespaces),
+        Err(error) if is_unreachable(&error) => return Err(error),
+        Err(error) => drop(snapshot.unread.insert(kind, reason(&error))),
+    }
+    Ok(())
 }
 
 fn sort(snapshot: &mut Snapshot) {
@@ -239,7 +274,7 @@ async fn read_kind(
         Kind::PodMonitors => into!(pod_monitors),
         Kind::NetworkPolicies => into!(network_policies),
         Kind::MutatingPolicies => into!(mutating_policies),
-        Kind::AgentMetrics => Ok(()),
+        Kind::AgentMetrics | Kind::ClusterRoleBindings => Ok(()),
     }
 }
 

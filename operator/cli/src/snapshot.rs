@@ -1,13 +1,13 @@
 //! Defines the objects that a command has read, and what it could not read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
 use k8s_openapi::jiff::Timestamp;
 use serde_json::Value;
 
 use crate::agent_metrics::AgentMetrics;
-use crate::objects::{Event, Lease, Named, Node, Pod, Quota, Workload};
+use crate::objects::{Event, Lease, Meta, Named, Node, Pod, Quota, Workload};
 
 /// A kind of object that commands read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,6 +42,8 @@ pub enum Kind {
     NetworkPolicies,
     /// MutatingAdmissionPolicies.
     MutatingPolicies,
+    /// ClusterRoleBindings of Bursar's accounts.
+    ClusterRoleBindings,
     /// Metrics of the agents, through the API server's pod proxy.
     AgentMetrics,
 }
@@ -64,6 +66,7 @@ impl Kind {
             Self::PodMonitors => "podmonitors",
             Self::NetworkPolicies => "networkpolicies",
             Self::MutatingPolicies => "mutatingadmissionpolicies",
+            Self::ClusterRoleBindings => "clusterrolebindings",
             Self::AgentMetrics => "metrics of the agents (pods/proxy)",
         }
     }
@@ -88,6 +91,11 @@ impl Kind {
                 "mutatingadmissionpolicies",
                 false,
             ),
+            Self::ClusterRoleBindings => (
+                "/apis/rbac.authorization.k8s.io/v1",
+                "clusterrolebindings",
+                false,
+            ),
         }
     }
 
@@ -98,7 +106,8 @@ impl Kind {
             | Self::DaemonSets
             | Self::Deployments
             | Self::NetworkPolicies
-            | Self::MutatingPolicies => Some("app.kubernetes.io/name=bursar"),
+            | Self::MutatingPolicies
+            | Self::ClusterRoleBindings => Some("app.kubernetes.io/name=bursar"),
             Self::Quotas => Some(bursar_crds::resources::QUOTA_LABEL),
             _ => None,
         }
@@ -238,6 +247,29 @@ impl Snapshot {
             .collect();
         found.sort_by_key(|event| event.time());
         found
+    }
+
+    /// The namespaces of pods and workloads with Bursar's label, which any tenant can set.
+    pub fn labelled_namespaces(&self) -> BTreeSet<String> {
+        let workloads = self.daemon_sets.iter().chain(&self.deployments);
+        let workloads = workloads.map(|workload| &workload.metadata);
+        let metas = workloads.chain(self.own_pods.iter().map(|pod| &pod.metadata));
+        let is_labelled = |meta: &&Meta| {
+            let name = meta.labels.get("app.kubernetes.io/name");
+            name.is_some_and(|name| name == "bursar")
+        };
+        metas
+            .filter(is_labelled)
+            .map(|meta| meta.namespace.clone())
+            .collect()
+    }
+
+    /// Drops Bursar's pods and workloads that are in none of these namespaces.
+    pub fn keep_own(&mut self, namespaces: &BTreeSet<String>) {
+        let is_own = |meta: &Meta| namespaces.contains(&meta.namespace);
+        self.own_pods.retain(|pod| is_own(&pod.metadata));
+        self.daemon_sets.retain(|set| is_own(&set.metadata));
+        self.deployments.retain(|one| is_own(&one.metadata));
     }
 
     /// The agent's pod on a node.

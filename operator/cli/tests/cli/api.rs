@@ -203,6 +203,31 @@ async fn top_passes_its_selector_to_the_api_server() {
 }
 
 #[tokio::test]
+async fn pod_that_a_tenant_labels_as_an_agent_is_not_asked() {
+    let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
+    let mut impostor = own_pod("agent", "n");
+    impostor["metadata"]["namespace"] = json!("a-tenant");
+    let pods = vec![impostor, own_pod("agent", "n"), pod("ml", "p", "n", 8)];
+    let account = json!({ "kind": "ServiceAccount", "namespace": "bursar-system" });
+    let binding = json!({ "subjects": [account] });
+    for may_read in [true, false] {
+        let api = small();
+        api.put("/api/v1/pods", pods.clone());
+        api.put(bindings, vec![binding.clone()]);
+        if !may_read {
+            api.forbid(bindings);
+        }
+        let (code, text) = run(&api, "top").await;
+        assert_eq!(code, Ok(0), "{text}");
+        let asked = api.requests();
+        let asked = asked.iter().filter(|request| request.contains("/proxy/"));
+        assert_eq!(asked.count(), if may_read { 1 } else { 2 });
+        let note = "could not read clusterrolebindings: forbidden";
+        assert_eq!(text.contains(note), !may_read, "{text}");
+    }
+}
+
+#[tokio::test]
 async fn top_asks_an_agent_without_named_port_at_the_charts() {
     let api = small();
     let mut agent = own_pod("agent", "n");
