@@ -5,12 +5,15 @@
 //! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
 //! scrub check, a process of another kind: it creates a context, lets the agent measure that,
 //! checks whether freed memory comes back cleared, prints the verdict and exits.
+//! `bursar-provisioner balloon --gpu UUID --bytes N` holds memory for a moment, without a context.
 //! `bursar-provisioner check-quota --bytes N` runs in a pod of the chart's `helm test`.
 //!
+//! * `balloon` holds memory for a moment
 //! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check
 //! * `serve` answers the agent
 
+mod balloon;
 mod quota_check;
 mod scrub_check;
 mod serve;
@@ -43,6 +46,14 @@ enum Command {
               value_parser = clap::value_parser!(u64).range(scrub_check::MIN_BYTES..))]
         bytes: u64,
     },
+    /// Holds memory until standard input is closed, for seconds at most; prints lines of JSON.
+    Balloon {
+        #[command(flatten)]
+        gpu: Gpu,
+        /// The most memory in bytes.
+        #[arg(long)]
+        bytes: u64,
+    },
     /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
     CheckQuota {
         /// The quota that the pod requested.
@@ -71,12 +82,20 @@ fn main() -> anyhow::Result<()> {
             ..
         } => {
             let verdict = scrub_check::check(gpu, bytes, |context| {
-                if print_verdict(context).is_ok() {
+                if print_line(context).is_ok() {
                     scrub_check::wait_for_measurement();
                 }
             });
-            print_verdict(&verdict)
+            print_line(&verdict)
         }
+        Args {
+            command:
+                Some(Command::Balloon {
+                    gpu: Gpu { gpu },
+                    bytes,
+                }),
+            ..
+        } => balloon::hold(gpu, bytes),
         Args {
             command: Some(Command::CheckQuota { bytes }),
             ..
@@ -92,13 +111,13 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Prints a line for the agent.
-fn print_verdict(verdict: &scrub_check::Verdict) -> anyhow::Result<()> {
-    let verdict = serde_json::to_string(verdict)?;
+/// Prints a line of JSON for the agent.
+fn print_line(line: &impl serde::Serialize) -> anyhow::Result<()> {
+    let line = serde_json::to_string(line)?;
     let mut out = std::io::stdout();
-    writeln!(out, "{verdict}")
+    writeln!(out, "{line}")
         .and_then(|()| out.flush())
-        .context("failed to print the verdict")
+        .context("failed to print a line for the agent")
 }
 
 /// The agent's socket, which is standard input.

@@ -288,3 +288,56 @@ fn scrub_check_reports_whether_freed_memory_is_cleared() {
     let lost = check();
     assert!(lost.contains(r#""verdict":"Failed""#), "{lost}");
 }
+
+/// The process of a balloon that asks for more than the GPU has, and the lines that it prints.
+fn balloon(lab: &SimMachine) -> (Child, impl Iterator<Item = String>) {
+    let mut command = lab.command(PROGRAM);
+    command.args(["balloon", "--gpu", FIRST, "--bytes", "68719476736"]);
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut balloon = piped.spawn().unwrap();
+    let lines = BufReader::new(balloon.stdout.take().unwrap()).lines();
+    (balloon, lines.map(Result::unwrap))
+}
+
+fn held_bytes(line: Option<String>) -> u64 {
+    let number = line.unwrap().replace(r#"{"bytes":"#, "").replace('}', "");
+    number.parse().unwrap()
+}
+
+#[test]
+fn balloon_takes_all_but_held_memory_and_leaves_nothing() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let holder = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    let descriptor = holder.create(64 * MIB);
+    holder.kill();
+    let sim = lab.sim().unwrap();
+    let (mut process, mut lines) = balloon(&lab);
+    let held = held_bytes(lines.next());
+    // The process itself takes 4 MiB (F3 in docs/facts.md).
+    let rest = (16 << 30) - 64 * MIB;
+    assert!((rest - 8 * MIB..=rest).contains(&held), "{held}");
+    assert!(sim.used(0) >= held + 64 * MIB);
+    assert_eq!(sim.context_calls(), 0);
+    drop(process.stdin.take());
+    assert_eq!(held_bytes(lines.next()), held, "until the end");
+    assert!(process.wait().unwrap().success());
+    assert_eq!(sim.used(0), 64 * MIB);
+    drop(descriptor);
+}
+
+#[test]
+fn balloon_ends_when_it_is_killed_or_forgotten() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let (mut killed, mut lines) = balloon(&lab);
+    assert!(held_bytes(lines.next()) > 15 << 30);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert_eq!(lab.sim().unwrap().used(0), 0);
+    let begun = Instant::now();
+    let (mut forgotten, mut lines) = balloon(&lab);
+    assert!(held_bytes(lines.next()) > 15 << 30);
+    assert_eq!(lines.next(), None, "it was not held until a look ended");
+    assert!(!forgotten.wait().unwrap().success());
+    assert!(begun.elapsed() < TIMEOUT);
+    assert_eq!(lab.sim().unwrap().used(0), 0);
+}
