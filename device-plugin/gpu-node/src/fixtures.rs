@@ -78,5 +78,6 @@ fn gpu(index: u32) -> GpuReport {
         },
         gpu,
         runtime: None,
+        eviction_risk: None,
     }
 }

@@ -102,6 +102,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
     };
     let gpu = |state: &GpuState| GpuReport {
         runtime: runtime_report(&state.gpu.uuid, &around.retained),
+        eviction_risk: around.audited.eviction_risks.get(&state.gpu.uuid).cloned(),
         ..gpu_report(state, view, generation_of(state, generations))
     };
     let pod_names = pod_names(snapshot);
@@ -235,6 +236,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
         },
         memory,
         runtime: None,
+        eviction_risk: None,
     }
 }
 
@@ -309,9 +311,13 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
         }
         let leaked = report.memory.leaked;
         if leaked > Bytes::ZERO && old.is_none_or(|old| old.memory.leaked == Bytes::ZERO) {
-            let message = format!(
-                "of {gpu} {leaked} that ended pods had exported are held by others, and not given to pods"
-            );
+            let given = format!("of {gpu} {leaked} that ended pods had exported");
+            let message = match &report.eviction_risk {
+                None => format!("{given} are held by others, and not given to pods"),
+                Some(why) => format!(
+                    "{given} are not given to pods: the agent cannot prove them free beside managed memory: {why}"
+                ),
+            };
             events.push((Reason::MemoryLeaked, message));
         }
     }

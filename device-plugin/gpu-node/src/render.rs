@@ -249,6 +249,7 @@ fn gpu_status(
         health,
         memory: in_ledger,
         runtime,
+        eviction_risk: _,
     } = report;
     let Gpu {
         uuid,

@@ -7,6 +7,7 @@ use bursar_crds::conditions::ConditionUpdate;
 use bursar_crds::gpu_node::{
     EnforcementGap, GpuContainer, GpuState, NamespaceUse, PendingContainer, RetainedLease,
 };
+use bursar_enforcement::audit::eviction::EvictionRisk;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
@@ -87,6 +88,8 @@ pub struct GpuReport {
     pub memory: GpuView,
     /// The allocator runtime, and the bytes that it has lent; none where retained memory is off.
     pub runtime: Option<(RuntimeReport, Bytes)>,
+    /// Why the agent proves nothing free beside the GPU's managed memory.
+    pub eviction_risk: Option<EvictionRisk>,
 }
 
 impl GpuReport {

@@ -20,6 +20,8 @@ pub trait MemorySampler: Send + Sync + 'static {
 pub struct GpuMemorySample {
     /// The bytes in use, without the driver's own reserve, before the list of the processes.
     pub used: Bytes,
+    /// The bytes that can be in use, without the driver's own reserve.
+    pub capacity: Bytes,
     /// The bytes in use after the list; none where the driver was not asked again.
     pub used_after: Option<Bytes>,
     /// The bytes that the driver charges to processes.

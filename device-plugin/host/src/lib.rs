@@ -1,8 +1,9 @@
-//! Reads and writes the host: clocks, processes, cgroups, driver files and checkpoints.
+//! Reads and writes the host: clocks, processes, cgroups, memory, driver files and checkpoints.
 
 pub mod checkpoint;
 pub mod clock;
 pub mod driver_files;
+pub mod host_memory;
 pub mod pod_cgroups;
 pub mod procfs;
 #[cfg(any(test, feature = "testing"))]

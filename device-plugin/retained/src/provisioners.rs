@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,6 +26,7 @@ use bursar_sessions::lease_handle::REQUEST_TIMEOUT;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
+mod balloon;
 mod process;
 
 use self::process::ProcessSupervisor;
@@ -165,6 +166,10 @@ impl Threads {
         }));
     }
 
+    fn is_barred(&self, gpu: &GpuUuid) -> bool {
+        self.drained.contains(gpu) || self.barred.contains(gpu)
+    }
+
     fn may_hold(&self, gpu: &GpuUuid) -> bool {
         let ending = self.ending.get(gpu);
         self.running.contains_key(gpu) || ending.is_some_and(|join| !join.is_finished())
@@ -176,6 +181,8 @@ pub struct Provisioners {
     program: Program,
     threads: Mutex<Threads>,
     records: Records,
+    /// The process of each GPU's last balloon.
+    balloons: Mutex<BTreeMap<GpuUuid, Child>>,
 }
 
 /// The records of all runtimes, which their threads share.
@@ -216,6 +223,7 @@ impl Provisioners {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
             },
+            balloons: Mutex::default(),
         }
     }
 
@@ -317,9 +325,9 @@ impl Provisioners {
         self.threads().drained.contains(gpu)
     }
 
-    /// Whether a GPU may have a provisioner.
+    /// Whether a GPU may have a provisioner, or the process of a balloon.
     pub(crate) fn may_hold(&self, gpu: &GpuUuid) -> bool {
-        self.threads().may_hold(gpu)
+        self.has_balloon(gpu) || self.threads().may_hold(gpu)
     }
 
     fn threads(&self) -> MutexGuard<'_, Threads> {
@@ -347,8 +355,7 @@ impl Provisioners {
         if let Some(thread) = threads.running.get(gpu) {
             return Ok(thread.jobs.clone());
         }
-        let is_barred = threads.drained.contains(gpu) || threads.barred.contains(gpu);
-        if is_barred || threads.may_hold(gpu) {
+        if threads.is_barred(gpu) || threads.may_hold(gpu) {
             return Err(io::Error::other(format!(
                 "{gpu} is drained or lost, or its last provisioner has not exited"
             )));

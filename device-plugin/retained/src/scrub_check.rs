@@ -253,13 +253,13 @@ fn read_verdict(
 }
 
 /// Reads one line of the output, at most [`MAX_LINE_LENGTH`] bytes.
-fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
+pub(crate) fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
     let mut line = Vec::new();
     while line.len() < MAX_LINE_LENGTH {
         let left = until.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(|error| error.to_string())?;
         match poll(&mut [PollFd::new(output, PollFlags::IN)], Some(&left)) {
-            Ok(0) => return Err("the scrub check timed out".to_owned()),
+            Ok(0) => return Err("its process timed out".to_owned()),
             Ok(_) => {}
             Err(Errno::INTR) => continue,
             Err(error) => return Err(error.to_string()),
@@ -275,12 +275,12 @@ fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String>
 }
 
 /// Waits for the exit, so that the process leaves no zombie.
-fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
+pub(crate) fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
     loop {
         match child.try_wait() {
             Ok(Some(_)) => return Ok(()),
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
-            Ok(None) => return Err("the scrub check timed out".to_owned()),
+            Ok(None) => return Err("its process timed out".to_owned()),
             Err(error) => return Err(error.to_string()),
         }
     }

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::container::denials::SharedLogLimiter;
 use super::container::{Admission, Container};
 use super::fault_notifier::FaultNotifier;
+use super::grants::Grants;
 use super::pidfd::ProcessExit;
 use super::rate_limit::{self, RateLimiter};
 use super::stream::PeerStream;
@@ -59,6 +60,7 @@ pub(super) struct Connection {
     fault_notifier: FaultNotifier,
     /// `None` where the node has no retained memory.
     lease_service: Option<LeaseHandle>,
+    grants: Arc<Grants>,
     log_limiter: SharedLogLimiter,
 }
 
@@ -77,6 +79,7 @@ impl Connection {
         rate_limiter: Arc<Mutex<RateLimiter>>,
         fault_notifier: FaultNotifier,
         lease_service: Option<LeaseHandle>,
+        grants: Arc<Grants>,
         log_limiter: SharedLogLimiter,
     ) -> Connection {
         Connection {
@@ -85,6 +88,7 @@ impl Connection {
             rate_limiter,
             fault_notifier,
             lease_service,
+            grants,
             log_limiter,
         }
     }
@@ -155,6 +159,9 @@ impl Connection {
         self.wait_turn().await;
         // An exec keeps the pid that the kernel log names.
         self.fault_notifier.wait_kmsg_drained().await;
+        // A process may be admitted with memory that it has already.
+        let gpus = lock(&self.container).gpus();
+        let permits = self.grants.begin_all(&gpus).await;
         // A process that no longer waits goes on with its former page.
         if stream.has_hung_up() {
             return Err(ConnectionError::HungUp);
@@ -163,6 +170,7 @@ impl Connection {
             let resolver = self.resolver.as_ref();
             lock(&self.container).handle_hello(process, image, version, &holdings, resolver)
         });
+        drop(permits);
         let Admission {
             welcome,
             page,

@@ -4,7 +4,8 @@
 //! Sessions -- one task per allocation (listener) -- one task per process (connection)
 //!                      |                                        |
 //!                      +-- Container: accounts (pure), pages, processes --+
-//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure)
+//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure),
+//!              beside managed memory by a balloon, while grants wait
 //! ```
 //!
 //! The agent knows a process from its first hello until its pidfd reports the exit. Closing the
@@ -17,6 +18,7 @@
 //! agent.
 
 mod accounts;
+mod balloon;
 mod charges;
 mod checkpoint;
 mod closer;
@@ -26,8 +28,10 @@ mod container;
 mod context_size;
 mod fault_notifier;
 mod faults;
+mod grants;
 pub mod lease_handle;
 mod listener;
+mod managed;
 mod options;
 mod orphan_bound;
 mod peer;
@@ -59,10 +63,14 @@ use container::drain::GpuHolder;
 use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;
+use grants::Grants;
+use managed::ManagedMemory;
 use reclaim::Unreclaimed;
 use shared_samples::SharedSampler;
 
 pub(crate) use accounts::CreditAccounts;
+pub use balloon::{Balloon, BalloonError};
+pub use grants::GrantPermit;
 pub use peer::{CgroupResolver, ContainerResolver, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
@@ -203,6 +211,10 @@ struct Shared {
     orphans_changed: watch::Sender<()>,
     /// The leases whose memory the fd store has; `None` where the node has no retained memory.
     live_leases: Option<watch::Receiver<LiveLeases>>,
+    /// `None` where the agent proves nothing free beside managed memory.
+    balloon: Option<Arc<dyn Balloon>>,
+    grants: Arc<Grants>,
+    managed: Mutex<BTreeMap<GpuUuid, ManagedMemory>>,
 }
 
 struct RunningContainer {
@@ -256,6 +268,9 @@ impl Sessions {
                 gpus_with_task: Mutex::default(),
                 orphans_changed: watch::Sender::default(),
                 live_leases: None,
+                balloon: None,
+                grants: Arc::default(),
+                managed: Mutex::default(),
             }),
             resolver,
             connection_limit: ConnectionLimit::from_rlimit(),
@@ -309,11 +324,12 @@ impl Sessions {
         Some(self.context_sizes.as_ref()?.size_on(gpu))
     }
 
-    /// Removes the context sizes of all other GPUs.
+    /// Removes what is known of all other GPUs.
     pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         if let Some(sizes) = &self.context_sizes {
             sizes.retain_gpus(gpus);
         }
+        lock(&self.shared.managed).retain(|gpu, _| gpus.contains(gpu));
     }
 
     /// Removes the context sizes that were measured with another version of the driver.
@@ -336,6 +352,21 @@ impl Sessions {
         }
         self.lease_service = Some(lease_service);
         self
+    }
+
+    /// Proves memory free beside managed memory by `balloon`. The caller does this before the first
+    /// [`serve`](Self::serve).
+    #[must_use]
+    pub fn with_balloon(mut self, balloon: Arc<dyn Balloon>) -> Sessions {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.balloon = Some(balloon);
+        }
+        self
+    }
+
+    /// Begins a grant of a GPU's memory, which no balloon may take. Waits a few seconds at most.
+    pub async fn begin_grant(&self, gpu: &GpuUuid) -> GrantPermit {
+        self.shared.grants.begin(gpu).await
     }
 
     /// Serves at most `peers` processes of the node at the same time.
@@ -410,14 +441,6 @@ impl Sessions {
         let _ = self.with_container(allocation, |container| {
             container.set_untracked(account, charged)
         });
-    }
-
-    /// Tells the processes of all containers with a GPU how much managed memory the driver moves
-    /// away there for device memory.
-    pub fn set_evictable(&self, gpu: &GpuUuid, bytes: Bytes) {
-        for running in lock(&self.shared.containers).values() {
-            lock(&running.container).set_evictable(gpu, bytes);
-        }
     }
 
     /// The usage of every served allocation.

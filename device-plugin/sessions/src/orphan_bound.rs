@@ -16,6 +16,11 @@
 //! hides as much. So [`WINDOW`] samples in a row must agree: the largest used figure counts, and
 //! the least of each process. Memory that moves meanwhile, such as that of a context that is torn
 //! down, then counts as orphaned. Bytes stay hidden only if a process hides them in every sample.
+//!
+//! Managed memory on a GPU is charged to no process either, so it counts as orphaned. A balloon of
+//! the agent ([`super::balloon`]) displaces it, and no orphaned memory. While the balloon is held,
+//! all else in use is the used memory without the balloon. The bound never subtracts managed
+//! memory: the balloon has the bytes that were evicted for it, and they would count twice.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -107,13 +112,14 @@ impl<T> Default for SampleWindow<T> {
 
 impl<T> SampleWindow<T> {
     /// Adds a sample. The caller read `candidates` and the own memory of live processes before the
-    /// sample. The leases existed before and after it.
+    /// sample. The leases existed before and after it, and so did the `balloon`.
     pub(super) fn push(
         &mut self,
         candidates: T,
         sample: &GpuMemorySample,
         own: &BTreeMap<u32, OwnMemory>,
         leases: &BTreeMap<LeaseId, Bytes>,
+        balloon: Bytes,
     ) {
         let own_part =
             |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.own_part(bytes?).0));
@@ -122,7 +128,7 @@ impl<T> SampleWindow<T> {
             (bytes > 0).then_some((*pid, (own.allocation, bytes)))
         };
         let sample = Sample {
-            used: sample.used.0,
+            used: sample.used.0.saturating_sub(balloon.0),
             exported: own.iter().filter_map(unlisted).collect(),
             own: sample.charges.iter().filter_map(own_part).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
@@ -218,7 +224,7 @@ mod tests {
         let none = BTreeMap::new();
         samples
             .into_iter()
-            .for_each(|sample| all.push((), &sample, own, &none));
+            .for_each(|sample| all.push((), &sample, own, &none, Bytes::ZERO));
         all.bound().map(|(_, bound)| bound.for_container(None))
     }
 
@@ -270,9 +276,9 @@ mod tests {
         let bound_with = |last: BTreeMap<LeaseId, Bytes>| {
             let mut samples = SampleWindow::default();
             for _ in 1..WINDOW {
-                samples.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
+                samples.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]), Bytes::ZERO);
             }
-            samples.push((), &kept, &BTreeMap::new(), &last);
+            samples.push((), &kept, &BTreeMap::new(), &last, Bytes::ZERO);
             samples.bound().map(|(_, bound)| bound.for_container(None))
         };
         assert_eq!(bound_with(leases(&[1, 2])), Some(Bytes::gib(1)));
@@ -301,7 +307,7 @@ mod tests {
         let own = living_exporter();
         samples
             .into_iter()
-            .for_each(|sample| all.push((), &sample, &own, &BTreeMap::new()));
+            .for_each(|sample| all.push((), &sample, &own, &BTreeMap::new(), Bytes::ZERO));
         let (_, held) = all.bound().unwrap();
         held.for_container(Some(&AllocationId::from_bits(container)))
     }
@@ -377,6 +383,9 @@ mod tests {
         /// Managed memory of live processes becomes resident, or is evicted: this amount is on the
         /// GPU now, which the driver charges to no process.
         Managed(u64),
+        /// The agent's balloon gets this amount where it displaces managed memory, and nothing that
+        /// is held; zero ends it.
+        Balloon(u64),
         Look,
     }
 
@@ -388,6 +397,7 @@ mod tests {
             1 => bytes.clone().prop_map(|blocks| Step::Parked(blocks * 2 * MIB)),
             1 => (pid, bytes).prop_map(|(pid, blocks)| Step::Mapped(pid, blocks * 2 * MIB)),
             2 => (0..256_u64).prop_map(|chunks| Step::Managed(chunks * 2 * MIB)),
+            1 => (0..4_096_u64).prop_map(|pieces| Step::Balloon(pieces * 2 * MIB)),
             24 => Just(Step::Look),
         ]
     }
@@ -395,20 +405,22 @@ mod tests {
     proptest! {
         /// Holders of orphaned exports only become fewer, as no process can start to hold them. The
         /// bound never falls below the orphaned bytes, but for noise, whatever managed memory comes
-        /// and goes. It reaches zero once all holders have exited and no managed memory is left.
+        /// and goes, and whatever of it a balloon evicts. It reaches zero once all holders have
+        /// exited and a balloon has displaced the managed memory.
         #[test]
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
-            let (mut parked, mut managed) = (256 * MIB, 0);
+            const CAPACITY: u64 = 8 << 30;
+            let (mut parked, mut managed, mut balloon) = (256 * MIB, 0, 0);
             let mut samples = SampleWindow::default();
-            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, unlisted: u64| {
+            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, unlisted: u64, balloon: u64| {
                 let charged: Vec<(u32, u64)> = has
                     .iter()
                     .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
                     .collect();
-                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + unlisted;
+                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + unlisted + balloon;
                 let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
-                samples.push((), &sample_of(used, &charged), &self::own(&own), &BTreeMap::new());
+                samples.push((), &sample_of(used, &charged), &self::own(&own), &BTreeMap::new(), Bytes(balloon));
             };
             for step in steps {
                 match step {
@@ -424,8 +436,13 @@ mod tests {
                         *mapped.entry(pid).or_default() += moved;
                     },
                     Step::Managed(bytes) => managed = bytes,
-                    Step::Look => take(&mut samples, &has, &mapped, parked + managed),
+                    Step::Balloon(bytes) => balloon = bytes,
+                    Step::Look => take(&mut samples, &has, &mapped, parked + managed, balloon),
                 }
+                let pinned: u64 = has.values().map(|bytes| bytes + 10 * MIB).sum();
+                let pinned = pinned + parked + mapped.values().sum::<u64>();
+                balloon = balloon.min(CAPACITY - pinned);
+                managed = managed.min(CAPACITY - pinned - balloon);
                 if let Some(bound) = samples.bound().map(|(_, bound)| bound.for_container(None)) {
                     // Each live process may have this margin beyond its charge, which may also hide
                     // bytes of others.
@@ -433,8 +450,9 @@ mod tests {
                     prop_assert!(bound.0 + NOISE_FLOOR + besides >= parked + mapped.values().sum::<u64>());
                 }
             }
+            let pinned: u64 = has.values().map(|bytes| bytes + 10 * MIB).sum();
             for _ in 0..WINDOW {
-                take(&mut samples, &has, &BTreeMap::new(), 0);
+                take(&mut samples, &has, &BTreeMap::new(), 0, CAPACITY - pinned);
             }
             prop_assert_eq!(samples.bound().map(|(_, bound)| bound.for_container(None)), Some(Bytes::ZERO));
         }

@@ -3,24 +3,37 @@
 //! ```text
 //!   every SAMPLE_INTERVAL, while there are candidates, and until no container uses the GPU:
 //!   candidates (containers, ended pods) --> own memory of live processes --> sample --> bound
+//!
+//!   now and then, while managed memory hides whether they are free:
+//!   grants wait --> idle credit is taken back --> balloon --> WINDOW samples --> bound
 //! ```
 //!
 //! The order matters: memory of a process that exits, exports or allocates after it was read is in
-//! the sample, and counts as orphaned.
+//! the sample, and counts as orphaned. Without idle credit a balloon can displace more.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bursar_gpu::memory_sample::GpuMemorySample;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use tokio::task::JoinHandle;
 
 use super::accounts::AmountsByPid;
+use super::balloon::{Balloon, Granted, Schedule, balloon_size};
+use super::managed::PublishedBalloon;
 use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
 
 /// The time from one sample to the next: [`WINDOW`](super::orphan_bound::WINDOW) of them take half
 /// a second.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How long samples are taken while a balloon is held.
+const BALLOON_SAMPLES_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
+const BALLOON_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The memory that ended pods may still occupy on a GPU, until a proof that it is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +45,58 @@ pub(super) struct Unreclaimed {
 }
 
 /// The orphaned memory that a sample can prove free.
-#[derive(Debug)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Candidates {
     orphaned: BTreeMap<AllocationId, AmountsByPid>,
     unreclaimed: Option<u64>,
+}
+
+impl Candidates {
+    /// Whether a bound leaves any of them unproven.
+    fn are_unproven(&self, bound: &OrphanBound) -> bool {
+        let is_held = |container| bound.for_container(container) > Bytes::ZERO;
+        self.unreclaimed.is_some() && is_held(None)
+            || self
+                .orphaned
+                .keys()
+                .any(|container| is_held(Some(container)))
+    }
+}
+
+/// A sample, with the figures that were read before it.
+struct Look {
+    candidates: Candidates,
+    own: BTreeMap<u32, OwnMemory>,
+    sample: GpuMemorySample,
+    /// The leases that existed before and after the sample.
+    leases: BTreeMap<LeaseId, Bytes>,
+}
+
+impl Look {
+    /// Samples a GPU, and may block; `None` where the driver cannot answer now.
+    fn take(shared: &Shared, gpu: &GpuUuid, candidates: Candidates) -> Option<Look> {
+        let own = own_memory(shared, gpu);
+        let leases_before = live_leases(shared, gpu);
+        let sample = shared.sampler.sample(gpu)?;
+        let mut leases = live_leases(shared, gpu);
+        leases.retain(|lease, _| leases_before.contains_key(lease));
+        Some(Look {
+            candidates,
+            own,
+            sample,
+            leases,
+        })
+    }
+
+    fn add_to(self, window: &mut SampleWindow<Candidates>, balloon: Bytes) {
+        window.push(
+            self.candidates,
+            &self.sample,
+            &self.own,
+            &self.leases,
+            balloon,
+        );
+    }
 }
 
 /// Runs until no container uses the GPU and exited processes left nothing there. A GPU that hangs
@@ -44,35 +105,132 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     let mut every = tokio::time::interval(SAMPLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut window = SampleWindow::default();
+    let (mut schedule, mut before) = (Schedule::default(), Candidates::default());
+    let mut balloon = None;
     let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
         exports.mark_unchanged();
         let Some(candidates) = collect_candidates(&shared, &gpu) else {
             window.clear();
+            schedule.observe(false, Instant::now());
+            before = Candidates::default();
             if shared.release_unused_gpu(&gpu) || exports.changed().await.is_err() {
                 return;
             }
             continue;
         };
-        let own = own_memory(&shared, &gpu);
-        let leases_before = live_leases(&shared, &gpu);
-        let (driver, sampled) = (Arc::clone(&shared.sampler), gpu.clone());
-        let answer = tokio::task::spawn_blocking(move || driver.sample(&sampled));
-        let Ok(Some(sample)) = answer.await else {
+        if candidates != before {
+            schedule.restart();
+            before = candidates.clone();
+        }
+        let (sampled, driver) = (gpu.clone(), Arc::clone(&shared));
+        let look = move || Look::take(&driver, &sampled, candidates);
+        let Ok(Some(look)) = tokio::task::spawn_blocking(look).await else {
             continue;
         };
-        let mut leases = live_leases(&shared, &gpu);
-        leases.retain(|lease, _| leases_before.contains_key(lease));
-        window.push(candidates, &sample, &own, &leases);
-        let is_freed = window
-            .bound()
-            .is_some_and(|(candidates, bound)| apply_bound(&shared, &gpu, candidates, &bound));
-        if is_freed {
+        look.add_to(&mut window, Bytes::ZERO);
+        let Some((candidates, bound)) = window.bound() else {
+            continue;
+        };
+        schedule.observe(candidates.are_unproven(&bound), Instant::now());
+        if apply_bound(&shared, &gpu, candidates, &bound) {
             // A process that exits with the same exports as an earlier one is a new candidate.
             window.clear();
         }
+        if schedule.is_due(Instant::now()) && shared.may_evict(&gpu) {
+            schedule.begin(Instant::now());
+            balloon = prove_by_balloon(&shared, &gpu, balloon).await;
+            window.clear();
+        }
     }
+}
+
+/// Proves memory free while a balloon displaces managed memory. Returns the balloon's thread where
+/// it has not ended in time; `former` is that of the balloon before.
+pub(super) async fn prove_by_balloon(
+    shared: &Arc<Shared>,
+    gpu: &GpuUuid,
+    former: Option<JoinHandle<()>>,
+) -> Option<JoinHandle<()>> {
+    if former.as_ref().is_some_and(|former| !former.is_finished()) {
+        return former;
+    }
+    let balloon = shared.balloon.clone()?;
+    let Some(pause) = shared.grants.pause(gpu).await else {
+        tracing::info!(%gpu, "grants did not end in time for a balloon");
+        return None;
+    };
+    let (shared, of_gpu) = (Arc::clone(shared), gpu.clone());
+    let prove = move || {
+        if let Some((candidates, bound)) = bound_by_balloon(&shared, &of_gpu, balloon.as_ref()) {
+            apply_bound(&shared, &of_gpu, &candidates, &bound);
+        }
+    };
+    let mut thread = tokio::task::spawn_blocking(prove);
+    let ended = tokio::time::timeout(BALLOON_TIMEOUT, &mut thread).await;
+    drop(pause);
+    if ended.is_err() {
+        tracing::warn!(%gpu, "the process of a balloon hangs");
+    }
+    ended.is_err().then_some(thread)
+}
+
+/// Bounds the orphaned memory of a GPU while a balloon displaces managed memory, and may block. No
+/// memory of the GPU is granted meanwhile.
+fn bound_by_balloon(
+    shared: &Arc<Shared>,
+    gpu: &GpuUuid,
+    balloon: &dyn Balloon,
+) -> Option<(Candidates, OrphanBound)> {
+    for running in lock(&shared.containers).values() {
+        lock(&running.container).reclaim_all_idle(gpu);
+    }
+    let sample = shared.sampler.sample(gpu)?;
+    let size = balloon_size(&sample, &granted(shared, gpu), leased(shared, gpu))?;
+    let _published = PublishedBalloon::new(shared, gpu, size);
+    let (mut window, mut held) = (SampleWindow::default(), Bytes::ZERO);
+    let sample_while_held = &mut |bytes| {
+        held = bytes;
+        let until = Instant::now() + BALLOON_SAMPLES_TIMEOUT;
+        while window.bound().is_none() && Instant::now() < until {
+            let candidates = collect_candidates(shared, gpu);
+            let look = candidates.and_then(|candidates| Look::take(shared, gpu, candidates));
+            if let Some(look) = look {
+                look.add_to(&mut window, bytes);
+            }
+            std::thread::sleep(SAMPLE_INTERVAL);
+        }
+    };
+    if let Err(error) = balloon.hold(gpu, size, sample_while_held) {
+        tracing::warn!(%error, "nothing is proven free beside managed memory");
+        return None;
+    }
+    let (candidates, bound) = window.bound()?;
+    let unproven = bound.for_container(None);
+    tracing::info!(%gpu, size = size.0, held = held.0, unproven = unproven.0, "balloon held");
+    Some((candidates.clone(), bound))
+}
+
+/// The memory of a GPU that each live process may allocate without a further request.
+fn granted(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, Granted> {
+    let running = lock(&shared.containers);
+    running
+        .values()
+        .flat_map(|running| lock(&running.container).granted_on(gpu))
+        .collect()
+}
+
+/// The bytes of a GPU's leases, also of those that are being created.
+fn leased(shared: &Shared, gpu: &GpuUuid) -> Bytes {
+    let mut leases = live_leases(shared, gpu);
+    for running in lock(&shared.containers).values() {
+        let charged = lock(&running.container).charged_leases().into_iter();
+        let on_gpu = charged.filter(|(_, (of, _))| of == gpu);
+        leases.extend(on_gpu.map(|(lease, (_, bytes))| (lease, bytes)));
+    }
+    let sum = leases.values();
+    Bytes(sum.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0)))
 }
 
 fn collect_candidates(shared: &Shared, gpu: &GpuUuid) -> Option<Candidates> {

@@ -17,6 +17,7 @@ use bursar_gpu::memory_sample::GpuMemorySample;
 use super::fault_notifier::KmsgBarrier;
 use super::*;
 
+mod balloon;
 mod handshake;
 mod hostile;
 mod passed;

@@ -43,7 +43,15 @@ impl Agent {
         let resolver = Arc::new(CgroupResolver::new(paths.proc.clone()));
         let (leases, commands) = LeaseHandle::channel();
         let (live_sender, live_leases) = watch::channel(LiveLeases::new());
+        let folder = paths.run_dir.join("retained");
+        let program = Program {
+            path: self.provisioner(),
+            driver: self.config.driver.clone(),
+            libraries: folder.join("lib"),
+        };
+        let provisioners = Arc::new(Provisioners::new(program.clone()));
         let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
+            .with_balloon(provisioners.clone())
             .with_leases(leases.clone(), live_leases)
             .with_default_policy(RecoveryPolicy::with_action(
                 self.config.default_context_action,
@@ -53,12 +61,6 @@ impl Agent {
             .with_context_sizes(paths.run_dir.join("contexts.json"));
         let sessions = Arc::new(sessions);
         let (status, retained) = watch::channel(RetainedStatus::default());
-        let folder = paths.run_dir.join("retained");
-        let program = Program {
-            path: self.provisioner(),
-            driver: self.config.driver.clone(),
-            libraries: folder.join("lib"),
-        };
         let config = &self.config.retained;
         let fdstore = config.enabled.then(|| config.fdstore_socket.clone());
         let secret = key::load_or_create(&paths.run_dir.join(key::FILE_NAME));
@@ -71,7 +73,7 @@ impl Agent {
             per_gpu: config.per_gpu,
             sessions: sessions.clone(),
             membership: resolver,
-            provisioners: Arc::new(Provisioners::new(program.clone())),
+            provisioners,
             program,
             scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
             lease_ids: LeaseIds::new(SystemTime::now()),

@@ -23,9 +23,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_config::{Config, DriverConfig, PathsConfig};
+use bursar_host::host_memory::container_room;
 use bursar_host::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use bursar_host::procfs::{self, Bounds, Stat};
-use bursar_ledger::units::{AllocationId, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, PodUid};
 use bursar_node::cdi::CdiDir;
 
 use super::evaluate::{self, EnforcementGap};
@@ -74,6 +75,8 @@ pub(crate) struct AttestedContainer {
     pub gap: Option<EnforcementGap>,
     /// The container's processes, by pid.
     pub processes: BTreeMap<u32, AttestedProcess>,
+    /// The host memory that the container can still have; none where its limits are unknown.
+    pub host_room: Option<Bytes>,
 }
 
 /// A process of a container with a GPU.
@@ -146,6 +149,9 @@ impl PodAttestor {
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
             let mut attested = self.attest_container(pod, &folder, &processes, host, &mut room);
+            if let Some(attested) = &mut attested {
+                attested.host_room = container_room(&folder, cgroup);
+            }
             if let Some(attested) = attested.as_mut().filter(|_| !all) {
                 let why = format!("it has more than {MAX_PROCESSES} processes");
                 attested
@@ -248,6 +254,7 @@ impl PodAttestor {
             cgroup: file_name(folder),
             gap: gap.or(of_mounts).or(uses).or(minor_gap),
             processes: running,
+            host_room: None,
         })
     }
 

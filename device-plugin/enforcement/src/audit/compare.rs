@@ -63,7 +63,7 @@ use attribution::{Attribution, attribute, is_allowed, untracked_finding};
 use managed::{MANAGED_CACHE, known_managed};
 
 pub use finding::Finding;
-pub(crate) use managed::has_managed;
+pub(crate) use managed::{UNMANAGED_MAPPING, has_managed};
 
 /// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,6 +79,17 @@ pub struct GpuSample {
     pub unreclaimed_or_retained: Bytes,
     /// The processes that the driver lists on the GPU.
     pub processes: Vec<ListedProcess>,
+}
+
+impl GpuSample {
+    /// Excludes the agent's balloon from the memory that is charged to no process.
+    pub(super) fn exclude_balloon(&mut self, bytes: Bytes) {
+        let rest = |unattributed: Bytes| Bytes(unattributed.0.saturating_sub(bytes.0));
+        self.unattributed = self.unattributed.map(rest);
+        let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
+        let least = self.unattributed_signed.min(0);
+        self.unattributed_signed = self.unattributed_signed.saturating_sub(bytes).max(least);
+    }
 }
 
 /// A process that the driver lists on a GPU.

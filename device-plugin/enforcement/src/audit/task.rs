@@ -19,6 +19,7 @@ use bursar_config::{AuditConfig, Config};
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
+use bursar_host::host_memory::node_room;
 use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
@@ -36,6 +37,7 @@ use super::compare::{
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::events;
+use super::eviction::{EvictionRisk, check_eviction};
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::pod_attestations::PodAttestations;
@@ -73,6 +75,9 @@ pub struct AuditStatus {
     pub histories: BTreeMap<AllocationId, ProcessHistory>,
     /// The state directory lacks the namespaces' counters for long.
     pub late_write: Option<LateWrite>,
+    /// Why the agent moves no managed memory of a GPU to the host, and so proves nothing free
+    /// beside it.
+    pub eviction_risks: BTreeMap<GpuUuid, EvictionRisk>,
 }
 
 /// The state of the audit task.
@@ -187,6 +192,7 @@ impl Auditor {
             (gpus, healthy, snapshot.containers.clone())
         };
         let exited = self.sessions.exited_pids();
+        let balloons = self.sessions.balloons();
         let nvml = self.nvml.clone();
         let answers = self
             .sample_requests
@@ -200,6 +206,12 @@ impl Auditor {
             .into_iter()
             .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
             .collect();
+        // A balloon may have begun or ended about the time of the sample.
+        let balloons = [balloons, self.sessions.balloons()];
+        for seen in &mut seen {
+            let of_gpu = balloons.iter().filter_map(|all| all.get(&seen.gpu));
+            seen.exclude_balloon(of_gpu.max().copied().unwrap_or_default());
+        }
         // Read after the accounts, so that memory of an ending pod is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
             let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
@@ -217,8 +229,15 @@ impl Auditor {
         known.managed_gpus = self.managed_gpus(&seen, &books, &known);
         let result = compare_accounts(&seen, &books, &known, &self.config);
         self.charge_untracked(&books, &seen, &result);
-        for (gpu, bytes) in &result.evictable {
-            self.sessions.set_evictable(gpu, *bytes);
+        let (mut eviction_risks, room) = (BTreeMap::new(), node_room(&self.proc));
+        for seen in &seen {
+            let evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
+            let safe = check_eviction(seen, &books, &attested, room);
+            self.sessions
+                .set_evictable(&seen.gpu, evictable, safe.is_ok());
+            if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
+                eviction_risks.insert(seen.gpu.clone(), risk);
+            }
         }
         self.update_withheld(&seen, &result, &gpus);
         let stale = self.stale_gpus(&gpus, &seen, begun);
@@ -229,6 +248,9 @@ impl Auditor {
         self.count_usage(&containers, &books, begun);
         for (allocation, message) in self.denials.due(&books, begun) {
             events::publish_denials(&self.events, message, &allocation, &containers);
+        }
+        if self.audited.borrow().eviction_risks != eviction_risks {
+            info!(risks = ?eviction_risks, "risks of moving managed memory to the host changed");
         }
         let after = AuditStatus {
             has_run: true,
@@ -241,6 +263,7 @@ impl Auditor {
                 .map(|books| (books.allocation, books.history()))
                 .collect(),
             late_write: self.usage_file.late_write(),
+            eviction_risks,
         };
         let figures = AuditFigures {
             result,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
+use bursar_enforcement::audit::eviction::EvictionRisk;
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::{Gpu, NoDriver};
@@ -465,6 +466,26 @@ fn runtime_without_cdi_and_token_limit_are_reported() {
         (Some(false), names::TOO_MANY_TOKENS)
     );
     assert_eq!(report.device_memory.allocatable, Quanta::ZERO);
+}
+
+#[test]
+fn event_of_leaked_memory_says_why_nothing_is_proven() {
+    let well = node_report(&snapshot(), &inputs());
+    let mut leaking = snapshot();
+    leaking.view.gpus[0].leaked = Bytes::gib(1);
+    let told = |inputs: &ReportInputs| {
+        let events = transition_events(Some(&well), &node_report(&leaking, inputs));
+        let [(Reason::MemoryLeaked, message)] = &events[..] else {
+            panic!("{events:?}");
+        };
+        message.clone()
+    };
+    assert!(told(&inputs()).ends_with("are held by others, and not given to pods"));
+    let mut around = inputs();
+    let risk = EvictionRisk::PodRoom("pod-1".parse().unwrap());
+    around.audited.eviction_risks.insert(uuid(), risk);
+    let message = told(&around);
+    assert!(message.ends_with("raise its limits.memory"), "{message}");
 }
 
 #[test]

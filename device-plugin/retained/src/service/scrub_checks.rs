@@ -65,7 +65,10 @@ impl State {
         let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
         let charges = self.service.sessions.sampler();
         let provisioners = Arc::clone(&self.service.provisioners);
+        let sessions = Arc::clone(&self.service.sessions);
         self.jobs.spawn(async move {
+            // A balloon would take the memory that the check needs.
+            let _permit = sessions.begin_grant(&gpu).await;
             if provisioners.is_drained(&gpu) {
                 return Completion::ScrubProcessEnded(gpu);
             }

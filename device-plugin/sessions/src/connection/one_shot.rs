@@ -1,6 +1,6 @@
 //! Answers connections without a session.
 
-use bursar_ledger::units::AllocationId;
+use bursar_ledger::units::{AllocationId, GpuUuid};
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{self, Message, RejectReason, Response};
@@ -53,6 +53,9 @@ impl Connection {
                     allocation,
                     process,
                 };
+                // The lease service charges the container before it creates memory.
+                let gpu = request.account().and_then(account_gpu);
+                let _permits = self.grants.begin_all(gpu.as_slice()).await;
                 let reply = lease_service.request(caller, request).await;
                 (Response::Retained(reply.response), reply.fd)
             }
@@ -115,5 +118,12 @@ impl Connection {
         self.wait_turn().await;
         let resolver = self.resolver.as_ref();
         self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, resolver))
+    }
+}
+
+fn account_gpu(account: &messages::Account) -> Option<GpuUuid> {
+    match account {
+        messages::Account::Device(gpu) => gpu.parse().ok(),
+        messages::Account::Managed => None,
     }
 }

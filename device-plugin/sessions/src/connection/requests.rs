@@ -49,6 +49,8 @@ impl Connection {
             }
             let answer = match message {
                 Request::Credit { account, units } => {
+                    let gpu = lock(&self.container).account_gpu(account);
+                    let _permits = self.grants.begin_all(gpu.as_slice()).await;
                     let (change, answered) = self
                         .run_charged(|| lock(&self.container).request_credit(pid, account, units));
                     self.wait_recorded(Some(change)).await;

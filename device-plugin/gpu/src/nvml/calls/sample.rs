@@ -21,7 +21,7 @@ pub(super) fn sample_memory(
     device: &Device<'_>,
     gpu: &GpuUuid,
 ) -> Result<GpuMemorySample, NvmlError> {
-    let used = Bytes(device.memory_info()?.used);
+    let memory = device.memory_info()?;
     let compute = device.running_compute_processes()?;
     // NVML answers NotSupported for a GPU without graphics.
     let graphics = device.running_graphics_processes().unwrap_or_default();
@@ -36,7 +36,8 @@ pub(super) fn sample_memory(
     let used_after = Some(Bytes(device.memory_info()?.used));
     let contextless = contextless_memory(gpu, &charges);
     Ok(GpuMemorySample {
-        used,
+        used: Bytes(memory.used),
+        capacity: Bytes(memory.total.saturating_sub(memory.reserved)),
         used_after,
         charges,
         contextless,

@@ -150,3 +150,23 @@ proptest! {
         prop_assert_eq!(!findings(resident + kept + held, &books, &known).is_empty(), beyond);
     }
 }
+
+#[test]
+fn balloon_of_the_agent_is_no_finding() {
+    let mut seen = GpuSample {
+        unattributed_signed: 4 << 30,
+        unattributed: Some(Bytes::gib(4)),
+        ..sample(Vec::new())
+    };
+    seen.exclude_balloon(Bytes::gib(3));
+    assert_eq!(seen.unattributed, Some(Bytes::gib(1)), "the rest is");
+    assert_eq!(seen.unattributed_signed, 1 << 30);
+    seen.exclude_balloon(Bytes::gib(3));
+    assert_eq!(
+        seen.unattributed,
+        Some(Bytes::ZERO),
+        "it holds less than its size"
+    );
+    let result = compare_accounts(&[seen], &[], &AttestedState::default(), &LIMITS);
+    assert_eq!(result.findings, []);
+}

@@ -1,0 +1,194 @@
+//! Tests balloons: memory that a descriptor holds is never proven free, and no grant waits for long.
+
+use std::sync::mpsc::RecvTimeoutError;
+
+use super::*;
+use crate::reclaim::prove_by_balloon;
+
+const CAPACITY: Bytes = Bytes::gib(16);
+
+/// A GPU of which a descriptor holds some, and managed memory fills the rest. Its balloons displace
+/// the latter.
+#[derive(Default)]
+struct FakeGpu {
+    held: u64,
+    /// The number of balloons.
+    balloons: AtomicUsize,
+    /// Balloons hang until a message comes.
+    hang: Mutex<Option<Receiver<()>>>,
+    panics: bool,
+}
+
+impl MemorySampler for FakeGpu {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        Some(GpuMemorySample {
+            used: CAPACITY,
+            capacity: CAPACITY,
+            ..GpuMemorySample::default()
+        })
+    }
+}
+
+impl Balloon for FakeGpu {
+    fn hold(
+        &self,
+        _gpu: &GpuUuid,
+        bytes: Bytes,
+        look: &mut dyn FnMut(Bytes),
+    ) -> Result<(), BalloonError> {
+        self.balloons.fetch_add(1, Ordering::SeqCst);
+        assert!(!self.panics, "this balloon panics");
+        if let Some(hang) = lock(&self.hang).take() {
+            let _ = hang.recv();
+        }
+        look(Bytes(bytes.0.min(CAPACITY.0 - self.held)));
+        Ok(())
+    }
+}
+
+fn gpu() -> GpuUuid {
+    session_spec().gpus[0].0.clone()
+}
+
+/// Sessions with a served allocation on a GPU where ended pods left memory.
+async fn sessions_on(run_dir: &Path, gpu: FakeGpu) -> (Sessions, Arc<FakeGpu>) {
+    let driver = Arc::new(gpu);
+    let sessions = Sessions::new(
+        run_dir.to_owned(),
+        Arc::clone(&driver) as Arc<dyn MemorySampler>,
+        Arc::new(FakeResolver(true)),
+    );
+    let sessions = sessions.with_balloon(Arc::clone(&driver) as Arc<dyn Balloon>);
+    sessions.serve(session_spec()).await.unwrap();
+    sessions.bound_unreclaimed(BTreeMap::from([(self::gpu(), 1)]));
+    (sessions, driver)
+}
+
+fn proven(sessions: &Sessions) -> Option<Bytes> {
+    let bounds = sessions.bound_unreclaimed(BTreeMap::from([(gpu(), 1)]));
+    bounds.get(&gpu()).copied()
+}
+
+#[tokio::test]
+async fn only_held_memory_stays_unproven_beside_a_balloon() {
+    let held = 6 << 30;
+    for (held, most) in [(held, held), (0, 64 << 20)] {
+        let folder = tempfile::tempdir().unwrap();
+        let gpu = FakeGpu {
+            held,
+            ..FakeGpu::default()
+        };
+        let (sessions, driver) = sessions_on(folder.path(), gpu).await;
+        assert!(
+            prove_by_balloon(&sessions.shared, &self::gpu(), None)
+                .await
+                .is_none()
+        );
+        assert_eq!(driver.balloons.load(Ordering::SeqCst), 1);
+        let bound = proven(&sessions).unwrap();
+        assert!((held..=most).contains(&bound.0), "{bound}");
+        assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_evicted_before_the_audit_allows_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (sessions, driver) = sessions_on(folder.path(), FakeGpu::default()).await;
+    for (bytes, may_evict) in [(Bytes::ZERO, true), (Bytes::gib(4), false)] {
+        sessions.set_evictable(&gpu(), bytes, may_evict);
+        assert!(!sessions.shared.may_evict(&gpu()));
+    }
+    sessions.set_evictable(&gpu(), Bytes::gib(4), true);
+    let begun = Instant::now();
+    while driver.balloons.load(Ordering::SeqCst) == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no balloon");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(
+        begun.elapsed() > Duration::from_secs(4),
+        "the samples get some time"
+    );
+}
+
+/// Asks for credit on another thread, and reports each answer.
+fn ask(mut stream: UnixStream) -> Receiver<Response> {
+    let (sender, answers) = channel();
+    let request = Request::Credit {
+        account: 0,
+        units: Units(1),
+    };
+    std::thread::spawn(move || {
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .unwrap();
+        stream.write_all(&request.frame()).unwrap();
+        let _ = sender.send(receive(&mut stream));
+    });
+    answers
+}
+
+/// Checks that nothing comes for a moment.
+fn assert_waits<T: std::fmt::Debug>(answers: &Receiver<T>) {
+    let answer = answers.recv_timeout(Duration::from_millis(300));
+    assert_eq!(answer.err(), Some(RecvTimeoutError::Timeout));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credit_and_hello_wait_for_a_balloon_and_are_answered() {
+    let folder = tempfile::tempdir().unwrap();
+    let (sessions, _driver) = sessions_on(folder.path(), FakeGpu::default()).await;
+    let pause = sessions.shared.grants.pause(&gpu()).await.unwrap();
+    let (sender, hellos) = channel();
+    let run_dir = folder.path().to_owned();
+    std::thread::spawn(move || sender.send(hello(&run_dir)).map_err(drop));
+    assert_waits(&hellos);
+    drop(pause);
+    let (stream, _page) = hellos.recv_timeout(Duration::from_secs(20)).unwrap();
+    let pause = sessions.shared.grants.pause(&gpu()).await.unwrap();
+    let answers = ask(stream);
+    assert_waits(&answers);
+    drop(pause);
+    let answer = answers.recv_timeout(Duration::from_secs(20)).unwrap();
+    assert!(matches!(answer, Response::Granted { .. }), "{answer:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn grants_go_on_when_a_balloon_hangs_or_panics() {
+    let folder = tempfile::tempdir().unwrap();
+    let (go_on, hang) = channel();
+    let gpu = FakeGpu {
+        hang: Mutex::new(Some(hang)),
+        ..FakeGpu::default()
+    };
+    let (sessions, driver) = sessions_on(folder.path(), gpu).await;
+    let (stream, _page) = hello(folder.path());
+    let begun = Instant::now();
+    let hung = prove_by_balloon(&sessions.shared, &self::gpu(), None).await;
+    assert!(hung.is_some() && begun.elapsed() < Duration::from_secs(20));
+    assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
+    assert!(
+        sessions.balloons()[&self::gpu()] > Bytes::ZERO,
+        "the audit knows it"
+    );
+    let hung = prove_by_balloon(&sessions.shared, &self::gpu(), hung).await;
+    assert_eq!(driver.balloons.load(Ordering::SeqCst), 1, "no second one");
+    drop(go_on);
+    hung.unwrap().await.unwrap();
+    assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+
+    let folder = tempfile::tempdir().unwrap();
+    let gpu = FakeGpu {
+        panics: true,
+        ..FakeGpu::default()
+    };
+    let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
+    let (stream, _page) = hello(folder.path());
+    assert!(
+        prove_by_balloon(&sessions.shared, &self::gpu(), None)
+            .await
+            .is_none()
+    );
+    assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
+    assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+}
