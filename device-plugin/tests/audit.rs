@@ -30,6 +30,8 @@ mod large;
 mod managed;
 #[path = "audit/programs.rs"]
 mod programs;
+#[path = "audit/proof.rs"]
+mod proof;
 #[path = "audit/reclaim.rs"]
 mod reclaim;
 #[path = "audit/utilization.rs"]

@@ -19,12 +19,18 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// A machine with two GPUs of 16 GiB whose node offers managed memory.
 async fn machine() -> Machine {
+    machine_with(|_| {}).await
+}
+
+/// A machine like that of [`machine`], which `prepare` changes before the agent starts.
+pub(crate) async fn machine_with(prepare: impl FnOnce(&Machine)) -> Machine {
     let mut machine = Machine::new().await;
     let config = machine.path("agent.toml");
     let text = std::fs::read_to_string(&config).unwrap();
     let capacity = "[resources]\nmanaged-memory-capacity = \"64Gi\"\n";
     std::fs::write(&config, text + capacity).unwrap();
     configure(&machine, "");
+    prepare(&machine);
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
     machine.kubelet.until_allocatable(MANAGED, 64).await;
@@ -37,15 +43,24 @@ async fn start_both(
     devices: &mut DeviceCgroups,
     managed: usize,
 ) -> [(Pod, Container); 2] {
-    // This pod has the other GPU.
+    let (pod, owner) = start_owner(machine, devices, managed).await;
+    let beside = machine.admit("neighbour", 15).await;
+    let neighbour = start_client(machine, devices, &beside).await;
+    [(pod, owner), (beside, neighbour)]
+}
+
+/// Starts a pod with managed memory. The other GPU is full.
+pub(crate) async fn start_owner(
+    machine: &Machine,
+    devices: &mut DeviceCgroups,
+    managed: usize,
+) -> (Pod, Container) {
     machine.run("fills", 16).await;
     let pod = Pod::with("managed", GPU, 1).and(MANAGED, managed);
     machine.kubelet.admit(&pod).await.unwrap();
     std::fs::create_dir_all(machine.cgroup(&pod)).unwrap();
     let owner = start_client(machine, devices, &pod).await;
-    let beside = machine.admit("neighbour", 15).await;
-    let neighbour = start_client(machine, devices, &beside).await;
-    [(pod, owner), (beside, neighbour)]
+    (pod, owner)
 }
 
 async fn count_audits(machine: &Machine) -> i64 {

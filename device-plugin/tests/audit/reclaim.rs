@@ -13,7 +13,7 @@ const GIB: u64 = 1 << 30;
 const RECLAIM_LIMIT: Duration = Duration::from_secs(5);
 
 /// A process in no container that holds a descriptor.
-struct ParkedProcess(i32);
+pub(crate) struct ParkedProcess(i32);
 
 impl Drop for ParkedProcess {
     fn drop(&mut self) {
@@ -32,7 +32,7 @@ async fn start_exporter(machine: &Machine) -> (Pod, Container) {
     (pod, program)
 }
 
-fn park(program: &mut Container) -> ParkedProcess {
+pub(crate) fn park(program: &mut Container) -> ParkedProcess {
     let answer = program.call("park");
     ParkedProcess(answer.strip_prefix("ok ").unwrap().parse().unwrap())
 }
