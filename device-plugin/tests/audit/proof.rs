@@ -72,6 +72,8 @@ impl Fixture {
         program.ok("open libcuda.so.1");
         program.ok(&format!("export {}", 6 * GIB));
         let parked = park(&mut program);
+        owner.ok(&format!("touch {managed} {}", 16 * GIB));
+        drop(program);
         Fixture {
             machine,
             owner,

@@ -308,7 +308,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 names: &[
                     "audit::compare::tests::managed::balloon_of_the_agent_is_no_finding",
                     "audit::eviction::tests::managed_memory_is_evicted_only_with_host_memory_for_all",
-                    "audit::eviction::tests::no_managed_memory_is_evicted_beside_an_outsider",
+                    "audit::eviction::tests::no_managed_memory_is_evicted_beside_an_unknown_process",
                     "balloon::tests::balloon_leaves_grants_leases_and_listed_memory",
                     "balloon::tests::balloon_never_takes_what_was_granted",
                     "balloon::tests::balloons_are_rarer_until_other_memory_is_unproven",

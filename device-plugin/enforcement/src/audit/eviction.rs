@@ -32,7 +32,7 @@ pub enum EvictionRisk {
     NodeRoom,
     /// A process in no container of ours may have managed memory.
     #[error("process {0} in no pod with GPU memory uses the GPU; end it")]
-    Outsider(u32),
+    UnknownProcess(u32),
 }
 
 /// Checks one GPU; `node_room` is the host memory that the node can still have.
@@ -55,9 +55,9 @@ pub(super) fn check_eviction(
         let live = listed.live.as_ref()?;
         Some((listed.pid, live.start))
     });
-    let mut outsiders = live.filter(|(pid, start)| !is_attested(*pid, *start));
-    if let Some((pid, _)) = outsiders.next() {
-        return Err(EvictionRisk::Outsider(pid));
+    let mut unknown = live.filter(|(pid, start)| !is_attested(*pid, *start));
+    if let Some((pid, _)) = unknown.next() {
+        return Err(EvictionRisk::UnknownProcess(pid));
     }
     let users: BTreeSet<_> = books
         .iter()
@@ -182,10 +182,10 @@ mod tests {
     }
 
     #[test]
-    fn no_managed_memory_is_evicted_beside_an_outsider() {
+    fn no_managed_memory_is_evicted_beside_an_unknown_process() {
         let containers = [container(1, Bytes::ZERO, None)];
-        let outsider = check_eviction(&seen(&[1, 7]), &books(), &containers, None);
-        assert_eq!(outsider, Err(EvictionRisk::Outsider(7)));
+        let unknown = check_eviction(&seen(&[1, 7]), &books(), &containers, None);
+        assert_eq!(unknown, Err(EvictionRisk::UnknownProcess(7)));
         let mut exited = seen(&[1, 7]);
         exited.processes[1].live = None;
         assert_eq!(check_eviction(&exited, &books(), &containers, None), Ok(()));

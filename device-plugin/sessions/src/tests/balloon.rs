@@ -1,4 +1,4 @@
-//! Tests balloons: memory that a descriptor holds is never proven free, and no grant waits for long.
+//! Tests balloons: memory that a descriptor holds is never proven free, and grants wait briefly.
 
 use std::sync::mpsc::RecvTimeoutError;
 
