@@ -64,19 +64,19 @@ pub(super) struct Granted {
     pub(super) margin: Bytes,
 }
 
-/// The size of a balloon that takes no memory from the processes with these grants, and from no
-/// lease; `None` where it would displace nothing.
+/// The size of a balloon that takes no memory from the processes with these grants, and `kept`
+/// bytes less; `None` where it would displace nothing.
 ///
 /// Memory of processes that the driver lists may be free again a moment later. So the larger of
 /// both figures counts.
 pub(super) fn balloon_size(
     sample: &GpuMemorySample,
     granted: &BTreeMap<u32, Granted>,
-    leases: Bytes,
+    kept: Bytes,
 ) -> Option<Bytes> {
     let listed = sample.charges.iter().map(|(pid, _)| pid);
     let pids: BTreeSet<u32> = listed.chain(granted.keys().copied()).collect();
-    let mut kept = leases.0.saturating_add(STARTING_PROCESSES.0);
+    let mut kept = kept.0.saturating_add(STARTING_PROCESSES.0);
     for pid in pids {
         let untracked = Granted {
             margin: UNTRACKED_MARGIN,

@@ -213,6 +213,8 @@ struct Shared {
     live_leases: Option<watch::Receiver<LiveLeases>>,
     /// `None` where the agent proves nothing free beside managed memory.
     balloon: Option<Arc<dyn Balloon>>,
+    /// The memory of each GPU that no balloon takes, because it is for programs outside of pods.
+    reserved: Bytes,
     grants: Arc<Grants>,
     managed: Mutex<BTreeMap<GpuUuid, ManagedMemory>>,
 }
@@ -269,6 +271,7 @@ impl Sessions {
                 orphans_changed: watch::Sender::default(),
                 live_leases: None,
                 balloon: None,
+                reserved: Bytes::ZERO,
                 grants: Arc::default(),
                 managed: Mutex::default(),
             }),
@@ -354,12 +357,13 @@ impl Sessions {
         self
     }
 
-    /// Proves memory free beside managed memory by `balloon`. The caller does this before the first
-    /// [`serve`](Self::serve).
+    /// Proves memory free beside managed memory by `balloon`, which leaves `reserved` bytes of each
+    /// GPU. The caller does this before the first [`serve`](Self::serve).
     #[must_use]
-    pub fn with_balloon(mut self, balloon: Arc<dyn Balloon>) -> Sessions {
+    pub fn with_balloon(mut self, balloon: Arc<dyn Balloon>, reserved: Bytes) -> Sessions {
         if let Some(shared) = Arc::get_mut(&mut self.shared) {
             shared.balloon = Some(balloon);
+            shared.reserved = reserved;
         }
         self
     }

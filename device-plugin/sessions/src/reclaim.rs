@@ -187,7 +187,8 @@ fn bound_by_balloon(
         lock(&running.container).reclaim_all_idle(gpu);
     }
     let sample = shared.sampler.sample(gpu)?;
-    let size = balloon_size(&sample, &granted(shared, gpu), leased(shared, gpu))?;
+    let kept = leased(shared, gpu).0.saturating_add(shared.reserved.0);
+    let size = balloon_size(&sample, &granted(shared, gpu), Bytes(kept))?;
     let _published = PublishedBalloon::new(shared, gpu, size);
     let (mut window, mut held) = (SampleWindow::default(), Bytes::ZERO);
     let sample_while_held = &mut |bytes| {

@@ -51,7 +51,7 @@ impl Agent {
         };
         let provisioners = Arc::new(Provisioners::new(program.clone()));
         let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
-            .with_balloon(provisioners.clone())
+            .with_balloon(provisioners.clone(), self.config.resources.reserved)
             .with_leases(leases.clone(), live_leases)
             .with_default_policy(RecoveryPolicy::with_action(
                 self.config.default_context_action,

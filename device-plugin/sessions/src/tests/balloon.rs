@@ -58,7 +58,8 @@ async fn sessions_on(run_dir: &Path, gpu: FakeGpu) -> (Sessions, Arc<FakeGpu>) {
         Arc::clone(&driver) as Arc<dyn MemorySampler>,
         Arc::new(FakeResolver(true)),
     );
-    let sessions = sessions.with_balloon(Arc::clone(&driver) as Arc<dyn Balloon>);
+    let balloon = Arc::clone(&driver) as Arc<dyn Balloon>;
+    let sessions = sessions.with_balloon(balloon, Bytes::mib(512));
     sessions.serve(session_spec()).await.unwrap();
     sessions.bound_unreclaimed(BTreeMap::from([(self::gpu(), 1)]));
     (sessions, driver)
@@ -72,7 +73,7 @@ fn proven(sessions: &Sessions) -> Option<Bytes> {
 #[tokio::test]
 async fn only_held_memory_stays_unproven_beside_a_balloon() {
     let held = 6 << 30;
-    for (held, most) in [(held, held), (0, 64 << 20)] {
+    for (held, most) in [(held, held), (0, (512 + 64) << 20)] {
         let folder = tempfile::tempdir().unwrap();
         let gpu = FakeGpu {
             held,
