@@ -377,6 +377,21 @@ const CHECKS: &[Check] = &[
         &["--test", "refs"],
     ),
     cargo_check(
+        "runtime/rustdoc",
+        "rustdoc writes the runtime's documentation without a warning",
+        &[
+            "rustdoc",
+            "--quiet",
+            "--locked",
+            "--package",
+            "bursar-runtime",
+            "--lib",
+            "--",
+            "-D",
+            "warnings",
+        ],
+    ),
+    cargo_check(
         "runtime/borrows",
         "two mutable references to managed memory, or a copy of a write token, do not compile",
         &["test", "--quiet", "--locked", "--workspace", "--doc"],

@@ -1,15 +1,15 @@
 //! Suballocates blocks from slabs of another resource, in tens of nanoseconds and without a driver
 //! call.
 //!
-//! * [`size_classes`] maps a size to its free list.
-//! * [`tlsf`] places blocks and merges free neighbours.
-//! * [`shards`] spreads allocations over many heaps with a central heap behind them.
-//! * [`shard_affinity`] spreads contending threads over the shards, each of which has a
-//!   [biased lock](crate::sync::biased_lock).
-//! * [`epoch`] records for which streams a free block must still wait.
-//! * [`stream_slots`] numbers the streams and orders one behind others.
-//! * [`growth`] adds slabs and releases empty ones.
-//! * [`block_use`] records which streams use a block.
+//! * `size_classes` maps a size to its free list.
+//! * `tlsf` places blocks and merges free neighbours.
+//! * `shards` spreads allocations over many heaps with a central heap behind them.
+//! * `shard_affinity` spreads contending threads over the shards, each of which has a
+//!   biased lock.
+//! * `epoch` records for which streams a free block must still wait.
+//! * `stream_slots` numbers the streams and orders one behind others.
+//! * `growth` adds slabs and releases empty ones.
+//! * `block_use` records which streams use a block.
 //! * This file is the resource: it orders streams when a block changes streams.
 //!
 //! The next request in the stream of a free reuses the freed block without an event. If another

@@ -13,11 +13,11 @@
 //! content, such as model, revision, quantisation, rank and versions. The node owns the memory, so
 //! a lease survives a fault, an exec and a kill of each process that has it open.
 //!
-//! * [`request`] sends requests to the agent, and [`process_image`] identifies the requesting
+//! * `request` sends requests to the agent, and `process_image` identifies the requesting
 //!   image.
-//! * [`write_lock`] prevents threads of this process from writing the same lease.
-//! * [`lease`] maps, verifies and commits a lease.
-//! * [`bump`] allocates blocks from a lease that is being written.
+//! * `write_lock` prevents threads of this process from writing the same lease.
+//! * `lease` maps, verifies and commits a lease.
+//! * `bump` allocates blocks from a lease that is being written.
 #![forbid(unsafe_code)]
 
 mod bump;
