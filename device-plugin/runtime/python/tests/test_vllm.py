@@ -381,6 +381,16 @@ class Loader(unittest.TestCase):
                 first, second = self.keys_of_files(name, (wrap(content), 1), (wrap(other), 1))
                 self.assertNotEqual(first, second, name)
 
+    def test_checkpoint_of_many_tensors_is_sampled_a_bounded_number_of_times(self):
+        spans = {str(number): {"data_offsets": [8 * number, 8 * number + 8]} for number in range(10_000)}
+        header = json.dumps(spans).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(80_000)
+        with mock.patch("os.pread", wraps=os.pread) as read:
+            list(self.keys_of_files("model.safetensors", (content, 1)))
+        # A load computes two keys, each from half of the samples for this file, and 64 blocks of the other file.
+        self.assertLessEqual(read.call_count, 2 * (1 + 512 + 64))
+        self.assertGreater(read.call_count, 512)
+
     def test_worker_loads_alone_when_the_content_is_not_known(self):
         self.model_config.hf_config._commit_hash = None
         with self.assertLogs("bursar.vllm", "WARNING") as said:
