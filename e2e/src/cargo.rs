@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The variable in which `cargo verify` passes the folder of all built programs and libraries. Tests
-/// that build a part of the workspace would compile it again with other features.
+/// The variable in which `cargo verify` passes the folder of all built programs and libraries.
+/// Tests that build a part of the workspace would compile it again with other features.
 const BUILT_VARIABLE: &str = "BURSAR_BUILT";
 
 static BUILT: OnceLock<PathBuf> = OnceLock::new();

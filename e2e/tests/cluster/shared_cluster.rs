@@ -425,6 +425,8 @@ impl TrialContext {
             "apply",
             "--server-side",
             "--force-conflicts",
+            // A later upgrade of the release would conflict with any other manager.
+            "--field-manager=helm",
             "--filename=-",
         ];
         self.run_kubectl(&apply, objects).await.map(drop)
