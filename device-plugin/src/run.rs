@@ -126,6 +126,7 @@ struct Tenants {
     retained: watch::Receiver<RetainedStatus>,
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
     unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
+    refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
     /// `None` where retained memory is off.
     supervised: Option<Arc<Provisioners>>,
     live_leases: watch::Receiver<LiveLeases>,
@@ -187,6 +188,7 @@ pub async fn run(
         inventory: inventory.clone(),
         owners: refuses.then(|| owners.clone()),
         unfit_for_cuda: tenants.unfit_for_cuda,
+        refused_by_cuda: tenants.refused_by_cuda,
         drain: drain.subscribe(),
         retained: (!agent.config.allow_unscrubbed).then(|| tenants.retained.clone()),
         spec: spec.clone(),

@@ -56,7 +56,7 @@ mod unreclaimed;
 mod view;
 mod withheld;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -102,6 +102,8 @@ pub struct Ledger {
     isolation: NamespaceIsolation,
     /// The memory of each GPU that is in use and charged to no container.
     withheld: BTreeMap<GpuUuid, Bytes>,
+    /// The GPUs that CUDA refused last: no more of their memory is bound.
+    refused: BTreeSet<GpuUuid>,
     /// The pods whose containers are placed together.
     pod_groups: BTreeMap<PodUid, PodGroup>,
     /// The next number for a claim, an arrival or a call.
@@ -130,6 +132,7 @@ impl Ledger {
             orphaned_leases: BTreeMap::new(),
             isolation: NamespaceIsolation::default(),
             withheld: BTreeMap::new(),
+            refused: BTreeSet::new(),
             pod_groups: BTreeMap::new(),
             next_id: 0,
         }

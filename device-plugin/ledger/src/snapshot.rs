@@ -83,6 +83,7 @@ impl Ledger {
             orphaned_leases,
             isolation,
             withheld,
+            refused: _,
             pod_groups,
             next_id,
         } = self.clone();
@@ -149,6 +150,7 @@ impl Ledger {
                 past_tenants: past,
             },
             withheld,
+            refused: Default::default(),
             pod_groups,
             next_id,
         })

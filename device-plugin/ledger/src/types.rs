@@ -187,6 +187,8 @@ pub struct WaitReason {
     /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
     /// driver is not proven to clear freed memory.
     pub closed_gpu: Option<GpuUuid>,
+    /// A healthy GPU that CUDA refused last.
+    pub refused_gpu: Option<GpuUuid>,
     /// The number of claims before this one in the queue.
     pub claims_ahead: usize,
     /// The withheld memory of the healthy GPUs.
@@ -248,6 +250,9 @@ impl fmt::Display for WaitReason {
                 f,
                 "; {gpu} is not shared with other namespaces until its driver is seen to clear freed memory"
             )?;
+        }
+        if let Some(gpu) = &self.refused_gpu {
+            write!(f, "; CUDA refuses {gpu}, and the agent tries it again")?;
         }
         match self.claims_ahead {
             0 => {}

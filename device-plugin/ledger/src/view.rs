@@ -252,9 +252,10 @@ impl Ledger {
     }
 
     /// The memory of a GPU that may be bound now: not bound, not unreclaimed, not of leases without
-    /// an owner, and not withheld.
+    /// an owner, and not withheld. None of a GPU that CUDA refused last.
     pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
         match gpu.health {
+            Health::Healthy if self.refused.contains(uuid) => Quanta::ZERO,
             Health::Healthy => gpu
                 .capacity
                 .saturating_sub(bound)

@@ -1,6 +1,7 @@
-//! Withholds memory of a GPU that is in use and charged to no container: no pod is bound to it.
+//! Withholds memory from pods: what is in use and charged to no container, and GPUs that CUDA
+//! refused.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Ledger;
 use super::types::Health;
@@ -16,6 +17,22 @@ impl Ledger {
         self.withheld
             .retain(|gpu, bytes| *bytes > Bytes::ZERO && gpus.contains_key(gpu));
         self.withheld != before
+    }
+
+    /// Sets the GPUs that CUDA refused last: their bound memory stays bound, and no more is bound.
+    /// They keep their capacity, so that pods wait for them. True where this changed the set.
+    pub fn set_refused_gpus(&mut self, refused: BTreeSet<GpuUuid>) -> bool {
+        let news = self.refused != refused;
+        self.refused = refused;
+        news
+    }
+
+    /// A healthy GPU that CUDA refused last.
+    pub(super) fn refused_gpu(&self) -> Option<&GpuUuid> {
+        self.refused.iter().find(|uuid| {
+            let gpu = self.gpus.get(*uuid);
+            gpu.is_some_and(|gpu| gpu.health == Health::Healthy)
+        })
     }
 
     /// The withheld memory of a GPU.
@@ -112,6 +129,37 @@ mod tests {
             panic!("eight are free");
         };
         assert_eq!(bound.claim, ticket.claim);
+    }
+
+    #[test]
+    fn refused_gpu_binds_no_more_until_it_is_accepted() {
+        let gpus: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus(gpus.clone().map(|uuid| Gpu {
+            uuid,
+            capacity: Quanta(16),
+            health: Health::Healthy,
+        }));
+        assert!(matches!(
+            start(&mut ledger, "a", 0, 16),
+            BindOutcome::Bound(_)
+        ));
+        let refused = BTreeSet::from(gpus.clone());
+        assert!(ledger.set_refused_gpus(refused.clone()));
+        assert!(!ledger.set_refused_gpus(refused), "no news");
+        let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 16, 16) else {
+            panic!("CUDA refuses both");
+        };
+        assert_eq!(
+            reason.to_string(),
+            "waiting for 16 GiB on one GPU: largest free 0 GiB (GPU-a); \
+             CUDA refuses GPU-a, and the agent tries it again"
+        );
+        let bound: Vec<Quanta> = ledger.view(NOW).gpus.iter().map(|gpu| gpu.bound).collect();
+        assert_eq!(bound, [Quanta(16), Quanta(0)], "what is bound stays bound");
+        assert!(ledger.set_refused_gpus(BTreeSet::new()));
+        let bound = ledger.advance(NOW);
+        assert_eq!(bound[0].claim, ticket.claim);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Runs the task that owns the node's state and handles commands one after the other.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -100,6 +100,8 @@ pub struct Inputs {
     pub inventory: watch::Receiver<Inventory>,
     /// The GPUs on which CUDA does not work, as their provisioners have found, and why.
     pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
+    /// The GPUs that CUDA refused at the last start of their provisioner.
+    pub refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
     /// The owners of the GPUs; `None` where another owner is only reported.
@@ -232,6 +234,11 @@ impl NodeTask {
                 },
                 // These tasks end only with the agent.
                 Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
+                Ok(()) = self.inputs.refused_by_cuda.changed() => {
+                    let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
+                    self.allocator.set_refused_gpus(refused, clock::now()).await;
+                    self.publish();
+                }
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
                 Ok(()) = wait_if_present(&mut self.inputs.owners) => {
                     if let Some(owners) = &mut self.inputs.owners {

@@ -308,6 +308,13 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
+    /// Binds no memory of GPUs that CUDA refused last, until a start succeeds there.
+    pub async fn set_refused_gpus(&mut self, refused: BTreeSet<GpuUuid>, now: BootTime) {
+        if self.ledger.set_refused_gpus(refused) {
+            self.bind_queued(now).await;
+        }
+    }
+
     /// Excludes memory that is in use and charged to no container from binding.
     pub async fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: BootTime) {
         if self.ledger.set_withheld(withheld) {

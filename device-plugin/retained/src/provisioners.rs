@@ -190,12 +190,13 @@ pub struct Provisioners {
 struct Records {
     runtimes: Arc<watch::Sender<BTreeMap<GpuUuid, RuntimeRecord>>>,
     unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
+    refused: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
 
 impl Records {
     /// Changes the record of a GPU, unless the GPU has left the node.
     fn update<T>(&self, gpu: &GpuUuid, change: impl FnOnce(&mut RuntimeRecord) -> T) -> Option<T> {
-        let (mut result, mut reason) = (None, None);
+        let (mut result, mut reason, mut is_refused) = (None, None, false);
         self.runtimes.send_if_modified(|all| {
             let Some(record) = all.get_mut(gpu) else {
                 return false;
@@ -203,11 +204,16 @@ impl Records {
             let before = record.clone();
             result = Some(change(record));
             reason = record.unfit_reason();
+            is_refused = record.is_refused();
             *record != before
         });
         self.unfit.send_if_modified(|unfit| match reason {
             Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
             None => unfit.remove(gpu).is_some(),
+        });
+        self.refused.send_if_modified(|refused| match is_refused {
+            true => refused.insert(gpu.clone()),
+            false => refused.remove(gpu),
         });
         result
     }
@@ -222,6 +228,7 @@ impl Provisioners {
             records: Records {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
+                refused: Arc::default(),
             },
             balloons: Mutex::default(),
         }
@@ -231,6 +238,12 @@ impl Provisioners {
     /// killed, or CUDA refuses each start.
     pub fn unfit(&self) -> watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>> {
         self.records.unfit.subscribe()
+    }
+
+    /// The GPUs that CUDA has refused since their last start that succeeded. A GPU that it refuses
+    /// for long is [unfit](Self::unfit).
+    pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
+        self.records.refused.subscribe()
     }
 
     /// The provisioner of each GPU that has had one.
@@ -317,6 +330,11 @@ impl Provisioners {
             let before = unfit.len();
             unfit.retain(|gpu, _| gpus.contains(gpu));
             unfit.len() != before
+        });
+        records.refused.send_if_modified(|refused| {
+            let before = refused.len();
+            refused.retain(|gpu| gpus.contains(gpu));
+            refused.len() != before
         });
     }
 

@@ -216,14 +216,17 @@ impl RuntimeRecord {
         }
     }
 
+    /// Whether CUDA has refused the GPU since the last start that succeeded.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refusals.is_some()
+    }
+
     fn state(&self) -> RuntimeState {
         match self.activity {
             Activity::Stuck => RuntimeState::Stuck,
             Activity::Running { .. } => RuntimeState::Ready,
             // A retry changes the state only if it succeeds: otherwise each would be a write.
-            Activity::Stopped | Activity::Starting if self.refusals.is_some() => {
-                RuntimeState::Refused
-            }
+            Activity::Stopped | Activity::Starting if self.is_refused() => RuntimeState::Refused,
             Activity::Stopped if self.last_failure.is_none() => RuntimeState::Stopped,
             Activity::Stopped | Activity::Starting => RuntimeState::Starting,
         }
@@ -330,10 +333,11 @@ mod tests {
         bed.record.begin_start();
         assert_eq!(bed.record.state(), RuntimeState::Refused);
         bed.fail(Duration::from_secs(50), FailureClass::Timeout);
-        assert!(bed.record.unfit_reason().is_some());
+        assert!(bed.record.unfit_reason().is_some() && bed.record.is_refused());
         bed.record.begin_start();
         bed.record.succeed(bed.start + Duration::from_secs(60));
         assert_eq!(bed.record.unfit_reason(), None);
+        assert!(!bed.record.is_refused());
         assert_eq!(
             (bed.record.state(), bed.record.starts),
             (RuntimeState::Ready, 1)
@@ -365,7 +369,9 @@ mod tests {
             .collect();
         assert_eq!(delays, [200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]);
         // A process that ends right after each start does not start in a tight loop.
+        assert!(bed.record.is_refused());
         bed.record.succeed(bed.start);
+        assert!(!bed.record.is_refused());
         let delay = bed.fail(Duration::from_secs(1), FailureClass::Exit);
         assert_eq!(delay, Duration::from_secs(10));
         bed.record.succeed(bed.start);

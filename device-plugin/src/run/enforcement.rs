@@ -89,6 +89,7 @@ impl Agent {
             retained,
             released_gpus: service.released_gpus.subscribe(),
             unfit_for_cuda: service.provisioners.unfit(),
+            refused_by_cuda: service.provisioners.refused(),
             supervised: self
                 .config
                 .retained

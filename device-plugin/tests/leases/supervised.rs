@@ -116,6 +116,10 @@ async fn gpu_that_cuda_refuses_takes_no_pods_until_a_start_succeeds() {
         "{refused}"
     );
     until_state(&api, FIRST, "Ready").await;
+    fixture.machine.run("a", 10).await;
+    let waiter = fixture.machine.admit("b", 10).await;
+    let expected = format!("CUDA refuses {SECOND}");
+    fixture.machine.until_refused(&waiter, &expected).await;
     let took = fixture.machine.kubelet.until_allocatable(GPU, 16).await;
     assert!(took >= Duration::from_secs(20), "too few tries: {took:?}");
     let is_unhealthy = || api.gpu(SECOND)["health"]["reason"] == "CudaRefused";
@@ -136,6 +140,7 @@ async fn gpu_that_cuda_refuses_takes_no_pods_until_a_start_succeeds() {
     let ready = until_state(&api, SECOND, "Ready").await;
     assert!(ready["failures"].as_u64().unwrap() >= 3, "{ready}");
     assert_eq!(ready["reason"], Value::Null);
+    fixture.machine.until_started(&waiter).await;
 }
 
 #[tokio::test]

@@ -316,6 +316,7 @@ mod tests {
             largest_free_gpu: Some("GPU-a".parse().unwrap()),
             set_aside: Vec::new(),
             closed_gpu: None,
+            refused_gpu: None,
             claims_ahead: 0,
             withheld: Bytes::ZERO,
         }
