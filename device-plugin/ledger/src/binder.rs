@@ -26,8 +26,11 @@ use search::{Aim, Search};
 pub(super) struct Bin {
     /// The memory that may be bound in all; zero on an unhealthy GPU.
     pub(super) capacity: u32,
-    /// The capacity without memory that stays unavailable: a request waits for no more of the bin.
+    /// The capacity without memory that stays unavailable. A request waits for more of the bin only
+    /// if no other bin can hold it.
     pub(super) attainable: u32,
+    /// The capacity without memory that no end of a pod frees: a request waits for no more.
+    pub(super) eventual: u32,
     /// The free part of the capacity.
     pub(super) free: u32,
     /// Whether one program can use the bin together with others. It cannot for a MIG instance.
@@ -125,7 +128,8 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
                 unplaced.insert(request);
                 // A request that empty bins could not hold sets nothing aside.
                 if first_waiting.is_none()
-                    && let Some(lacking) = search(Aim::SmallestShortage)
+                    && let Some(lacking) =
+                        search(Aim::SmallestShortage).or_else(|| search(Aim::EventualShortage))
                 {
                     first_waiting = Some(position);
                     for (index, bin) in bins.iter_mut().enumerate() {
@@ -251,6 +255,7 @@ mod tests {
         Bin {
             capacity,
             attainable: capacity,
+            eventual: capacity,
             free,
             is_combinable: true,
         }
@@ -299,6 +304,22 @@ mod tests {
             reserved_bins: vec![bin],
             ..one(quanta)
         }
+    }
+
+    #[test]
+    fn request_waits_for_leaked_memory_where_no_other_bin_holds_it() {
+        let leaking = |eventual| Bin {
+            attainable: 15,
+            eventual,
+            ..bin(16, 7)
+        };
+        let waits = plan(&[leaking(16)], &[0], &[one(16), one(4)]);
+        assert_eq!(single_places(&waits), [None, None]);
+        assert_eq!(waits.set_aside, [7]);
+        let hopeless = plan(&[leaking(15)], &[0], &[one(16), one(4)]);
+        assert_eq!(single_places(&hopeless), [None, Some(vec![(0, 4)])]);
+        let beside = plan(&[leaking(16), bin(16, 3)], &[0, 0], &[one(16)]);
+        assert_eq!(beside.set_aside, [0, 3], "the clean bin comes first");
     }
 
     #[test]

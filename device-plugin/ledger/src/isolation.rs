@@ -203,7 +203,7 @@ fn without_closed_bins<'a>(
     let mut bins = bins.to_vec();
     for (gpu, bin) in gpus.zip(&mut bins) {
         if !sharing.may_use(gpu, pod) {
-            (bin.capacity, bin.attainable, bin.free) = (0, 0, 0);
+            (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
         }
     }
     bins

@@ -62,6 +62,15 @@ impl Ledger {
             .0
             .saturating_add(self.orphaned_leases_on(gpu).0)
             .saturating_add(self.withheld_on(gpu).0);
+        self.quanta_of(bytes)
+    }
+
+    /// The withheld memory of a GPU.
+    pub(super) fn withheld_quanta(&self, gpu: &GpuUuid) -> Quanta {
+        self.quanta_of(self.withheld_on(gpu).0)
+    }
+
+    fn quanta_of(&self, bytes: u64) -> Quanta {
         let quanta = bytes.div_ceil(self.quantum.bytes());
         Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
     }

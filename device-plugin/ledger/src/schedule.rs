@@ -137,6 +137,10 @@ impl Ledger {
                 Resource::DeviceMemory => self.closed_gpu(id).cloned(),
                 Resource::ManagedMemory => None,
             },
+            refused_gpu: match claim.resource {
+                Resource::DeviceMemory => self.refused_gpu().cloned(),
+                Resource::ManagedMemory => None,
+            },
             claims_ahead: queue.iter().take_while(|&&other| other != id).count(),
             withheld: match claim.resource {
                 Resource::DeviceMemory => self.withheld_total(),
@@ -219,6 +223,7 @@ impl Ledger {
             Resource::ManagedMemory => vec![Bin {
                 capacity: self.managed.0,
                 attainable: self.managed.0,
+                eventual: self.managed.0,
                 free: self.managed.saturating_sub(self.managed_bound()).0,
                 is_combinable: true,
             }],
@@ -236,6 +241,7 @@ impl Ledger {
                         Bin {
                             capacity: capacity.0,
                             attainable: capacity.saturating_sub(lasting).0,
+                            eventual: capacity.saturating_sub(self.withheld_quanta(uuid)).0,
                             free: self.free_on(uuid, gpu, bound).0,
                             is_combinable: !uuid.is_mig(),
                         }

@@ -275,7 +275,8 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
         only_for: gpu.only_for.clone(),
         set_aside: by_uid(&gpu.set_aside),
         pods: by_uid(&gpu.pods),
-        omits_pods: gpu.pods_omitted > 0,
+        // An agent without `podsOmitted` lists at most 32.
+        omits_pods: gpu.pods_omitted > 0 || gpu.pods.len() == 32,
     }
 }
 

@@ -142,6 +142,12 @@ impl<'a> Snapshot<'a> {
         self.pods.get(uid).map(|(_, pod)| *pod)
     }
 
+    /// Whether some GPU is open to one namespace alone.
+    pub(super) fn has_closed_gpus(&self) -> bool {
+        let mut gpus = self.gpu_nodes.values().flat_map(|node| &node.gpus);
+        gpus.any(|gpu| gpu.only_for.is_some())
+    }
+
     pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
         let gpus = &self.gpu_nodes.get(node)?.gpus;
         gpus.iter().find(|gpu| gpu.uuid == uuid)

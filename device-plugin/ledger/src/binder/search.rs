@@ -16,6 +16,14 @@ pub(super) enum Aim {
     WorstFit,
     /// The bin with the most free memory, among those that have room once no pod has any of it.
     SmallestShortage,
+    /// As [`SmallestShortage`](Self::SmallestShortage), with memory that pods which ended have left.
+    EventualShortage,
+}
+
+impl Aim {
+    fn is_shortage(self) -> bool {
+        matches!(self, Self::SmallestShortage | Self::EventualShortage)
+    }
 }
 
 /// The search for a place for every container of a request.
@@ -112,12 +120,15 @@ impl<'a> Search<'a> {
                 let could = match self.aim {
                     Aim::BestFit | Aim::WorstFit => free,
                     Aim::SmallestShortage => bin.attainable.saturating_sub(beside),
+                    Aim::EventualShortage => bin.eventual.saturating_sub(beside),
                 };
                 let is_own = self.request.reserved_bins.contains(&index);
-                let is_late = self.aim != Aim::SmallestShortage && is_own != self.is_reserved_first;
+                let is_late = !self.aim.is_shortage() && is_own != self.is_reserved_first;
                 let rank = match self.aim {
                     Aim::BestFit => free,
-                    Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
+                    Aim::WorstFit | Aim::SmallestShortage | Aim::EventualShortage => {
+                        u32::MAX - free
+                    }
                 };
                 // A container may add nothing to the pod's peak if it runs only while other
                 // containers do not.

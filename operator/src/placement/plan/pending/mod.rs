@@ -85,6 +85,7 @@ pub(super) fn plan(
         relocations: Vec::new(),
         considered: Vec::new(),
         unsatisfiable: Vec::new(),
+        has_closed_gpus: snapshot.has_closed_gpus(),
         jobs: BTreeMap::new(),
     };
     planner.pending = planner.pending_pods();
@@ -130,6 +131,8 @@ struct Planner<'a> {
     considered: Vec<String>,
     /// Unscheduled pods that no victims could help. Similar pods need no search.
     unsatisfiable: Vec<PendingPod<'a>>,
+    /// Whether some GPU is open to one namespace alone.
+    has_closed_gpus: bool,
     /// Reads of the Jobs whose policies matter.
     jobs: BTreeMap<String, Step>,
 }

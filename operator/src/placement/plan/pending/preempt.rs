@@ -71,13 +71,16 @@ impl<'a> Planner<'a> {
             Some(node) => vec![node],
             None => self.candidate_nodes(pending)?,
         };
+        let has_closed_gpus = self.has_closed_gpus;
         let kind = |pending: &PendingPod<'a>| {
             let PendingPod { key, pod, .. } = *pending;
             let rest = self.snapshot.requests_of(key).map(|load| &load.milli);
             let containers = pod.containers.iter().map(|(_, quanta)| *quanta);
             let containers: Vec<Quanta> = containers.collect();
             let shape = (pod.min_gpus, pod.has_larger_init, containers);
-            let (namespace, constraints) = (&key.namespace, &pod.constraints);
+            // Pods of all namespaces are alike where every GPU is open to all.
+            let namespace = has_closed_gpus.then_some(&key.namespace);
+            let constraints = &pod.constraints;
             (
                 pod.priority,
                 pod.request,
@@ -200,8 +203,14 @@ impl<'a> Planner<'a> {
         shares: &Shares,
     ) -> Option<Vec<(&'g Gpu, Quanta)>> {
         let assumption = JobAssumption::FailsOnDisruption;
-        let supplies = gpus.iter();
-        let supplies = supplies.map(|gpu| self.supply(node, gpu, pending, assumption, &[]));
+        let supplies = gpus.iter().map(|gpu| {
+            let mut supply = self.supply(node, gpu, pending, assumption, &[]);
+            if pending.node.is_some() {
+                // Memory that is set aside for another pod would be taken from it.
+                supply.free = supply.free.min(gpu.free_for(&pending.pod.uid));
+            }
+            supply
+        });
         let supplies: Vec<Supply<'_>> = supplies.collect();
         let needed: Quanta = shares.quanta.iter().copied().sum();
         if supplies.iter().map(Supply::most).sum::<Quanta>() < needed {

@@ -555,6 +555,27 @@ fn memory_set_aside_for_another_pod_is_not_waited_for() {
 }
 
 #[test]
+fn spread_pod_leaves_memory_that_is_set_aside_for_another_pod() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[80, 80, 80, 80])
+        .pod("g0", 40, GUARANTEED, Some(("a", Some(0))))
+        .pod("g1", 40, GUARANTEED, Some(("a", Some(1))))
+        .pod("b2", 80, BORROWED, Some(("a", Some(2))))
+        .pod("b3", 80, BORROWED, Some(("a", Some(3))))
+        .pod("whole", 160, GUARANTEED, Some(("a", None)))
+        .shape("whole", Shape::Spread(2))
+        .pod("owner", 60, GUARANTEED, Some(("a", None)))
+        .shape("owner", Shape::Spread(2));
+    let whole = |gpu: &str| (gpu.to_owned(), ("whole".to_owned(), 40));
+    cluster.set_aside = [whole("a-0"), whole("a-1")].into();
+    cluster.run(&mut History::default(), 0, 10);
+    let places = &cluster.pods["owner"].places;
+    assert!(!places.is_empty(), "borrowers make room");
+    let taken = |(gpu, _): &(String, u64)| gpu == "a-0" || gpu == "a-1";
+    assert!(!places.iter().any(taken), "{places:?}");
+}
+
+#[test]
 fn pod_takes_uneven_shares_of_gpus_of_different_size() {
     let mut cluster = FakeCluster::default()
         .node("a", &[80, 20])
