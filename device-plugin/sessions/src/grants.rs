@@ -48,13 +48,22 @@ impl Grants {
         GrantPermit(self.of(gpu).read_owned().await)
     }
 
-    /// Begins grants of several GPUs.
+    /// Begins grants of several GPUs, once no pause of any lasts. Meanwhile it has no permit, so
+    /// that it delays no pause.
     pub(super) async fn begin_all(&self, gpus: &[GpuUuid]) -> Vec<GrantPermit> {
-        let mut permits = Vec::new();
-        for gpu in gpus {
-            permits.push(self.begin(gpu).await);
+        let gpus: Vec<_> = gpus.iter().map(|gpu| self.of(gpu)).collect();
+        'all: loop {
+            let mut permits = Vec::new();
+            for grants in &gpus {
+                let Ok(permit) = Arc::clone(grants).try_read_owned() else {
+                    permits.clear();
+                    drop(grants.read().await);
+                    continue 'all;
+                };
+                permits.push(GrantPermit(permit));
+            }
+            return permits;
         }
-        permits
     }
 
     /// Pauses the grants of a GPU; `None` where those that have begun take too long.
@@ -92,6 +101,22 @@ mod tests {
         drop(pause);
         drop(later.await);
         assert_eq!(lock(&grants.0).len(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pause_begins_while_a_process_waits_for_another_gpu() {
+        let (grants, [gpu, other]) = (Grants::default(), gpus());
+        let paused = grants.pause(&other).await.unwrap();
+        let both = [gpu.clone(), other];
+        let waiting = grants.begin_all(&both);
+        tokio::pin!(waiting);
+        let brief = Duration::from_millis(500);
+        assert!(tokio::time::timeout(brief, &mut waiting).await.is_err());
+        let pause = grants.pause(&gpu).await.unwrap();
+        drop(paused);
+        assert!(tokio::time::timeout(brief, &mut waiting).await.is_err());
+        drop(pause);
+        assert_eq!(waiting.await.len(), 2);
     }
 
     #[tokio::test(start_paused = true)]

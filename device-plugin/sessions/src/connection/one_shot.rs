@@ -54,7 +54,10 @@ impl Connection {
                     process,
                 };
                 // The lease service charges the container before it creates memory.
-                let gpu = request.account().and_then(account_gpu);
+                let gpu = match &request {
+                    RetainedRequest::Open { bytes: 0, .. } => None,
+                    request => request.account().and_then(account_gpu),
+                };
                 let _permits = self.grants.begin_all(gpu.as_slice()).await;
                 let reply = lease_service.request(caller, request).await;
                 (Response::Retained(reply.response), reply.fd)
