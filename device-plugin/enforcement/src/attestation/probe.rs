@@ -23,10 +23,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_config::{Config, DriverConfig, PathsConfig};
-use bursar_host::host_memory::container_room;
+use bursar_host::host_memory::{ContainerRoom, container_room};
 use bursar_host::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use bursar_host::procfs::{self, Bounds, Stat};
-use bursar_ledger::units::{AllocationId, Bytes, PodUid};
+use bursar_ledger::units::{AllocationId, PodUid};
 use bursar_node::cdi::CdiDir;
 
 use super::evaluate::{self, EnforcementGap};
@@ -76,7 +76,7 @@ pub(crate) struct AttestedContainer {
     /// The container's processes, by pid.
     pub processes: BTreeMap<u32, AttestedProcess>,
     /// The host memory that the container can still have; none where its limits are unknown.
-    pub host_room: Option<Bytes>,
+    pub host_room: Option<ContainerRoom>,
 }
 
 /// A process of a container with a GPU.
@@ -92,6 +92,8 @@ pub struct AttestedProcess {
     pub device_mappings: BTreeSet<u64>,
     /// The bytes of its mappings of managed memory, which no process can have more of.
     pub managed_mapped: u64,
+    /// Whether the process has changed since its mappings were read.
+    pub is_stale: bool,
 }
 
 /// Attests the containers of a pod, and caches what it has read.

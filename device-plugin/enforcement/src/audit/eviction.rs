@@ -3,8 +3,8 @@
 //!
 //! The driver takes host memory for it in the cgroup of the owner. Its part that is on the host
 //! already needs none, but no figure tells that part. So each owner must have room for all managed
-//! memory that it has mapped. The driver tells nothing of processes that the attestation does not
-//! know, so none may use the GPU.
+//! memory that its pod has mapped, on any GPU, and the node for that of all pods. The driver tells
+//! nothing of processes that the attestation does not know, so none may use the GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,9 +25,14 @@ pub enum EvictionRisk {
     /// The pod's cgroup does not tell.
     #[error("the host memory of the pod with the UID {0} is unknown; the node needs cgroup v2")]
     UnknownRoom(PodUid),
+    /// The pod may have more managed memory than was read.
+    #[error(
+        "the mappings of the pod with the UID {0} were not read in time; end its process that hangs in the kernel or has very many mappings"
+    )]
+    UnreadPod(PodUid),
     /// The kernel might kill any process for want of host memory.
     #[error(
-        "pods have more managed memory than the node has host memory available; add host memory"
+        "pods have more managed memory than the node has host memory available for them; add host memory"
     )]
     NodeRoom,
     /// A process in no container of ours may have managed memory.
@@ -35,7 +40,15 @@ pub enum EvictionRisk {
     UnknownProcess(u32),
 }
 
-/// Checks one GPU; `node_room` is the host memory that the node can still have.
+/// The host memory of the node.
+pub(super) struct NodeState<'a> {
+    /// What programs can still have.
+    pub(super) room: Option<Bytes>,
+    /// The pods whose attestation is old.
+    pub(super) unread: &'a BTreeSet<PodUid>,
+}
+
+/// Checks one GPU.
 ///
 /// # Errors
 /// The first risk.
@@ -43,7 +56,7 @@ pub(super) fn check_eviction(
     seen: &GpuSample,
     books: &[ContainerUsage],
     attested: &[AttestedContainer],
-    node_room: Option<Bytes>,
+    node: &NodeState,
 ) -> Result<(), EvictionRisk> {
     let is_attested = |pid: u32, start| {
         let mut processes = attested
@@ -64,36 +77,38 @@ pub(super) fn check_eviction(
         .filter(|books| books.gpus().any(|gpu| *gpu == seen.gpu))
         .map(|books| books.allocation)
         .collect();
-    // Containers of a pod share its limit.
-    let mut pods: BTreeMap<&PodUid, (u64, Option<Bytes>)> = BTreeMap::new();
-    for container in attested
-        .iter()
-        .filter(|of_it| users.contains(&of_it.allocation))
-    {
-        let mapped = container
-            .processes
-            .values()
-            .map(|process| process.managed_mapped);
+    let is_user = |of_it: &&AttestedContainer| users.contains(&of_it.allocation);
+    let users: BTreeSet<_> = attested.iter().filter(is_user).map(|it| &it.pod).collect();
+    // Containers of a pod share its limit, and pods the limits above it.
+    let (mut pods, mut all) = (BTreeMap::<_, u64>::new(), 0_u64);
+    for container in attested {
+        let processes = container.processes.values();
+        let mapped = processes.map(|process| process.managed_mapped);
         let mapped = mapped.filter(|bytes| *bytes > UNMANAGED_MAPPING.0);
         let mapped = mapped.fold(0, u64::saturating_add);
-        if mapped > 0 {
-            let pod = pods
-                .entry(&container.pod)
-                .or_insert((0, Some(Bytes(u64::MAX))));
-            pod.0 = pod.0.saturating_add(mapped);
-            pod.1 = pod.1.min(container.host_room);
-        }
+        let of_pod = pods.entry(&container.pod).or_default();
+        *of_pod = of_pod.saturating_add(mapped);
+        all = all.saturating_add(mapped);
     }
-    for (pod, (mapped, room)) in &pods {
-        let room = room.ok_or_else(|| EvictionRisk::UnknownRoom((*pod).clone()))?;
-        if room.0 < *mapped {
-            return Err(EvictionRisk::PodRoom((*pod).clone()));
+    let mut node_room = node.room.unwrap_or_default();
+    for container in attested.iter().filter(|it| users.contains(&it.pod)) {
+        let pod = &container.pod;
+        let mut processes = container.processes.values();
+        if node.unread.contains(pod) || processes.any(|process| process.is_stale) {
+            return Err(EvictionRisk::UnreadPod(pod.clone()));
         }
+        let mapped = pods.get(pod).copied().unwrap_or_default();
+        if mapped == 0 {
+            continue;
+        }
+        let unknown = || EvictionRisk::UnknownRoom(pod.clone());
+        let room = container.host_room.ok_or_else(unknown)?;
+        if room.pod.0 < mapped {
+            return Err(EvictionRisk::PodRoom(pod.clone()));
+        }
+        node_room = node_room.min(room.shared);
     }
-    let all = pods
-        .values()
-        .fold(0, |sum: u64, (mapped, _)| sum.saturating_add(*mapped));
-    match node_room.unwrap_or_default().0 >= all {
+    match node_room.0 >= all {
         true => Ok(()),
         false => Err(EvictionRisk::NodeRoom),
     }
@@ -101,6 +116,7 @@ pub(super) fn check_eviction(
 
 #[cfg(test)]
 mod tests {
+    use bursar_host::host_memory::ContainerRoom;
     use bursar_host::procfs::ProcessOwner;
     use bursar_ledger::units::{AllocationId, GpuUuid};
     use bursar_sessions::{Account, AccountBalance};
@@ -128,6 +144,7 @@ mod tests {
             has_shim: true,
             device_mappings: BTreeSet::new(),
             managed_mapped: mapped.0,
+            is_stale: false,
         };
         AttestedContainer {
             allocation: AllocationId::from_bits(number),
@@ -135,8 +152,23 @@ mod tests {
             cgroup: format!("c{number}"),
             gap: None,
             processes: BTreeMap::from([(number as u32, process)]),
-            host_room,
+            host_room: host_room.map(|pod| ContainerRoom {
+                pod,
+                shared: Bytes(u64::MAX),
+            }),
         }
+    }
+
+    fn check(
+        seen: &GpuSample,
+        containers: &[AttestedContainer],
+        node: Option<Bytes>,
+    ) -> Result<(), EvictionRisk> {
+        let node = NodeState {
+            room: node,
+            unread: &BTreeSet::new(),
+        };
+        check_eviction(seen, &books(), containers, &node)
     }
 
     fn seen(pids: &[u32]) -> GpuSample {
@@ -161,7 +193,7 @@ mod tests {
     #[test]
     fn managed_memory_is_evicted_only_with_host_memory_for_all() {
         let check = |containers: &[AttestedContainer], node: Option<u64>| {
-            check_eviction(&seen(&[1]), &books(), containers, node.map(Bytes::gib))
+            self::check(&seen(&[1]), containers, node.map(Bytes::gib))
         };
         let owner = |room| container(1, Bytes::gib(4), room);
         assert_eq!(check(&[owner(Some(Bytes::gib(4)))], Some(4)), Ok(()));
@@ -184,10 +216,51 @@ mod tests {
     #[test]
     fn no_managed_memory_is_evicted_beside_an_unknown_process() {
         let containers = [container(1, Bytes::ZERO, None)];
-        let unknown = check_eviction(&seen(&[1, 7]), &books(), &containers, None);
+        let unknown = check(&seen(&[1, 7]), &containers, None);
         assert_eq!(unknown, Err(EvictionRisk::UnknownProcess(7)));
         let mut exited = seen(&[1, 7]);
         exited.processes[1].live = None;
-        assert_eq!(check_eviction(&exited, &books(), &containers, None), Ok(()));
+        assert_eq!(check(&exited, &containers, None), Ok(()));
+    }
+
+    #[test]
+    fn managed_memory_of_all_gpus_needs_host_memory() {
+        let on_other = |number, pod: &str| AttestedContainer {
+            pod: pod.parse().unwrap(),
+            ..container(number, Bytes::gib(4), Some(Bytes::gib(6)))
+        };
+        let owner = container(1, Bytes::gib(4), Some(Bytes::gib(6)));
+        let both = |pod| [owner.clone(), on_other(3, pod)];
+        let seen = seen(&[1]);
+        assert_eq!(check(&seen, &both("q"), Some(Bytes::gib(8))), Ok(()));
+        let little = check(&seen, &both("q"), Some(Bytes::gib(6)));
+        assert_eq!(little, Err(EvictionRisk::NodeRoom));
+        let little = check(&seen, &both("p"), Some(Bytes::gib(8)));
+        assert_eq!(little, Err(EvictionRisk::PodRoom(owner.pod.clone())));
+        let mut below = both("q");
+        below[0].host_room = below[0].host_room.map(|room| ContainerRoom {
+            shared: Bytes::gib(7),
+            ..room
+        });
+        let little = check(&seen, &below, Some(Bytes::gib(8)));
+        assert_eq!(little, Err(EvictionRisk::NodeRoom), "above both pods");
+    }
+
+    #[test]
+    fn no_managed_memory_is_evicted_by_an_old_attestation() {
+        let owner = container(1, Bytes::gib(4), Some(Bytes::gib(4)));
+        let unread = Err(EvictionRisk::UnreadPod(owner.pod.clone()));
+        let hanging = NodeState {
+            room: Some(Bytes::gib(4)),
+            unread: &[owner.pod.clone()].into(),
+        };
+        let hangs = check_eviction(&seen(&[1]), &books(), &[owner.clone()], &hanging);
+        assert_eq!(hangs, unread);
+        let mut stale = owner;
+        stale
+            .processes
+            .values_mut()
+            .for_each(|it| it.is_stale = true);
+        assert_eq!(check(&seen(&[1]), &[stale], Some(Bytes::gib(4))), unread);
     }
 }

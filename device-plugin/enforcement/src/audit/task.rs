@@ -37,7 +37,7 @@ use super::compare::{
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::events;
-use super::eviction::{EvictionRisk, check_eviction};
+use super::eviction::{EvictionRisk, NodeState, check_eviction};
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::pod_attestations::PodAttestations;
@@ -54,6 +54,8 @@ const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 const NVML_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a GPU or a pod's probe may give no answer before that is reported.
 const STALE_AFTER: Duration = Duration::from_secs(5);
+/// How old a pod's attestation may be where managed memory is moved to the host.
+const UNREAD_AFTER: Duration = Duration::from_secs(2);
 
 /// How long the agent's start waits for the disk to read the counts of namespaces.
 const USAGE_READ_TIMEOUT: Duration = Duration::from_secs(1);
@@ -229,10 +231,14 @@ impl Auditor {
         known.managed_gpus = self.managed_gpus(&seen, &books, &known);
         let result = compare_accounts(&seen, &books, &known, &self.config);
         self.charge_untracked(&books, &seen, &result);
-        let (mut eviction_risks, room) = (BTreeMap::new(), node_room(&self.proc));
+        let node = NodeState {
+            room: node_room(&self.proc),
+            unread: &self.pods.without_answer_for(UNREAD_AFTER, begun),
+        };
+        let mut eviction_risks = BTreeMap::new();
         for seen in &seen {
             let evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
-            let safe = check_eviction(seen, &books, &attested, room);
+            let safe = check_eviction(seen, &books, &attested, &node);
             self.sessions
                 .set_evictable(&seen.gpu, evictable, safe.is_ok());
             if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
