@@ -18,7 +18,7 @@ use crate::print_line;
 const MAX_PIECE: u64 = 256 << 20;
 
 /// How long the process goes on to allocate.
-const INFLATE_TIME: Duration = Duration::from_secs(2);
+const INFLATE_TIME: Duration = Duration::from_millis(1_500);
 
 /// How long the process holds the memory at most.
 const HOLD_TIMEOUT: Timespec = Timespec {

@@ -3,7 +3,8 @@
 //!
 //! A provisioner that SIGKILL does not end hangs in the driver. Its GPU is
 //! [`unfit`](Provisioners::unfit) and gets no request until the process has exited. A GPU that CUDA
-//! refuses at each start is unfit too. Each GPU has its own thread, so a hung one delays no other.
+//! refuses at each start is unfit too, and one on which the process of a balloon hangs. Each GPU has
+//! its own thread, so a hung one delays no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -191,31 +192,57 @@ struct Records {
     runtimes: Arc<watch::Sender<BTreeMap<GpuUuid, RuntimeRecord>>>,
     unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
     refused: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    /// The GPUs on which the process of a balloon hangs in the driver.
+    hung_balloons: Arc<Mutex<BTreeSet<GpuUuid>>>,
 }
 
 impl Records {
     /// Changes the record of a GPU, unless the GPU has left the node.
     fn update<T>(&self, gpu: &GpuUuid, change: impl FnOnce(&mut RuntimeRecord) -> T) -> Option<T> {
-        let (mut result, mut reason, mut is_refused) = (None, None, false);
+        let mut result = None;
         self.runtimes.send_if_modified(|all| {
             let Some(record) = all.get_mut(gpu) else {
                 return false;
             };
             let before = record.clone();
             result = Some(change(record));
-            reason = record.unfit_reason();
-            is_refused = record.is_refused();
             *record != before
         });
-        self.unfit.send_if_modified(|unfit| match reason {
-            Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
-            None => unfit.remove(gpu).is_some(),
-        });
-        self.refused.send_if_modified(|refused| match is_refused {
-            true => refused.insert(gpu.clone()),
-            false => refused.remove(gpu),
-        });
+        self.publish_fitness(gpu);
         result
+    }
+
+    /// Notes whether the process of a balloon hangs in the driver.
+    fn set_balloon_hung(&self, gpu: &GpuUuid, hangs: bool) {
+        match hangs {
+            true => self.hung_balloons().insert(gpu.clone()),
+            false => self.hung_balloons().remove(gpu),
+        };
+        self.publish_fitness(gpu);
+    }
+
+    fn publish_fitness(&self, gpu: &GpuUuid) {
+        self.unfit.send_if_modified(|unfit| {
+            let record = self.runtimes.borrow().get(gpu).cloned();
+            let reason = record.and_then(|record| record.unfit_reason());
+            let hangs = self.hung_balloons().contains(gpu);
+            match reason.or(hangs.then_some(UnhealthyReason::ProvisionerHung)) {
+                Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
+                None => unfit.remove(gpu).is_some(),
+            }
+        });
+        self.refused.send_if_modified(|refused| {
+            let runtimes = self.runtimes.borrow();
+            match runtimes.get(gpu).is_some_and(RuntimeRecord::is_refused) {
+                true => refused.insert(gpu.clone()),
+                false => refused.remove(gpu),
+            }
+        });
+    }
+
+    fn hung_balloons(&self) -> MutexGuard<'_, BTreeSet<GpuUuid>> {
+        let hung = self.hung_balloons.lock();
+        hung.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -229,6 +256,7 @@ impl Provisioners {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
                 refused: Arc::default(),
+                hung_balloons: Arc::default(),
             },
             balloons: Mutex::default(),
         }

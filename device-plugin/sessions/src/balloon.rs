@@ -44,7 +44,8 @@ pub struct BalloonError {
 /// Holds device memory for a moment; the agent implements this with a process of its own.
 pub trait Balloon: Send + Sync + 'static {
     /// Allocates at most `bytes` of a GPU, as much as the driver gives without delay, and calls
-    /// `look` with the amount. The memory is free when this returns, after a few seconds at most.
+    /// `look` with the amount and the time at which `look` must return. The memory is free when
+    /// this returns: at `until`, or as soon as a process that hangs in the driver has exited.
     ///
     /// # Errors
     /// The memory was perhaps not held until `look` returned.
@@ -52,7 +53,8 @@ pub trait Balloon: Send + Sync + 'static {
         &self,
         gpu: &GpuUuid,
         bytes: Bytes,
-        look: &mut dyn FnMut(Bytes),
+        until: Instant,
+        look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError>;
 }
 
@@ -123,6 +125,11 @@ impl Schedule {
     /// balloon.
     pub(super) fn restart(&mut self) {
         self.interval = MIN_INTERVAL;
+    }
+
+    /// Lets some time pass before a balloon that could not begin.
+    pub(super) fn postpone(&mut self, now: Instant) {
+        self.unproven_since = Some(now);
     }
 
     /// Whether a balloon is due.
@@ -236,6 +243,19 @@ mod tests {
         schedule.observe(true, second(9_000));
         assert!(!schedule.is_due(second(9_004)));
         assert!(schedule.is_due(second(9_005)));
+    }
+
+    #[test]
+    fn balloon_that_could_not_begin_keeps_its_interval() {
+        let (mut schedule, begun) = (Schedule::default(), Instant::now());
+        let second = |seconds| begun + Duration::from_secs(seconds);
+        schedule.observe(true, begun);
+        schedule.begin(second(5));
+        assert!(schedule.is_due(second(35)));
+        schedule.postpone(second(35));
+        schedule.observe(true, second(36));
+        assert!(!schedule.is_due(second(39)));
+        assert!(schedule.is_due(second(40)));
     }
 
     #[test]

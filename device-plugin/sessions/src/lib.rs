@@ -71,6 +71,7 @@ use shared_samples::SharedSampler;
 pub(crate) use accounts::CreditAccounts;
 pub use balloon::{Balloon, BalloonError};
 pub use grants::GrantPermit;
+pub use managed::BalloonState;
 pub use peer::{CgroupResolver, ContainerResolver, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
@@ -216,6 +217,8 @@ struct Shared {
     /// The memory of each GPU that no balloon takes, because it is for programs outside of pods.
     reserved: Bytes,
     grants: Arc<Grants>,
+    /// Locked while a GPU has a balloon: two could fill the host memory, or that of a pod.
+    balloon_turn: Arc<tokio::sync::Mutex<()>>,
     managed: Mutex<BTreeMap<GpuUuid, ManagedMemory>>,
 }
 
@@ -273,6 +276,7 @@ impl Sessions {
                 balloon: None,
                 reserved: Bytes::ZERO,
                 grants: Arc::default(),
+                balloon_turn: Arc::default(),
                 managed: Mutex::default(),
             }),
             resolver,

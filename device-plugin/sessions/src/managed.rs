@@ -2,34 +2,61 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bursar_ledger::units::{Bytes, GpuUuid};
 
 use super::{Sessions, Shared, lock};
+
+/// How long an audit's permission to evict managed memory is valid: the host memory of its owners
+/// changes.
+const PERMISSION_AGE: Duration = Duration::from_secs(3);
+
+/// The agent's balloon on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BalloonState {
+    /// The most that it has; zero while there is none.
+    pub bytes: Bytes,
+    /// The number of balloons so far.
+    pub count: u64,
+}
+
+impl BalloonState {
+    /// Whether there was a balloon at any time from `before` to this state.
+    pub fn was_held_since(self, before: BalloonState) -> bool {
+        self.bytes > Bytes::ZERO || self != before
+    }
+}
 
 /// The managed memory of one GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ManagedMemory {
     /// The bytes that the driver moves away for device memory.
     evictable: Bytes,
-    /// Whether their owners have the host memory for it.
-    may_evict: bool,
-    /// The most that the agent's balloon has.
-    balloon: Bytes,
+    /// When the audit last found host memory of their owners for all of it.
+    permitted_at: Option<Instant>,
+    balloon: BalloonState,
 }
 
 impl Sessions {
     /// Tells the processes of all containers with a GPU how much managed memory the driver moves
-    /// away there for device memory. The agent has all of it moved away if it `may_evict` it.
+    /// away there for device memory. For a few seconds, until a balloon of any GPU ends, the agent
+    /// has all of it moved away if it `may_evict` it.
     pub fn set_evictable(&self, gpu: &GpuUuid, bytes: Bytes, may_evict: bool) {
         self.shared.update_managed(gpu, |managed| {
             managed.evictable = bytes;
-            managed.may_evict = may_evict;
+            managed.permitted_at = may_evict.then(Instant::now);
         });
     }
 
-    /// The most that the agent's balloon has of each GPU.
-    pub fn balloons(&self) -> BTreeMap<GpuUuid, Bytes> {
+    /// The bytes that [`set_evictable`](Self::set_evictable) was told last.
+    pub fn evictable(&self, gpu: &GpuUuid) -> Bytes {
+        let managed = lock(&self.shared.managed).get(gpu).copied();
+        managed.unwrap_or_default().evictable
+    }
+
+    /// The agent's balloon on each GPU.
+    pub fn balloons(&self) -> BTreeMap<GpuUuid, BalloonState> {
         let managed = lock(&self.shared.managed);
         let managed = managed.iter();
         managed
@@ -40,9 +67,21 @@ impl Sessions {
 
 impl Shared {
     /// Whether a GPU has managed memory, and the agent may have all of it moved away.
-    pub(super) fn may_evict(&self, gpu: &GpuUuid) -> bool {
-        let managed = lock(&self.managed).get(gpu).copied();
-        managed.is_some_and(|managed| managed.may_evict && managed.evictable > Bytes::ZERO)
+    pub(super) fn may_evict(&self, gpu: &GpuUuid, now: Instant) -> bool {
+        let managed = lock(&self.managed).get(gpu).copied().unwrap_or_default();
+        let age = |at| now.saturating_duration_since(at);
+        managed
+            .permitted_at
+            .is_some_and(|at| age(at) < PERMISSION_AGE)
+            && managed.evictable > Bytes::ZERO
+    }
+
+    /// Takes the permissions of all GPUs back. Their figures do not have what a balloon moves to
+    /// the host.
+    fn forbid_evictions(&self) {
+        for managed in lock(&self.managed).values_mut() {
+            managed.permitted_at = None;
+        }
     }
 
     /// Processes see the balloon as memory that they can have: it is gone before any of them is
@@ -52,7 +91,7 @@ impl Shared {
         let mut all = lock(&self.managed);
         let managed = all.entry(gpu.clone()).or_default();
         update(managed);
-        let bytes = managed.evictable.0.saturating_add(managed.balloon.0);
+        let bytes = managed.evictable.0.saturating_add(managed.balloon.bytes.0);
         for running in lock(&self.containers).values() {
             lock(&running.container).set_evictable(gpu, Bytes(bytes));
         }
@@ -67,7 +106,11 @@ pub(super) struct PublishedBalloon {
 
 impl PublishedBalloon {
     pub(super) fn new(shared: &Arc<Shared>, gpu: &GpuUuid, bytes: Bytes) -> PublishedBalloon {
-        shared.update_managed(gpu, |managed| managed.balloon = bytes);
+        shared.update_managed(gpu, |managed| {
+            let count = managed.balloon.count + 1;
+            managed.balloon = BalloonState { bytes, count };
+        });
+        shared.forbid_evictions();
         PublishedBalloon {
             shared: Arc::clone(shared),
             gpu: gpu.clone(),
@@ -78,6 +121,24 @@ impl PublishedBalloon {
 impl Drop for PublishedBalloon {
     fn drop(&mut self) {
         self.shared
-            .update_managed(&self.gpu, |managed| managed.balloon = Bytes::ZERO);
+            .update_managed(&self.gpu, |managed| managed.balloon.bytes = Bytes::ZERO);
+        self.shared.forbid_evictions();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn balloon_is_known_when_it_ended_between_two_states() {
+        let state = |bytes, count| BalloonState {
+            bytes: Bytes(bytes),
+            count,
+        };
+        assert!(!state(0, 1).was_held_since(state(0, 1)));
+        assert!(state(0, 2).was_held_since(state(0, 1)));
+        assert!(state(0, 1).was_held_since(state(7, 1)));
+        assert!(state(7, 1).was_held_since(state(7, 1)));
     }
 }

@@ -17,10 +17,12 @@ use std::time::{Duration, Instant};
 
 use bursar_gpu::memory_sample::GpuMemorySample;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use super::accounts::AmountsByPid;
 use super::balloon::{Balloon, Granted, Schedule, balloon_size};
+use super::grants::GrantPause;
 use super::managed::PublishedBalloon;
 use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
@@ -34,6 +36,9 @@ const BALLOON_SAMPLES_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
 const BALLOON_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// The time that a balloon needs to begin: one that begins later would outlast the pause of grants.
+const HOLD_TIME: Duration = Duration::from_millis(3_500);
 
 /// The memory that ended pods may still occupy on a GPU, until a proof that it is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,11 +78,16 @@ struct Look {
 }
 
 impl Look {
-    /// Samples a GPU, and may block; `None` where the driver cannot answer now.
-    fn take(shared: &Shared, gpu: &GpuUuid, candidates: Candidates) -> Option<Look> {
+    /// Looks at a GPU by `sample`; `None` where the driver cannot answer now.
+    fn take(
+        shared: &Shared,
+        gpu: &GpuUuid,
+        candidates: Candidates,
+        sample: impl FnOnce() -> Option<GpuMemorySample>,
+    ) -> Option<Look> {
         let own = own_memory(shared, gpu);
         let leases_before = live_leases(shared, gpu);
-        let sample = shared.sampler.sample(gpu)?;
+        let sample = sample()?;
         let mut leases = live_leases(shared, gpu);
         leases.retain(|lease, _| leases_before.contains_key(lease));
         Some(Look {
@@ -106,7 +116,7 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut window = SampleWindow::default();
     let (mut schedule, mut before) = (Schedule::default(), Candidates::default());
-    let mut balloon = None;
+    let mut balloon: Option<JoinHandle<()>> = None;
     let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
@@ -125,7 +135,10 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
             before = candidates.clone();
         }
         let (sampled, driver) = (gpu.clone(), Arc::clone(&shared));
-        let look = move || Look::take(&driver, &sampled, candidates);
+        let look = move || {
+            let sample = || driver.sampler.sample(&sampled);
+            Look::take(&driver, &sampled, candidates, sample)
+        };
         let Ok(Some(look)) = tokio::task::spawn_blocking(look).await else {
             continue;
         };
@@ -138,72 +151,108 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
             // A process that exits with the same exports as an earlier one is a new candidate.
             window.clear();
         }
-        if schedule.is_due(Instant::now()) && shared.may_evict(&gpu) {
-            schedule.begin(Instant::now());
-            balloon = prove_by_balloon(&shared, &gpu, balloon).await;
-            window.clear();
+        let hangs = balloon.as_ref().is_some_and(|last| !last.is_finished());
+        if hangs || !schedule.is_due(Instant::now()) {
+            continue;
         }
+        let Some(turn) = BalloonTurn::take(&shared, &gpu) else {
+            continue;
+        };
+        let Some(pause) = shared.grants.pause(&gpu).await else {
+            tracing::info!(%gpu, "grants did not end in time for a balloon");
+            schedule.postpone(Instant::now());
+            continue;
+        };
+        schedule.begin(Instant::now());
+        balloon = prove_by_balloon(turn, pause).await;
+        window.clear();
+    }
+}
+
+/// The right to hold the only balloon of the node; ends when dropped.
+pub(super) struct BalloonTurn {
+    shared: Arc<Shared>,
+    gpu: GpuUuid,
+    balloon: Arc<dyn Balloon>,
+    #[expect(dead_code, reason = "held until it is dropped")]
+    turn: OwnedMutexGuard<()>,
+}
+
+impl BalloonTurn {
+    /// `None` while another GPU has a balloon, or the managed memory of this one must stay.
+    pub(super) fn take(shared: &Arc<Shared>, gpu: &GpuUuid) -> Option<BalloonTurn> {
+        let balloon = shared.balloon.clone()?;
+        let turn = Arc::clone(&shared.balloon_turn).try_lock_owned().ok()?;
+        // A balloon that has just ended has taken the permissions back.
+        let may_evict = shared.may_evict(gpu, Instant::now());
+        may_evict.then(|| BalloonTurn {
+            shared: Arc::clone(shared),
+            gpu: gpu.clone(),
+            balloon,
+            turn,
+        })
     }
 }
 
 /// Proves memory free while a balloon displaces managed memory. Returns the balloon's thread where
-/// it has not ended in time; `former` is that of the balloon before.
+/// it has not ended in time.
 pub(super) async fn prove_by_balloon(
-    shared: &Arc<Shared>,
-    gpu: &GpuUuid,
-    former: Option<JoinHandle<()>>,
+    turn: BalloonTurn,
+    pause: GrantPause,
 ) -> Option<JoinHandle<()>> {
-    if former.as_ref().is_some_and(|former| !former.is_finished()) {
-        return former;
-    }
-    let balloon = shared.balloon.clone()?;
-    let Some(pause) = shared.grants.pause(gpu).await else {
-        tracing::info!(%gpu, "grants did not end in time for a balloon");
-        return None;
-    };
-    let (shared, of_gpu) = (Arc::clone(shared), gpu.clone());
+    let until = Instant::now() + BALLOON_TIMEOUT;
+    let (shared, gpu) = (Arc::clone(&turn.shared), turn.gpu.clone());
+    let balloon = Arc::clone(&turn.balloon);
     let prove = move || {
-        if let Some((candidates, bound)) = bound_by_balloon(&shared, &of_gpu, balloon.as_ref()) {
-            apply_bound(&shared, &of_gpu, &candidates, &bound);
+        let bound = bound_by_balloon(&shared, &gpu, balloon.as_ref(), until);
+        if let Some((candidates, bound)) = bound {
+            apply_bound(&shared, &gpu, &candidates, &bound);
         }
     };
     let mut thread = tokio::task::spawn_blocking(prove);
-    let ended = tokio::time::timeout(BALLOON_TIMEOUT, &mut thread).await;
+    let ended = tokio::time::timeout_at(until.into(), &mut thread).await;
     drop(pause);
     if ended.is_err() {
-        tracing::warn!(%gpu, "the process of a balloon hangs");
+        tracing::warn!(gpu = %turn.gpu, "the process of a balloon hangs");
     }
     ended.is_err().then_some(thread)
 }
 
 /// Bounds the orphaned memory of a GPU while a balloon displaces managed memory, and may block. No
-/// memory of the GPU is granted meanwhile.
+/// memory of the GPU is granted before `until`.
 fn bound_by_balloon(
     shared: &Arc<Shared>,
     gpu: &GpuUuid,
     balloon: &dyn Balloon,
+    until: Instant,
 ) -> Option<(Candidates, OrphanBound)> {
     for running in lock(&shared.containers).values() {
         lock(&running.container).reclaim_all_idle(gpu);
     }
-    let sample = shared.sampler.sample(gpu)?;
+    let begin_by = until - HOLD_TIME;
+    let sample = sample_until(shared, gpu, begin_by)?;
     let kept = leased(shared, gpu).0.saturating_add(shared.reserved.0);
     let size = balloon_size(&sample, &granted(shared, gpu), Bytes(kept))?;
+    if Instant::now() > begin_by {
+        return None;
+    }
     let _published = PublishedBalloon::new(shared, gpu, size);
     let (mut window, mut held) = (SampleWindow::default(), Bytes::ZERO);
-    let sample_while_held = &mut |bytes| {
+    let sample_while_held = &mut |bytes, until: Instant| {
         held = bytes;
-        let until = Instant::now() + BALLOON_SAMPLES_TIMEOUT;
-        while window.bound().is_none() && Instant::now() < until {
+        let until = until.min(Instant::now() + BALLOON_SAMPLES_TIMEOUT);
+        while window.bound().is_none() && Instant::now() + SAMPLE_INTERVAL < until {
+            let sample = || sample_until(shared, gpu, until - SAMPLE_INTERVAL);
             let candidates = collect_candidates(shared, gpu);
-            let look = candidates.and_then(|candidates| Look::take(shared, gpu, candidates));
+            let look =
+                candidates.and_then(|candidates| Look::take(shared, gpu, candidates, sample));
             if let Some(look) = look {
                 look.add_to(&mut window, bytes);
             }
             std::thread::sleep(SAMPLE_INTERVAL);
         }
     };
-    if let Err(error) = balloon.hold(gpu, size, sample_while_held) {
+    if let Err(error) = balloon.hold(gpu, size, until, sample_while_held) {
         tracing::warn!(%error, "nothing is proven free beside managed memory");
         return None;
     }
@@ -211,6 +260,17 @@ fn bound_by_balloon(
     let unproven = bound.for_container(None);
     tracing::info!(%gpu, size = size.0, held = held.0, unproven = unproven.0, "balloon held");
     Some((candidates.clone(), bound))
+}
+
+/// Samples a GPU; `None` where the driver does not answer before `until`. A late answer is dropped.
+fn sample_until(shared: &Shared, gpu: &GpuUuid, until: Instant) -> Option<GpuMemorySample> {
+    let (sender, answer) = std::sync::mpsc::channel();
+    let (sampler, gpu) = (Arc::clone(&shared.sampler), gpu.clone());
+    let thread = std::thread::Builder::new().name("balloon-sample".to_owned());
+    let sample = move || drop(sender.send(sampler.sample(&gpu)));
+    thread.spawn(sample).ok()?;
+    let left = until.saturating_duration_since(Instant::now());
+    answer.recv_timeout(left).ok()?
 }
 
 /// The memory of a GPU that each live process may allocate without a further request.

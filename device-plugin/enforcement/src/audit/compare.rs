@@ -82,10 +82,10 @@ pub struct GpuSample {
 }
 
 impl GpuSample {
-    /// Excludes the agent's balloon from the memory that is charged to no process.
+    /// Excludes the agent's balloon of at most `bytes`. It may have less, so the memory that is
+    /// charged to no process is unknown: with a known amount held memory would seem gone.
     pub(super) fn exclude_balloon(&mut self, bytes: Bytes) {
-        let rest = |unattributed: Bytes| Bytes(unattributed.0.saturating_sub(bytes.0));
-        self.unattributed = self.unattributed.map(rest);
+        self.unattributed = None;
         let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
         let least = self.unattributed_signed.min(0);
         self.unattributed_signed = self.unattributed_signed.saturating_sub(bytes).max(least);

@@ -24,7 +24,7 @@ use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
-use bursar_sessions::{Account, ContainerUsage, ProcessHistory, Sessions};
+use bursar_sessions::{Account, BalloonState, ContainerUsage, ProcessHistory, Sessions};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -209,10 +209,11 @@ impl Auditor {
             .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
             .collect();
         // A balloon may have begun or ended about the time of the sample.
-        let balloons = [balloons, self.sessions.balloons()];
+        let balloons = balloons_between(&balloons, &self.sessions.balloons());
         for seen in &mut seen {
-            let of_gpu = balloons.iter().filter_map(|all| all.get(&seen.gpu));
-            seen.exclude_balloon(of_gpu.max().copied().unwrap_or_default());
+            if let Some(bytes) = balloons.get(&seen.gpu) {
+                seen.exclude_balloon(*bytes);
+            }
         }
         // Read after the accounts, so that memory of an ending pod is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
@@ -237,10 +238,14 @@ impl Auditor {
         };
         let mut eviction_risks = BTreeMap::new();
         for seen in &seen {
-            let evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
             let safe = check_eviction(seen, &books, &attested, &node);
-            self.sessions
-                .set_evictable(&seen.gpu, evictable, safe.is_ok());
+            // A balloon moves memory to the host that these figures do not have.
+            let may_evict = safe.is_ok() && balloons.is_empty();
+            let mut evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
+            match balloons.contains_key(&seen.gpu) {
+                true => evictable = self.sessions.evictable(&seen.gpu),
+                false => self.sessions.set_evictable(&seen.gpu, evictable, may_evict),
+            }
             if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
                 eviction_risks.insert(seen.gpu.clone(), risk);
             }
@@ -248,7 +253,8 @@ impl Auditor {
         self.update_withheld(&seen, &result, &gpus);
         let stale = self.stale_gpus(&gpus, &seen, begun);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
-        let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
+        let is_silent = |gpu: &&GpuUuid| !answered(gpu) || balloons.contains_key(gpu);
+        let silent = gpus.iter().filter(is_silent).cloned().collect();
         self.act_on_findings(&result.findings, &silent, &containers);
         let not_enforced = self.publish_transitions(&containers, &attested);
         self.count_usage(&containers, &books, begun);
@@ -312,9 +318,7 @@ impl Auditor {
         result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) {
-        let told = seen.iter().filter(|seen| seen.unattributed.is_some());
-        let told = told.map(|seen| seen.gpu.clone()).collect();
-        let after = self.withheld.observe(&told, result, gpus);
+        let after = self.withheld.observe(seen, result, gpus);
         self.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
@@ -473,6 +477,20 @@ impl Auditor {
         }
         not_enforced
     }
+}
+
+/// The GPUs that had a balloon at any time between two states, each with the most that it had at
+/// either.
+fn balloons_between(
+    before: &BTreeMap<GpuUuid, BalloonState>,
+    after: &BTreeMap<GpuUuid, BalloonState>,
+) -> BTreeMap<GpuUuid, Bytes> {
+    let balloons = after.iter().filter_map(|(gpu, now)| {
+        let before = before.get(gpu).copied().unwrap_or_default();
+        let most = now.bytes.max(before.bytes);
+        now.was_held_since(before).then(|| (gpu.clone(), most))
+    });
+    balloons.collect()
 }
 
 /// Zero where the start time is unknown: then no process counts as older.

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bursar_ledger::units::{Bytes, GpuUuid};
 
-use super::compare::{AuditResult, Finding};
+use super::compare::{AuditResult, Finding, GpuSample};
 
 /// The number of samples, one a second, that decide.
 const WINDOW: usize = 10;
@@ -27,17 +27,18 @@ pub(super) struct WithheldMemory {
 }
 
 impl WithheldMemory {
-    /// Adds one audit, in which the `complete` GPUs have complete samples. Returns the withheld
-    /// memory of each GPU for which it is known; a GPU without a complete sample keeps its value.
+    /// Adds one audit. Returns the withheld memory of each GPU for which it is known; a GPU without
+    /// a complete sample keeps its value.
     pub(super) fn observe(
         &mut self,
-        complete: &BTreeSet<GpuUuid>,
+        seen: &[GpuSample],
         result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) -> BTreeMap<GpuUuid, Bytes> {
         self.samples.retain(|gpu, _| gpus.contains(gpu));
         self.reported.retain(|gpu, _| gpus.contains(gpu));
-        for gpu in complete {
+        let complete = seen.iter().filter(|seen| seen.unattributed.is_some());
+        for gpu in complete.map(|seen| &seen.gpu) {
             let samples = self.samples.entry(gpu.clone()).or_default();
             samples.push_back(uncharged(gpu, result));
             if samples.len() > WINDOW {
@@ -102,11 +103,21 @@ mod tests {
         }
     }
 
+    fn seen() -> GpuSample {
+        GpuSample {
+            gpu: gpu(),
+            unattributed_signed: 0,
+            unattributed: Some(Bytes::ZERO),
+            unreclaimed_or_retained: Bytes::ZERO,
+            processes: Vec::new(),
+        }
+    }
+
     /// The withheld memory after each of these samples.
     fn withheld_after(samples: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         let see = |bytes| {
-            let all = withheld.observe(&gpus, &result(bytes), &gpus);
+            let all = withheld.observe(&[seen()], &result(bytes), &gpus);
             all.get(&gpu()).map(|bytes| bytes.0)
         };
         samples.into_iter().map(see).collect()
@@ -174,11 +185,17 @@ mod tests {
     fn withheld_memory_stays_when_gpu_does_not_answer() {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         for _ in 0..10 {
-            withheld.observe(&gpus, &result(GIB), &gpus);
+            withheld.observe(&[seen()], &result(GIB), &gpus);
         }
-        let silent = withheld.observe(&BTreeSet::new(), &AuditResult::default(), &gpus);
+        let silent = withheld.observe(&[], &AuditResult::default(), &gpus);
         assert_eq!(silent, [(gpu(), Bytes(GIB))].into());
-        let gone = withheld.observe(&BTreeSet::new(), &AuditResult::default(), &BTreeSet::new());
+        let mut with_balloon = seen();
+        with_balloon.exclude_balloon(Bytes::gib(60));
+        for _ in 0..10 {
+            let held = withheld.observe(&[with_balloon.clone()], &result(0), &gpus);
+            assert_eq!(held, [(gpu(), Bytes(GIB))].into(), "beside a balloon");
+        }
+        let gone = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
         assert_eq!(gone, BTreeMap::new());
     }
 }

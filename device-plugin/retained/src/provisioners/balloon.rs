@@ -12,19 +12,29 @@ use std::time::{Duration, Instant};
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_sessions::{Balloon, BalloonError};
 use serde::Deserialize;
+use tracing::warn;
 
 use super::Provisioners;
 use crate::scrub_check::read_line;
 
-/// How long the process may take to start and to allocate; it stops to allocate after two seconds
-/// (`provisioner/src/balloon.rs`).
-const INFLATE_TIMEOUT: Duration = Duration::from_millis(2_500);
+/// The least time for the samples. Before that the process starts, and allocates for at most a
+/// second and a half (`provisioner/src/balloon.rs`).
+const LOOK_TIME: Duration = Duration::from_millis(650);
 
-/// How long the process may take to exit, which frees the memory.
+/// How long the process may take to confirm what it has held.
+const CONFIRM_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// How long the process may take to exit, which frees the memory. Then it has got SIGKILL.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How often the agent checks whether the process has exited.
 const EXIT_POLL: Duration = Duration::from_millis(5);
+
+/// After so long a process that got SIGKILL hangs in the driver.
+const HUNG_AFTER: Duration = Duration::from_secs(2);
+
+/// How often the agent checks whether a process that got SIGKILL late has exited.
+const HUNG_POLL: Duration = Duration::from_millis(100);
 
 /// A line that the process prints.
 #[derive(Deserialize)]
@@ -37,12 +47,13 @@ impl Balloon for Provisioners {
         &self,
         gpu: &GpuUuid,
         bytes: Bytes,
-        look: &mut dyn FnMut(Bytes),
+        until: Instant,
+        look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError> {
         let mut command = self.program.command(gpu);
         command.args(["balloon", "--gpu", gpu.as_str(), "--bytes"]);
         command.arg(bytes.0.to_string());
-        let held = self.run_balloon(gpu, command, look);
+        let held = self.run_balloon(gpu, command, until, look);
         held.map_err(|cause| BalloonError {
             gpu: gpu.clone(),
             cause,
@@ -65,8 +76,11 @@ impl Provisioners {
         &self,
         gpu: &GpuUuid,
         mut command: Command,
-        look: &mut dyn FnMut(Bytes),
+        until: Instant,
+        look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), String> {
+        let exit_at = until - EXIT_TIMEOUT;
+        let look_until = exit_at - CONFIRM_TIMEOUT;
         let (input, output) = {
             // A drain that begins later sees this process.
             let mut balloons = self.balloons();
@@ -87,29 +101,51 @@ impl Provisioners {
         };
         let held = output.ok_or("its process has no output".to_owned());
         let held = held.and_then(|mut output| {
-            let first = read_held(&mut output, INFLATE_TIMEOUT)?;
-            look(first);
+            let first = read_held(&mut output, look_until - LOOK_TIME)?;
+            look(first, look_until);
             drop(input);
-            let second = read_held(&mut output, EXIT_TIMEOUT)?;
+            let second = read_held(&mut output, exit_at)?;
             match first == second {
                 true => Ok(()),
                 false => Err(format!("it held {first}, and {second} afterwards")),
             }
         });
-        if held.is_err()
-            && let Some(child) = self.balloons().get_mut(gpu)
-        {
+        if held.is_err() {
             // Its memory must be free when the grants of the GPU go on.
+            self.kill_balloon(gpu);
+        }
+        self.wait_for_balloon(gpu, until);
+        match Instant::now() <= until {
+            true => held,
+            false => Err("its process did not exit in time".to_owned()),
+        }
+    }
+
+    /// Waits until the process of a balloon has exited, kills it at `until`, and reports the GPU as
+    /// unfit while it hangs.
+    fn wait_for_balloon(&self, gpu: &GpuUuid, until: Instant) {
+        let mut hangs = false;
+        while self.has_balloon(gpu) {
+            let late = Instant::now().saturating_duration_since(until);
+            if late.is_zero() {
+                std::thread::sleep(EXIT_POLL);
+                continue;
+            }
+            self.kill_balloon(gpu);
+            if late >= HUNG_AFTER && !hangs {
+                hangs = true;
+                warn!(%gpu, "the process of a balloon hangs in the driver");
+                self.records.set_balloon_hung(gpu, true);
+            }
+            std::thread::sleep(HUNG_POLL);
+        }
+        self.records.set_balloon_hung(gpu, false);
+    }
+
+    fn kill_balloon(&self, gpu: &GpuUuid) {
+        if let Some(child) = self.balloons().get_mut(gpu) {
             let _ = child.kill();
         }
-        let until = Instant::now() + EXIT_TIMEOUT;
-        while self.has_balloon(gpu) {
-            if Instant::now() >= until {
-                return Err("its process hangs in the driver".to_owned());
-            }
-            std::thread::sleep(EXIT_POLL);
-        }
-        held
     }
 }
 
@@ -122,8 +158,8 @@ fn is_running(balloons: &mut BTreeMap<GpuUuid, Child>, gpu: &GpuUuid) -> bool {
     is_running
 }
 
-fn read_held(output: &mut ChildStdout, timeout: Duration) -> Result<Bytes, String> {
-    let line = read_line(output, Instant::now() + timeout)?;
+fn read_held(output: &mut ChildStdout, until: Instant) -> Result<Bytes, String> {
+    let line = read_line(output, until)?;
     let held: Result<Held, _> = serde_json::from_str(&line);
     let held = held.map_err(|error| format!("its process printed {line:?}: {error}"))?;
     Ok(Bytes(held.bytes))
@@ -131,6 +167,8 @@ fn read_held(output: &mut ChildStdout, timeout: Duration) -> Result<Bytes, Strin
 
 #[cfg(test)]
 mod tests {
+    use bursar_gpu::health::UnhealthyReason;
+
     use super::*;
     use crate::provisioners::Program;
 
@@ -148,8 +186,9 @@ mod tests {
     fn run_on(provisioners: &Provisioners, script: &str) -> (Option<Bytes>, Result<(), String>) {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let mut told = None;
-        let held = provisioners.run_balloon(&gpu(), command, &mut |bytes| told = Some(bytes));
+        let (mut told, until) = (None, Instant::now() + Duration::from_secs(20));
+        let look = &mut |bytes, _| told = Some(bytes);
+        let held = provisioners.run_balloon(&gpu(), command, until, look);
         (told, held)
     }
 
@@ -169,12 +208,45 @@ mod tests {
     }
 
     #[test]
-    fn balloon_that_does_not_answer_is_killed() {
-        let begun = Instant::now();
-        let (told, held) = run("exec sleep 60");
-        assert_eq!(told, None);
-        assert!(held.is_err());
-        assert!(begun.elapsed() < Duration::from_secs(20));
+    fn balloon_ends_at_its_deadline_when_it_does_not_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
+        let line = r#"echo '{"bytes":7}'"#;
+        for (script, is_told) in [("true", false), (line, true)] {
+            let begun = Instant::now();
+            let until = begun + Duration::from_secs(4);
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("{script}; exec sleep 60")]);
+            let mut told = None;
+            let look = &mut |_, look_until| {
+                told = Some(look_until);
+                let left = |until: Instant| until.saturating_duration_since(Instant::now());
+                std::thread::sleep(left(look_until));
+            };
+            let held = provisioners.run_balloon(&gpu(), command, until, look);
+            assert!(held.is_err() && begun.elapsed() < Duration::from_secs(20));
+            assert!(!provisioners.has_balloon(&gpu()));
+            assert_eq!(told.is_some(), is_told);
+            assert!(told.is_none_or(|told| told + EXIT_TIMEOUT < until));
+        }
+    }
+
+    #[test]
+    fn gpu_is_unfit_while_the_process_of_a_balloon_hangs() {
+        let folder = tempfile::tempdir().unwrap();
+        let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
+        let hung = Command::new("sleep").arg("60").spawn().unwrap();
+        provisioners.balloons().insert(gpu(), hung);
+        provisioners.records.set_balloon_hung(&gpu(), true);
+        let unfit = provisioners.unfit();
+        let hangs = BTreeMap::from([(gpu(), UnhealthyReason::ProvisionerHung)]);
+        assert_eq!(*unfit.borrow(), hangs);
+        provisioners.records.update(&gpu(), |_| ());
+        provisioners.records.publish_unfit(&gpu());
+        assert_eq!(*unfit.borrow(), hangs, "a fit provisioner changes nothing");
+        // SIGKILL ends this process.
+        provisioners.wait_for_balloon(&gpu(), Instant::now());
+        assert!(unfit.borrow().is_empty() && !provisioners.has_balloon(&gpu()));
     }
 
     #[test]

@@ -1,9 +1,12 @@
 //! Tests balloons: memory that a descriptor holds is never proven free, and grants wait briefly.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::RecvTimeoutError;
 
+use tokio::task::JoinHandle;
+
 use super::*;
-use crate::reclaim::prove_by_balloon;
+use crate::reclaim::{BalloonTurn, prove_by_balloon};
 
 const CAPACITY: Bytes = Bytes::gib(16);
 
@@ -17,10 +20,19 @@ struct FakeGpu {
     /// Balloons hang until a message comes.
     hang: Mutex<Option<Receiver<()>>>,
     panics: bool,
+    /// Samples take so long.
+    sample_time: Duration,
+    /// Samples do not end while a balloon is held.
+    samples_hang: bool,
+    is_held: AtomicBool,
 }
 
 impl MemorySampler for FakeGpu {
     fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        std::thread::sleep(self.sample_time);
+        while self.samples_hang && self.is_held.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         Some(GpuMemorySample {
             used: CAPACITY,
             capacity: CAPACITY,
@@ -34,14 +46,18 @@ impl Balloon for FakeGpu {
         &self,
         _gpu: &GpuUuid,
         bytes: Bytes,
-        look: &mut dyn FnMut(Bytes),
+        until: Instant,
+        look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError> {
         self.balloons.fetch_add(1, Ordering::SeqCst);
         assert!(!self.panics, "this balloon panics");
         if let Some(hang) = lock(&self.hang).take() {
             let _ = hang.recv();
         }
-        look(Bytes(bytes.0.min(CAPACITY.0 - self.held)));
+        self.is_held.store(true, Ordering::SeqCst);
+        let look_until = until - Duration::from_millis(750);
+        look(Bytes(bytes.0.min(CAPACITY.0 - self.held)), look_until);
+        self.is_held.store(false, Ordering::SeqCst);
         Ok(())
     }
 }
@@ -65,6 +81,14 @@ async fn sessions_on(run_dir: &Path, gpu: FakeGpu) -> (Sessions, Arc<FakeGpu>) {
     (sessions, driver)
 }
 
+/// Holds a balloon, as the GPU's task does once it is due.
+async fn prove(sessions: &Sessions) -> Option<JoinHandle<()>> {
+    sessions.set_evictable(&gpu(), Bytes::gib(4), true);
+    let turn = BalloonTurn::take(&sessions.shared, &gpu()).unwrap();
+    let pause = sessions.shared.grants.pause(&gpu()).await.unwrap();
+    prove_by_balloon(turn, pause).await
+}
+
 fn proven(sessions: &Sessions) -> Option<Bytes> {
     let bounds = sessions.bound_unreclaimed(BTreeMap::from([(gpu(), 1)]));
     bounds.get(&gpu()).copied()
@@ -80,16 +104,59 @@ async fn only_held_memory_stays_unproven_beside_a_balloon() {
             ..FakeGpu::default()
         };
         let (sessions, driver) = sessions_on(folder.path(), gpu).await;
-        assert!(
-            prove_by_balloon(&sessions.shared, &self::gpu(), None)
-                .await
-                .is_none()
-        );
+        let before = sessions.balloons();
+        assert!(prove(&sessions).await.is_none());
         assert_eq!(driver.balloons.load(Ordering::SeqCst), 1);
         let bound = proven(&sessions).unwrap();
         assert!((held..=most).contains(&bound.0), "{bound}");
-        assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+        let (before, after) = (before.get(&self::gpu()), sessions.balloons()[&self::gpu()]);
+        assert_eq!(after.bytes, Bytes::ZERO);
+        let before = before.copied().unwrap_or_default();
+        assert!(after.was_held_since(before), "the audit knows it");
     }
+}
+
+#[tokio::test]
+async fn no_balloon_begins_late_in_the_pause_of_grants() {
+    let folder = tempfile::tempdir().unwrap();
+    let gpu = FakeGpu {
+        sample_time: Duration::from_secs(2),
+        ..FakeGpu::default()
+    };
+    let (sessions, driver) = sessions_on(folder.path(), gpu).await;
+    assert!(prove(&sessions).await.is_none());
+    assert_eq!(driver.balloons.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn balloon_ends_with_the_pause_when_samples_hang() {
+    let folder = tempfile::tempdir().unwrap();
+    let gpu = FakeGpu {
+        samples_hang: true,
+        ..FakeGpu::default()
+    };
+    let (sessions, driver) = sessions_on(folder.path(), gpu).await;
+    assert!(prove(&sessions).await.is_none(), "it lasts too long");
+    assert_eq!(driver.balloons.load(Ordering::SeqCst), 1);
+    assert!(!driver.is_held.load(Ordering::SeqCst));
+}
+
+#[tokio::test]
+async fn node_has_one_balloon_and_then_waits_for_an_audit() {
+    let folder = tempfile::tempdir().unwrap();
+    let (sessions, _driver) = sessions_on(folder.path(), FakeGpu::default()).await;
+    let other: GpuUuid = "GPU-other".parse().unwrap();
+    let take = |gpu: &GpuUuid| BalloonTurn::take(&sessions.shared, gpu);
+    for gpu in [&gpu(), &other] {
+        sessions.set_evictable(gpu, Bytes::gib(4), true);
+    }
+    let turn = take(&other).unwrap();
+    assert!(take(&gpu()).is_none(), "two at once");
+    drop(turn);
+    assert!(prove(&sessions).await.is_none());
+    assert!(take(&other).is_none(), "the audit has old figures");
+    sessions.set_evictable(&other, Bytes::gib(4), true);
+    assert!(take(&other).is_some());
 }
 
 #[tokio::test]
@@ -98,12 +165,16 @@ async fn nothing_is_evicted_before_the_audit_allows_it() {
     let (sessions, driver) = sessions_on(folder.path(), FakeGpu::default()).await;
     for (bytes, may_evict) in [(Bytes::ZERO, true), (Bytes::gib(4), false)] {
         sessions.set_evictable(&gpu(), bytes, may_evict);
-        assert!(!sessions.shared.may_evict(&gpu()));
+        assert!(!sessions.shared.may_evict(&gpu(), Instant::now()));
     }
     sessions.set_evictable(&gpu(), Bytes::gib(4), true);
+    let after = |seconds| Instant::now() + Duration::from_secs(seconds);
+    assert!(sessions.shared.may_evict(&gpu(), after(2)));
+    assert!(!sessions.shared.may_evict(&gpu(), after(4)), "it is old");
     let begun = Instant::now();
     while driver.balloons.load(Ordering::SeqCst) == 0 {
         assert!(begun.elapsed() < Duration::from_secs(60), "no balloon");
+        sessions.set_evictable(&gpu(), Bytes::gib(4), true);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(
@@ -162,21 +233,17 @@ async fn grants_go_on_when_a_balloon_hangs_or_panics() {
         hang: Mutex::new(Some(hang)),
         ..FakeGpu::default()
     };
-    let (sessions, driver) = sessions_on(folder.path(), gpu).await;
+    let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     let (stream, _page) = hello(folder.path());
     let begun = Instant::now();
-    let hung = prove_by_balloon(&sessions.shared, &self::gpu(), None).await;
+    let hung = prove(&sessions).await;
     assert!(hung.is_some() && begun.elapsed() < Duration::from_secs(20));
     assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
-    assert!(
-        sessions.balloons()[&self::gpu()] > Bytes::ZERO,
-        "the audit knows it"
-    );
-    let hung = prove_by_balloon(&sessions.shared, &self::gpu(), hung).await;
-    assert_eq!(driver.balloons.load(Ordering::SeqCst), 1, "no second one");
+    let bytes = || sessions.balloons()[&self::gpu()].bytes;
+    assert!(bytes() > Bytes::ZERO, "the audit knows it");
     drop(go_on);
     hung.unwrap().await.unwrap();
-    assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+    assert_eq!(bytes(), Bytes::ZERO);
 
     let folder = tempfile::tempdir().unwrap();
     let gpu = FakeGpu {
@@ -185,11 +252,7 @@ async fn grants_go_on_when_a_balloon_hangs_or_panics() {
     };
     let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     let (stream, _page) = hello(folder.path());
-    assert!(
-        prove_by_balloon(&sessions.shared, &self::gpu(), None)
-            .await
-            .is_none()
-    );
+    assert!(prove(&sessions).await.is_none());
     assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
-    assert_eq!(sessions.balloons()[&self::gpu()], Bytes::ZERO);
+    assert_eq!(sessions.balloons()[&self::gpu()].bytes, Bytes::ZERO);
 }
