@@ -3,8 +3,9 @@
 //!
 //! A provisioner that SIGKILL does not end hangs in the driver. Its GPU is
 //! [`unfit`](Provisioners::unfit) and gets no request until the process has exited. A GPU that CUDA
-//! refuses at each start is unfit too, and one on which the process of a balloon hangs. Each GPU has
-//! its own thread, so a hung one delays no other.
+//! refuses at each start is unfit too, and one on which the process of a balloon hangs.
+//!
+//! Each GPU has its own thread, so a hung one delays no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
