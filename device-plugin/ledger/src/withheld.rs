@@ -131,15 +131,21 @@ mod tests {
         assert_eq!(bound.claim, ticket.claim);
     }
 
-    #[test]
-    fn refused_gpu_binds_no_more_until_it_is_accepted() {
-        let gpus: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
+    /// A ledger of two GPUs of 16 quanta.
+    fn with_two_gpus() -> (Ledger, [GpuUuid; 2]) {
+        let gpus = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
         let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus(gpus.clone().map(|uuid| Gpu {
             uuid,
             capacity: Quanta(16),
             health: Health::Healthy,
         }));
+        (ledger, gpus)
+    }
+
+    #[test]
+    fn refused_gpu_binds_no_more_until_it_is_accepted() {
+        let (mut ledger, gpus) = with_two_gpus();
         assert!(matches!(
             start(&mut ledger, "a", 0, 16),
             BindOutcome::Bound(_)
@@ -164,13 +170,7 @@ mod tests {
 
     #[test]
     fn whole_gpu_is_awaited_where_no_memory_is_withheld() {
-        let gpus: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
-        let mut ledger = Ledger::new(Quantum::Gib1);
-        ledger.set_gpus(gpus.clone().map(|uuid| Gpu {
-            uuid,
-            capacity: Quanta(16),
-            health: Health::Healthy,
-        }));
+        let (mut ledger, gpus) = with_two_gpus();
         let of_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
         ledger.set_withheld(of_first(Bytes::gib(16)));
         for (pod, first) in [("b1", 0), ("b2", 8)] {

@@ -16,7 +16,7 @@ pub(super) enum Aim {
     WorstFit,
     /// The bin with the most free memory, among those that have room once no pod has any of it.
     SmallestShortage,
-    /// As [`SmallestShortage`](Self::SmallestShortage), with memory that pods which ended have left.
+    /// The same among those that have room once the memory which ended pods have left is free too.
     EventualShortage,
 }
 

@@ -398,6 +398,7 @@ mod tests {
             let records = Records {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
+                refused: Arc::default(),
                 hung_balloons: Arc::default(),
             };
             records.runtimes.send_modify(|all| {
