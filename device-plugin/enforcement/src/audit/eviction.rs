@@ -254,7 +254,8 @@ mod tests {
             room: Some(Bytes::gib(4)),
             unread: &[owner.pod.clone()].into(),
         };
-        let hangs = check_eviction(&seen(&[1]), &books(), &[owner.clone()], &hanging);
+        let owners = std::slice::from_ref(&owner);
+        let hangs = check_eviction(&seen(&[1]), &books(), owners, &hanging);
         assert_eq!(hangs, unread);
         let mut stale = owner;
         stale
