@@ -16,7 +16,8 @@ pub(super) enum Aim {
     WorstFit,
     /// The bin with the most free memory, among those that have room once no pod has any of it.
     SmallestShortage,
-    /// The same among those that have room once the memory which ended pods have left is free too.
+    /// The bin with the most free memory, among those that have room once no pod has any of it and
+    /// the memory of ended pods is free too.
     EventualShortage,
 }
 
