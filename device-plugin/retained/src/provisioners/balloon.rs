@@ -242,7 +242,7 @@ mod tests {
         let hangs = BTreeMap::from([(gpu(), UnhealthyReason::ProvisionerHung)]);
         assert_eq!(*unfit.borrow(), hangs);
         provisioners.records.update(&gpu(), |_| ());
-        provisioners.records.publish_unfit(&gpu());
+        provisioners.records.publish_fitness(&gpu());
         assert_eq!(*unfit.borrow(), hangs, "a fit provisioner changes nothing");
         // SIGKILL ends this process.
         provisioners.wait_for_balloon(&gpu(), Instant::now());
