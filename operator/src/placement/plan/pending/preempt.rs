@@ -265,7 +265,7 @@ impl<'a> Planner<'a> {
         Some(all)
     }
 
-    /// What a GPU could give to a pod, where the victims in `chosen` are chosen already.
+    /// Returns the memory of a GPU that a pod could get. The victims in `chosen` count as evicted.
     fn supply(
         &mut self,
         node: &str,
