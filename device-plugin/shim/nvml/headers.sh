@@ -5,7 +5,7 @@
 #
 # Needs pip and unzip, and the network once: ./headers.sh > headers.txt
 set -eu
-. "$(dirname "$0")/../published.sh"
+. "$(dirname "$0")/../common/published.sh"
 
 names() {
     sed -n 's/.*DECLDIR  *\(nvml[A-Za-z0-9_]*\) *(.*/\1/p'

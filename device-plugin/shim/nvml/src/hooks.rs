@@ -1,8 +1,8 @@
 //! Implements the NVML functions that report memory and processes.
 //!
-//! Each hook calls the real library before anything else and returns its errors, such as a missing
-//! initialization, a missing device or an unknown version of a structure. What the real library
-//! says of memory and processes reaches no caller.
+//! Each hook calls the real library before anything else and returns its errors. Examples are a
+//! missing initialization, a missing device or an unknown version of a structure. What the real
+//! library says of memory and processes reaches no caller.
 #![allow(non_snake_case, reason = "the functions have NVML's names")]
 
 mod accounting;
@@ -36,7 +36,7 @@ fn guarded(hook: impl FnOnce() -> HookResult) -> NvmlReturn {
 /// Calls the real library's function: `driver!(name(value => type, ...))`.
 macro_rules! driver {
     ($name:ident($($value:expr => $kind:ty),* $(,)?)) => {
-        match $crate::forward::driver_function($crate::forward::index::$name) {
+        match $crate::forward::FUNCTIONS.get($crate::forward::index::$name) {
             // SAFETY: the prototype is that of nvml.h, and all pointers outlive the call.
             Some(function) => unsafe {
                 let function = std::mem::transmute::<
@@ -54,8 +54,8 @@ use driver;
 /// Returns the code for a missing function, or for a missing driver.
 fn missing_code() -> NvmlReturn {
     match crate::driver::library() {
-        Some(_) => crate::driver::MISSING,
-        None => crate::driver::UNLOADABLE,
+        Some(_) => crate::driver::missing(),
+        None => crate::driver::unloadable(),
     }
 }
 
@@ -102,7 +102,7 @@ fn usage(device: Device) -> Result<Usage, NvmlReturn> {
 /// Describes a code. Without a driver the shim knows one text only.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: NvmlReturn) -> *const c_char {
-    let Some(function) = crate::forward::driver_function(crate::forward::index::nvmlErrorString)
+    let Some(function) = crate::forward::FUNCTIONS.get(crate::forward::index::nvmlErrorString)
     else {
         return c"NVML Shared Library Not Found".as_ptr();
     };

@@ -1,8 +1,8 @@
 //! Implements `libnvidia-ml.so.1` for containers: shows the quota and the container's own
 //! processes.
 //!
-//! Every function of NVML is exported and forwarded to the real library by one indirect jump, with
-//! the trampolines of the shim of `libcuda` ([`forward`]). The table `nvml-symbols.txt` lists them.
+//! Every function of NVML is exported ([`exports`]) and forwarded to the real library by one
+//! indirect jump ([`forward`]). The table `nvml-symbols.txt` lists them.
 //! Functions that report a device's memory or its processes are [`hooks`]. They show the quota as
 //! the total, the container's usage as used, and its own processes only. The agent answers both
 //! queries ([`agent_client`]), because NVML knows pid namespaces but no containers.
@@ -16,25 +16,12 @@
 //!   CAP_SYS_ADMIN.
 
 mod agent_client;
-mod nvml_return;
-#[macro_use]
-#[path = "../../src/trampoline.rs"]
-#[allow(unused_macros, reason = "NVML's answers are not looked at")]
-mod trampoline;
 mod driver;
-#[path = "../../src/exports.rs"]
-#[allow(
-    dead_code,
-    unused_macros,
-    reason = "NVML exports no variables, and the table refuses no function"
-)]
 mod exports;
-#[path = "../../src/forward.rs"]
 mod forward;
 mod hooks;
-#[path = "../../src/library.rs"]
-mod library;
-#[path = "../../src/old_glibc.rs"]
+mod nvml_return;
+#[path = "../../common/included/old_glibc.rs"]
 mod old_glibc;
-#[path = "../../src/unwinder.rs"]
+#[path = "../../common/included/unwinder.rs"]
 mod unwinder;

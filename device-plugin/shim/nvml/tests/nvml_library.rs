@@ -5,7 +5,7 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-#[path = "../../tests/support/elf.rs"]
+#[path = "../../common/tests/support/elf.rs"]
 mod elf;
 mod support;
 
@@ -120,7 +120,7 @@ fn library_depends_on_glibc_only() {
 #[test]
 fn library_has_the_drivers_soname_and_reads_no_environment() {
     elf::is_named_and_stays_loaded(&shim(), "libnvidia-ml.so.1");
-    elf::reads_no_environment(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    elf::reads_no_environment(Path::new(env!("CARGO_MANIFEST_DIR")));
 }
 
 #[test]

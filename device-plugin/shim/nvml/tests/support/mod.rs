@@ -16,9 +16,9 @@ use bursar_ledger::units::{AllocationId, Bytes};
 use bursar_sessions::{Account, SessionSpec, Sessions};
 use bursar_sim_state::MachineDir;
 
-#[path = "../../../tests/support/agent.rs"]
+#[path = "../../../common/tests/support/agent.rs"]
 mod agent;
-#[path = "../../../tests/support/program.rs"]
+#[path = "../../../common/tests/support/program.rs"]
 mod program;
 
 use agent::{Everyone, SimCharges};
@@ -93,7 +93,7 @@ impl Node {
                 .unwrap(),
             gpus: vec![(device.parse().unwrap(), Bytes(*quota))],
             managed: Bytes::ZERO,
-            tokens: None,
+            device_ids: None,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)

@@ -1,0 +1,84 @@
+//! Tests the library's exported names, and its dependencies on the C library.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "../../common/tests/support/elf.rs"]
+mod elf;
+mod support;
+#[path = "../build/symbol_table.rs"]
+#[allow(dead_code, reason = "the build script uses all of it")]
+mod symbol_table;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use symbol_table::Symbol;
+
+/// Paths of the driver on machines that have one.
+const REAL: &[&str] = &[
+    "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    "/usr/lib64/libcuda.so.1",
+    "/usr/local/nvidia/lib64/libcuda.so.1",
+];
+
+fn symbols() -> BTreeSet<String> {
+    let symbols = symbol_table::parse(include_str!("../symbols.txt")).unwrap();
+    let names = symbols.iter().map(|symbol| match symbol {
+        Symbol::Function(function) => function.name,
+        Symbol::Variable(name, _) => name,
+    });
+    names.map(str::to_owned).collect()
+}
+
+fn shim() -> PathBuf {
+    support::built().join("libbursar_shim.so")
+}
+
+#[test]
+fn library_exports_exactly_the_table() {
+    let table = symbols();
+    elf::exports_exactly(&shim(), &table);
+    assert!(table.len() >= 682 + 25);
+}
+
+#[test]
+fn table_has_every_symbol_of_this_machines_driver() {
+    let Some(real) = REAL.iter().map(Path::new).find(|path| path.exists()) else {
+        println!("no driver here: the table is held against the shim only");
+        return;
+    };
+    let missing: Vec<_> = elf::exported(real)
+        .difference(&symbols())
+        .cloned()
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "add these to symbols.txt with their class: {missing:?}"
+    );
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn library_needs_no_newer_glibc_than_documented() {
+    elf::needs_an_old_glibc(&shim());
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn library_depends_on_glibc_only() {
+    elf::needs_glibc_only(&shim());
+}
+
+#[test]
+fn library_has_the_drivers_soname_and_reads_no_environment() {
+    elf::is_named_and_stays_loaded(&shim(), "libcuda.so.1");
+    elf::reads_no_environment(Path::new(env!("CARGO_MANIFEST_DIR")));
+}
+
+#[test]
+fn hooks_cannot_be_interposed_by_another_library() {
+    elf::binds_its_own(&shim(), "cu");
+}
