@@ -35,6 +35,11 @@ impl CudaError {
         ErrorClass::of(self.code)
     }
 
+    /// Returns the code's name in cuda.h, if a loaded driver knows the code.
+    pub fn name(&self) -> Option<String> {
+        ERROR_NAME.get().and_then(|name| name(self.code))
+    }
+
     /// Returns whether the same call may succeed later in this process image.
     pub fn retryable(&self) -> bool {
         self.class().retryable()
@@ -43,7 +48,7 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match ERROR_NAME.get().and_then(|name| name(self.code)) {
+        match self.name() {
             Some(name) => write!(f, "{}: {name} ({})", self.call, self.code),
             None => write!(f, "{}: CUDA error {}", self.call, self.code),
         }
@@ -195,7 +200,8 @@ pub enum ResourceError {
 }
 
 impl ResourceError {
-    /// Classifies a failed allocation: out of memory only if the driver returned code 2.
+    /// Classifies a failed allocation of `requested` bytes: out of memory only if the driver
+    /// returned code 2.
     pub fn from_alloc_failure(ordinal: u32, requested: u64, source: CudaError) -> Self {
         match source.class() {
             ErrorClass::OutOfMemory => ResourceError::OutOfMemory {

@@ -1,6 +1,6 @@
 //! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
 //!
-//! * [`driver`] calls `libcuda.so.1`. Only this module and `sync::biased_lock` contain `unsafe`.
+//! * [`driver`] calls `libcuda.so.1`. Only this module contains `unsafe`.
 //! * [`resource`] defines [`DeviceMemoryResource`], which each source and each adaptor implements,
 //!   and [`PhysicalMemoryResource`], for memory that has no address and needs no context.
 //! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`StreamOrdered`],

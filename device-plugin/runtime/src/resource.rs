@@ -1,7 +1,7 @@
 //! Defines the interface that every source of device memory and every adaptor implements.
 //!
 //! A resource hands out [`Block`]s. The owner of a block may free the block once, by returning it
-//! to the resource that allocated it; the block records that resource as its [`Origin`]. A
+//! to the resource that allocated it. The block records that resource as its [`Origin`]. A
 //! [`BlockRef`] describes a block without the right to free it. A `BlockRef` can be copied and may
 //! be stale.
 //!
@@ -231,7 +231,8 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     }
 
     /// Orders work that will be submitted to `stream` behind the block's allocation, and behind
-    /// finished and recorded uses in other streams: a read behind writes, a write behind all.
+    /// finished and recorded uses in other streams. A read is ordered behind writes, a write behind
+    /// all.
     ///
     /// # Errors
     /// [`ResourceError::StreamMisuse`] if the resource does not track uses;

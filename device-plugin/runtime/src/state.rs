@@ -271,7 +271,7 @@ impl ErrorMonitor {
     /// Observes the code of a failed call.
     ///
     /// An unknown code counts as sticky if the driver returns it, or a known sticky code, for a
-    /// probe as well: after a sticky error every call fails.
+    /// probe as well. After a sticky error every call fails.
     #[cold]
     pub fn observe(&self, code: i32, ask_again: impl FnOnce() -> i32) {
         match ErrorClass::of(code) {

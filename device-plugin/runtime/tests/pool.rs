@@ -17,9 +17,9 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{H200, ONE_GPU, TWO_GPUS, run_in_subprocess};
 
-#[path = "../examples/runtime_bench/minstd.rs"]
+#[path = "../../../e2e/gpu/runtime-programs/src/runtime_bench/minstd.rs"]
 mod minstd;
-#[path = "../examples/runtime_bench/random.rs"]
+#[path = "../../../e2e/gpu/runtime-programs/src/runtime_bench/random.rs"]
 mod random;
 
 const MIB: u64 = 1 << 20;

@@ -9,9 +9,9 @@
  * (docs/runtime.md) has the promises and their limits.
  *
  * Every function is safe to call from any thread, and none panics or throws. Several threads may use
- * one lease; a call waits for another call on the same lease. bursar_close and bursar_discard end
- * the lease, so no other thread may use it then or later. The functions use the process's CUDA
- * driver: in a container of Bursar, within its quota.
+ * one lease; a call waits for another call on the same lease. bursar_retained_close and
+ * bursar_retained_discard end the lease, so no other thread may use it then or later. The functions
+ * use the process's CUDA driver: in a container of Bursar, within its quota.
  */
 #ifndef BURSAR_H
 #define BURSAR_H
@@ -48,8 +48,8 @@ typedef enum bursar_status {
 /* A lease that this process has open. */
 typedef struct bursar_lease bursar_lease;
 
-/* Arguments of bursar_open. Set unused fields to zero. */
-typedef struct bursar_question {
+/* Arguments of bursar_retained_open. Set unused fields to zero. */
+typedef struct bursar_open_args {
     /* 1 to 96 printable characters of ASCII. */
     const char *name;
     /* Path of the agent's socket; NULL for the socket of the container. */
@@ -60,14 +60,14 @@ typedef struct bursar_question {
     uint64_t bytes;
     /* Time to retry while another process writes the lease, or the agent is busy or does not
      * respond. */
-    uint64_t patience_ms;
+    uint64_t timeout_ms;
     /* Ordinal of the device. The library uses its primary context, as the CUDA runtime and PyTorch
      * do. */
     int32_t device;
-} bursar_question;
+} bursar_open_args;
 
 /* Description of an open lease. */
-typedef struct bursar_view {
+typedef struct bursar_lease_state {
     /* First address, a CUdeviceptr; a multiple of 2 MiB. */
     uint64_t address;
     /* Size, at least as requested. */
@@ -78,38 +78,38 @@ typedef struct bursar_view {
     uint64_t generation;
     /* 1: committed and read-only. 0: zeroed, and this process is the writer. */
     int32_t ready;
-} bursar_view;
+} bursar_lease_state;
 
 /*
- * Opens a lease, or creates it. The caller passes *lease to bursar_close or bursar_discard later; it
- * is NULL after a failure.
+ * Opens a lease, or creates it. The caller passes *lease to bursar_retained_close or
+ * bursar_retained_discard later; it is NULL after a failure.
  */
-bursar_status bursar_open(const bursar_question *question, bursar_lease **lease);
+bursar_status bursar_retained_open(const bursar_open_args *args, bursar_lease **lease);
 
 /* Returns a description of an open lease. */
-bursar_status bursar_look(const bursar_lease *lease, bursar_view *view);
+bursar_status bursar_retained_describe(const bursar_lease *lease, bursar_lease_state *view);
 
 /* Copies from a committed lease to the host, and waits for the copy. */
-bursar_status bursar_read(const bursar_lease *lease, uint64_t at, void *to, uint64_t bytes);
+bursar_status bursar_retained_read(const bursar_lease *lease, uint64_t at, void *to, uint64_t bytes);
 
 /* Copies from the host to an uncommitted lease, and waits for the copy. */
-bursar_status bursar_write(bursar_lease *lease, uint64_t at, const void *from, uint64_t bytes);
+bursar_status bursar_retained_write(bursar_lease *lease, uint64_t at, const void *from, uint64_t bytes);
 
 /*
  * Commits a lease: waits for all work of the context, makes the mapping read-only at the same
  * address, and reports the checksum. After a failure the lease is discarded and can only be closed.
  */
-bursar_status bursar_commit(bursar_lease *lease);
+bursar_status bursar_retained_commit(bursar_lease *lease);
 
-/* Discards a lease for the whole namespace, and closes it as bursar_close does. */
-bursar_status bursar_discard(bursar_lease *lease);
+/* Discards a lease for the whole namespace, and closes it as bursar_retained_close does. */
+bursar_status bursar_retained_discard(bursar_lease *lease);
 
 /*
  * Waits for all work of the context, and unmaps a lease. A committed lease stays; an uncommitted one
  * is discarded. Accepts NULL. Do not call it while a stream of the context is captured: that ends the
  * capture, and the memory stays mapped until the process ends.
  */
-void bursar_close(bursar_lease *lease);
+void bursar_retained_close(bursar_lease *lease);
 
 /* The longest token. */
 #define BURSAR_MAX_TOKEN 512

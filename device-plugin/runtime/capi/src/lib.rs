@@ -5,7 +5,7 @@
 //! text. A panic ends at the function as `BURSAR_INTERNAL`.
 //!
 //! * `last_error` stores a thread's last failure.
-//! * `open_args` reads the arguments of `bursar_open`.
+//! * `open_args` reads the arguments of `bursar_retained_open`.
 //! * `tokens` has the functions of memory tokens.
 
 mod last_error;
@@ -34,7 +34,7 @@ enum State {
     Ended,
 }
 
-/// `bursar_view`.
+/// `bursar_lease_state`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct View {
@@ -153,10 +153,13 @@ fn ffi_call(run: impl FnOnce() -> Result<(), Failure>) -> Status {
 /// Opens a lease, or creates it.
 ///
 /// # Safety
-/// `args` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease`
-/// is null or valid for a write of a pointer.
+/// `args` is null or points to a `bursar_open_args` whose texts are null or end with a zero.
+/// `lease` is null or valid for a write of a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut Lease) -> Status {
+pub unsafe extern "C" fn bursar_retained_open(
+    args: *const RawOpenArgs,
+    lease: *mut *mut Lease,
+) -> Status {
     ffi_call(|| {
         if lease.is_null() {
             return Err(Failure::null("lease"));
@@ -165,7 +168,7 @@ pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut 
         // SAFETY: not null, and the caller keeps the contract.
         unsafe { lease.write(std::ptr::null_mut()) };
         // SAFETY: the caller keeps the contract.
-        let args = unsafe { args.as_ref() }.ok_or(Failure::null("question"))?;
+        let args = unsafe { args.as_ref() }.ok_or(Failure::null("args"))?;
         // SAFETY: the caller keeps the contract.
         let opened = Lease::open(&unsafe { OpenArgs::read(args) }?)?;
         // SAFETY: not null, and the caller keeps the contract.
@@ -177,9 +180,10 @@ pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut 
 /// Returns address, size and identity of an open lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `view` is null or valid for a write.
+/// `lease` is null or from [`bursar_retained_open`] and not closed; `view` is null or valid for a
+/// write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> Status {
+pub unsafe extern "C" fn bursar_retained_describe(lease: *const Lease, view: *mut View) -> Status {
     ffi_call(|| {
         // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
@@ -195,10 +199,10 @@ pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> St
 /// Copies from a lease to the host.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `to` is null or has room for `bytes`
-/// bytes, which no other code uses.
+/// `lease` is null or from [`bursar_retained_open`] and not closed; `to` is null or has room for
+/// `bytes` bytes, which no other code uses.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_read(
+pub unsafe extern "C" fn bursar_retained_read(
     lease: *const Lease,
     at: u64,
     to: *mut u8,
@@ -220,9 +224,10 @@ pub unsafe extern "C" fn bursar_read(
 /// Copies from the host to a lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `from` is null or has `bytes` bytes.
+/// `lease` is null or from [`bursar_retained_open`] and not closed; `from` is null or has `bytes`
+/// bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_write(
+pub unsafe extern "C" fn bursar_retained_write(
     lease: *mut Lease,
     at: u64,
     from: *const u8,
@@ -255,9 +260,9 @@ fn length(bytes: u64) -> Result<usize, Failure> {
 /// Commits a lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed.
+/// `lease` is null or from [`bursar_retained_open`] and not closed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
+pub unsafe extern "C" fn bursar_retained_commit(lease: *mut Lease) -> Status {
     ffi_call(|| {
         // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
@@ -268,14 +273,15 @@ pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
 /// Discards a lease and closes it.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed. The call closes it.
+/// `lease` is null or from [`bursar_retained_open`] and not closed. The call closes it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
+pub unsafe extern "C" fn bursar_retained_discard(lease: *mut Lease) -> Status {
     ffi_call(|| {
         if lease.is_null() {
             return Err(Failure::null("lease"));
         }
-        // SAFETY: `Box::into_raw` in `bursar_open` returned the pointer, and no other code has it.
+        // SAFETY: `Box::into_raw` in `bursar_retained_open` returned the pointer, and no other code
+        // has it.
         unsafe { Box::from_raw(lease) }.discard()
     })
 }
@@ -283,13 +289,13 @@ pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
 /// Closes a lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed. The call closes it.
+/// `lease` is null or from [`bursar_retained_open`] and not closed. The call closes it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_close(lease: *mut Lease) {
+pub unsafe extern "C" fn bursar_retained_close(lease: *mut Lease) {
     ffi_call(|| {
         if !lease.is_null() {
-            // SAFETY: `Box::into_raw` in `bursar_open` returned the pointer, and no other code has
-            // it.
+            // SAFETY: `Box::into_raw` in `bursar_retained_open` returned the pointer, and no other
+            // code has it.
             drop(unsafe { Box::from_raw(lease) });
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Reads the arguments of `bursar_open` from the caller's memory.
+//! Reads the arguments of `bursar_retained_open` from the caller's memory.
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +9,7 @@ use bursar_runtime::retained::Key;
 
 use crate::last_error::Failure;
 
-/// `bursar_question`.
+/// `bursar_open_args`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct RawOpenArgs {
@@ -17,7 +17,7 @@ pub struct RawOpenArgs {
     socket: *const c_char,
     key: Key,
     bytes: u64,
-    patience_ms: u64,
+    timeout_ms: u64,
     device: i32,
 }
 
@@ -43,7 +43,7 @@ impl OpenArgs {
             socket,
             key,
             bytes,
-            patience_ms,
+            timeout_ms,
             device,
         } = raw;
         // SAFETY: the caller keeps the contract.
@@ -61,7 +61,7 @@ impl OpenArgs {
             socket: socket.map(path),
             key: *key,
             bytes: *bytes,
-            timeout: Duration::from_millis(*patience_ms),
+            timeout: Duration::from_millis(*timeout_ms),
             device: ordinal(*device)?,
         })
     }

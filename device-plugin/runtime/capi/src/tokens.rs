@@ -106,8 +106,8 @@ unsafe fn client(socket: *const c_char) -> TokenClient {
 /// Seals a token.
 ///
 /// # Safety
-/// `socket` is null or ends with a zero; `lease` is null or from `bursar_open` and not closed;
-/// `token` is null or valid for a write.
+/// `socket` is null or ends with a zero; `lease` is null or from `bursar_retained_open` and not
+/// closed; `token` is null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_seal(
     socket: *const c_char,

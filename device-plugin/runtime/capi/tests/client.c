@@ -58,19 +58,19 @@ static int verify(void) {
 }
 
 int main(int argc, char **argv) {
-    bursar_question question = {.name = "weights", .key = {1, 2, 3}};
+    bursar_open_args args = {.name = "weights", .key = {1, 2, 3}};
     bursar_lease *lease = NULL;
-    bursar_view view;
+    bursar_lease_state view;
     bursar_token token;
     bursar_memory named;
     unsigned char *memory, text[8];
     uint64_t address;
 
-    printf("question %zu %zu %zu %zu %zu %zu %zu\n", sizeof question, offsetof(bursar_question, socket),
-           offsetof(bursar_question, key), offsetof(bursar_question, bytes), offsetof(bursar_question, patience_ms),
-           offsetof(bursar_question, device), sizeof(bursar_status));
-    printf("view %zu %zu %zu %zu %zu\n", sizeof view, offsetof(bursar_view, bytes), offsetof(bursar_view, lease),
-           offsetof(bursar_view, generation), offsetof(bursar_view, ready));
+    printf("args %zu %zu %zu %zu %zu %zu %zu\n", sizeof args, offsetof(bursar_open_args, socket),
+           offsetof(bursar_open_args, key), offsetof(bursar_open_args, bytes), offsetof(bursar_open_args, timeout_ms),
+           offsetof(bursar_open_args, device), sizeof(bursar_status));
+    printf("view %zu %zu %zu %zu %zu\n", sizeof view, offsetof(bursar_lease_state, bytes), offsetof(bursar_lease_state, lease),
+           offsetof(bursar_lease_state, generation), offsetof(bursar_lease_state, ready));
     printf("token %zu %zu memory %zu %zu %zu %zu %zu\n", sizeof(bursar_token), offsetof(bursar_token, bytes),
            sizeof(bursar_memory), offsetof(bursar_memory, process_generation), offsetof(bursar_memory, lease),
            offsetof(bursar_memory, node), offsetof(bursar_memory, gpu));
@@ -80,51 +80,51 @@ int main(int argc, char **argv) {
     if (argc < 2) {
         return 0;
     }
-    question.socket = argv[1];
+    args.socket = argv[1];
 
     /* Wrong arguments are answers, not crashes. */
-    MUST(bursar_open(NULL, &lease) == BURSAR_INVALID);
-    MUST(bursar_open(&question, NULL) == BURSAR_INVALID);
-    MUST(bursar_look(NULL, &view) == BURSAR_INVALID && bursar_commit(NULL) == BURSAR_INVALID);
-    MUST(bursar_discard(NULL) == BURSAR_INVALID);
-    bursar_close(NULL);
-    question.device = 7;
+    MUST(bursar_retained_open(NULL, &lease) == BURSAR_INVALID);
+    MUST(bursar_retained_open(&args, NULL) == BURSAR_INVALID);
+    MUST(bursar_retained_describe(NULL, &view) == BURSAR_INVALID && bursar_retained_commit(NULL) == BURSAR_INVALID);
+    MUST(bursar_retained_discard(NULL) == BURSAR_INVALID);
+    bursar_retained_close(NULL);
+    args.device = 7;
     lease = (bursar_lease *)&view;
-    MUST(bursar_open(&question, &lease) == BURSAR_DRIVER && strstr(bursar_error(), "device 7") != NULL && lease == NULL);
-    question.device = 0;
-    question.name = "";
-    MUST(bursar_open(&question, &lease) == BURSAR_INVALID);
-    question.name = "weights";
-    question.socket = "/nowhere";
-    MUST(bursar_open(&question, &lease) == BURSAR_BUSY);
-    question.socket = argv[1];
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_DRIVER && strstr(bursar_error(), "device 7") != NULL && lease == NULL);
+    args.device = 0;
+    args.name = "";
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_INVALID);
+    args.name = "weights";
+    args.socket = "/nowhere";
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_BUSY);
+    args.socket = argv[1];
 
-    MUST(bursar_open(&question, &lease) == BURSAR_MISSING);
-    question.bytes = (uint64_t)1 << 60;
-    MUST(bursar_open(&question, &lease) == BURSAR_DRIVER && bursar_cuda() == 2);
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_MISSING);
+    args.bytes = (uint64_t)1 << 60;
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_DRIVER && bursar_cuda() == 2);
 
-    question.bytes = 3 << 20;
-    MUST(bursar_open(&question, &lease) == BURSAR_OK);
-    MUST(bursar_look(lease, &view) == BURSAR_OK);
+    args.bytes = 3 << 20;
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_OK);
+    MUST(bursar_retained_describe(lease, &view) == BURSAR_OK);
     MUST(view.ready == 0 && view.bytes == 4 << 20 && view.address % (2 << 20) == 0);
     memory = (unsigned char *)(uintptr_t)view.address;
     MUST(memory[0] == 0 && memory[view.bytes - 1] == 0);
     memset(memory, 77, view.bytes);
     address = view.address;
-    MUST(bursar_write(lease, view.bytes - 4, "last", 4) == BURSAR_OK && memcmp(memory + view.bytes - 4, "last", 4) == 0);
-    MUST(bursar_write(lease, view.bytes - 3, "last", 4) == BURSAR_INVALID);
-    MUST(bursar_write(lease, UINT64_MAX, "last", 4) == BURSAR_INVALID);
-    MUST(bursar_read(lease, 0, text, 4) == BURSAR_INVALID);
-    MUST(bursar_commit(lease) == BURSAR_OK && bursar_commit(lease) == BURSAR_OK);
-    MUST(bursar_look(lease, &view) == BURSAR_OK && view.ready == 1 && view.address == address);
-    bursar_close(lease);
+    MUST(bursar_retained_write(lease, view.bytes - 4, "last", 4) == BURSAR_OK && memcmp(memory + view.bytes - 4, "last", 4) == 0);
+    MUST(bursar_retained_write(lease, view.bytes - 3, "last", 4) == BURSAR_INVALID);
+    MUST(bursar_retained_write(lease, UINT64_MAX, "last", 4) == BURSAR_INVALID);
+    MUST(bursar_retained_read(lease, 0, text, 4) == BURSAR_INVALID);
+    MUST(bursar_retained_commit(lease) == BURSAR_OK && bursar_retained_commit(lease) == BURSAR_OK);
+    MUST(bursar_retained_describe(lease, &view) == BURSAR_OK && view.ready == 1 && view.address == address);
+    bursar_retained_close(lease);
 
-    question.bytes = 0;
-    MUST(bursar_open(&question, &lease) == BURSAR_OK);
-    MUST(bursar_look(lease, &view) == BURSAR_OK && view.ready == 1 && view.bytes == 4 << 20 && view.generation != 0);
+    args.bytes = 0;
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_OK);
+    MUST(bursar_retained_describe(lease, &view) == BURSAR_OK && view.ready == 1 && view.bytes == 4 << 20 && view.generation != 0);
     memory = (unsigned char *)(uintptr_t)view.address;
-    MUST(memory[0] == 77 && bursar_read(lease, view.bytes - 5, text, 5) == BURSAR_OK && memcmp(text, "\115last", 5) == 0);
-    MUST(bursar_write(lease, 0, "last", 4) == BURSAR_INVALID);
+    MUST(memory[0] == 77 && bursar_retained_read(lease, view.bytes - 5, text, 5) == BURSAR_OK && memcmp(text, "\115last", 5) == 0);
+    MUST(bursar_retained_write(lease, 0, "last", 4) == BURSAR_INVALID);
     MUST(bursar_seal(argv[1], 0, lease, 8, NULL) == BURSAR_INVALID);
     MUST(bursar_seal("/nowhere", 0, lease, 8, &token) == BURSAR_BUSY);
     MUST(bursar_seal("/nowhere", 7, NULL, 8, &token) == BURSAR_DRIVER);
@@ -135,9 +135,9 @@ int main(int argc, char **argv) {
     token.bytes[token.length - 1] ^= 1;
     MUST(bursar_redeem(argv[1], &token, &named) == BURSAR_REFUSED);
     MUST(bursar_redeem(argv[1], &token, NULL) == BURSAR_INVALID);
-    MUST(bursar_read(lease, 0, NULL, 4) == BURSAR_INVALID && bursar_write(NULL, 0, text, 4) == BURSAR_INVALID);
-    MUST(bursar_discard(lease) == BURSAR_OK);
-    MUST(bursar_open(&question, &lease) == BURSAR_MISSING);
+    MUST(bursar_retained_read(lease, 0, NULL, 4) == BURSAR_INVALID && bursar_retained_write(NULL, 0, text, 4) == BURSAR_INVALID);
+    MUST(bursar_retained_discard(lease) == BURSAR_OK);
+    MUST(bursar_retained_open(&args, &lease) == BURSAR_MISSING);
     puts("done");
     return 0;
 }

@@ -68,7 +68,7 @@ fn structs_and_statuses_have_the_layout_of_the_header() {
     let said = String::from_utf8(output.stdout).unwrap();
     // Sizes and offsets of the 64-bit ABIs of Linux; the next test uses the library's side.
     let expected =
-        "question 72 8 16 48 56 64 4\nview 40 8 16 24 32\ntoken 520 8 memory 552 16 24 40 296\n";
+        "args 72 8 16 48 56 64 4\nview 40 8 16 24 32\ntoken 520 8 memory 552 16 24 40 296\n";
     assert_eq!(said, expected);
 }
 

@@ -48,13 +48,13 @@ _KINDS = {1: ValueError, 2: Missing, 3: Busy, 4: Quota, 5: Corrupt, 6: Fenced, 7
 _DRIVER = 8
 
 
-class _Question(ctypes.Structure):
+class _OpenArgs(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("socket", ctypes.c_char_p),
         ("key", ctypes.c_uint8 * 32),
         ("bytes", ctypes.c_uint64),
-        ("patience_ms", ctypes.c_uint64),
+        ("timeout_ms", ctypes.c_uint64),
         ("device", ctypes.c_int32),
     ]
 
@@ -89,7 +89,7 @@ class Memory(ctypes.Structure):
 
 
 class View(ctypes.Structure):
-    """Description of an open lease: bursar_view."""
+    """Description of an open lease: bursar_lease_state."""
 
     _fields_ = [
         ("address", ctypes.c_uint64),
@@ -104,12 +104,12 @@ def _load():
     library = ctypes.CDLL(os.path.join(os.path.dirname(__file__), "libbursar.so"))
     lease = ctypes.c_void_p
     for name, arguments in {
-        "bursar_open": [ctypes.POINTER(_Question), ctypes.POINTER(lease)],
-        "bursar_look": [lease, ctypes.POINTER(View)],
-        "bursar_read": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
-        "bursar_write": [lease, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
-        "bursar_commit": [lease],
-        "bursar_discard": [lease],
+        "bursar_retained_open": [ctypes.POINTER(_OpenArgs), ctypes.POINTER(lease)],
+        "bursar_retained_describe": [lease, ctypes.POINTER(View)],
+        "bursar_retained_read": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
+        "bursar_retained_write": [lease, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
+        "bursar_retained_commit": [lease],
+        "bursar_retained_discard": [lease],
         "bursar_seal": [ctypes.c_char_p, ctypes.c_int32, lease, ctypes.c_uint64, ctypes.POINTER(Token)],
         "bursar_redeem": [ctypes.c_char_p, ctypes.POINTER(Token), ctypes.POINTER(Memory)],
         "bursar_verify": [ctypes.POINTER(Token), ctypes.POINTER(ctypes.c_uint8 * 32), ctypes.POINTER(Memory)],
@@ -117,8 +117,8 @@ def _load():
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = ctypes.c_int
-    library.bursar_close.argtypes = [lease]
-    library.bursar_close.restype = None
+    library.bursar_retained_close.argtypes = [lease]
+    library.bursar_retained_close.restype = None
     library.bursar_error.restype = ctypes.c_char_p
     library.bursar_cuda.restype = ctypes.c_int32
     return library
@@ -163,16 +163,16 @@ def verify(data, key):
     return memory
 
 
-def _open(question, patience):
-    """Opens a lease, with up to `patience` seconds of waiting."""
-    deadline = time.monotonic() + patience
+def _open(args, timeout):
+    """Opens a lease, with up to `timeout` seconds of waiting."""
+    deadline = time.monotonic() + timeout
     while True:
         begin = time.monotonic()
         wait = min(deadline - begin, _SLICE)
-        question.patience_ms = max(0, int(wait * 1000))
+        args.timeout_ms = max(0, int(wait * 1000))
         raw = ctypes.c_void_p()
         try:
-            _check(_LIBRARY.bursar_open(ctypes.byref(question), ctypes.byref(raw)))
+            _check(_LIBRARY.bursar_retained_open(ctypes.byref(args), ctypes.byref(raw)))
             return raw
         except Busy:
             # The library gives up early where no wait helps.
@@ -183,18 +183,18 @@ def _open(question, patience):
 class Lease:
     """Open lease, closed with its last reference. Every array over its memory refers to it."""
 
-    def __init__(self, name, key, size, patience, device, socket):
+    def __init__(self, name, key, size, timeout, device, socket):
         self._raw = None
         if "\0" in name:
             raise ValueError(f"failed to open lease {name!r}: its name has a zero byte; use printable ASCII characters")
-        question = _Question(
+        args = _OpenArgs(
             name=name.encode(),
             socket=_path(socket),
             key=(ctypes.c_uint8 * 32)(*key),
             bytes=size,
             device=device,
         )
-        self._raw = _open(question, patience)
+        self._raw = _open(args, timeout)
         self.device = device
 
     def __del__(self):
@@ -204,18 +204,18 @@ class Lease:
         """Unmaps the lease, and discards one that was not committed. Arrays over it must not be used any more."""
         raw, self._raw = self._raw, None
         if raw is not None:
-            _LIBRARY.bursar_close(raw)
+            _LIBRARY.bursar_retained_close(raw)
 
     def look(self):
         """Returns the lease's description."""
         view = View()
-        _check(_LIBRARY.bursar_look(self._raw, ctypes.byref(view)))
+        _check(_LIBRARY.bursar_retained_describe(self._raw, ctypes.byref(view)))
         return view
 
     def read(self, at, size):
         """Copies a part of the lease to the host."""
         to = ctypes.create_string_buffer(size)
-        _check(_LIBRARY.bursar_read(self._raw, at, to, size))
+        _check(_LIBRARY.bursar_retained_read(self._raw, at, to, size))
         return to.raw
 
     def write(self, at, data):
@@ -224,13 +224,13 @@ class Lease:
 
     def write_from(self, at, address, size):
         """Copies host memory to a part of the lease."""
-        _check(_LIBRARY.bursar_write(self._raw, at, address, size))
+        _check(_LIBRARY.bursar_retained_write(self._raw, at, address, size))
 
     def commit(self):
         """Commits the lease, which makes it read-only and visible to others."""
-        _check(_LIBRARY.bursar_commit(self._raw))
+        _check(_LIBRARY.bursar_retained_commit(self._raw))
 
     def discard(self):
         """Discards the lease for the whole namespace. Arrays over it must not be used any more."""
         raw, self._raw = self._raw, None
-        _check(_LIBRARY.bursar_discard(raw))
+        _check(_LIBRARY.bursar_retained_discard(raw))

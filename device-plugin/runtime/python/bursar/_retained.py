@@ -7,7 +7,7 @@ import re
 from bursar import _arrays, _index, _modules
 from bursar._library import Corrupt, Error, Lease, Missing
 
-PATIENCE = 600.0
+TIMEOUT = 600.0
 
 
 class Mismatch(Error):
@@ -33,22 +33,22 @@ def _plain(value):
     return text
 
 
-def retained(name, key, *, device=0, patience=PATIENCE, socket=None):
+def retained(name, key, *, device=0, timeout=TIMEOUT, socket=None):
     """Returns a lease to open with `with`.
 
-    `key` is the 32 bytes of `bursar.key`. Opening waits up to `patience` seconds while another process loads the same content
+    `key` is the 32 bytes of `bursar.key`. Opening waits up to `timeout` seconds while another process loads the same content
     or the agent restarts. `socket` is the agent's socket, for tests.
     """
     if len(key) != 32:
         raise ValueError(f"failed to open the lease: the key has {len(key)} bytes; pass the 32 bytes of bursar.key(...)")
-    return RetainedLease(name, bytes(key), device, patience, socket)
+    return RetainedLease(name, bytes(key), device, timeout, socket)
 
 
 class RetainedLease:
     """Lease of this process. Its tensors stay valid after the `with` as long as one of them is referenced."""
 
-    def __init__(self, name, key, device, patience, socket):
-        self._open = lambda size: Lease(name, key, size, patience, device, socket)
+    def __init__(self, name, key, device, timeout, socket):
+        self._open = lambda size: Lease(name, key, size, timeout, device, socket)
         self._lease = None
         self.name = name
 

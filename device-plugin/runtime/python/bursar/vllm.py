@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 _ABOUT = "bursar::vllm"
 # A writer opens its lease after loading and commits in a moment, and an agent restarts in two seconds. Without an agent, every
 # start waits this long twice.
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 # Suffixes of a checkpoint's files.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".json")
 # Bytes of one sample of a file, and samples of a file whose tensors are not listed.
@@ -122,7 +122,7 @@ def register():
 
             _refuse_writers(vllm_config, model_config)
             key = _key(vllm_config, model_config, [self.load_format, self.extra], prefix)
-            return bursar.retained("vllm", key, device=torch.cuda.current_device(), patience=_PATIENCE)
+            return bursar.retained("vllm", key, device=torch.cuda.current_device(), timeout=_TIMEOUT)
 
         def _attached(self, lease, vllm_config, model_config, prefix):
             import torch

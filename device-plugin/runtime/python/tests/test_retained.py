@@ -24,8 +24,8 @@ SOCKET = os.environ["BURSAR_TEST_SOCKET"]
 PUBLIC_KEY = "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c"
 
 
-def retained(name, patience=20.0, **parts):
-    return bursar.retained(name, bursar.key(**parts), socket=SOCKET, patience=patience)
+def retained(name, timeout=20.0, **parts):
+    return bursar.retained(name, bursar.key(**parts), socket=SOCKET, timeout=timeout)
 
 
 def weights():
@@ -150,7 +150,7 @@ with retained("fault") as lease:
 
     def test_commit_succeeds_in_the_handler_of_a_failed_one(self):
         content = {"x": numpy.ones(3)}
-        with retained("retry", patience=1) as lease:
+        with retained("retry", timeout=1) as lease:
             try:
                 with mock.patch.object(NumPy, "copy", side_effect=MemoryError):
                     lease.commit(content)
@@ -226,7 +226,7 @@ with retained("race") as lease:
             with self.assertRaises(ValueError):
                 retained(name).__enter__()
         with self.assertRaises(bursar.Busy):
-            bursar.retained("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
+            bursar.retained("x", bursar.key(), socket="/nowhere", timeout=0).__enter__()
         with self.assertRaises(bursar.DriverError):
             bursar.retained("x", bursar.key(), socket=SOCKET, device=9).__enter__()
 
@@ -279,10 +279,10 @@ with retained("race") as lease:
     def test_a_lease_that_is_written_is_waited_for_as_long_as_patience_lasts(self):
         from bursar._library import Lease
 
-        writer = Lease("patience", bursar.key(), 1 << 20, 1.0, 0, SOCKET)
+        writer = Lease("timeout", bursar.key(), 1 << 20, 1.0, 0, SOCKET)
         code = f"""
 try:
-    with retained("patience", patience=0.1) as lease:
+    with retained("timeout", timeout=0.1) as lease:
         print("open")
 except bursar.Busy:
     print("busy")

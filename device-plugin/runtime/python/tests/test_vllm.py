@@ -287,7 +287,7 @@ class Loader(unittest.TestCase):
             self.opening = why
             with self.assertLogs("bursar.vllm", "WARNING"):
                 self.assert_as_loaded(self.load()[0])
-            self.assertLess(self.retained.call_args.kwargs["patience"], 30)
+            self.assertLess(self.retained.call_args.kwargs["timeout"], 30)
             self.opening = None
             with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(Lease, "commit", side_effect=why):
                 self.assert_as_loaded(self.load()[0])

@@ -51,7 +51,7 @@ impl<R> Budget<R> {
     /// Limits a resource by an account that other budgets may share.
     ///
     /// A full budget reaps its own resource only. Bytes that another budget has retired count until
-    /// that one reaps, so share an account only among resources that retire nothing, such as
+    /// that one reaps. So share an account only among resources that retire nothing, such as
     /// [`Direct`](crate::Direct), a [`Pool`](crate::Pool) and [`Physical`](crate::Physical).
     pub fn with_account(resource: R, account: Arc<BudgetAccount>) -> Self {
         Budget {

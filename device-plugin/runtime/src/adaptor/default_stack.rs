@@ -5,7 +5,7 @@
 //! pool's time, one load for the state, and one load for the log while that is off.
 //!
 //! The budget is the smaller of the program's own limit and the quota. In a container with the shim
-//! the quota follows the agent: a raised quota counts at the next allocation that would fail, and a
+//! the quota follows the agent. A raised quota counts at the next allocation that would fail, and a
 //! lowered quota within [`QUOTA_INTERVAL`].
 #![forbid(unsafe_code)]
 

@@ -10,7 +10,8 @@ use crate::error::ResourceError;
 use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
 use crate::resource::{Block, DeviceMemoryResource, FreeError, Tag};
 
-/// Current value, highest value and sum of all increases of a number.
+/// Current value, highest value and sum of all increases of a number, which is of bytes or of
+/// blocks, as the field's name says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counter {
     /// Current value.

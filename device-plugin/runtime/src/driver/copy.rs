@@ -8,7 +8,7 @@ use super::{Context, Mapping, Stream, call};
 use crate::error::CudaError;
 
 impl Mapping {
-    /// Fills a part of the mapping and waits.
+    /// Fills a part of the mapping, from byte `at` on, and waits.
     ///
     /// # Errors
     /// The driver's error, or code 1 (invalid value) for a range past the end.
@@ -26,7 +26,7 @@ impl Mapping {
         )
     }
 
-    /// Copies bytes of the host to a part of the mapping and waits.
+    /// Copies bytes of the host to a part of the mapping, from byte `at` on, and waits.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -37,7 +37,7 @@ impl Mapping {
         )
     }
 
-    /// Copies a part of the mapping to the host and waits.
+    /// Copies a part of the mapping, from byte `at` on, to the host and waits.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).

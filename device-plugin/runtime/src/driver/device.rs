@@ -1,82 +1,12 @@
 //! Finds devices and reads their attributes.
 
 use std::ffi::{CStr, c_char};
-use std::fmt;
-use std::str::FromStr;
 
+use bursar_protocol::gpu_uuid::GpuUuid;
 use cudarc::driver::sys::{CUdevice, CUuuid};
 
 use super::{Driver, DriverError, call};
 use crate::error::CudaError;
-
-/// UUID of a GPU or MIG instance, which stays the same after a reboot.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GpuUuid([u8; 16]);
-
-impl GpuUuid {
-    /// Creates a UUID from its bytes.
-    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
-        Self(bytes)
-    }
-
-    /// Returns the bytes.
-    pub const fn bytes(self) -> [u8; 16] {
-        self.0
-    }
-}
-
-impl fmt::Display for GpuUuid {
-    /// Formats the UUID as NVML does for a GPU, because the driver API does not say which UUID is a
-    /// MIG instance's.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GPU")?;
-        for (place, byte) in self.0.iter().enumerate() {
-            if matches!(place, 0 | 4 | 6 | 8 | 10) {
-                f.write_str("-")?;
-            }
-            write!(f, "{byte:02x}")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for GpuUuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// The text is not the UUID of a GPU.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("failed to parse the GPU UUID {0:?}: malformed; pass GPU- or MIG- and 32 hex digits")]
-pub struct InvalidUuid(String);
-
-impl FromStr for GpuUuid {
-    type Err = InvalidUuid;
-
-    fn from_str(text: &str) -> Result<Self, InvalidUuid> {
-        let invalid = || InvalidUuid(text.to_owned());
-        let body = text
-            .strip_prefix("GPU-")
-            .or_else(|| text.strip_prefix("MIG-"))
-            .ok_or_else(invalid)?;
-        let digits: Vec<u8> = body.bytes().filter(|byte| *byte != b'-').collect();
-        let digit = |byte: u8| {
-            char::from(byte)
-                .to_digit(16)
-                .and_then(|digit| u8::try_from(digit).ok())
-        };
-        let bytes: Option<Vec<u8>> = digits
-            .chunks(2)
-            .map(|pair| match *pair {
-                [high, low] => Some(digit(high)? << 4 | digit(low)?),
-                _ => None,
-            })
-            .collect();
-        let bytes = bytes.ok_or_else(invalid)?;
-        Ok(Self(bytes.try_into().map_err(|_| invalid())?))
-    }
-}
 
 /// Device that this process sees.
 #[derive(Clone, Copy, Debug)]
@@ -152,7 +82,7 @@ impl Device {
     pub fn uuid(&self) -> Result<GpuUuid, CudaError> {
         let mut uuid = CUuuid { bytes: [0; 16] };
         call!(self.driver, cuDeviceGetUuid_v2(&raw mut uuid, self.raw))?;
-        Ok(GpuUuid(uuid.bytes.map(|byte| byte as u8)))
+        Ok(GpuUuid::from_bytes(uuid.bytes.map(|byte| byte as u8)))
     }
 
     /// Returns the marketing name.
@@ -217,32 +147,5 @@ impl Device {
             cuDeviceCanAccessPeer(&raw mut can, self.raw, peer.raw)
         )?;
         Ok(can != 0)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uuid_parses_and_prints_as_in_nvml() {
-        let text = "GPU-5e0d2ba4-0123-4567-89ab-cdef01234567";
-        let uuid: GpuUuid = text.parse().expect("a UUID");
-        assert_eq!(uuid.to_string(), text);
-        assert_eq!(text.replace("GPU", "MIG").parse(), Ok(uuid));
-    }
-
-    #[test]
-    fn uuid_is_refused_when_malformed() {
-        for bad in [
-            "",
-            "GPU-",
-            "5e0d2ba4-0123-4567-89ab-cdef01234567",
-            "GPU-5e0d2ba4-0123-4567-89ab-cdef0123456",
-            "GPU-5e0d2ba4-0123-4567-89ab-cdef0123456x",
-            "GPU-5e0d2ba4-0123-4567-89ab-cdef012345678",
-        ] {
-            assert_eq!(bad.parse::<GpuUuid>(), Err(InvalidUuid(bad.to_owned())));
-        }
     }
 }

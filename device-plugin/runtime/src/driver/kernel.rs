@@ -36,8 +36,9 @@ impl Function {
     ///
     /// # Safety
     /// The kernel has exactly these parameters in this order. For all values, the kernel uses no
-    /// memory that the host can refer to, except the memory that it is passed, and that only as
-    /// declared. If this depends on the values, a safe function around the launch must choose them.
+    /// memory that the host can refer to, except the memory that it is passed. It uses that memory
+    /// only as declared. If this depends on the values, a safe function around the launch must
+    /// choose them.
     pub unsafe fn declare(self, parameters: &'static [Parameter]) -> Kernel {
         Kernel {
             function: self,

@@ -5,10 +5,10 @@
 //! stay integers, because a newer driver has codes that an enum would not. Functions that some
 //! drivers lack are optional.
 //!
-//! The safe functions cannot break Rust's rules for host memory. A device address is a number; a
+//! The safe functions cannot break Rust's rules for host memory. A device address is a number. A
 //! wrong one makes the driver refuse a call or a kernel fault, and a fault poisons the process
-//! image (F1 in `docs/facts.md`). The functions of [`raw`] are unsafe, because they write or
-//! read at an address that may be the host's.
+//! image (F1 in `docs/facts.md`). The functions of [`raw`] are unsafe, because they write or read
+//! at an address that may be the host's.
 #![allow(
     unsafe_code,
     reason = "the crate's one way to the driver; each block says why it is sound"
@@ -29,8 +29,9 @@ mod stream;
 mod table;
 mod vmm;
 
+pub use bursar_protocol::gpu_uuid::{GpuUuid, InvalidUuid};
 pub use context::{Context, ContextGuard};
-pub use device::{Device, GpuUuid, InvalidUuid};
+pub use device::Device;
 pub(crate) use host_view::HostView;
 pub use kernel::{Kernel, Parameter};
 pub use linear::LINEAR_ALIGNMENT;

@@ -1,8 +1,9 @@
 //! Offers the operations of a runtime that may block as futures.
 //!
 //! Such an operation runs in one of a few threads of this crate, so that no worker of Tokio waits
-//! for the driver. The futures need no particular executor. An operation whose future is dropped
-//! still runs to its end, and its result is dropped: memory is freed.
+//! for the driver. The futures need no particular executor. An operation starts with the call and
+//! runs to its end, whether or not its future is polled. If the future is dropped, the result is
+//! dropped in such a thread too: memory is freed there.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -68,73 +69,86 @@ impl AsyncRuntime {
     ///
     /// # Errors
     /// [`RunError`] if the system has no thread or the operation panicked.
-    pub async fn run<R: Send + 'static>(
+    pub fn run<F, R>(
         &self,
-        operation: impl FnOnce(&DeviceRuntime) -> R + Send + 'static,
-    ) -> Result<R, RunError> {
+        operation: F,
+    ) -> impl Future<Output = Result<R, RunError>> + Send + use<F, R>
+    where
+        F: FnOnce(&DeviceRuntime) -> R + Send + 'static,
+        R: Send + 'static,
+    {
         let runtime = Arc::clone(&self.0);
-        blocking::run(move || operation(&runtime)).await
+        blocking::run(move || operation(&runtime))
+    }
+
+    /// Runs an operation that may fail.
+    fn try_run<F, R, E>(
+        &self,
+        operation: F,
+    ) -> impl Future<Output = Result<R, AsyncError>> + Send + use<F, R, E>
+    where
+        F: FnOnce(&DeviceRuntime) -> Result<R, E> + Send + 'static,
+        R: Send + 'static,
+        E: Into<AsyncError> + Send + 'static,
+    {
+        let running = self.run(operation);
+        async move { running.await?.map_err(E::into) }
     }
 
     /// Allocates device memory for `len` items. The content is undefined.
     ///
     /// # Errors
     /// As [`TrackedSlice::allocate`], and [`AsyncError::Run`].
-    pub async fn allocate_async<T: Pod>(
+    pub fn allocate_async<T: Pod>(
         &self,
         len: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<TrackedSlice<T>, AsyncError> {
+    ) -> impl Future<Output = Result<TrackedSlice<T>, AsyncError>> + Send + use<T> {
         let stream = stream.clone();
-        let allocate =
-            move |runtime: &DeviceRuntime| TrackedSlice::allocate(runtime, len, &stream, tag);
-        Ok(self.run(allocate).await??)
+        self.try_run(move |runtime| TrackedSlice::allocate(runtime, len, &stream, tag))
     }
 
     /// Allocates managed memory for `len` items and attaches it.
     ///
     /// # Errors
     /// As [`ManagedRef::allocate`], and [`AsyncError::Run`].
-    pub async fn allocate_managed_async<T: Pod + Send>(
+    pub fn allocate_managed_async<T: Pod + Send>(
         &self,
         len: usize,
         attach: Attach,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ManagedRef<T>, AsyncError> {
+    ) -> impl Future<Output = Result<ManagedRef<T>, AsyncError>> + Send + use<T> {
         let stream = stream.clone();
-        let allocate = move |runtime: &DeviceRuntime| {
-            let managed = runtime.managed();
-            managed.allocate(len, attach, &stream, tag)
-        };
-        Ok(self.run(allocate).await??)
+        self.try_run(move |runtime| runtime.managed().allocate(len, attach, &stream, tag))
     }
 
     /// Allocates a block of the runtime's resource.
     ///
     /// # Errors
     /// As [`allocate`](crate::DeviceMemoryResource::allocate), and [`AsyncError::Run`].
-    pub async fn allocate_block_async(
+    pub fn allocate_block_async(
         &self,
         layout: Layout,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<Block, AsyncError> {
+    ) -> impl Future<Output = Result<Block, AsyncError>> + Send + use<> {
         let stream = stream.clone();
         // The owner frees the block if the future is dropped.
-        let allocate = move |runtime: &DeviceRuntime| {
+        let allocated = self.try_run(move |runtime| {
             let block = runtime.resource().allocate(layout, &stream, tag)?;
             Ok::<_, ResourceError>(owned(runtime, block, &stream))
-        };
-        let mut owner = self.run(allocate).await??;
-        Ok(owner
-            .take_block()
-            .expect("the owner is new and has its block"))
+        });
+        async move {
+            let mut owner = allocated.await?;
+            Ok(owner
+                .take_block()
+                .expect("the owner is new and has its block"))
+        }
     }
 
-    /// Frees a block of the runtime's resource behind the present work of a stream, whether or not
-    /// the future is polled.
+    /// Frees a block of the runtime's resource behind the present work of a stream.
     ///
     /// # Errors
     /// [`AsyncError::Free`] as of [`deallocate`](crate::DeviceMemoryResource::deallocate), and
@@ -145,62 +159,64 @@ impl AsyncRuntime {
         stream: &Stream,
     ) -> impl Future<Output = Result<(), AsyncError>> + Send + use<> {
         let mut owner = owned(&self.0, block, stream);
-        let freed = blocking::run(move || owner.free());
-        async move { Ok(freed.await??) }
+        self.try_run(move |_| owner.free())
     }
 
     /// Frees memory, and waits for its work if the resource requires that.
     ///
     /// # Errors
-    /// As [`TrackedSlice::free`], and [`AsyncError::Run`].
-    pub async fn free_async<T: Pod>(&self, memory: TrackedSlice<T>) -> Result<(), AsyncError> {
-        Ok(self.run(move |_| memory.free()).await??)
+    /// As [`TrackedSlice::free`], and [`AsyncError::Run`]. If the system has no thread, the calling
+    /// thread has freed the memory.
+    pub fn free_async<T: Pod>(
+        &self,
+        memory: TrackedSlice<T>,
+    ) -> impl Future<Output = Result<(), AsyncError>> + Send + use<T> {
+        self.try_run(move |_| memory.free())
     }
 
     /// Overwrites memory with items of the host, and returns the memory after the copy.
     ///
     /// # Errors
     /// As [`TrackedSlice::copy_from_host`], and [`AsyncError::Run`]. The memory is freed then.
-    pub async fn copy_from_host_async<T: Pod + Send>(
+    pub fn copy_from_host_async<T: Pod + Send>(
         &self,
         mut memory: TrackedSlice<T>,
         items: Vec<T>,
-    ) -> Result<TrackedSlice<T>, AsyncError> {
-        let copy = move |_: &DeviceRuntime| memory.copy_from_host(&items).map(|()| memory);
-        Ok(self.run(copy).await??)
+    ) -> impl Future<Output = Result<TrackedSlice<T>, AsyncError>> + Send + use<T> {
+        self.try_run(move |_| memory.copy_from_host(&items).map(|()| memory))
     }
 
     /// Copies memory to the host, and returns the memory with its items.
     ///
     /// # Errors
     /// As [`TrackedSlice::copy_to_host`], and [`AsyncError::Run`]. The memory is freed then.
-    pub async fn copy_to_host_async<T: Pod + Send>(
+    pub fn copy_to_host_async<T: Pod + Send>(
         &self,
         memory: TrackedSlice<T>,
-    ) -> Result<(TrackedSlice<T>, Vec<T>), AsyncError> {
-        let copy = move |_: &DeviceRuntime| {
+    ) -> impl Future<Output = Result<(TrackedSlice<T>, Vec<T>), AsyncError>> + Send + use<T> {
+        self.try_run(move |_| {
             let mut items = vec![T::zeroed(); memory.len()];
             memory.copy_to_host(&mut items).map(|()| (memory, items))
-        };
-        Ok(self.run(copy).await??)
+        })
     }
 
     /// Waits for the work of a stream.
     ///
     /// # Errors
     /// The driver's error, which may be that of an earlier launch, and [`AsyncError::Run`].
-    pub async fn synchronize_async(&self, stream: &Stream) -> Result<(), AsyncError> {
+    pub fn synchronize_async(
+        &self,
+        stream: &Stream,
+    ) -> impl Future<Output = Result<(), AsyncError>> + Send + use<> {
         let stream = stream.clone();
-        let wait = move |_: &DeviceRuntime| stream.synchronize().map_err(MemoryError::from);
-        Ok(self.run(wait).await??)
+        self.try_run(move |_| stream.synchronize().map_err(MemoryError::from))
     }
 
     /// Releases frees whose work is done and retries failed frees.
     ///
     /// # Errors
     /// As [`reap_pending`](crate::DeviceMemoryResource::reap_pending), and [`AsyncError::Run`].
-    pub async fn reap_async(&self) -> Result<Reaped, AsyncError> {
-        let reap = |runtime: &DeviceRuntime| runtime.resource().reap_pending();
-        Ok(self.run(reap).await??)
+    pub fn reap_async(&self) -> impl Future<Output = Result<Reaped, AsyncError>> + Send + use<> {
+        self.try_run(|runtime| runtime.resource().reap_pending())
     }
 }

@@ -45,9 +45,9 @@ pub fn copy<T: Pod>(from: &TrackedSlice<T>, to: &mut TrackedSlice<T>) -> Result<
 /// copy.
 ///
 /// # Errors
-/// [`MemoryError::Stale`] for either memory, [`MemoryError::Length`] if the lengths differ,
-/// [`WrongOrdinal`](crate::ResourceError::WrongOrdinal) for a stream of another device,
-/// [`WriteError::Refused`] if the target's gate refuses the token, or the driver's error.
+/// [`MemoryError::Stale`] for either memory, and [`MemoryError::Length`] if the lengths differ.
+/// [`WrongOrdinal`](crate::ResourceError::WrongOrdinal) for a stream of another device, and
+/// [`WriteError::Refused`] if the target's gate refuses the token. Otherwise the driver's error.
 pub fn copy_shared<T: Pod>(
     from: &GpuRef<T>,
     to: &GpuRef<T>,

@@ -1,9 +1,9 @@
 //! Computes which streams an access must wait for: reads after a write, and writes after all
 //! accesses.
 //!
-//! No event is recorded when a stream uses memory. Only an access in *another* stream has to wait,
-//! and the event for that is recorded at that time, after all work of the first stream so far. The
-//! wait is thus a little longer than necessary, and memory that stays in one stream costs nothing.
+//! No event is recorded when a stream uses memory. Only an access in *another* stream has to wait.
+//! The event for that is recorded at that time, after all work of the first stream so far. The wait
+//! is thus a little longer than necessary, and memory that stays in one stream costs nothing.
 #![forbid(unsafe_code)]
 
 use crate::driver::Access;

@@ -1,6 +1,6 @@
 //! Issues an exclusive, expiring right to write memory and to commit the write.
 //!
-//! A [`WriteGate`] belongs to the memory. The gate issues one [`WriteToken`] at a time; it issues
+//! A [`WriteGate`] belongs to the memory. The gate issues one [`WriteToken`] at a time. It issues
 //! the next one when the first was committed, dropped or has expired, and thereby *fences* the
 //! first. An expired token that is not fenced still writes, because running work cannot be stopped;
 //! it only cannot commit. Only the gate creates tokens, and a token cannot be copied.

@@ -3,13 +3,13 @@
 //!
 //! A free records no event. The free stamps the block with the streams that used it and with the
 //! clock's value. The pool records an event only when *another* stream takes the block. The event
-//! ticks the clock and covers every free of that stream with a stamp up to that tick, so one event
+//! ticks the clock and covers every free of that stream with a stamp up to that tick. So one event
 //! serves all blocks that were free by then.
 //!
 //! A relaxed load of the clock suffices at a free, because the driver serializes calls on one
 //! stream. If the event was recorded before some work was submitted, its tick happened before that
-//! work and before the free of the memory that the work uses. The stamp is then later than the
-//! tick, and the event does not cover that free.
+//! work. The tick then also happened before the free of the memory that the work uses. The stamp is
+//! then later than the tick, and the event does not cover that free.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -9,9 +9,9 @@
 //! across chunks. A request fails only if no free range is large enough.
 //!
 //! The limit works the same way. A shard draws credit from an account ahead and keeps the credit of
-//! freed blocks, so that a block costs no atomic operation on shared data. Before a request fails,
-//! it gets the idle credit of the account and of all shards, which makes the limit exact. From then
-//! on credit is *low*: shards draw only what they need and return freed credit at once, because
+//! freed blocks. So a block costs no atomic operation on shared data. Before a request fails, it
+//! gets the idle credit of the account and of all shards, which makes the limit exact. From then on
+//! credit is *low*: shards draw only what they need and return freed credit at once. Otherwise
 //! shards that alternate at the limit would collect credit again and again. Low credit ends when
 //! plenty is left, or after many draws.
 //!
@@ -25,11 +25,12 @@ mod shard;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bursar_biased_lock::BiasedGuard;
+
 use super::epoch::StreamDeps;
 use super::shard_affinity;
 use super::tlsf::{BlockId, EarlierUses, EmptyRegion, HeapError, UseCount};
 use crate::adaptor::budget::BudgetAccount;
-use crate::sync::biased_lock::{self, BiasedGuard};
 use shard::{Shard, ShardState};
 
 /// Number of shards besides the central heap.
@@ -105,7 +106,7 @@ pub(super) struct Shards {
 impl Shards {
     /// Creates shards without memory, with a limit for live bytes.
     pub(super) fn new(limit: u64) -> Shards {
-        biased_lock::register_membarrier();
+        bursar_biased_lock::register_membarrier();
         Shards {
             account: CachePadded(BudgetAccount::new(limit)),
             shards: std::iter::repeat_with(Shard::default)

@@ -3,7 +3,7 @@
 //! The first level is the power of two. The second level divides each power into 64 equal classes,
 //! so that a class is at most 1/64 of its size wide. Sizes below 64 granules have a class each.
 //! This is the index of TLSF ("a new dynamic memory allocator for real-time systems", Masmano et
-//! al., ECRTS 2004): two bit scans find the smallest nonempty class.
+//! al., ECRTS 2004). Two bit scans find the smallest nonempty class.
 
 /// Number of second-level classes of a power of two, one for each bit of a word.
 const SL_COUNT: u32 = u64::BITS;

@@ -3,7 +3,7 @@
 //!
 //! A resource hands out [`PhysicalBlock`]s. A block can be exported as a file descriptor, or mapped
 //! by a process that has a context. As with [`Block`](crate::Block), the owner frees a block by
-//! returning it to the resource that created it, and each adaptor puts its own origin on it.
+//! returning it to the resource that created it. Each adaptor puts its own origin on the block.
 #![forbid(unsafe_code)]
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! Allocates blocks from a lease that is being written, as a bump allocator.
 //!
-//! Blocks lie in the order of the requests, so a program that loads the same content in the same
+//! Blocks lie in the order of the requests. So a program that loads the same content in the same
 //! order finds it at the same offsets. A free reuses nothing before the lease ends, so blocks of
 //! different streams never overlap.
 

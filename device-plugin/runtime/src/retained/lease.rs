@@ -180,7 +180,7 @@ impl RetainedLease {
         self.client.context()
     }
 
-    /// Copies a part of the lease to the host.
+    /// Copies a part of the lease, from byte `at` on, to the host.
     ///
     /// # Errors
     /// [`LeaseError::OutOfRange`], or the driver's error.
@@ -271,7 +271,7 @@ impl LeaseWriter {
         self.client.context()
     }
 
-    /// Copies bytes of the host to a part of the lease.
+    /// Copies bytes of the host to a part of the lease, from byte `at` on.
     ///
     /// # Errors
     /// [`LeaseError::OutOfRange`], or the driver's error.

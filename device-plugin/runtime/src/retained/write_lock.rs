@@ -1,7 +1,7 @@
 //! Permits one writer of a lease in this process at a time.
 //!
-//! A response may be lost, so the agent grants a lease again to the process that already writes it,
-//! and the right to commit passes to the later request. The agent cannot tell two threads apart.
+//! A response may be lost, so the agent grants a lease again to the process that already writes it.
+//! The right to commit then passes to the later request. The agent cannot tell two threads apart.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -9,12 +9,16 @@ use std::sync::Arc;
 use crate::adaptor::budget::BudgetAccount;
 use crate::adaptor::statistics::AllocationCounts;
 use crate::driver::{Driver, DriverError, GpuUuid};
+use crate::error::CudaError;
 use crate::resource::BudgetSnapshot;
 use crate::resource::physical::PhysicalMemoryResource;
 use crate::runtime::DeviceRuntime;
 use crate::source::physical::Physical;
 use crate::state::ErrorMonitor;
 use crate::{Budget, StateGate, Statistics};
+
+/// `CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS`
+const CONCURRENT_MANAGED_ACCESS: i32 = 89;
 
 /// Physical memory resource that several owners share.
 pub type SharedPhysicalResource = Arc<dyn PhysicalMemoryResource>;
@@ -100,6 +104,15 @@ impl DeviceRuntime<NoContext> {
     /// Returns the resource that creates memory.
     pub fn physical(&self) -> &SharedPhysicalResource {
         &self.memory.resource
+    }
+
+    /// Returns whether the GPU and the host can access managed memory at the same time.
+    ///
+    /// # Errors
+    /// The error that the driver returned.
+    pub fn has_concurrent_managed_access(&self) -> Result<bool, CudaError> {
+        let value = self.device.attribute(CONCURRENT_MANAGED_ACCESS)?;
+        Ok(value != 0)
     }
 
     /// Returns the budget of the default resource: its limit, and the bytes that were created and

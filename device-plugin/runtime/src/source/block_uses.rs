@@ -401,6 +401,7 @@ impl<P> BlockUses<P> {
 
     /// Forgets a retired block of which nothing is left to release. If another thread is reaping
     /// the block, that thread or a later reap forgets it.
+    #[cfg(feature = "cudarc-interop")]
     pub(crate) fn forget_retired(&self, block: BlockRef) {
         let mut blocks = self.blocks();
         let entry = blocks.retired.remove(&block.generation);

@@ -1,7 +1,7 @@
 //! Tells threads and tasks when the memory of a device becomes stale.
 //!
 //! A change that this process causes or finds wakes the subscribers at once. A fence of the agent
-//! is a word in shared memory, so one thread of the process reads the fences of all subscribed
+//! is a word in shared memory. So one thread of the process reads the fences of all subscribed
 //! states every [`FENCE_INTERVAL`]. That thread exists only in a container with the shim, and only
 //! while a subscription exists.
 #![forbid(unsafe_code)]

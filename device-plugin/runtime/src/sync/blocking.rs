@@ -52,10 +52,11 @@ fn queue() -> MutexGuard<'static, Queue> {
 }
 
 /// Result of work in another thread, as a future for every executor. The work runs to its end even
-/// if the future is dropped.
+/// if the future is dropped, and such a thread drops the result then. A result may own memory,
+/// whose free waits for the device.
 #[derive(Debug)]
 #[must_use = "the work runs anyway, but its result is lost"]
-pub(crate) struct Running<R>(Arc<Mutex<Outcome<R>>>);
+pub(crate) struct Running<R: Send + 'static>(Arc<Mutex<Outcome<R>>>);
 
 #[derive(Debug)]
 struct Outcome<R> {
@@ -63,7 +64,19 @@ struct Outcome<R> {
     waker: Option<Waker>,
 }
 
-impl<R> Future for Running<R> {
+impl<R: Send + 'static> Drop for Running<R> {
+    fn drop(&mut self) {
+        let mut outcome = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let unread = outcome.result.take();
+        drop(outcome);
+        if unread.is_some() && std::mem::needs_drop::<R>() {
+            // Without a thread the result is dropped here.
+            let _ = submit(Box::new(|| drop(unread)));
+        }
+    }
+}
+
+impl<R: Send + 'static> Future for Running<R> {
     type Output = Result<R, RunError>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -184,6 +197,32 @@ mod tests {
         assert_eq!(block_on(run(|| 7)), Ok(7));
         release.send(()).expect("the first still waits");
         assert_eq!(block_on(first), Ok(Ok(())));
+    }
+
+    #[test]
+    fn unread_result_is_dropped_in_a_thread_for_work() {
+        struct Tell(mpsc::Sender<thread::ThreadId>);
+        impl Drop for Tell {
+            fn drop(&mut self) {
+                let _ = self.0.send(thread::current().id());
+            }
+        }
+        let (dropped_in, told) = mpsc::channel();
+        let (begin, begun) = mpsc::channel::<()>();
+        let tell = Tell(dropped_in.clone());
+        let before_the_end = run(move || {
+            begun.recv().expect("the test tells");
+            tell
+        });
+        drop(before_the_end);
+        begin.send(()).expect("the work waits");
+        assert_ne!(told.recv(), Ok(thread::current().id()));
+        let after_the_end = run(move || Tell(dropped_in));
+        while after_the_end.0.lock().expect("no panic").result.is_none() {
+            thread::yield_now();
+        }
+        drop(after_the_end);
+        assert_ne!(told.recv(), Ok(thread::current().id()));
     }
 
     #[test]

@@ -1,47 +1,19 @@
 //! Tests that contexts, streams and slices of cudarc go in and out of the runtime.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use anyhow::Result;
 use bursar_runtime::driver::Stream;
 use bursar_runtime::driver::interop::InteropError;
 use bursar_runtime::{DeviceMemoryResource as _, DeviceRuntime, GpuRef, StaleReason, TrackedSlice};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 use cudarc::driver::{CudaContext, CudaSlice};
 
-use crate::{LASTS, items, slice, spin};
-
-fn example() -> Result<()> {
-    // A program over cudarc, with its own context, stream and memory.
-    let context = CudaContext::new(0)?;
-    let stream = context.new_stream()?;
-    let weights: CudaSlice<u32> = stream.clone_htod(&[1, 2, 3])?;
-    // The runtime of the same context adopts the memory: shared, checked, and freed once.
-    let runtime = DeviceRuntime::for_cudarc(&context)?;
-    let weights = GpuRef::from(TrackedSlice::from_cudarc(&runtime, weights)?);
-    let other = context.new_stream()?;
-    // cudarc gets it back as a view, ordered behind the last write in whatever stream.
-    let token = weights.begin_write(Instant::now(), LASTS)?;
-    weights.write_in_cudarc(&token, &stream, |mut view| {
-        stream.memset_zeros(&mut view.slice_mut(0..1))
-    })??;
-    weights.commit(token, Instant::now())?;
-    let copied = weights.read_in_cudarc(&other, |view| other.clone_dtod(&view))??;
-    assert_eq!(other.clone_dtoh(&copied)?, [0, 2, 3]);
-    // A stream of the runtime, as cudarc's.
-    let ours = runtime.streams().next()?.to_cudarc(&context)?;
-    assert_eq!(ours.clone_dtoh(&copied)?, [0, 2, 3]);
-    // Memory of the runtime's pool, by the same views.
-    let pooled = GpuRef::from(slice(&runtime, &[7, 8], &runtime.stream()?));
-    let copied = pooled.read_in_cudarc(&other, |view| other.clone_dtod(&view))??;
-    assert_eq!(other.clone_dtoh(&copied)?, [7, 8]);
-    Ok(())
-}
+use crate::examples::cudarc_interop;
+use crate::{items, slice, spin};
 
 #[test]
 fn cudarc_program_adopts_memory_without_addresses() {
-    run_in_subprocess(ONE_GPU, |_| example().unwrap());
+    run_in_subprocess(ONE_GPU, |_| cudarc_interop::main().unwrap());
 }
 
 #[test]

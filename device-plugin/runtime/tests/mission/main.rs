@@ -1,5 +1,5 @@
-//! Runs the examples of the runtime's documentation over the simulated driver, a module for each
-//! system, and tests the systems' edge cases.
+//! Runs the runtime's examples over the simulated driver, and tests the edge cases of each system
+//! in a module of its own.
 #![allow(unsafe_code, reason = "launches kernels")]
 #![allow(
     clippy::unwrap_used,
@@ -8,6 +8,7 @@
 
 mod block_uses;
 mod cudarc_interop;
+mod examples;
 mod managed;
 mod peer_copy;
 mod physical;

@@ -2,50 +2,43 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
 use bursar_runtime::driver::{Attach, Grid};
 use bursar_runtime::memory::gpu_ref::WriteError;
 use bursar_runtime::memory::write_token::WriteRefused;
-use bursar_runtime::{DeviceRuntime, Launch, ManagedRef, SharedManagedRef, StaleReason, Tag};
+use bursar_runtime::{DeviceRuntime, Launch, SharedManagedRef, StaleReason, Tag};
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
+use crate::examples::managed_memory;
 use crate::{LASTS, SPIN_TIME, fill_kernel, spin};
-
-fn example() -> Result<()> {
-    let runtime = DeviceRuntime::for_ordinal(0)?;
-    let (managed, stream) = (runtime.managed(), runtime.streams().next()?);
-    let table: ManagedRef<u32> = managed.allocate(4, Attach::Global, &stream, Tag("table"))?;
-    let table = SharedManagedRef::from(table);
-    std::thread::scope(|scope| {
-        // Each actor has a clone. The token coordinates writers, a lock orders single uses.
-        let writer = table.clone();
-        let written = scope.spawn(move || -> Result<u64> {
-            let token = writer.begin_write(Instant::now(), LASTS)?;
-            writer.lock_mut(&token)?.write()?.fill(1);
-            let mut memory = writer.lock_mut(&token)?;
-            let kernel = fill_kernel(stream.context());
-            Launch::new(&kernel, &stream, Grid::linear(1, 1))
-                .arg(memory.arg_mut()?)
-                .arg(2_u8)
-                .arg(4_u64)
-                .submit()?;
-            drop(memory);
-            Ok(writer.commit(token, Instant::now())?)
-        });
-        assert_eq!(written.join().unwrap().unwrap(), 1);
-    });
-    // The host waits for the kernel.
-    assert_eq!(table.lock()?.read()?, [0x0202_0202, 1, 1, 1]);
-    let counts = managed.statistics();
-    assert_eq!((counts.bytes.current, counts.blocks.total), (16, 1));
-    drop(table);
-    assert_eq!(runtime.managed().statistics().bytes.current, 0);
-    Ok(())
-}
 
 #[test]
 fn managed_memory_is_shared_and_counted() {
-    run_in_subprocess(ONE_GPU, |_| example().unwrap());
+    run_in_subprocess(ONE_GPU, |_| managed_memory::main().unwrap());
+}
+
+#[test]
+fn reader_waits_for_a_kernel_that_a_writer_launched() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let (memory, stream) = (shared(&runtime, 4), runtime.stream().unwrap());
+        let token = memory.begin_write(Instant::now(), LASTS).unwrap();
+        let mut writer = memory.lock_mut(&token).unwrap();
+        spin(&stream);
+        Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
+            .arg(writer.arg_mut().unwrap())
+            .arg(2_u8)
+            .arg(4_u64)
+            .submit()
+            .unwrap();
+        drop(writer);
+        memory.commit(token, Instant::now()).unwrap();
+        assert_eq!(stream.is_idle(), Ok(false));
+        assert_eq!(
+            memory.lock().unwrap().read().unwrap(),
+            [0x0202_0202, 0, 0, 0]
+        );
+        assert_eq!(stream.is_idle(), Ok(true));
+    });
 }
 
 fn shared(runtime: &DeviceRuntime, len: usize) -> SharedManagedRef<u32> {

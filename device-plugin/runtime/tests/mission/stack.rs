@@ -6,54 +6,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
 use bursar_runtime::adaptor::default_stack::{DefaultStack, QuotaFn};
-use bursar_runtime::adaptor::logging::{Action, MemorySink};
 use bursar_runtime::{
-    DeviceMemoryResource, DeviceRuntime, ErrorClass, ResourceError, StaleReason, Tag, TrackedSlice,
+    DeviceMemoryResource, DeviceRuntime, ErrorClass, ResourceError, StaleReason, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
-const MIB: u64 = 1 << 20;
+use crate::examples::budgets;
 
-fn example() -> Result<()> {
-    let runtime = DeviceRuntime::for_ordinal(0)?;
-    // In a pod the limit is the pod's quota, and follows it when the agent changes the quota.
-    println!(
-        "{} of {} bytes",
-        runtime.budget().used,
-        runtime.budget().limit
-    );
-    runtime.set_limit(Some(8 * MIB)); // in addition to the quota
-    let log = Arc::new(MemorySink::default());
-    runtime.set_log(Some(Arc::clone(&log) as _));
-    // The runtime's own streams, shared by turns.
-    let stream = runtime.streams().next()?;
-    let half = TrackedSlice::<u8>::allocate(&runtime, 4 << 20, &stream, Tag("half"))?;
-    let refused = TrackedSlice::<u8>::allocate(&runtime, 5 << 20, &stream, Tag("more"));
-    println!("{}", refused.unwrap_err());
-    drop(half);
-    assert_eq!(runtime.budget().used, 0);
-    runtime.set_log(None);
-    for record in log.records() {
-        println!(
-            "{:?} {} bytes for {}",
-            record.action, record.bytes, record.tag.0
-        );
-    }
-    let actions: Vec<_> = log.records().iter().map(|record| record.action).collect();
-    assert_eq!(
-        actions,
-        [Action::Allocate, Action::AllocateFailure, Action::Free]
-    );
-    runtime.streams().synchronize()?;
-    Ok(())
-}
+const MIB: u64 = 1 << 20;
 
 #[test]
 fn runtime_owns_its_streams_budget_and_log() {
     run_in_subprocess(ONE_GPU, |_| {
-        example().unwrap();
+        budgets::main().unwrap();
         let runtime = DeviceRuntime::for_ordinal(0).unwrap();
         runtime.set_limit(None);
         assert_eq!(runtime.budget().limit, 16 << 30);

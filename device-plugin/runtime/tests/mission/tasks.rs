@@ -1,43 +1,81 @@
 //! Tests the runtime's operations for tasks, which never block a worker of Tokio.
 
 use std::alloc::Layout;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
-use bursar_runtime::driver::Attach;
+use bursar_runtime::driver::{Attach, Stream};
 use bursar_runtime::memory::async_runtime::{AsyncError, RunError};
-use bursar_runtime::{AsyncRuntime, DeviceMemoryResource as _, DeviceRuntime, Tag};
+use bursar_runtime::{
+    AsyncRuntime, Block, DeviceMemoryResource, DeviceRuntime, Direct, FreeError, Origin,
+    Outstanding, Reaped, ResourceError, Tag, TrackedSlice,
+};
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::{SPIN_TIME, spin};
 
-async fn example() -> Result<()> {
-    let runtime = AsyncRuntime::from(DeviceRuntime::for_ordinal(0)?);
-    let stream = runtime.runtime().streams().next()?;
-    let memory = runtime
-        .allocate_async::<u32>(3, &stream, Tag("request"))
-        .await?;
-    let memory = runtime.copy_from_host_async(memory, vec![1, 2, 3]).await?;
-    spin(&stream); // stands for kernels
-    // The worker serves other tasks while the driver waits.
+/// Memory of a slow driver: each call takes [`SPIN_TIME`]. Records the threads of frees.
+#[derive(Debug)]
+struct FakeSlowDriver(Direct, Arc<Mutex<Vec<ThreadId>>>);
+
+impl DeviceMemoryResource for FakeSlowDriver {
+    fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
+        thread::sleep(SPIN_TIME);
+        self.0.allocate(layout, stream, tag)
+    }
+
+    fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
+        thread::sleep(SPIN_TIME);
+        self.1.lock().unwrap().push(thread::current().id());
+        self.0.deallocate(block, stream)
+    }
+
+    fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        thread::sleep(SPIN_TIME);
+        self.0.reap_pending()
+    }
+
+    fn ordinal(&self) -> u32 {
+        self.0.ordinal()
+    }
+
+    fn origin(&self) -> Origin {
+        self.0.origin()
+    }
+
+    fn bytes_outstanding(&self) -> Outstanding {
+        self.0.bytes_outstanding()
+    }
+
+    fn kind(&self) -> &'static str {
+        "slow"
+    }
+}
+
+/// Returns a runtime over a slow driver, and the threads of its frees so far.
+fn slow_runtime() -> (AsyncRuntime, Arc<Mutex<Vec<ThreadId>>>) {
+    let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+    let freed_in = Arc::default();
+    let slow = FakeSlowDriver(Direct::new(runtime.context()), Arc::clone(&freed_in));
+    let runtime = Arc::new(runtime.with_resource(|_| slow));
+    (AsyncRuntime::from(runtime), freed_in)
+}
+
+/// Starts an operation, and returns its result. Fails unless the worker serves other tasks
+/// meanwhile.
+async fn beside_ticks<F: Future>(start: impl FnOnce() -> F) -> F::Output {
+    let operation = start();
+    tokio::pin!(operation);
     let mut ticks = 0;
-    let done = runtime.copy_to_host_async(memory);
-    tokio::pin!(done);
-    let (memory, items) = loop {
+    let done = loop {
         tokio::select! {
-            copied = &mut done => break copied?,
+            done = &mut operation => break done,
             () = tokio::time::sleep(Duration::from_millis(5)) => ticks += 1,
         }
     };
-    assert_eq!(items, [1, 2, 3]);
     assert!(ticks > 2, "the worker was blocked");
-    runtime.free_async(memory).await?;
-    // Any other operation that may block.
-    let free = runtime
-        .run(|runtime| runtime.context().memory_info())
-        .await??;
-    assert!(free.0 < free.1);
-    Ok(())
+    done
 }
 
 /// Runs a future on one worker, so that a blocked worker blocks everything.
@@ -48,7 +86,66 @@ fn on_one_worker<F: Future>(future: F) -> F::Output {
 
 #[test]
 fn operations_leave_the_worker_to_other_tasks() {
-    run_in_subprocess(ONE_GPU, |_| on_one_worker(example()).unwrap());
+    run_in_subprocess(ONE_GPU, |_| {
+        let (runtime, _) = slow_runtime();
+        let stream = runtime.runtime().stream().unwrap();
+        let (layout, tag) = (Layout::new::<[u32; 3]>(), Tag("slow"));
+        on_one_worker(async {
+            let memory = beside_ticks(|| runtime.allocate_async::<u32>(3, &stream, tag)).await;
+            let memory = memory.unwrap();
+            spin(&stream);
+            let memory = beside_ticks(|| runtime.copy_from_host_async(memory, vec![1, 2, 3])).await;
+            let memory = memory.unwrap();
+            spin(&stream);
+            let copied = beside_ticks(|| runtime.copy_to_host_async(memory)).await;
+            let (memory, items) = copied.unwrap();
+            assert_eq!(items, [1, 2, 3]);
+            beside_ticks(|| runtime.free_async(memory)).await.unwrap();
+            let block = beside_ticks(|| runtime.allocate_block_async(layout, &stream, tag)).await;
+            let block = block.unwrap();
+            let freed = beside_ticks(|| runtime.deallocate_async(block, &stream)).await;
+            freed.unwrap();
+            beside_ticks(|| runtime.reap_async()).await.unwrap();
+            spin(&stream);
+            let waited = beside_ticks(|| runtime.synchronize_async(&stream)).await;
+            waited.unwrap();
+            beside_ticks(|| runtime.run(|_| thread::sleep(SPIN_TIME)))
+                .await
+                .unwrap();
+        });
+        assert_eq!(runtime.runtime().resource().bytes_outstanding().total(), 0);
+    });
+}
+
+/// Waits until `is_so`, in a thread that may block.
+fn wait_until(is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(30));
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn unpolled_future_frees_nothing_on_the_worker() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let (runtime, freed_in) = slow_runtime();
+        let (inner, stream) = (runtime.runtime(), runtime.runtime().stream().unwrap());
+        let take = || TrackedSlice::<u32>::allocate(inner, 1, &stream, Tag("dropped")).unwrap();
+        let (freed, written, read) = (take(), take(), take());
+        drop(runtime.free_async(freed));
+        drop(runtime.copy_from_host_async(written, vec![1]));
+        drop(runtime.copy_to_host_async(read));
+        drop(runtime.allocate_async::<u32>(1, &stream, Tag("dropped")));
+        drop(runtime.allocate_managed_async::<u32>(1, Attach::Global, &stream, Tag("dropped")));
+        wait_until(|| freed_in.lock().unwrap().len() == 4);
+        assert!(!freed_in.lock().unwrap().contains(&thread::current().id()));
+        wait_until(|| {
+            let blocks = inner.managed().statistics().blocks;
+            inner.resource().bytes_outstanding().total() == 0
+                && (blocks.total, blocks.current) == (1, 0)
+        });
+    });
 }
 
 #[test]
@@ -72,11 +169,7 @@ fn dropped_future_leaks_no_memory() {
                 drop(runtime.deallocate_async(block, &stream));
             }
         });
-        let begun = Instant::now();
-        while runtime.runtime().budget().used > 0 {
-            assert!(begun.elapsed() < Duration::from_secs(30));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until(|| runtime.runtime().budget().used == 0);
     });
 }
 

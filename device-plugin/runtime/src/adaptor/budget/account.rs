@@ -80,7 +80,7 @@ impl BudgetAccount {
         debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
     }
 
-    /// Changes the limit. Every charge after the return obeys it.
+    /// Changes the limit, in bytes. Every charge after the return obeys it.
     pub fn set_limit(&self, limit: u64) {
         self.limit.store(limit, Ordering::SeqCst);
     }

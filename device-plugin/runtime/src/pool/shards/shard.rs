@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use bursar_biased_lock::BiasedLock;
+
 use super::{Allocation, BlockHandle, Request};
 use crate::pool::tlsf::{BlockId, EmptyRegion, HeapBlock, TlsfHeap};
-use crate::sync::biased_lock::BiasedLock;
 
 /// Chunk of a shard.
 #[derive(Debug)]

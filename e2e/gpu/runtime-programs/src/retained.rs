@@ -43,7 +43,7 @@ use bursar_runtime::{DeviceChecksum, TokenClient};
 use raw::Raw as _;
 use rustix::time::{ClockId, clock_gettime};
 
-#[path = "../tests/support/raw.rs"]
+#[path = "../../../../device-plugin/runtime/tests/support/raw.rs"]
 mod raw;
 
 type Done = Result<(), Box<dyn Error>>;
@@ -103,7 +103,7 @@ fn main() -> Done {
         }
         ["tenant", bytes] => tenant(bytes.parse()?),
         ["neighbour", bytes] => neighbour(bytes.parse()?),
-        _ => Err("see the head of examples/retained.rs".into()),
+        _ => Err("see the head of e2e/gpu/runtime-programs/src/retained.rs".into()),
     }
 }
 

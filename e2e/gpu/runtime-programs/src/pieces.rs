@@ -1,7 +1,7 @@
 //! Measures the steps of creating a large memory allocation, whole and in several pieces.
 //!
-//! The steps are `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`: in one thread, in several threads,
-//! and in two processes of which one creates and exports and the other imports and maps.
+//! The steps are `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`. They run in one thread, in several
+//! threads, and in two processes of which one creates and exports and the other imports and maps.
 //!
 //! usage: pieces GIB ROUNDS
 //!

@@ -226,7 +226,7 @@ fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f
             .collect();
         let ended: Vec<_> = threads
             .into_iter()
-            .map(|thread| thread.join().expect("a provisioner ends"))
+            .map(|thread| thread.join().expect("a thread ends"))
             .collect();
         let first = ended.iter().map(|&(begun, ..)| begun).min();
         let last = ended.iter().map(|&(_, ended, _)| ended).max();

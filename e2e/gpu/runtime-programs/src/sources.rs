@@ -10,7 +10,7 @@ use std::os::fd::AsFd as _;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
-#[path = "../tests/support/raw.rs"]
+#[path = "../../../../device-plugin/runtime/tests/support/raw.rs"]
 mod raw;
 
 use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};

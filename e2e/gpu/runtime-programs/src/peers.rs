@@ -1,9 +1,9 @@
 //! Copies typed memory between two GPUs, checks the content, and measures the copies.
 //!
-//! `cargo run --release --package bursar-runtime --example peers [MIB]` copies MIB (1,024) in each
-//! direction, without peer access and with it. It prints one JSON object: wrong copies, the median
-//! bandwidths in GB/s, and the GPUs whose tokens a child process could redeem (in a container of
-//! Bursar). `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
+//! `cargo run --release --package bursar-gpu-programs --bin peers [MIB]` copies MIB (1,024) in each
+//! direction, without peer access and with it. It prints one JSON object. The object has wrong
+//! copies, the median bandwidths in GB/s, and the GPUs whose tokens a child process could redeem
+//! (in a container of Bursar). `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
 //!
 //! `peers redeem TOKEN...` is that child: it prints the GPU of each token.
 

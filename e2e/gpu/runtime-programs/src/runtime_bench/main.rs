@@ -21,7 +21,7 @@ mod minstd;
 mod native;
 mod planted;
 mod random;
-#[path = "../../tests/support/raw.rs"]
+#[path = "../../../../../device-plugin/runtime/tests/support/raw.rs"]
 mod raw;
 mod steal;
 

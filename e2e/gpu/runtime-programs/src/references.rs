@@ -1,9 +1,9 @@
 //! Checks typed memory and checksums on a GPU, and measures the checksum.
 //!
-//! `cargo run --release --package bursar-runtime --example references [GIB]` checks each line that
-//! it prints; the last lines are times of checksums over GIB (8) GiB. With `watch` the program
-//! reads lines, and after each line prints whether a reference is valid, for tests of the agent's
-//! fence.
+//! `cargo run --release --package bursar-gpu-programs --bin references [GIB]` checks each line that
+//! it prints; the last lines are times of checksums over GIB (8) GiB, none if it is 0. With `watch`
+//! the program reads lines, and answers each with what the agent has told the runtime, for tests of
+//! the agent.
 #![allow(
     unsafe_code,
     reason = "says what its kernel takes, and that its length is the memory's"
@@ -82,19 +82,24 @@ fn main() -> Done<()> {
     lengths(&runtime)?;
     streams(&runtime)?;
     managed(&runtime)?;
-    speed(&runtime, gibibytes << 30)
+    match gibibytes {
+        0 => Ok(()),
+        _ => speed(&runtime, gibibytes << 30),
+    }
 }
 
-/// Prints for each line of standard input whether a reference is valid.
+/// Prints for each line of standard input the limit of the budget, the process generation, or
+/// whether a reference is valid.
 fn watch(runtime: &DeviceRuntime) -> Done<()> {
     let stream = runtime.stream()?;
     let slice = TrackedSlice::<u8>::allocate(runtime, ITEMS, &stream, Tag("watched"))?;
     let shared = GpuRef::from(slice);
     for line in std::io::stdin().lines() {
-        line?;
-        match shared.access() {
-            Ok(_) => println!("good"),
-            Err(reason) => println!("{reason:?}"),
+        match (&*line?, shared.access()) {
+            ("limit", _) => println!("{}", runtime.budget().limit),
+            ("generation", _) => println!("{}", runtime.generation().process),
+            (_, Ok(_)) => println!("good"),
+            (_, Err(reason)) => println!("{reason:?}"),
         }
     }
     Ok(())

@@ -31,6 +31,7 @@ fn owner<T>(lock: &BiasedLock<T>) -> usize {
 #[test]
 fn bias_is_granted_after_the_threshold_and_revoked() {
     let _alone = serialize_tests();
+    register_membarrier();
     let lock = BiasedLock::new(0);
     for _ in 0..BIAS_THRESHOLD {
         assert_eq!(owner(&lock), NO_OWNER);

@@ -1,10 +1,11 @@
 //! Provides a lock for critical sections of tens of nanoseconds that one thread mostly takes.
 //!
 //! A locked instruction waits for all earlier stores, which was a large part of the section's cost.
-//! A thread that takes the lock [`BIAS_THRESHOLD`] times in a row therefore gets its *bias*: it
-//! writes a note in its own slot and checks that it still has the bias ([`bias`]). Any other thread
-//! takes a spin lock and revokes the bias; `try_lock` leaves the bias in place. A revocation costs
-//! a system call of microseconds, at most once in [`BIAS_THRESHOLD`] acquisitions.
+//! A thread that takes the lock [`BIAS_THRESHOLD`] times in a row therefore gets its *bias*. With
+//! the bias the thread writes a note in its own slot and checks that it still has the bias
+//! ([`bias`]). Any other thread takes a spin lock and revokes the bias; `try_lock` leaves the bias
+//! in place. A revocation costs a system call of microseconds, at most once in [`BIAS_THRESHOLD`]
+//! acquisitions.
 //!
 //! Threads beyond [`SLOT_COUNT`] get no bias, and no thread does if the kernel refuses
 //! `membarrier`.
@@ -30,9 +31,9 @@ use backoff::Backoff;
 use bias::{AtomicOps, NO_LOCK, NO_OWNER};
 
 /// Lock with a bias towards one thread.
-pub(crate) type BiasedLock<T> = lock_api::Mutex<RawBiasedLock, T>;
+pub type BiasedLock<T> = lock_api::Mutex<RawBiasedLock, T>;
 /// Guard of a [`BiasedLock`].
-pub(crate) type BiasedGuard<'a, T> = lock_api::MutexGuard<'a, RawBiasedLock, T>;
+pub type BiasedGuard<'a, T> = lock_api::MutexGuard<'a, RawBiasedLock, T>;
 
 /// Acquisitions in a row after which a thread gets the bias: half a millisecond of a pool's work.
 const BIAS_THRESHOLD: u32 = 1 << 14;
@@ -63,7 +64,7 @@ static SLOTS: [Slot; SLOT_COUNT] = [const {
 /// Registers the process for `membarrier`, without which no thread gets a bias.
 ///
 /// The registration takes milliseconds in a process with threads, so it must not run under a lock.
-pub(crate) fn register_membarrier() {
+pub fn register_membarrier() {
     MEMBARRIER.get_or_init(register);
 }
 
@@ -141,7 +142,7 @@ impl AtomicOps for Native {
 
 /// Raw lock, without the guarded value.
 #[derive(Debug)]
-pub(crate) struct RawBiasedLock {
+pub struct RawBiasedLock {
     /// Slot of the thread with the bias, or [`NO_OWNER`]. Only the holder of the spin lock writes
     /// it.
     owner: AtomicUsize,
@@ -244,10 +245,10 @@ fn holds_biased_lock(slot: usize) -> bool {
     SLOTS[slot % SLOT_COUNT].owner_note.load(Ordering::Relaxed) != NO_LOCK
 }
 
-// SAFETY: a holder either has the spin lock while no thread has the bias and no owner's note names
-// the lock, or it has the bias and its note names the lock; `bias` explains why these exclude each
-// other. A thread whose note names the lock cannot enter again. The guard is not `Send`, so a
-// thread clears only its own note.
+// SAFETY: a holder either has the spin lock, while no thread has the bias and no note names the
+// lock, or has the bias, with its note. `bias` explains why these exclude each other. A thread
+// whose note names the lock cannot enter again. The guard is not `Send`, so a thread clears only
+// its own note.
 unsafe impl RawMutex for RawBiasedLock {
     const INIT: RawBiasedLock = RawBiasedLock {
         owner: AtomicUsize::new(NO_OWNER),

@@ -1,0 +1,97 @@
+//! Runs the examples of `device-plugin/runtime/examples`, which programs copy.
+#![allow(
+    dead_code,
+    reason = "the tests pass the fake agent's socket instead of calling `main`"
+)]
+
+#[path = "../../examples/allocate.rs"]
+mod allocate;
+#[path = "../../examples/budgets.rs"]
+pub(crate) mod budgets;
+#[path = "../../examples/cudarc_interop.rs"]
+pub(crate) mod cudarc_interop;
+#[path = "../support/fake_agent.rs"]
+mod fake_agent;
+#[path = "../../examples/launch.rs"]
+mod launch;
+#[path = "../../examples/managed_memory.rs"]
+pub(crate) mod managed_memory;
+#[path = "../../examples/peer_copy.rs"]
+mod peer_copy;
+#[path = "../../examples/retained_memory.rs"]
+mod retained_memory;
+#[path = "../../examples/subscription.rs"]
+pub(crate) mod subscription;
+#[path = "../../examples/tasks.rs"]
+mod tasks;
+#[path = "../../examples/tokens.rs"]
+mod tokens;
+#[path = "../../examples/typed_memory.rs"]
+mod typed_memory;
+
+use std::process::Command;
+
+use bursar_runtime::retained::LeaseClient;
+use bursar_runtime::{DeviceRuntime, TokenClient};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
+use fake_agent::{FakeAgent, GPU};
+
+#[test]
+fn allocate_takes_blocks_from_the_pool() {
+    run_in_subprocess(ONE_GPU, |_| {
+        allocate::main().unwrap();
+        let pool = DeviceRuntime::for_ordinal(0).unwrap().statistics();
+        assert_eq!((pool.blocks, pool.slabs), (0, 1));
+    });
+}
+
+#[test]
+fn typed_memory_is_copied_in_and_out() {
+    run_in_subprocess(ONE_GPU, |_| typed_memory::main().unwrap());
+}
+
+#[test]
+fn launch_fills_memory() {
+    run_in_subprocess(ONE_GPU, |_| launch::main().unwrap());
+}
+
+#[test]
+fn tasks_allocate_copy_and_free() {
+    run_in_subprocess(ONE_GPU, |_| {
+        tasks::main().unwrap();
+        assert_eq!(DeviceRuntime::for_ordinal(0).unwrap().budget().used, 0);
+    });
+}
+
+#[test]
+fn peer_copy_arrives_on_the_other_gpu() {
+    run_in_subprocess(TWO_GPUS, |_| peer_copy::main().unwrap());
+}
+
+#[test]
+fn retained_memory_is_found_by_the_next_open() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let agent = FakeAgent::start(|program| Command::new(program));
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let client = LeaseClient::with_socket(runtime.context(), &agent.socket());
+        let lease = retained_memory::open(&client).unwrap().lease();
+        let found = retained_memory::open(&client).unwrap();
+        assert_eq!(found.lease(), lease);
+        let mut content = [0; 6];
+        found.read(0, &mut content).unwrap();
+        assert_eq!(&content, b"loaded");
+    });
+}
+
+/// The public half of the fake agent's key.
+const KEY: &str = "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c";
+
+#[test]
+fn token_is_verified_and_redeemed() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let agent = FakeAgent::start(|program| Command::new(program));
+        let client = TokenClient::with_socket(&agent.socket());
+        let memory = tokens::exchange(&client, &KEY.parse().unwrap()).unwrap();
+        assert_eq!((&*memory.gpu, memory.block), (GPU, 3));
+    });
+}
