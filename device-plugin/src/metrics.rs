@@ -2,6 +2,8 @@
 //!
 //! `docs/reference/metrics.md` documents names, labels and units; a test compares the two lists.
 
+mod figures;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,13 +15,9 @@ use bursar_enforcement::audit::metrics::AuditMetrics;
 use bursar_gpu_node::render::ready_condition;
 use bursar_gpu_node::report::{GpuHealth, GpuReport, NodeReport};
 use bursar_ledger::units::{Quanta, Quantum, Resource};
-use bursar_metrics::{
-    EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels,
-    gauge_value,
-};
+use bursar_metrics::{LatestFigures, RegisterMetric as _, ResourceLabels, gauge_value};
 use bursar_node::metrics::NodeMetrics;
 use bursar_retained::status::RetainedStatus;
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -27,36 +25,10 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct GpuStateLabels {
-    gpu: String,
-    state: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct GpuInfoLabels {
-    gpu: String,
-    index: String,
-    model: String,
-    driver: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct NodeConditionLabels {
-    condition: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct FaultLabels {
-    gpu: String,
-    action: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct RuntimeFailureLabels {
-    gpu: String,
-    class: &'static str,
-}
+use figures::{
+    FaultLabels, GpuFigures, GpuInfoLabels, GpuStateLabels, NodeConditionLabels, RetainedFigures,
+    RuntimeFailureLabels,
+};
 
 /// The state of an allocator runtime as a label.
 const fn runtime_state(state: RuntimeState) -> &'static str {
@@ -75,8 +47,8 @@ const fn runtime_state(state: RuntimeState) -> &'static str {
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
-    tokens: Family<ResourceLabels, Gauge>,
-    orders_not_understood: Gauge,
+    device_ids: Family<ResourceLabels, Gauge>,
+    unknown_spec_entries: Gauge,
     state_write_lag: Gauge,
     registrations: Family<ResourceLabels, Counter>,
     gpus: LatestFigures<GpuFigures>,
@@ -101,8 +73,8 @@ impl Metrics {
         );
         let r = &mut registry;
         Self {
-            orders_not_understood: r.register_metric(
-                "bursar_agent_orders_not_understood",
+            unknown_spec_entries: r.register_metric(
+                "bursar_agent_unknown_spec_entries",
                 "Entries in the spec of this node's GpuNode that this version of the agent does not know",
                 Gauge::default(),
             ),
@@ -111,8 +83,8 @@ impl Metrics {
                 "How long the state directory has lacked the newest records, from 5 s on",
                 Gauge::default(),
             ),
-            tokens: r.register_metric(
-                "bursar_agent_tokens",
+            device_ids: r.register_metric(
+                "bursar_agent_device_ids",
                 "Healthy devices advertised to the kubelet",
                 Family::default(),
             ),
@@ -156,17 +128,17 @@ impl Metrics {
     ///
     /// A GPU that leaves the report leaves the metrics.
     pub(crate) fn set_report(&self, report: &NodeReport) {
-        let tokens = [
+        let device_ids = [
             (Resource::DeviceMemory, report.device_memory),
             (Resource::ManagedMemory, report.managed_memory),
         ];
-        for (resource, memory) in tokens {
-            self.tokens
+        for (resource, memory) in device_ids {
+            self.device_ids
                 .get_or_create(&resource.into())
                 .set(memory.allocatable.0.into());
         }
         let not_understood = report.applied_spec.unrecognized.len();
-        self.orders_not_understood
+        self.unknown_spec_entries
             .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
         let mut figures = GpuFigures {
             conditions: condition_figures(report),
@@ -276,86 +248,6 @@ fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
     open.into_iter().collect()
 }
 
-/// The figures of the GPUs in one report.
-#[derive(Clone, Debug, Default)]
-struct GpuFigures {
-    infos: Vec<(GpuInfoLabels, i64)>,
-    conditions: Vec<(NodeConditionLabels, i64)>,
-    faults: Vec<(FaultLabels, i64)>,
-    memory: Vec<(GpuStateLabels, i64)>,
-    healthy: Vec<(GpuLabels, i64)>,
-}
-
-impl EncodeFamilies for GpuFigures {
-    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
-        tables.gauges(
-            "bursar_gpu_memory_bytes",
-            "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
-            self.memory.clone(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_healthy",
-            "1 while new pods may be bound to the GPU",
-            self.healthy.clone(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_info",
-            "Index, model and driver of a GPU; always 1",
-            self.infos.clone(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_faults_open",
-            "Open faults of a GPU and of programs on it, by action",
-            self.faults.clone(),
-        )?;
-        tables.gauges(
-            "bursar_node_condition",
-            "1 while a condition of the node is True, 0 while it is False, -1 while it is Unknown",
-            self.conditions.clone(),
-        )
-    }
-}
-
-/// The retained leases and the allocator runtime of each GPU.
-#[derive(Clone, Debug, Default)]
-struct RetainedFigures {
-    leases: Vec<(GpuLabels, i64)>,
-    bytes: Vec<(GpuLabels, i64)>,
-    runtime_states: Vec<(GpuStateLabels, i64)>,
-    runtime_starts: Vec<(GpuLabels, u64)>,
-    runtime_failures: Vec<(RuntimeFailureLabels, u64)>,
-}
-
-impl EncodeFamilies for RetainedFigures {
-    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
-        tables.gauges(
-            "bursar_gpu_retained_leases",
-            "Leases of retained memory in the fd store",
-            self.leases.clone(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_retained_bytes",
-            "Retained memory in the fd store",
-            self.bytes.clone(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_runtime_state",
-            "1 for the state of the GPU's allocator runtime, 0 for every other",
-            self.runtime_states.clone(),
-        )?;
-        tables.counters(
-            "bursar_gpu_runtime_starts",
-            "Starts of the GPU's allocator runtime",
-            self.runtime_starts.clone(),
-        )?;
-        tables.counters(
-            "bursar_gpu_runtime_failures",
-            "Failures of the GPU's allocator runtime, by class",
-            self.runtime_failures.clone(),
-        )
-    }
-}
-
 fn quantum_bytes(quantum: Quantum, quanta: Quanta) -> u64 {
     quanta.bytes(quantum).0
 }
@@ -374,7 +266,9 @@ mod tests {
     use bursar_node::checkpoint_state::{ContainerName, PodName};
     use bursar_node::metrics::{BindResult, Counts};
     use bursar_retained::runtimes::{FailureClass, RuntimeReport};
-    use bursar_sessions::{Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage};
+    use bursar_sessions::{
+        Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage, RecoveryAction,
+    };
 
     use super::*;
 
@@ -391,7 +285,7 @@ mod tests {
             ),
             "{text}"
         );
-        assert!(text.contains(r#"bursar_agent_tokens{resource="gpu-memory"} 32"#));
+        assert!(text.contains(r#"bursar_agent_device_ids{resource="gpu-memory"} 32"#));
         report.gpus.clear();
         metrics.set_report(&report);
         assert!(!metrics.encode().contains("GPU-0"));
@@ -403,7 +297,7 @@ mod tests {
         report.applied_spec.unrecognized = vec!["drain[0]".to_owned(), "quotas[1]".to_owned()];
         for count in [2, 0] {
             metrics.set_report(&report);
-            let line = format!("bursar_agent_orders_not_understood {count}\n");
+            let line = format!("bursar_agent_unknown_spec_entries {count}\n");
             assert!(metrics.encode().contains(&line), "{line}");
             report.applied_spec.unrecognized.clear();
         }
@@ -562,6 +456,7 @@ mod tests {
         };
         let usage = ContainerUsage {
             requests: 5,
+            driver_refusals: 3,
             denied: vec![("cuMemAlloc_v2".into(), 2)],
             ..ContainerUsage::empty(1, vec![account])
         };
@@ -592,7 +487,7 @@ mod tests {
         metrics.audit.count_poisoned(&fault(700));
         metrics
             .audit
-            .observe_recovery(true, Duration::from_millis(300));
+            .observe_recovery(RecoveryAction::ReexecInPlace, Duration::from_millis(300));
     }
 
     fn fault(cuda_error: i32) -> Fault {
@@ -647,6 +542,7 @@ mod tests {
             format!(r#"bursar_container_drift_bytes{{{of},account="GPU-a"}} -7"#),
             format!(r#"bursar_container_sm_utilization_ratio{{{of},gpu="GPU-a"}} 0.25"#),
             format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),
+            format!(r#"bursar_container_driver_refusals_total{{{of}}} 3"#),
             format!(r#"bursar_container_credit_requests_total{{{of}}} 5"#),
             format!(r#"bursar_container_enforced{{{of},reason="MountedOver"}} 0"#),
             format!(r#"bursar_container_layer{{{of},layer="shim"}} 0"#),

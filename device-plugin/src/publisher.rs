@@ -3,16 +3,13 @@
 use std::time::Duration;
 
 use bursar_apiserver::Events;
-use bursar_config::{PathsConfig, ResourcesConfig};
+use bursar_config::ResourcesConfig;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
 use bursar_enforcement::faults::report::FaultReport;
-use bursar_gpu::uvm::UvmModule;
 use bursar_gpu_node::NodeReport;
-use bursar_gpu_node::node_report::{
-    ManagedOffer, ReportInputs, late_write, node_report, transition_events,
-};
+use bursar_gpu_node::node_report::{ReportInputs, late_write, node_report, transition_events};
 use bursar_gpu_node::quota_overrides::AppliedSpec;
 use bursar_kubelet::lifecycle::Registration;
 use bursar_node::actor::Snapshot;
@@ -47,8 +44,6 @@ pub(crate) struct StatusPublisher {
     pub(crate) retained: watch::Receiver<RetainedStatus>,
     pub(crate) owners: watch::Receiver<GpuOwners>,
     pub(crate) token_key: NodePublicKey,
-    pub(crate) managed: ManagedOffer,
-    pub(crate) paths: PathsConfig,
     pub(crate) node: String,
     pub(crate) client: Option<Client>,
     pub(crate) events: Events,
@@ -125,11 +120,6 @@ impl StatusPublisher {
             retained: self.retained.borrow().clone(),
             owners: self.owners.borrow().clone(),
             token_key: self.token_key,
-            managed: ManagedOffer {
-                // The driver loads the module with the first program that uses a GPU.
-                module: UvmModule::read(&self.paths.sys, &self.paths.proc),
-                ..self.managed
-            },
         }
     }
 
@@ -258,7 +248,7 @@ mod tests {
                 names::CHECKPOINT_UNWRITABLE,
             ),
         ] {
-            let well = (names::WITHIN_TOKEN_LIMIT, Some(true), names::OK);
+            let well = (names::WITHIN_DEVICE_ID_LIMIT, Some(true), names::OK);
             let said = verdict_of(true, &[well, (type_, holds, reason)]);
             assert_eq!(said, Verdict::Unwell(format!("{type_}: why")), "{reason}");
         }

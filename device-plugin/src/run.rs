@@ -4,29 +4,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bursar_apiserver::Events;
-use bursar_apiserver::gpu_node::GpuNodeClient;
+use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::Config;
-use bursar_enforcement::drain::{self, DrainInputs};
-use bursar_enforcement::faults::FaultInputs;
+use bursar_enforcement::drain;
 use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::{HealthThresholds, UnhealthyReason};
 use bursar_gpu::nvml::{self, NvmlHandle, PollIntervals};
-use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::xid::RecentXids;
-use bursar_gpu_node::node_report::ManagedOffer;
 use bursar_gpu_node::publish::{Publisher, Rate};
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::clock;
 use bursar_host::driver_files::Driver;
-use bursar_ledger::units::{Bytes, GpuUuid};
-use bursar_node::actor::{Inputs, Snapshot};
+use bursar_ledger::units::GpuUuid;
+use bursar_node::actor::Snapshot;
 use bursar_node::host::HostError;
 use bursar_retained::provisioners::Provisioners;
 use bursar_retained::status::RetainedStatus;
-use bursar_retained::supervision::Supervisor;
 use bursar_retained::tokens::NodePublicKey;
 use bursar_retained::tokens::seal::NameTooLong;
 use bursar_sessions::Sessions;
@@ -36,7 +31,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::metrics::Metrics;
 use crate::publisher::StatusPublisher;
@@ -98,6 +93,8 @@ struct Agent {
     config: Config,
     node: String,
     client: Option<Client>,
+    /// The spec of the node's `GpuNode`; none until the agent has read the object.
+    spec: watch::Receiver<Option<ParsedSpec>>,
     metrics: Metrics,
     events: Events,
     tasks: JoinSet<&'static str>,
@@ -109,8 +106,7 @@ struct Gpus {
     inventory: watch::Receiver<Inventory>,
     xids: watch::Receiver<RecentXids>,
     nvml: NvmlHandle,
-    generations: GpuGenerations,
-    drain: watch::Sender<DrainState>,
+    drain: watch::Receiver<DrainState>,
 }
 
 /// The node task's reports.
@@ -127,26 +123,11 @@ struct Tenants {
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
     unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
     refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
+    without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
     /// `None` where retained memory is off.
     supervised: Option<Arc<Provisioners>>,
     live_leases: watch::Receiver<LiveLeases>,
     token_key: NodePublicKey,
-}
-
-/// Takes managed memory out of the configuration where a neighbour's allocation could fail because
-/// of it. The driver's parameters change only with a new load of its modules.
-fn check_managed_memory(mut config: Config) -> (Config, ManagedOffer) {
-    let module = UvmModule::read(&config.paths.sys, &config.paths.proc);
-    let managed = ManagedOffer {
-        configured: config.resources.managed_capacity,
-        refused: module.check_eviction().err(),
-        module,
-    };
-    if let (Some(why), true) = (managed.refused, managed.configured > Bytes::ZERO) {
-        warn!(%why, "managed memory is not offered");
-        config.resources.managed_capacity = Bytes::ZERO;
-    }
-    (config, managed)
 }
 
 /// Runs the agent until `shutdown`.
@@ -157,87 +138,35 @@ pub async fn run(
 ) -> Result<(), AgentError> {
     let metrics = Metrics::new();
     let (events, event_sender) = Events::new(metrics.api.clone());
-    let (config, managed) = check_managed_memory(config);
-    let Gpus {
-        inventory,
-        xids,
-        nvml,
-        generations,
-        drain,
-    } = watch_gpus(&config, &options)?;
+    let (gpus, generations, drain) = watch_gpus(&config, &options)?;
+    let (spec_sender, spec) = watch::channel(None);
     let mut agent = Agent {
         config,
         node: options.node,
         client: options.client,
+        spec,
         metrics,
         events,
         tasks: JoinSet::new(),
         stop: shutdown.child_token(),
     };
-    let (spec_sender, spec) = watch::channel(None);
     let (withheld_sender, withheld) = watch::channel(BTreeMap::new());
     // Without an API server the agent counts as disconnected from its start.
     let (disconnected_sender, disconnected_since) = watch::channel(Some(Instant::now()));
 
     // The lease service starts before recovery: pods that ended without an agent may own leases.
-    let tenants = agent.start_lease_service(nvml.clone(), drain.subscribe())?;
-    let sessions = tenants.sessions.clone();
+    let tenants = agent.start_lease_service(&gpus)?;
     let owners = agent.start_owner_check();
-    let refuses = agent.config.refuse_beside_other_plugins;
-    let inputs = Inputs {
-        inventory: inventory.clone(),
-        owners: refuses.then(|| owners.clone()),
-        unfit_for_cuda: tenants.unfit_for_cuda,
-        refused_by_cuda: tenants.refused_by_cuda,
-        drain: drain.subscribe(),
-        retained: (!agent.config.allow_unscrubbed).then(|| tenants.retained.clone()),
-        spec: spec.clone(),
-        withheld,
-    };
-    let allocator = agent.recover_allocator(&sessions, tenants.leases).await?;
+    let inputs = agent.node_inputs(&gpus, &tenants, &owners, withheld);
+    let allocator = agent.recover_allocator(&tenants).await?;
     let (node, handle, updates) = agent.start_node(allocator, inputs, generations);
-    let drained = drain.subscribe();
-    let observed_gpus = inventory.clone();
-    agent.spawn(
-        "drain",
-        drain::run(
-            DrainInputs {
-                proc: agent.config.paths.proc.clone(),
-                sessions: sessions.clone(),
-                orders: spec.clone(),
-                inventory,
-                released_by_leases: tenants.released_gpus,
-            },
-            drain,
-            agent.stop.clone(),
-        ),
-    );
-    let limits = agent.start_driver_limits(&nvml, &sessions, &node);
-    let audited = agent.start_audit(nvml, &sessions, &node, &limits, withheld_sender)?;
-    let faults = agent.start_faults(FaultInputs {
-        paths: agent.config.paths.clone(),
-        sessions: sessions.clone(),
-        snapshots: node.snapshots.clone(),
-        orders: spec.clone(),
-        xids,
-        disconnected_since,
-        events: agent.events.clone(),
-        default_action: agent.config.default_context_action,
-        metrics: agent.metrics.audit.clone(),
-    });
-    let ordered = agent.start_quota_overrides(sessions, &node, spec.clone());
+    agent.start_drain(drain, &gpus, &tenants);
+    let limits = agent.start_driver_limits(&gpus, &tenants, &node);
+    let audited = agent.start_audit(&gpus, &tenants, &node, &limits, withheld_sender)?;
+    let faults = agent.start_faults(&gpus, &tenants, &node, disconnected_since);
+    let ordered = agent.start_quota_overrides(&tenants, &node);
     let registration = agent.register(handle, updates);
-    if let Some(provisioners) = tenants.supervised {
-        agent.start_supervision(
-            Supervisor {
-                provisioners,
-                inventory: observed_gpus,
-                drain: drained.clone(),
-                live_leases: tenants.live_leases,
-            },
-            registration.clone(),
-        );
-    }
+    agent.start_supervision(&gpus, &tenants, &registration);
     let (reports, readiness) = agent.start_publisher(StatusPublisher {
         config: agent.config.resources,
         boot_id: clock::boot_id(),
@@ -250,8 +179,6 @@ pub async fn run(
         retained: tenants.retained,
         owners,
         token_key: tenants.token_key,
-        managed,
-        paths: agent.config.paths.clone(),
         node: agent.node.clone(),
         client: agent.client.clone(),
         events: agent.events.clone(),
@@ -259,24 +186,28 @@ pub async fn run(
     });
     agent.serve(node.heartbeat, readiness).await?;
     if let Some(client) = agent.client.clone() {
-        let observed = agent.follow_api_server(&client, event_sender, spec_sender);
-        let writer = Publisher {
-            api: GpuNodeClient::new(client, agent.node.clone(), observed.1),
+        let (api, observed) = agent.follow_api_server(client, event_sender, spec_sender);
+        agent.start_writer(Publisher {
+            api,
             reports,
-            observed: observed.0,
-            spec,
-            drain: drained,
+            observed,
+            spec: agent.spec.clone(),
+            drain: gpus.drain,
             rate: Rate::default(),
             unreachable_since: disconnected_sender,
             metrics: agent.metrics.api.clone(),
-        };
-        agent.spawn("GpuNode writer", writer.run(agent.stop.clone()));
+        });
     }
     agent.supervise(shutdown).await
 }
 
 /// Starts NVML's processes with the generations and drains on record.
-fn watch_gpus(config: &Config, options: &RunOptions) -> Result<Gpus, AgentError> {
+///
+/// Returns what they report, the GPUs' generations, and the channel of the drain's state.
+fn watch_gpus(
+    config: &Config,
+    options: &RunOptions,
+) -> Result<(Gpus, GpuGenerations, watch::Sender<DrainState>), AgentError> {
     let driver = config.driver.clone();
     let library = Arc::new(move || -> Result<PathBuf, String> {
         Driver::find_configured(&driver)
@@ -302,13 +233,13 @@ fn watch_gpus(config: &Config, options: &RunOptions) -> Result<Gpus, AgentError>
         persisted,
         drain.subscribe(),
     );
-    Ok(Gpus {
+    let gpus = Gpus {
         inventory,
         xids,
         nvml,
-        generations,
-        drain,
-    })
+        drain: drain.subscribe(),
+    };
+    Ok((gpus, generations, drain))
 }
 
 impl Agent {

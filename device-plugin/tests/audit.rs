@@ -14,6 +14,9 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[allow(dead_code, reason = "the security tests use the rest of it")]
+#[path = "security/api_server.rs"]
+mod api_server;
 #[path = "audit/container.rs"]
 mod container;
 #[path = "audit/devices.rs"]

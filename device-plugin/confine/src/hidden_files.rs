@@ -47,10 +47,11 @@ fn add_entries_beside(
     folder: &Path,
     entries: &mut Vec<PathBuf>,
 ) -> io::Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
+    for entry in fs::read_dir(folder)?.flatten() {
         let path = entry.path();
-        if entry.file_type()?.is_symlink() || hidden.contains(&path) {
+        // Another process may remove an entry meanwhile, which then has no type.
+        let is_link = entry.file_type().map_or(true, |kind| kind.is_symlink());
+        if is_link || hidden.contains(&path) {
             // A rule for a link would permit its target, which has rules of its own.
         } else if hidden.iter().any(|hidden| hidden.starts_with(&path)) {
             let _ = add_entries_beside(hidden, &path, entries);

@@ -95,8 +95,8 @@ pub fn restrict_agent() -> Result<(), ConfineError> {
     Ok(filter::deny(filter::AGENT_DENIED_SYSCALLS)?)
 }
 
-/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no exec,
-/// only Unix sockets, no new namespace, and the limits of the agent.
+/// Confines a process that is about to load the driver. It has no capability, `no_new_privs`, no
+/// exec, only Unix sockets, no new namespace, and the limits of the agent.
 ///
 /// # Errors
 /// [`ConfineError`]; rights that were dropped before stay dropped.

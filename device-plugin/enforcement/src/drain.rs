@@ -7,10 +7,10 @@
 //!     its leases and its provisioner end (retained memory)
 //! ```
 //!
-//! A withdrawn order needs no step of its own: NVML is asked about the GPU again, its generation
-//! grows as for every GPU that was absent, and it takes pods once it is healthy. The health record
-//! has which GPUs are to be drained, and which are; an agent that starts during a drain begins with
-//! the first step, also without the API server.
+//! A withdrawn order needs no step of its own. NVML is asked about the GPU again, and its
+//! generation grows as for every GPU that was absent. The GPU takes pods once it is healthy. The
+//! health record has which GPUs are to be drained, and which are. An agent that starts during a
+//! drain begins with the first step, also without the API server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

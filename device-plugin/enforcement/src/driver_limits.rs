@@ -1,9 +1,9 @@
 //! Sets the driver's own memory limit of each pod, where the driver has such limits.
 //!
-//! Driver r615 limits what the processes of a cgroup allocate of a GPU: with the kernel's dmem
-//! controller, or by its own counting if the kernel has none. The driver supports cgroup v2 and no
-//! MIG instance. Since the driver chooses between the two, the agent sets limits through NVML and
-//! never in the kernel's files (NVIDIA's "MPS v3 Memory Partitioning").
+//! Driver r615 limits what the processes of a cgroup allocate of a GPU. It does so with the
+//! kernel's dmem controller, or by its own counting if the kernel has none. The driver supports
+//! cgroup v2 and no MIG instance. Since the driver chooses between the two, the agent sets limits
+//! through NVML and never in the kernel's files (NVIDIA's "MPS v3 Memory Partitioning").
 //!
 //! A limit is set for the pod and not for its containers. The pod's cgroup exists before any
 //! container, and a driver that counts by itself does not count memory from before the limit. A

@@ -25,7 +25,8 @@ pub(crate) enum ListenerError {
     #[error("failed to create {0}: {1}")]
     CreateDir(PathBuf, #[source] io::Error),
     #[error(
-        "another fd store holds {0}: delete its pod first; the memory that it retains is lost with it"
+        "failed to lock {0}: another fd store holds it; delete its pod, \
+         which loses the memory that it retains"
     )]
     InUse(PathBuf),
     #[error("failed to lock {0}: {1}")]

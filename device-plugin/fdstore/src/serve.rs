@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::answer::handle;
 use crate::held::FdStore;
@@ -35,17 +35,29 @@ pub(crate) fn serve(
     store: &mut FdStore,
 ) -> Result<Infallible, Box<dyn std::error::Error>> {
     let mut peers: Vec<Peer> = Vec::new();
+    let mut can_accept = true;
     loop {
         let (has_connection, ready_peer) = wait_for_input(place, &peers)?;
         if has_connection {
             match place.listener.accept() {
-                Ok((stream, _)) => accept_peer(&mut peers, stream),
+                Ok((stream, _)) => {
+                    accept_peer(&mut peers, stream);
+                    can_accept = true;
+                    continue;
+                }
+                // The connection stays in the backlog, and must keep no peer from an answer.
                 Err(error) => {
-                    log(format_args!("failed to accept a connection: {error}"));
-                    std::thread::sleep(ACCEPT_PAUSE);
+                    if can_accept {
+                        log(format_args!("failed to accept a connection: {error}"));
+                    }
+                    can_accept = false;
+                    if ready_peer.is_none() {
+                        std::thread::sleep(ACCEPT_PAUSE);
+                    }
                 }
             }
-        } else if let Some(place) = ready_peer
+        }
+        if let Some(place) = ready_peer
             && let Err(end) = serve_message(store, &mut peers, place)
             && peers.remove(place).is_agent
         {
@@ -72,6 +84,11 @@ fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<
     Ok((fds.last().is_some_and(ready), ready_peer))
 }
 
+fn has_input(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
 /// Accepts a connection; beyond the limit the oldest peer without a hello is closed. The folder's
 /// mode is the only access check, because a peer outside of this PID namespace has no pid here.
 fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
@@ -94,7 +111,19 @@ fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
 /// Reads one message and answers it.
 fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
     let (message, fd) = receive_message::<FdStoreRequest>(&peers[place].stream)?;
-    let may = peers[place].is_agent || matches!(message, FdStoreRequest::Hello { .. });
+    let is_hello = matches!(message, FdStoreRequest::Hello { .. });
+    if is_hello
+        && let Some(previous) = peers.iter().position(|peer| peer.is_agent)
+        && previous != place
+        && has_input(&peers[previous].stream)
+    {
+        // A killed agent may have sent a descriptor that a tenant has by now.
+        if let Err(end) = serve_message(store, peers, previous) {
+            peers[previous].is_agent = false;
+            log(format_args!("the agent disconnected: {end}"));
+        }
+    }
+    let may = peers[place].is_agent || is_hello;
     let (answer, fd) = if may {
         handle(store, message, fd)
     } else {

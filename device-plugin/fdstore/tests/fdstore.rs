@@ -20,6 +20,7 @@ use bursar_protocol::fdstore::{
 use bursar_protocol::messages::Message;
 use rand::RngExt as _;
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use tempfile::TempDir;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-fdstore");
@@ -126,11 +127,16 @@ impl Agent {
     }
 
     fn put(&mut self, lease: u64) -> FdStoreResponse {
+        self.send_put(lease);
+        receive_message(&self.0).unwrap().0
+    }
+
+    fn send_put(&self, lease: u64) {
         let message = FdStoreRequest::Put {
             lease,
             blob: blob(lease),
         };
-        self.ask_with(&message, Some(&memory_with(lease))).0
+        send_message(&self.0, &message, Some(memory_with(lease).as_fd())).unwrap();
     }
 
     fn list(&mut self) -> Vec<StoredLease> {
@@ -291,6 +297,26 @@ fn newest_agent_is_served_and_the_previous_disconnected() {
 }
 
 #[test]
+fn descriptor_of_a_killed_agent_is_there_for_the_next() {
+    let fd_store = FdStore::start();
+    let killed = fd_store.agent();
+    let pid = Pid::from_child(&fd_store.process);
+    kill_process(pid, Signal::STOP).unwrap();
+    killed.send_put(7);
+    drop(killed);
+    let mut next = Agent(fd_store.connect().unwrap());
+    let hello = FdStoreRequest::Hello { version: VERSION };
+    send_message(&next.0, &hello, None).unwrap();
+    kill_process(pid, Signal::CONT).unwrap();
+    let ready: FdStoreResponse = receive_message(&next.0).unwrap().0;
+    assert!(
+        matches!(ready, FdStoreResponse::Ready { leases: 1, .. }),
+        "{ready:?}"
+    );
+    assert_eq!(next.list()[0].lease, 7);
+}
+
+#[test]
 fn agent_in_another_pid_namespace_is_served() {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", PROGRAM]);
@@ -372,6 +398,25 @@ fn fd_store_is_full_at_its_open_file_limit() {
     assert_eq!(room, Some(21));
     assert_eq!(agent.put(99), FdStoreResponse::Refused(Refusal::Full));
     assert_eq!(fd_store.agent().list().len(), 20);
+}
+
+#[test]
+fn agent_is_served_while_no_connection_can_be_accepted() {
+    let fd_store = FdStore::start();
+    let mut agent = fd_store.agent();
+    let process = Pid::from_child(&fd_store.process);
+    // The store's standard streams take all numbers below the limit.
+    let limit = Rlimit {
+        current: Some(3),
+        maximum: getrlimit(Resource::Nofile).maximum,
+    };
+    prlimit(Some(process), Resource::Nofile, limit).unwrap();
+    let _waiting = fd_store.connect().unwrap();
+    let timeout = Some(Duration::from_secs(2));
+    agent.0.set_read_timeout(timeout).unwrap();
+    for _ in 0..2 {
+        assert_eq!(agent.list(), []);
+    }
 }
 
 #[test]

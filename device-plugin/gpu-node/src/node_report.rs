@@ -1,20 +1,18 @@
-//! Computes the node's [`NodeReport`] from a snapshot, and the events of a change: pure.
+//! Computes the node's [`NodeReport`] from a snapshot: pure.
 
 mod conditions;
 mod containers;
+mod events;
 
 use std::collections::BTreeMap;
 
-use bursar_apiserver::Reason;
 use bursar_config::ResourcesConfig;
-use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::context_policy::FaultAction;
 use bursar_crds::gpu_node::GpuState as State;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::health::{Health, UnhealthyReason};
-use bursar_gpu::uvm::{EvictionUnsafe, UvmModule};
 use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::write_behind::LateWrite;
@@ -40,6 +38,8 @@ use self::containers::{
 };
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
+
+pub use events::transition_events;
 
 /// The late write to the state directory that has lasted longest.
 pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
@@ -72,19 +72,6 @@ pub struct ReportInputs {
     pub owners: GpuOwners,
     /// The public key of the node's memory tokens.
     pub token_key: NodePublicKey,
-    /// What the node offers of managed memory.
-    pub managed: ManagedOffer,
-}
-
-/// The managed memory that a node offers, and its treatment by the driver.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ManagedOffer {
-    /// The capacity in the agent's configuration.
-    pub configured: Bytes,
-    /// The reason why the node offers none of it.
-    pub refused: Option<EvictionUnsafe>,
-    /// The driver's kernel module.
-    pub module: UvmModule,
 }
 
 /// Computes the report.
@@ -156,8 +143,8 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             memory_scrubbed_condition(snapshot, &around.retained),
             accepted_condition(&around.overrides),
             sole_owner_condition(&around.owners),
-            managed_memory_condition(&around.managed),
-            pageable_memory_condition(&around.managed.module, cfg!(target_arch = "aarch64")),
+            managed_memory_condition(around.config.managed_capacity, &snapshot.uvm),
+            pageable_memory_condition(&snapshot.uvm, cfg!(target_arch = "aarch64")),
         ],
     }
 }
@@ -275,68 +262,6 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
         image: None,
         time: None,
     })
-}
-
-/// The events for the changes from `before` to `after`.
-pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
-    let said_before = |statement: &ConditionUpdate| {
-        before.is_some_and(|before| {
-            let same = |old: &ConditionUpdate| {
-                old.type_ == statement.type_ && old.reason == statement.reason
-            };
-            before.conditions.iter().any(same)
-        })
-    };
-    let news = after
-        .conditions
-        .iter()
-        .filter(|statement| !said_before(statement));
-    let mut events: Vec<_> = news
-        .filter_map(|statement| Some((event_reason(statement)?, statement.message.clone())))
-        .collect();
-    for report in &after.gpus {
-        let gpu = &report.gpu.uuid;
-        let old = before.and_then(|before| before.gpus.iter().find(|old| old.gpu.uuid == *gpu));
-        match (old.map(|old| &old.health), &report.health) {
-            (Some(GpuHealth::Healthy) | None, GpuHealth::Unhealthy { reason }) => {
-                events.push((
-                    Reason::GpuUnhealthy,
-                    format!("{gpu} gets no new pods: {reason}"),
-                ));
-            }
-            (Some(GpuHealth::Unhealthy { .. }), GpuHealth::Healthy) => {
-                events.push((Reason::GpuHealthy, format!("{gpu} gets new pods again")));
-            }
-            _ => {}
-        }
-        let leaked = report.memory.leaked;
-        if leaked > Bytes::ZERO && old.is_none_or(|old| old.memory.leaked == Bytes::ZERO) {
-            let given = format!("of {gpu} {leaked} that ended pods had exported");
-            let message = match &report.eviction_risk {
-                None => format!("{given} are held by others, and not given to pods"),
-                Some(why) => format!(
-                    "{given} are not given to pods: the agent cannot prove them free beside managed memory: {why}"
-                ),
-            };
-            events.push((Reason::MemoryLeaked, message));
-        }
-    }
-    events
-}
-
-/// The event reason of a condition. A restarted kubelet is no event, but a refused registration is.
-fn event_reason(statement: &ConditionUpdate) -> Option<Reason> {
-    match (statement.type_, statement.reason) {
-        (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
-        (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),
-        (_, names::TOO_MANY_TOKENS) => Some(Reason::TooManyTokens),
-        (_, names::REGISTRATION_REFUSED | names::KUBELET_FOLDER) => {
-            Some(Reason::RegistrationFailed)
-        }
-        (names::CDI_READY, _) if statement.holds == Some(false) => Some(Reason::CdiUnusable),
-        (names::GPUS_FOUND, _) if statement.holds == Some(false) => Some(Reason::GpusMissing),
-        _ => None,
-    }
 }
 
 #[cfg(test)]

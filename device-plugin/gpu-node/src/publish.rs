@@ -35,9 +35,9 @@ pub struct Rate {
     pub(crate) batch_delay: Duration,
     /// The shortest interval between two writes.
     pub(crate) min_interval: Duration,
-    /// The shortest interval from a write to one for process generations, leases or further faults
-    /// that are only reported, which tenants change as often as they like, and for the counts of
-    /// allocator runtimes.
+    /// The shortest interval from a write to a write for changes that tenants make as often as they
+    /// like. These are process generations, leases and further faults that are only reported. It
+    /// also applies to the counts of allocator runtimes.
     pub(crate) quiet_interval: Duration,
     /// The first delay after a failure; each further failure doubles it.
     pub(crate) min_backoff: Duration,
@@ -76,6 +76,68 @@ enum Synced {
     Deferred,
 }
 
+/// The times of the next attempts.
+struct Schedule {
+    rate: Rate,
+    /// The number of failures in a row.
+    failures: u32,
+    next_write: Instant,
+    next_quiet_write: Instant,
+    next_probe: Instant,
+    /// Whether the status differs in something that waits for `next_quiet_write`.
+    is_deferred: bool,
+}
+
+impl Schedule {
+    fn new(rate: Rate) -> Self {
+        let now = Instant::now();
+        Self {
+            rate,
+            failures: 0,
+            next_write: now,
+            next_quiet_write: now,
+            next_probe: now + rate.probe_interval,
+            is_deferred: false,
+        }
+    }
+
+    /// Plans the attempts after one that began at `begun`; `has_read` says whether it read the
+    /// object.
+    fn plan_after(
+        &mut self,
+        outcome: &Result<Synced, GpuNodeError>,
+        begun: Instant,
+        has_read: bool,
+    ) {
+        let rate = self.rate;
+        self.is_deferred = matches!(outcome, Ok(Synced::Deferred));
+        if has_read || !matches!(outcome, Ok(Synced::Unchanged | Synced::Deferred)) {
+            self.next_probe = begun + rate.probe_interval;
+        }
+        match outcome {
+            Ok(Synced::Unchanged | Synced::Deferred) => {}
+            Ok(Synced::Written) => {
+                if self.failures > 0 {
+                    info!(failures = self.failures, "wrote GpuNode after failures");
+                }
+                self.failures = 0;
+                self.next_write = Instant::now() + rate.min_interval;
+                self.next_quiet_write = Instant::now() + rate.quiet_interval;
+            }
+            Err(error) => {
+                if self.failures == 0 {
+                    warn!(
+                        error = error as &dyn std::error::Error,
+                        "failed to write GpuNode; retrying"
+                    );
+                }
+                self.next_write = Instant::now() + backoff(rate, self.failures);
+                self.failures += 1;
+            }
+        }
+    }
+}
+
 /// Keeps the status of this node's `GpuNode` equal to the agent's report.
 pub struct Publisher<O> {
     /// The object's API.
@@ -102,11 +164,7 @@ impl<O: GpuNodeApi> Publisher<O> {
     pub async fn run(mut self, shutdown: CancellationToken) {
         let rate = self.rate;
         let mut known = None;
-        let mut failures = 0;
-        let mut next_write = Instant::now();
-        let mut next_quiet_write = Instant::now();
-        let mut next_probe = Instant::now() + rate.probe_interval;
-        let mut is_deferred = false;
+        let mut schedule = Schedule::new(rate);
         self.reports.mark_changed();
         loop {
             let open = !self.reports.borrow().faults.is_empty();
@@ -119,12 +177,12 @@ impl<O: GpuNodeApi> Publisher<O> {
                         continue;
                     }
                 }
-                () = sleep_until(next_probe), if open => known = None,
-                () = sleep_until(next_quiet_write), if is_deferred => {}
+                () = sleep_until(schedule.next_probe), if open => known = None,
+                () = sleep_until(schedule.next_quiet_write), if schedule.is_deferred => {}
             }
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                () = async { sleep(rate.batch_delay).await; sleep_until(next_write).await } => {}
+                () = async { sleep(rate.batch_delay).await; sleep_until(schedule.next_write).await } => {}
             }
             let report = self.reports.borrow_and_update().clone();
             let begun = Instant::now();
@@ -133,51 +191,37 @@ impl<O: GpuNodeApi> Publisher<O> {
                 () = shutdown.cancelled() => return,
                 outcome = timeout(
                     rate.request_timeout,
-                    self.sync(&mut known, &report, begun < next_quiet_write),
+                    self.sync(&mut known, &report, begun < schedule.next_quiet_write),
                 ) => outcome,
             };
             let outcome = outcome.unwrap_or(Err(GpuNodeError::Timeout {
                 within: rate.request_timeout,
             }));
-            self.unreachable_since.send_if_modified(|since| {
-                let before = *since;
-                *since = match &outcome {
-                    Ok(_) => None,
-                    Err(_) => before.or(Some(begun)),
-                };
-                *since != before
-            });
-            is_deferred = matches!(outcome, Ok(Synced::Deferred));
-            if reads_object || !matches!(outcome, Ok(Synced::Unchanged | Synced::Deferred)) {
-                next_probe = begun + rate.probe_interval;
-            }
+            self.tell_reachability(outcome.is_ok(), begun);
+            schedule.plan_after(&outcome, begun, reads_object);
             match outcome {
                 Ok(Synced::Unchanged | Synced::Deferred) => {}
-                Ok(Synced::Written) => {
-                    if failures > 0 {
-                        info!(failures, "wrote GpuNode after failures");
-                    }
-                    failures = 0;
-                    self.metrics.count_gpu_node_write(true);
-                    next_write = Instant::now() + rate.min_interval;
-                    next_quiet_write = Instant::now() + rate.quiet_interval;
-                }
-                Err(error) => {
+                Ok(Synced::Written) => self.metrics.count_gpu_node_write(true),
+                Err(_) => {
                     // A failed write may have taken effect, so the object must be read again.
                     known = None;
                     self.metrics.count_gpu_node_write(false);
-                    if failures == 0 {
-                        warn!(
-                            error = &error as &dyn std::error::Error,
-                            "failed to write GpuNode; retrying"
-                        );
-                    }
-                    next_write = Instant::now() + backoff(rate, failures);
-                    failures += 1;
                     self.reports.mark_changed();
                 }
             }
         }
+    }
+
+    /// Tells since when the API server is unreachable, after an attempt that began at `begun`.
+    fn tell_reachability(&self, is_reachable: bool, begun: Instant) {
+        self.unreachable_since.send_if_modified(|since| {
+            let before = *since;
+            *since = match is_reachable {
+                true => None,
+                false => before.or(Some(begun)),
+            };
+            *since != before
+        });
     }
 
     /// Writes `report` if the status differs; with `defer`, only if the difference is urgent.

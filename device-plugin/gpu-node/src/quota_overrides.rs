@@ -22,7 +22,7 @@ use tracing::info;
 /// How often idle credit is reclaimed and pending overrides are checked again.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What became of the spec's quotas.
+/// The outcome of the spec's quotas.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AppliedSpec {
     /// The generation of the spec; none before a spec was read.

@@ -115,9 +115,9 @@ pub fn render(
     }
 }
 
-/// Whether `after` differs from `before` in more than what tenants change as they like, which is
-/// process generations, leases and further faults that are only reported, and the counts of
-/// allocator runtimes.
+/// Whether `after` differs from `before` in more than what tenants change as they like, and the
+/// counts of allocator runtimes. Tenants change process generations, leases and further faults that
+/// are only reported.
 pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
     if are_faults_urgent(&before.faults, &after.faults) {
         return true;

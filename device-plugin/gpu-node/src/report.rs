@@ -1,5 +1,5 @@
-//! Describes the node's state: in the API's types where an entry of the status depends on nothing
-//! that an earlier status said, otherwise in the agent's own.
+//! Describes the node's state. An entry of the status has the API's types if it depends on nothing
+//! that an earlier status said, otherwise the agent's own.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! Tests the agent against a simulated API server in virtual time.
 //!
-//! The spec arrives and the status is written through deletions, restores of etcd, objects of other
-//! versions, and every fault of a write or a watch.
+//! The spec arrives and the status is written through deletions, restores of etcd and objects of
+//! other versions. Both also happen through every fault of a write or a watch.
 
 use prometheus_client::registry::Registry;
 use std::time::Duration;

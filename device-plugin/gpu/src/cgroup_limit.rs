@@ -25,9 +25,9 @@ type SetMemoryLimits = unsafe extern "C" fn(*mut c_void, *mut MemoryLimits) -> c
 
 const SYMBOL: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
 
-/// Limits what processes in `cgroup` can allocate of `device` to `hard`. The soft limit stays zero:
-/// the driver adds soft limits to every parent cgroup, and they remain when the cgroup is removed
-/// without the driver (NVIDIA's "MPS v3 Memory Partitioning").
+/// Limits what processes in `cgroup` can allocate of `device` to `hard`. The soft limit stays zero,
+/// because the driver adds soft limits to every parent cgroup. They remain when the cgroup is
+/// removed without the driver (NVIDIA's "MPS v3 Memory Partitioning").
 #[expect(unsafe_code, reason = "nvml-wrapper has no call for it")]
 pub(crate) fn set_memory_limit(
     nvml: &Nvml,
@@ -41,7 +41,7 @@ pub(crate) fn set_memory_limit(
         soft: 0,
         hard,
     };
-    // SAFETY: the function of this name has this prototype in `nvml.h`; the library, the device and
+    // SAFETY: the function of this name has this prototype in `nvml.h`. The library, the device and
     // the text outlive the call, which keeps none of them.
     let code = unsafe {
         let set = nvml.lib().__library.get::<SetMemoryLimits>(SYMBOL)?;

@@ -2,8 +2,8 @@
 //!
 //! NVML lists the processes that have a channel on the GPU, which comes with a CUDA context.
 //! `cuMemCreate` needs no context, so a process can hold memory without being listed. The kernel
-//! module's resource manager reports such memory: `GPU_GET_PIDS` for the class of subdevices lists
-//! "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` reports the bytes of each process
+//! module's resource manager reports such memory. `GPU_GET_PIDS` for the class of subdevices lists
+//! "PIDs with or without GPU contexts". `GPU_GET_PID_INFO` reports the bytes of each process
 //! (`ctrl/ctrl2080/ctrl2080gpu.h` in NVIDIA/open-gpu-kernel-modules). Neither needs a privilege.
 //!
 //! The commands are no stable interface. The kernel module refuses parameters of another size. The

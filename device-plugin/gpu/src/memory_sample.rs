@@ -15,7 +15,7 @@ pub trait MemorySampler: Send + Sync + 'static {
     fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample>;
 }
 
-/// A sample of a GPU's memory and its processes: three answers of the driver, one after another.
+/// A sample of a GPU's memory and its processes: answers of the driver, one after another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemorySample {
     /// The bytes in use, without the driver's own reserve, before the list of the processes.
@@ -24,6 +24,8 @@ pub struct GpuMemorySample {
     pub capacity: Bytes,
     /// The bytes in use after the list; none where the driver was not asked again.
     pub used_after: Option<Bytes>,
+    /// The most bytes in use in further answers right beside these two.
+    pub used_beside: Bytes,
     /// The bytes that the driver charges to processes.
     pub charges: ProcessMemory,
     /// The bytes of processes without a context, which NVML does not list; empty where the driver
@@ -41,6 +43,13 @@ impl GpuMemorySample {
     pub fn unattributed_signed(&self) -> i64 {
         let charged = self.charges.total();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
+    }
+
+    /// The most bytes in use around the list. Calls of a busy process and answers take turns at a
+    /// lock of the driver. So one answer could miss in each sample the memory that the list has.
+    pub fn most_used(&self) -> Bytes {
+        let after = self.used_after.unwrap_or(self.used);
+        self.used.max(after).max(self.used_beside)
     }
 
     /// The unattributed bytes that may belong to a tenant: all but the unlisted overhead of each

@@ -129,6 +129,7 @@ pub fn start(
         driver_slot: ProbeSlot::new(Scope::Driver),
         driver_version: None,
         gpu_count: 0,
+        known_count: 0,
         gpu_slots: Vec::new(),
         exiting: BTreeMap::new(),
         next_round: Instant::now(),
@@ -166,8 +167,10 @@ struct NvmlWatcher {
     driver_slot: ProbeSlot,
     /// The driver's version, as last reported.
     driver_version: Option<String>,
-    /// The number of GPUs that the driver last reported.
+    /// The number of GPUs that the driver last reported; 0 while it does not answer.
     gpu_count: u32,
+    /// The number of GPUs that the driver last reported, also while it does not answer.
+    known_count: u32,
     gpu_slots: Vec<ProbeSlot>,
     /// Processes without a slot that have not ended, with the GPU of each where that is known.
     exiting: BTreeMap<ProcessNumber, Option<GpuUuid>>,
@@ -281,7 +284,8 @@ impl NvmlWatcher {
         if released == *self.registry.drained() {
             return;
         }
-        if let Some(places) = self.registry.addresses_except(&released) {
+        self.retire_drained(&released);
+        if let Some(places) = self.addresses_except(&released) {
             self.retain_at(&places);
             if places.is_empty() {
                 let driver =
@@ -290,7 +294,8 @@ impl NvmlWatcher {
             }
         }
         let holds = |gpu: &Option<GpuUuid>| gpu.as_ref().is_none_or(|gpu| released.contains(gpu));
-        if !self.exiting.values().any(holds) {
+        let is_starting = self.gpu_slots.iter().any(ProbeSlot::is_starting);
+        if !is_starting && !self.exiting.values().any(holds) {
             self.registry.set_drained(released, Instant::now());
             self.publish_inventory();
             (self.round_deadline, self.next_round) = (None, Instant::now());

@@ -1,5 +1,7 @@
 //! Records every GPU that NVML listed since the agent started, with its health.
 
+mod probe_result;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
@@ -7,68 +9,9 @@ use bursar_ledger::units::GpuUuid;
 
 use super::health::{HealthEvent, HealthMonitor, HealthThresholds, PersistedHealth};
 use super::pci::PciAddress;
-use super::{Gpu, GpuState, Inventory, NoDriver};
+use super::{Gpu, GpuState, Inventory};
 
-/// The result of one probe of all GPUs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum ProbeResult {
-    /// NVML cannot be used. Known GPUs may be there still, unless the driver is not loaded.
-    NoDriver(NoDriver),
-    /// NVML answered.
-    Listed {
-        /// The driver's version.
-        driver: Option<String>,
-        /// GPUs that answered.
-        gpus: Vec<Gpu>,
-        /// GPUs that NVML knows and that did not answer. In this list and the next two, a MIG
-        /// instance is represented by its parent.
-        unresponsive: Vec<GpuUuid>,
-        /// GPUs that NVML calls lost.
-        lost: Vec<GpuUuid>,
-        /// GPUs about which a call hangs.
-        timed_out: Vec<GpuUuid>,
-        /// Whether each GPU that failed is named. If not, an unlisted GPU may be the one that
-        /// failed.
-        failures_named: bool,
-        /// Whether each GPU whose call hangs is named. If not, an unlisted GPU may be that one.
-        timeouts_named: bool,
-    },
-}
-
-impl ProbeResult {
-    /// The event that this probe means for `gpu`, with the new description where there is one.
-    fn event_of(&self, gpu: &Gpu) -> (HealthEvent, Option<&Gpu>) {
-        let Self::Listed {
-            gpus,
-            unresponsive: silent,
-            lost,
-            timed_out: hung,
-            failures_named: complete,
-            timeouts_named: all_told,
-            driver: _,
-        } = self
-        else {
-            let is_unloaded = matches!(self, Self::NoDriver(NoDriver::NotLoaded(_)));
-            let event = if is_unloaded {
-                HealthEvent::ProbeFailed
-            } else {
-                HealthEvent::NvmlUnavailable
-            };
-            return (event, None);
-        };
-        let is_in = |list: &[GpuUuid]| {
-            list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
-        };
-        match gpus.iter().find(|found| found.uuid == gpu.uuid) {
-            Some(found) => (HealthEvent::ProbeSucceeded, Some(found)),
-            None if is_in(lost) => (HealthEvent::NotListed, None),
-            None if is_in(hung) => (HealthEvent::CallTimedOut, None),
-            None if is_in(silent) || !complete => (HealthEvent::ProbeFailed, None),
-            None if !all_told => (HealthEvent::CallTimedOut, None),
-            None => (HealthEvent::NotListed, None),
-        }
-    }
-}
+pub(crate) use probe_result::ProbeResult;
 
 /// A GPU as the previous agent of the same boot recorded it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -163,15 +106,15 @@ impl GpuRegistry {
     }
 
     fn entries_of(&mut self, uuid: &GpuUuid) -> impl Iterator<Item = &mut Entry> {
-        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
-        self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
+        let entries = self.entries.iter_mut();
+        entries.filter(|entry| is_part_of(&entry.gpu, uuid))
     }
 
     /// The PCI address of a physical GPU, if the GPU or an instance of it is listed.
     pub(crate) fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
-        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
         let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
-        gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
+        gpus.find(|gpu| is_part_of(gpu, uuid))
+            .and_then(|gpu| gpu.pci)
     }
 
     /// Records the GPUs that are to be drained, and returns whether that changes a record.
@@ -198,18 +141,34 @@ impl GpuRegistry {
         &self.drained
     }
 
-    /// Whether some listed GPU is drained.
-    pub(crate) fn has_drained(&self) -> bool {
-        let mut entries = self.entries.iter();
-        entries.any(|entry| entry.gpu.is_in(&self.drained))
+    fn physical_gpus(&self) -> BTreeSet<&GpuUuid> {
+        let gpus = self.entries.iter().map(|entry| &entry.gpu);
+        gpus.map(|gpu| gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid))
+            .collect()
     }
 
-    /// The addresses of the GPUs to probe; none where no GPU is drained or an address is unknown.
-    pub(crate) fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
-        self.addresses_except(&self.drained)
+    /// The number of physical GPUs.
+    pub(crate) fn physical_count(&self) -> usize {
+        self.physical_gpus().len()
     }
 
-    /// The addresses to probe if `drained` were the drained GPUs.
+    /// The number of physical GPUs that are drained whole.
+    pub(crate) fn drained_count(&self) -> usize {
+        let physical = self.physical_gpus().into_iter();
+        physical
+            .filter(|uuid| self.is_drained_by(uuid, &self.drained))
+            .count()
+    }
+
+    /// Whether a physical GPU is listed and all of it is in `drained`.
+    pub(crate) fn is_drained_by(&self, uuid: &GpuUuid, drained: &BTreeSet<GpuUuid>) -> bool {
+        let gpus = self.entries.iter().map(|entry| &entry.gpu);
+        let mut parts = gpus.filter(|gpu| is_part_of(gpu, uuid)).peekable();
+        parts.peek().is_some() && parts.all(|gpu| gpu.is_in(drained))
+    }
+
+    /// The addresses to probe if `drained` were the drained GPUs; none where no GPU is in it or an
+    /// address is unknown.
     pub(crate) fn addresses_except(
         &self,
         drained: &BTreeSet<GpuUuid>,
@@ -303,6 +262,11 @@ impl GpuRegistry {
     }
 }
 
+/// Whether a GPU is the physical GPU or an instance of it.
+fn is_part_of(gpu: &Gpu, physical: &GpuUuid) -> bool {
+    gpu.uuid == *physical || gpu.mig_parent.as_ref() == Some(physical)
+}
+
 /// Whether a GPU was partitioned into MIG instances, or is whole again. NVML lists its new shape,
 /// so the old shape is not a lost GPU.
 fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
@@ -321,6 +285,7 @@ fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
 mod tests {
     use std::time::Duration;
 
+    use super::super::NoDriver;
     use super::super::health::{Health, UnhealthyReason};
     use super::*;
 
@@ -679,13 +644,16 @@ mod tests {
         let (mut roster, start) = (registry(), Instant::now());
         roster.record_probe(listed(&gpus), start);
         assert_eq!(
-            (roster.has_drained(), roster.probed_addresses()),
-            (false, None)
+            (
+                roster.drained_count(),
+                roster.addresses_except(roster.drained())
+            ),
+            (0, None)
         );
         roster.set_drained(BTreeSet::from([uuid("GPU-a")]), start);
-        assert!(roster.has_drained() && !roster.has_unhealthy());
+        assert!(roster.drained_count() == 1 && !roster.has_unhealthy());
         assert_eq!(
-            roster.probed_addresses(),
+            roster.addresses_except(roster.drained()),
             Some(BTreeSet::from([two.parse().unwrap()]))
         );
         assert!(

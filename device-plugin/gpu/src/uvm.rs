@@ -3,14 +3,17 @@
 //! The parameters are those of NVIDIA's open kernel modules, release 595
 //! (`kernel-open/nvidia-uvm`).
 
+use std::collections::BTreeSet;
 use std::path::Path;
+
+use bursar_ledger::units::GpuUuid;
 
 /// The first kernel that charges host pages of managed memory to the cgroup of their owner: it
 /// exports `int_active_memcg`, which the module needs for that.
 const KERNEL_THAT_CHARGES: (u32, u32) = (5, 14);
 
 /// The module's parameters and the kernel's version; none where they cannot be read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UvmModule {
     /// `uvm_global_oversubscription`: whether other memory displaces managed memory.
     pub oversubscription: Option<bool>,
@@ -21,6 +24,9 @@ pub struct UvmModule {
     pub ats: Option<bool>,
     /// The kernel's major and minor version.
     pub kernel: Option<(u32, u32)>,
+    /// The GPUs that cannot access managed memory at the same time as the host, which are those
+    /// without CUDA's `concurrentManagedAccess`. No file has them: the GPUs' runtimes find them.
+    pub not_concurrent: BTreeSet<GpuUuid>,
 }
 
 /// Whether the driver may move host memory of programs to GPUs.
@@ -37,22 +43,33 @@ pub enum PageableMemory {
 }
 
 /// Why a node must not offer managed memory beyond the quotas of its GPUs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EvictionUnsafe {
     /// Managed memory on a GPU is pinned there.
     #[error(
         "the driver does not move managed memory out of the way; load nvidia_uvm with uvm_global_oversubscription=1"
     )]
     Pinned,
+    /// The module does not tell whether it pins managed memory.
+    #[error(
+        "nvidia_uvm is not loaded; a program that uses a GPU loads it, as does nvidia-modprobe -u"
+    )]
+    NotLoaded,
     /// No cgroup pays for the host memory that backs managed memory.
     #[error(
         "Linux {}.{} does not count the host memory behind managed memory; upgrade to 5.14 or later", .0.0, .0.1
     )]
     Uncharged((u32, u32)),
+    /// A GPU holds managed memory as long as programs use it there.
+    #[error(
+        "{0} cannot access managed memory together with the host, so the driver does not evict it there; \
+         the quotas of GPUs cover managed memory on this node"
+    )]
+    NotConcurrent(GpuUuid),
 }
 
 impl UvmModule {
-    /// Reads the parameters below `sys`, and the kernel's version below `proc`.
+    /// Reads the parameters below `sys`, and the kernel's version below `proc`. Names no GPU.
     pub fn read(sys: &Path, proc: &Path) -> Self {
         let text = |path: &Path| bursar_host::procfs::read_small(path).ok();
         let parameters = sys.join("module/nvidia_uvm/parameters");
@@ -62,6 +79,7 @@ impl UvmModule {
             hmm_disabled: flag("uvm_disable_hmm"),
             ats: flag("uvm_ats_mode"),
             kernel: text(&proc.join("sys/kernel/osrelease")).and_then(|text| parse_release(&text)),
+            not_concurrent: BTreeSet::new(),
         }
     }
 
@@ -77,18 +95,21 @@ impl UvmModule {
     }
 
     /// Checks that a neighbour's allocation can always displace managed memory, and that the pod
-    /// which owns it pays for the host memory. A module that is not loaded counts as configured by
-    /// default.
+    /// which owns it pays for the host memory. A module may be loaded later with other parameters.
+    /// A GPU of which no runtime has told yet is no reason.
     ///
     /// # Errors
     /// The reason why not.
     pub fn check_eviction(&self) -> Result<(), EvictionUnsafe> {
-        if self.oversubscription == Some(false) {
-            return Err(EvictionUnsafe::Pinned);
-        }
-        match self.kernel {
-            Some(kernel) if kernel < KERNEL_THAT_CHARGES => Err(EvictionUnsafe::Uncharged(kernel)),
-            _ => Ok(()),
+        let not_concurrent = self.not_concurrent.first();
+        match (self.kernel, self.oversubscription, not_concurrent) {
+            (Some(kernel), _, _) if kernel < KERNEL_THAT_CHARGES => {
+                Err(EvictionUnsafe::Uncharged(kernel))
+            }
+            (_, Some(false), _) => Err(EvictionUnsafe::Pinned),
+            (_, _, Some(gpu)) => Err(EvictionUnsafe::NotConcurrent(gpu.clone())),
+            (_, None, None) => Err(EvictionUnsafe::NotLoaded),
+            (_, Some(true), None) => Ok(()),
         }
     }
 }
@@ -135,7 +156,6 @@ mod tests {
         assert_eq!(pageable("?"), PageableMemory::Unknown);
         let not_loaded = UvmModule::read(Path::new("/nobody"), Path::new("/nobody"));
         assert_eq!(not_loaded.pageable_memory(false), PageableMemory::Unknown);
-        assert_eq!(not_loaded.check_eviction(), Ok(()));
     }
 
     #[test]
@@ -147,13 +167,15 @@ mod tests {
     }
 
     #[test]
-    fn eviction_is_unsafe_when_pinned_or_uncharged() {
+    fn eviction_is_unsafe_when_pinned_unknown_or_uncharged() {
         let check = |value, release| {
             machine(&[("uvm_global_oversubscription", value)], release).check_eviction()
         };
         assert_eq!(check("1", "5.14.0-427.el9.x86_64"), Ok(()));
         assert_eq!(check("1", "6.8.0-51-generic"), Ok(()));
         assert_eq!(check("0", "6.8.0"), Err(EvictionUnsafe::Pinned));
+        let not_loaded = machine(&[], "6.8.0").check_eviction();
+        assert_eq!(not_loaded, Err(EvictionUnsafe::NotLoaded));
         let old = check("1", "5.10.0-28-amd64");
         assert_eq!(old, Err(EvictionUnsafe::Uncharged((5, 10))));
         let message = old.unwrap_err().to_string();
@@ -162,5 +184,25 @@ mod tests {
             "{message}"
         );
         assert_eq!(check("1", "unknown"), Ok(()));
+    }
+
+    #[test]
+    fn eviction_is_unsafe_on_a_gpu_without_concurrent_access() {
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        let check = |oversubscription, release| {
+            let module = UvmModule {
+                oversubscription,
+                not_concurrent: [gpu.clone()].into(),
+                ..machine(&[], release)
+            };
+            module.check_eviction()
+        };
+        let found = EvictionUnsafe::NotConcurrent(gpu.clone());
+        assert_eq!(check(Some(true), "6.8.0"), Err(found.clone()));
+        // A module that is loaded later changes nothing about the GPU.
+        assert_eq!(check(None, "6.8.0"), Err(found.clone()));
+        assert_eq!(check(Some(false), "6.8.0"), Err(EvictionUnsafe::Pinned));
+        let message = found.to_string();
+        assert!(message.starts_with("GPU-a cannot access"), "{message}");
     }
 }

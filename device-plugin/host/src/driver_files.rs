@@ -5,6 +5,7 @@
 //! the root only: the agent sees the host's root directory under another name.
 
 mod chroot_path;
+mod search;
 
 /// A path with the architecture's name.
 macro_rules! arch_dir {
@@ -19,6 +20,8 @@ macro_rules! arch_dir {
 
 use bursar_config::DriverConfig;
 use std::path::{Path, PathBuf};
+
+use search::DriverSearch;
 
 /// The directories to search for the driver's libraries, relative to the driver's root, in order.
 ///
@@ -220,31 +223,6 @@ impl Driver {
     }
 }
 
-/// The names of the present control nodes.
-fn list_control_nodes(dev_root: &Path) -> Result<Vec<String>, DriverError> {
-    let mut nodes = Vec::new();
-    for name in CONTROL_NODES {
-        let path = dev_root.join(name);
-        if !exists(&path)? {
-            return Err(DriverError::NoDeviceNode { path });
-        }
-        nodes.push((*name).to_owned());
-    }
-    for name in OPTIONAL_NODES {
-        if exists(&dev_root.join(name))? {
-            nodes.push((*name).to_owned());
-        }
-    }
-    Ok(nodes)
-}
-
-fn exists(path: &Path) -> Result<bool, DriverError> {
-    path.try_exists().map_err(|source| DriverError::Read {
-        path: path.to_owned(),
-        source,
-    })
-}
-
 /// The `bin` directory beside a library directory: `usr/bin` for `usr/lib64` and
 /// `usr/lib/<arch>-linux-gnu`.
 fn tools_dir(dir: &str) -> PathBuf {
@@ -260,76 +238,6 @@ fn version_of(libcuda: &DriverFile) -> Option<String> {
     let name = libcuda.path.file_name()?.to_str()?;
     let version = name.strip_prefix("libcuda.so.")?;
     version.contains('.').then(|| version.to_owned())
-}
-
-struct DriverSearch<'a> {
-    root: &'a Path,
-    host_root: &'a Path,
-}
-
-impl DriverSearch<'_> {
-    /// The first directory with a `libcuda.so.1`, and that library.
-    fn find_driver_dir(&self) -> Result<(&'static str, DriverFile), DriverError> {
-        for dir in LIBRARY_DIRS {
-            if let Some(libcuda) = self.find_file(dir, LIBCUDA)? {
-                return Ok((dir, libcuda));
-            }
-        }
-        Err(DriverError::NoLibrary {
-            root: self.root.to_owned(),
-        })
-    }
-
-    /// Finds `soname` in `dir`, or beside the file that a link to `libcuda` in `dir` resolves to.
-    fn find_beside(
-        &self,
-        dir: &str,
-        libcuda: &DriverFile,
-        soname: &str,
-    ) -> Result<Option<DriverFile>, DriverError> {
-        if let Some(found) = self.find_file(dir, soname)? {
-            return Ok(Some(found));
-        }
-        let own = libcuda.path.parent().unwrap_or(self.root);
-        let inside = own.strip_prefix(self.root).unwrap_or(own);
-        self.find_file(inside, soname)
-    }
-
-    /// The control nodes, and their directory as the container runtime sees it.
-    fn find_device_nodes(
-        &self,
-        dir: &str,
-        dev_root: &Path,
-    ) -> Result<(Vec<String>, PathBuf), DriverError> {
-        let own = Path::new(DRIVER_CONTAINER).join("dev");
-        match list_control_nodes(dev_root) {
-            Err(DriverError::NoDeviceNode { path }) if dir.starts_with(DRIVER_CONTAINER) => {
-                let nodes = list_control_nodes(&self.root.join(&own));
-                let nodes = nodes.map_err(|_| DriverError::NoDeviceNode { path })?;
-                Ok((nodes, self.host_root.join(own)))
-            }
-            found => Ok((found?, dev_root.to_owned())),
-        }
-    }
-
-    /// Finds the file `soname` in `dir`.
-    fn find_file(
-        &self,
-        dir: impl AsRef<Path>,
-        soname: &str,
-    ) -> Result<Option<DriverFile>, DriverError> {
-        let inside = dir.as_ref().join(soname);
-        let found =
-            chroot_path::resolve(self.root, &inside).map_err(|source| DriverError::Read {
-                path: self.root.join(&inside),
-                source,
-            })?;
-        Ok(found.map(|inside| DriverFile {
-            soname: soname.to_owned(),
-            path: self.root.join(&inside),
-            host_path: self.host_root.join(&inside),
-        }))
-    }
 }
 
 #[cfg(test)]

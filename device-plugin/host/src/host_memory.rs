@@ -16,7 +16,7 @@ pub struct ContainerRoom {
     pub shared: Bytes,
 }
 
-/// The host memory that a container of a pod can still have, by all cgroups up to the root; none
+/// The host memory that a container of a pod can still have, by all cgroups up to the root. None
 /// where a limit is unknown, as with cgroup v1.
 pub fn container_room(container: &Path, pod: &Path) -> Option<ContainerRoom> {
     let mut room = ContainerRoom {

@@ -36,7 +36,7 @@ pub enum DeviceCheckpointError {
         path: PathBuf,
     },
     /// The file is unreadable.
-    #[error("failed to read {path}")]
+    #[error("failed to read {path}: {source}")]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -45,10 +45,10 @@ pub enum DeviceCheckpointError {
         source: io::Error,
     },
     /// The file is larger than [`MAX_BYTES`].
-    #[error("the kubelet's device checkpoint is larger than {MAX_BYTES} bytes")]
+    #[error("failed to read the kubelet's device checkpoint: it is larger than {MAX_BYTES} bytes")]
     TooLarge,
     /// The file does not have the JSON format of kubelets.
-    #[error("the kubelet's device checkpoint is malformed")]
+    #[error("failed to decode the kubelet's device checkpoint: {0}")]
     Malformed(#[source] serde_json::Error),
 }
 
@@ -62,7 +62,7 @@ pub struct CheckpointEntry {
     /// The resource.
     pub resource: Resource,
     /// The device ids.
-    pub tokens: DeviceIdSet,
+    pub device_ids: DeviceIdSet,
     /// The allocation in the agent's response.
     pub allocation: AllocationId,
 }
@@ -124,11 +124,11 @@ impl DeviceCheckpoint {
     pub fn entries_with<'a>(
         &'a self,
         resource: Resource,
-        tokens: &'a DeviceIdSet,
+        device_ids: &'a DeviceIdSet,
     ) -> impl Iterator<Item = &'a CheckpointEntry> {
         self.entries
             .iter()
-            .filter(move |held| held.resource == resource && held.tokens == *tokens)
+            .filter(move |held| held.resource == resource && held.device_ids == *device_ids)
     }
 }
 
@@ -180,7 +180,7 @@ fn parse_entry(resource: Resource, entry: serde_json::Value) -> Option<Checkpoin
         pod,
         container,
         resource,
-        tokens: DeviceIdSet::from_ids(resource, device_ids.values().flatten()).ok()?,
+        device_ids: DeviceIdSet::from_ids(resource, device_ids.values().flatten()).ok()?,
         allocation: allocation_id_of(resource, &answer)?,
     })
 }
@@ -224,7 +224,7 @@ mod tests {
         )
     }
 
-    fn tokens(indexes: &[u16]) -> DeviceIdSet {
+    fn device_ids(indexes: &[u16]) -> DeviceIdSet {
         DeviceIdSet::from_indexes(indexes.iter().copied()).unwrap()
     }
 
@@ -235,7 +235,7 @@ mod tests {
             pod: "uid-1".parse().unwrap(),
             container: "main".to_owned(),
             resource: Resource::DeviceMemory,
-            tokens: tokens(&[1, 2]),
+            device_ids: device_ids(&[1, 2]),
             allocation: AllocationId::from_bits(7),
         };
         assert_eq!(
@@ -293,6 +293,8 @@ mod tests {
                 "{end}"
             );
         }
+        let text = parse("{").unwrap_err().to_string();
+        assert!(text.contains("EOF"), "{text}");
     }
 
     #[test]
@@ -311,6 +313,8 @@ mod tests {
         assert!(matches!(error(), DeviceCheckpointError::Missing { .. }));
         std::fs::create_dir(dir.path().join(FILE_NAME)).unwrap();
         assert!(matches!(error(), DeviceCheckpointError::Unreadable { .. }));
+        let text = error().to_string();
+        assert!(text.contains("directory"), "{text}");
     }
 
     #[test]
@@ -321,7 +325,7 @@ mod tests {
             entry("uid-2", "main", &["m-0001"], 9),
         ]);
         let checkpoint = parse(&file).unwrap();
-        let both = tokens(&[1, 2]);
+        let both = device_ids(&[1, 2]);
         let names: Vec<_> = checkpoint
             .entries_with(Resource::DeviceMemory, &both)
             .map(|held| held.container.as_str())

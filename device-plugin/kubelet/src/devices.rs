@@ -13,22 +13,23 @@ pub(crate) const MAX_MESSAGE_BYTES: usize = 3 << 20;
 pub enum DevicesError {
     /// All resources of the node have too many devices together.
     #[error(
-        "{tokens} tokens on this node, at most {MAX_DEVICE_IDS} can be registered: use a larger quantum"
+        "failed to advertise {count} device ids: at most {MAX_DEVICE_IDS} can be registered; \
+         use a larger quantum"
     )]
-    TooManyTokens {
-        /// The devices of all resources.
-        tokens: usize,
+    TooManyDeviceIds {
+        /// The number of devices of all resources.
+        count: usize,
     },
     /// The message of one resource is too large.
     #[error(
-        "the list of {tokens} tokens of {resource} takes {bytes} bytes, \
-         at most {MAX_MESSAGE_BYTES} can be sent"
+        "failed to advertise {count} device ids of {resource}: their list takes {bytes} bytes, \
+         and at most {MAX_MESSAGE_BYTES} can be sent; use a larger quantum"
     )]
     MessageTooLarge {
         /// The resource.
         resource: Resource,
         /// The number of its devices.
-        tokens: usize,
+        count: usize,
         /// The size of the message.
         bytes: usize,
     },
@@ -38,7 +39,7 @@ impl DevicesError {
     /// A bounded name for conditions, events and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::TooManyTokens { .. } => "TooManyTokens",
+            Self::TooManyDeviceIds { .. } => "TooManyDeviceIds",
             Self::MessageTooLarge { .. } => "DeviceListTooLarge",
         }
     }
@@ -81,10 +82,10 @@ impl Devices {
         let devices = Self { resource, health };
         let bytes = devices.to_message().encoded_len();
         if bytes > MAX_MESSAGE_BYTES {
-            let tokens = devices.health.len();
+            let count = devices.health.len();
             return Err(DevicesError::MessageTooLarge {
                 resource,
-                tokens,
+                count,
                 bytes,
             });
         }
@@ -134,9 +135,9 @@ impl Devices {
 
     /// The ListAndWatch message.
     pub fn to_message(&self) -> ListAndWatchResponse {
-        let tokens = DeviceId::first(self.resource, MAX_DEVICE_IDS);
-        let devices = tokens.zip(&self.health).map(|(token, health)| Device {
-            id: token.to_string(),
+        let ids = DeviceId::first(self.resource, MAX_DEVICE_IDS);
+        let devices = ids.zip(&self.health).map(|(id, health)| Device {
+            id: id.to_string(),
             health: health.as_str().to_owned(),
             topology: None,
         });
@@ -149,11 +150,11 @@ impl Devices {
 /// Checks that the resources of a node together have at most [`MAX_DEVICE_IDS`] devices.
 ///
 /// # Errors
-/// [`DevicesError::TooManyTokens`].
-pub fn check_node_total(tokens: impl IntoIterator<Item = usize>) -> Result<(), DevicesError> {
-    let tokens = tokens.into_iter().fold(0, usize::saturating_add);
-    if tokens > usize::from(MAX_DEVICE_IDS) {
-        return Err(DevicesError::TooManyTokens { tokens });
+/// [`DevicesError::TooManyDeviceIds`].
+pub fn check_node_total(counts: impl IntoIterator<Item = usize>) -> Result<(), DevicesError> {
+    let count = counts.into_iter().fold(0, usize::saturating_add);
+    if count > usize::from(MAX_DEVICE_IDS) {
+        return Err(DevicesError::TooManyDeviceIds { count });
     }
     Ok(())
 }
@@ -176,18 +177,18 @@ mod tests {
     fn maximum_of_devices_fits_and_one_more_is_refused() {
         assert!(Devices::new(Resource::DeviceMemory, healthy(4096)).is_ok());
         let error = Devices::new(Resource::DeviceMemory, healthy(4097)).unwrap_err();
-        assert_eq!(error, DevicesError::TooManyTokens { tokens: 4097 });
-        assert_eq!(error.reason(), "TooManyTokens");
+        assert_eq!(error, DevicesError::TooManyDeviceIds { count: 4097 });
+        assert_eq!(error.reason(), "TooManyDeviceIds");
     }
 
     #[test]
     fn devices_of_two_resources_are_limited_together() {
         assert_eq!(check_node_total([4000, 96]), Ok(()));
         let error = check_node_total([4000, 1000]).unwrap_err();
-        assert_eq!(error, DevicesError::TooManyTokens { tokens: 5000 });
+        assert_eq!(error, DevicesError::TooManyDeviceIds { count: 5000 });
         assert_eq!(
             error.to_string(),
-            "5000 tokens on this node, at most 4096 can be registered: use a larger quantum"
+            "failed to advertise 5000 device ids: at most 4096 can be registered; use a larger quantum"
         );
     }
 

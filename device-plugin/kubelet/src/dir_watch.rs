@@ -18,7 +18,7 @@ use super::server::is_agent_socket;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WatchError {
     /// The directory is missing or unreadable.
-    #[error("failed to read the kubelet's plugin directory {path}")]
+    #[error("failed to watch the plugin directory {path}")]
     Directory {
         /// The directory.
         path: PathBuf,
@@ -26,11 +26,15 @@ pub(crate) enum WatchError {
         #[source]
         source: io::Error,
     },
-    /// The inotify instances are used up (`fs.inotify.max_user_instances`).
-    #[error("failed to create an inotify instance")]
+    /// The inotify instances or watches are used up (`fs.inotify.max_user_instances` and
+    /// `max_user_watches`): the directory may be readable.
+    #[error(
+        "failed to create an inotify instance or watch: {0}; \
+         raise fs.inotify.max_user_instances or max_user_watches"
+    )]
     Inotify(#[source] io::Error),
     /// The watched directory was removed, moved or unmounted.
-    #[error("the kubelet's plugin directory {path} is gone")]
+    #[error("failed to watch the plugin directory {path}: it was removed or moved")]
     Gone {
         /// The directory.
         path: PathBuf,
@@ -73,9 +77,12 @@ impl PluginDirWatch {
             | WatchFlags::DELETE_SELF
             | WatchFlags::MOVE_SELF
             | WatchFlags::ONLYDIR;
-        inotify::add_watch(&fd, path, wanted).map_err(|error| WatchError::Directory {
-            path: path.to_owned(),
-            source: error.into(),
+        inotify::add_watch(&fd, path, wanted).map_err(|error| match error {
+            Errno::NOSPC | Errno::NOMEM => WatchError::Inotify(error.into()),
+            _ => WatchError::Directory {
+                path: path.to_owned(),
+                source: error.into(),
+            },
         })?;
         #[expect(
             deprecated,

@@ -12,12 +12,14 @@
 //! | [`lifecycle`] | keeps a resource registered while the agent runs |
 //! | [`device_checkpoint`] | reads pods' device ids from the kubelet's checkpoint |
 //! | [`pod_resources`] | reads the names of pods from the kubelet |
+//! | [`error_text`] | formats an error with its sources on one line |
 
 pub mod api;
 pub mod connect;
 pub mod device_checkpoint;
 pub mod devices;
 pub(crate) mod dir_watch;
+pub mod error_text;
 mod in_flight;
 pub mod lifecycle;
 pub mod plugin;

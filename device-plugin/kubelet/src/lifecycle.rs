@@ -15,7 +15,8 @@ use tracing::{debug, info, warn};
 use super::api::deviceplugin::registration_client::RegistrationClient;
 use super::api::deviceplugin::{KUBELET_SOCKET, RegisterRequest, VERSION};
 use super::connect::connect;
-use super::dir_watch::{PluginDirWatch, kubelet_socket};
+use super::dir_watch::{PluginDirWatch, WatchError, kubelet_socket};
+use super::error_text::{error_chain, status_chain};
 use super::in_flight::InFlightCount;
 use super::plugin::{Allocator, plugin_options};
 use super::registration::{Observation, OwnServer, StateMachine, Step};
@@ -94,25 +95,29 @@ impl NotRegistered {
 /// The reason why one call of Register failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
-    /// No server answers at the kubelet's socket.
-    #[error("failed to connect to the kubelet at {path}")]
+    /// No server answers at the socket of the kubelet or relay.
+    #[error("failed to connect to {path}")]
     Connect {
-        /// The kubelet's socket.
+        /// The socket.
         path: PathBuf,
         #[source]
         source: tonic::transport::Error,
     },
-    /// The kubelet refused.
-    #[error("the kubelet refused to register {resource}: {}", .status.message())]
+    /// The kubelet or relay refused.
+    #[error("failed to register {resource} at {path}: {}", status_chain(.status))]
     Refused {
+        /// The socket.
+        path: PathBuf,
         /// The resource's name.
         resource: String,
-        /// The kubelet's answer.
+        /// The answer.
         status: Box<tonic::Status>,
     },
-    /// The kubelet did not answer within [`REGISTER_TIMEOUT`].
-    #[error("the kubelet did not answer the registration of {resource}")]
+    /// The kubelet or relay did not answer in time.
+    #[error("failed to register {resource} at {path}: no answer within {REGISTER_TIMEOUT:?}")]
     TimedOut {
+        /// The socket.
+        path: PathBuf,
         /// The resource's name.
         resource: String,
     },
@@ -135,8 +140,10 @@ pub struct Lifecycle<A> {
     /// Former servers, without sockets, which end once the kubelet has left them: ending a stream
     /// would make the kubelet drop the later registration.
     retired: VecDeque<Server>,
-    /// The error of the last attempt.
+    /// The error of the last attempt to serve or register.
     failure: Option<NotRegistered>,
+    /// The reason why the directory is not watched now.
+    watch_error: Option<WatchError>,
 }
 
 impl<A: Allocator> Lifecycle<A> {
@@ -158,6 +165,7 @@ impl<A: Allocator> Lifecycle<A> {
             next_server: 0,
             retired: VecDeque::new(),
             failure: None,
+            watch_error: None,
         };
         (lifecycle, registration)
     }
@@ -202,13 +210,22 @@ impl<A: Allocator> Lifecycle<A> {
 
     fn watch_directory(&mut self) -> Option<PluginDirWatch> {
         match PluginDirWatch::new(&self.dir) {
-            Ok(watch) => Some(watch),
+            Ok(watch) => {
+                self.watch_error = None;
+                Some(watch)
+            }
             Err(error) => {
-                let failure = NotRegistered::Directory(error_chain(&error));
-                if self.failure.as_ref() != Some(&failure) {
-                    warn!(resource = self.name, reason = error.reason(), %failure, "failed to watch the plugin directory");
+                let text = error_chain(&error);
+                let told = self.watch_error.as_ref().map(|told| error_chain(told));
+                if told.as_ref() != Some(&text) {
+                    warn!(
+                        resource = self.name,
+                        reason = error.reason(),
+                        failure = text,
+                        "failed to watch the plugin directory"
+                    );
                 }
-                self.failure = Some(failure);
+                self.watch_error = Some(error);
                 None
             }
         }
@@ -247,6 +264,8 @@ impl<A: Allocator> Lifecycle<A> {
                     "serving"
                 );
                 self.server = Some(server);
+                self.failure
+                    .take_if(|failure| matches!(failure, NotRegistered::CannotServe(_)));
                 self.machine.server_started();
             }
             Err(error) => self.record_failure(NotRegistered::CannotServe(error_chain(&error))),
@@ -281,13 +300,14 @@ impl<A: Allocator> Lifecycle<A> {
         if self.machine.is_live() || followed {
             return Registration::Registered;
         }
-        let why = match (&self.failure, seen.kubelet) {
-            (Some(failure @ (NotRegistered::Directory(_) | NotRegistered::CannotServe(_))), _) => {
-                failure.clone()
+        let why = match (&self.watch_error, &self.failure, seen.kubelet) {
+            (Some(error @ WatchError::Directory { .. }), ..) => {
+                NotRegistered::Directory(error_chain(error))
             }
-            (_, None) => NotRegistered::NoKubelet(self.dir.clone()),
-            (Some(failure), Some(_)) => failure.clone(),
-            (None, Some(_)) => NotRegistered::NoStream,
+            (_, Some(failure @ NotRegistered::CannotServe(_)), _) => failure.clone(),
+            (_, _, None) => NotRegistered::NoKubelet(self.dir.clone()),
+            (_, Some(failure), Some(_)) => failure.clone(),
+            (_, None, Some(_)) => NotRegistered::NoStream,
         };
         Registration::NotRegistered(why)
     }
@@ -371,11 +391,15 @@ impl<A: Allocator> Lifecycle<A> {
 
 /// Calls Register at the kubelet in `dir`.
 async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(), RegisterError> {
+    let path = dir.join(KUBELET_SOCKET);
     let call = async {
-        let path = dir.join(KUBELET_SOCKET);
-        let channel = connect(&path, REGISTER_TIMEOUT)
-            .await
-            .map_err(|source| RegisterError::Connect { path, source })?;
+        let channel =
+            connect(&path, REGISTER_TIMEOUT)
+                .await
+                .map_err(|source| RegisterError::Connect {
+                    path: path.clone(),
+                    source,
+                })?;
         let request = RegisterRequest {
             version: VERSION.to_owned(),
             endpoint: endpoint.to_owned(),
@@ -386,27 +410,17 @@ async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(),
             .register(request)
             .await
             .map_err(|status| RegisterError::Refused {
+                path: path.clone(),
                 resource: resource.to_owned(),
                 status: Box::new(status),
             })?;
         Ok(())
     };
     let late = |_| RegisterError::TimedOut {
+        path: path.clone(),
         resource: resource.to_owned(),
     };
     tokio::time::timeout(REGISTER_TIMEOUT, call)
         .await
         .map_err(late)?
-}
-
-/// Formats an error and its sources on one line.
-fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }

@@ -3,12 +3,13 @@
 //! An [`Allocator`] makes the decisions. This module parses device ids, puts the allocation id into
 //! the response, and bounds times and messages.
 
-use std::future::Future;
+mod allocator;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_ledger::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, Resource, UnitError};
 use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -19,92 +20,27 @@ use super::api::deviceplugin as api;
 use super::devices::Devices;
 use super::in_flight::InFlight;
 
+pub use allocator::{AllocateError, Allocator, PrepareError};
+
 /// The CDI kind: an Allocate response for device memory names `<kind>=<allocation>`.
 pub const CDI_KIND: &str = "bursar.dev/gpu";
 
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub(crate) const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
-/// The gRPC metadata of an Allocate call from the plugin relay: the allocation ids that the relay
-/// has already given to the kubelet, one for each container.
+/// The gRPC metadata of an Allocate call from the plugin relay. It has the allocation ids that the
+/// relay has already given to the kubelet, one for each container.
 pub const ALLOCATION_ID_METADATA: &str = "bursar-allocation-id";
 
 /// The timeout of a PreStartContainer call. The kubelet gives up after 30 s
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
+/// The part of a PreStartContainer call's time that is left for its answer.
+pub const ANSWER_TIME: Duration = Duration::from_secs(1);
 /// The timeout of an Allocate call. The kubelet itself waits without a limit.
 pub(crate) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest message in a pod's status, in characters.
 const MAX_MESSAGE_CHARS: usize = 512;
-
-/// Allocates device ids and prepares containers; the node task implements it.
-pub trait Allocator: Send + Sync + 'static {
-    /// Records `tokens` as allocated to a container that is not known yet. `id` is the id that the
-    /// plugin relay has given to the kubelet; `None` lets the allocator choose.
-    ///
-    /// Lack of room is no error: a failing Allocate makes the pod Failed for ever.
-    fn allocate(
-        &self,
-        resource: Resource,
-        tokens: DeviceIdSet,
-        id: Option<AllocationId>,
-    ) -> impl Future<Output = Result<AllocationId, AllocateError>> + Send;
-
-    /// Binds the pending allocation of `tokens` and prepares the container's files.
-    ///
-    /// The call may wait for room. The kubelet has given up where the future is dropped.
-    fn prepare(
-        &self,
-        resource: Resource,
-        tokens: DeviceIdSet,
-    ) -> impl Future<Output = Result<(), PrepareError>> + Send;
-}
-
-/// The reason why device ids were not allocated.
-#[derive(Debug, thiserror::Error)]
-pub enum AllocateError {
-    /// The agent is stopping; the next agent can allocate.
-    #[error("the agent is stopping")]
-    Stopping,
-}
-
-/// The reason why a container cannot start. The pod's status shows the text, and the kubelet
-/// retries.
-#[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
-    /// No GPU has room now.
-    #[error("{0}")]
-    NoRoom(String),
-    /// No pending allocation has these device ids.
-    #[error("no pending allocation has the device ids {tokens} of {resource}")]
-    NotAllocated {
-        /// The resource of the call.
-        resource: Resource,
-        /// The device ids of the call.
-        tokens: DeviceIdSet,
-    },
-    /// The agent is stopping; the kubelet calls the next agent.
-    #[error("the agent is stopping")]
-    Stopping,
-    /// The pod is being deleted, and none of its containers has to start.
-    #[error("the pod is being deleted")]
-    PodDeleted,
-    /// The pod's memory is on a GPU that is being drained.
-    #[error("{0} is drained: the container starts when that is over")]
-    Drained(GpuUuid),
-    /// A GPU had room, but a file or socket of the container could not be created.
-    #[error("{0}")]
-    Failed(String),
-    /// The plugin relay has reached no agent for this time.
-    #[error(
-        "the node's agent has been away for {} s: the container starts when the agent is back",
-        .0.as_secs()
-    )]
-    AgentAway(Duration),
-    /// The agent's own answer to the plugin relay.
-    #[error("{}", .0.message())]
-    Agent(Box<Status>),
-}
 
 /// The DevicePlugin service of one resource.
 #[derive(Debug)]
@@ -145,7 +81,7 @@ impl<A: Allocator> Plugin<A> {
     fn parse_device_ids(&self, ids: &[String]) -> Result<DeviceIdSet, Status> {
         DeviceIdSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
             Status::invalid_argument(truncated(&format!(
-                "device ids of {}: {error}",
+                "failed to parse the device ids of {}: {error}",
                 self.resource
             )))
         })
@@ -156,11 +92,19 @@ impl<A: Allocator> Plugin<A> {
         ids: &[String],
         allocation: Option<AllocationId>,
     ) -> Result<api::ContainerAllocateResponse, Status> {
-        let tokens = self.parse_device_ids(ids)?;
-        let booked = self.allocator.allocate(self.resource, tokens, allocation);
+        let device_ids = self.parse_device_ids(ids)?;
+        let booked = self
+            .allocator
+            .allocate(self.resource, device_ids, allocation);
         let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
             .await
-            .map_err(|_| Status::deadline_exceeded("the allocation took longer than 30 s"))?
+            .map_err(|_| {
+                Status::deadline_exceeded(format!(
+                    "failed to allocate {}: the agent took longer than {ALLOCATE_TIMEOUT:?}; \
+                     delete the pod: its controller makes another",
+                    self.resource
+                ))
+            })?
             .map_err(|error| match error {
                 AllocateError::Stopping => Status::unavailable(error.to_string()),
             })?;
@@ -239,7 +183,7 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         _: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
         Err(Status::unimplemented(
-            "tokens are interchangeable: there is no preferred allocation",
+            "device ids are interchangeable: there is no preferred allocation",
         ))
     }
 
@@ -264,16 +208,22 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         &self,
         request: Request<api::PreStartContainerRequest>,
     ) -> Result<Response<api::PreStartContainerResponse>, Status> {
-        let tokens = self.parse_device_ids(&request.into_inner().devices_ids)?;
+        let callers = caller_timeout(request.metadata()).unwrap_or(PREPARE_TIMEOUT);
+        let limit = callers.min(PREPARE_TIMEOUT).saturating_sub(ANSWER_TIME);
+        let device_ids = self.parse_device_ids(&request.into_inner().devices_ids)?;
         match tokio::time::timeout(
             PREPARE_TIMEOUT,
-            self.allocator.prepare(self.resource, tokens),
+            self.allocator.prepare(self.resource, device_ids, limit),
         )
         .await
         {
             Ok(Ok(())) => Ok(Response::new(api::PreStartContainerResponse {})),
             Ok(Err(error)) => Err(status_of(&error)),
-            Err(_) => Err(Status::deadline_exceeded("binding took longer than 28 s")),
+            Err(_) => Err(Status::deadline_exceeded(format!(
+                "failed to bind {}: the agent took longer than {PREPARE_TIMEOUT:?}; \
+                 the kubelet tries again",
+                self.resource
+            ))),
         }
     }
 }
@@ -284,10 +234,28 @@ fn given_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
     let parse = |id: &MetadataValue<Ascii>| id.to_str().ok()?.parse().ok();
     ids.map(|id| {
         parse(id).ok_or_else(|| {
-            Status::invalid_argument(format!("{ALLOCATION_ID_METADATA} is no allocation id"))
+            Status::invalid_argument(format!(
+                "failed to parse {ALLOCATION_ID_METADATA}: it is no allocation id"
+            ))
         })
     })
     .collect()
+}
+
+/// The caller's timeout of a call: at most eight digits and a unit (gRPC's `PROTOCOL-HTTP2.md`).
+fn caller_timeout(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (count, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let unit = match unit {
+        "H" => Duration::from_secs(3600),
+        "M" => Duration::from_secs(60),
+        "S" => Duration::from_secs(1),
+        "m" => Duration::from_millis(1),
+        "u" => Duration::from_micros(1),
+        "n" => Duration::from_nanos(1),
+        _ => return None,
+    };
+    unit.checked_mul(count.parse().ok()?)
 }
 
 /// The options of this plugin.
@@ -387,6 +355,30 @@ mod tests {
         let cut = truncated(&long);
         assert_eq!(cut.chars().count(), MAX_MESSAGE_CHARS + 3);
         assert_eq!(truncated("short"), "short");
+    }
+
+    #[test]
+    fn timeout_of_the_caller_is_read_in_each_unit() {
+        let read = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            caller_timeout(&metadata)
+        };
+        let mut request = Request::new(());
+        request.set_timeout(PREPARE_TIMEOUT);
+        assert_eq!(caller_timeout(request.metadata()), Some(PREPARE_TIMEOUT));
+        for (text, millis) in [
+            ("1H", 3_600_000),
+            ("1M", 60_000),
+            ("29S", 29_000),
+            ("5m", 5),
+        ] {
+            assert_eq!(read(text), Some(Duration::from_millis(millis)), "{text}");
+        }
+        assert_eq!(read("99999999n"), Some(Duration::from_nanos(99_999_999)));
+        for bad in ["", "S", "28", "-1S", "4294967296H"] {
+            assert_eq!(read(bad), None, "{bad}");
+        }
     }
 
     #[test]

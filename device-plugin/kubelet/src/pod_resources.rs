@@ -16,6 +16,7 @@ use super::api::podresources::{
     AllocatableResourcesRequest, ContainerDevices, ListPodResourcesRequest, PodResources,
 };
 use super::connect::connect_when_called;
+use super::error_text::status_chain;
 
 /// The timeout of a call, retries included.
 pub const LIMIT: Duration = Duration::from_secs(2);
@@ -30,7 +31,7 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum PodResourcesError {
     /// No server answers at the socket.
-    #[error("the kubelet's pod-resources socket {path} does not answer: {}", .status.message())]
+    #[error("failed to call the kubelet's pod-resources API at {path}: {}", status_chain(.status))]
     Unreachable {
         /// The socket.
         path: PathBuf,
@@ -38,10 +39,10 @@ pub enum PodResourcesError {
         status: Box<tonic::Status>,
     },
     /// The kubelet answered with an error.
-    #[error("the kubelet does not list pods' resources: {}", .0.message())]
+    #[error("failed to call the kubelet's pod-resources API: {}", .0.message())]
     Refused(Box<tonic::Status>),
     /// The kubelet did not answer within [`LIMIT`].
-    #[error("the kubelet's pod-resources API did not answer in {LIMIT:?}")]
+    #[error("failed to call the kubelet's pod-resources API: no answer within {LIMIT:?}")]
     TimedOut,
 }
 
@@ -62,7 +63,7 @@ pub struct ListedContainer {
     /// The names of the container.
     pub name: ContainerRef,
     /// The device ids.
-    pub tokens: DeviceIdSet,
+    pub device_ids: DeviceIdSet,
 }
 
 /// A client of the kubelet's PodResources API that reconnects after a kubelet restart.
@@ -193,7 +194,7 @@ pub(crate) fn listed_containers(
                     pod: pod.name.clone(),
                     container: container.name.clone(),
                 },
-                tokens: DeviceIdSet::from_ids(resource, ids).ok()?,
+                device_ids: DeviceIdSet::from_ids(resource, ids).ok()?,
             })
         };
     containers.filter_map(holder).collect()
@@ -203,10 +204,16 @@ pub(crate) fn listed_containers(
 /// equal set precedes an overlapping one.
 pub fn find_container<'a>(
     holders: &'a [ListedContainer],
-    tokens: &DeviceIdSet,
+    device_ids: &DeviceIdSet,
 ) -> Option<&'a ContainerRef> {
-    let same = holders.iter().find(|holder| holder.tokens == *tokens);
-    let any = || holders.iter().find(|holder| holder.tokens.overlaps(tokens));
+    let same = holders
+        .iter()
+        .find(|holder| holder.device_ids == *device_ids);
+    let any = || {
+        holders
+            .iter()
+            .find(|holder| holder.device_ids.overlaps(device_ids))
+    };
     same.or_else(any).map(|holder| &holder.name)
 }
 
@@ -237,7 +244,7 @@ mod tests {
         }
     }
 
-    fn tokens(indexes: &[u16]) -> DeviceIdSet {
+    fn device_ids(indexes: &[u16]) -> DeviceIdSet {
         DeviceIdSet::from_indexes(indexes.iter().copied()).unwrap()
     }
 
@@ -273,7 +280,7 @@ mod tests {
         )];
         let holders = listed_containers(Resource::DeviceMemory, NAME, &pods);
         assert_eq!(holders.len(), 1);
-        assert_eq!(holders[0].tokens, tokens(&[1, 2]));
+        assert_eq!(holders[0].device_ids, device_ids(&[1, 2]));
     }
 
     #[test]
@@ -296,7 +303,8 @@ mod tests {
             pod("a", &[("second", &[(NAME, &["m-0001"])])]),
         ];
         let holders = listed_containers(Resource::DeviceMemory, NAME, &pods);
-        let container = |set: &[u16]| find_container(&holders, &tokens(set)).map(|n| &*n.container);
+        let container =
+            |set: &[u16]| find_container(&holders, &device_ids(set)).map(|n| &*n.container);
         assert_eq!(container(&[1]), Some("second"));
         assert_eq!(container(&[2, 3]), Some("first"));
         assert_eq!(container(&[4]), None);

@@ -18,8 +18,8 @@
 //! ```
 //!
 //! Four properties of the kubelet require this (`pkg/kubelet/cm/devicemanager`, Kubernetes 1.36):
-//! - Kubernetes 1.37 refuses an endpoint that is still connected, and then forgets its client:
-//!   nothing marks the devices unhealthy when the plugin ends, and Allocate meets a dead socket.
+//! - Kubernetes 1.37 refuses an endpoint that is still connected, and then forgets its client.
+//!   So nothing marks the devices unhealthy when the plugin ends, and Allocate meets a dead socket.
 //!   Each Register therefore has a server of its own.
 //! - The kubelet never repeats a ListAndWatch call that has ended, so the plugin has to register
 //!   again.

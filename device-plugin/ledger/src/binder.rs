@@ -72,15 +72,7 @@ pub(super) struct Plan {
 /// Places the requests of `queue`, most urgent first, into `bins`, of which `reserved` is set
 /// aside.
 pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
-    let mut bins = bins.to_vec();
-    let mut set_aside: Vec<u32> = bins
-        .iter()
-        .zip(reserved)
-        .map(|(bin, reserved)| bin.free.min(*reserved))
-        .collect();
-    for (bin, set_aside) in bins.iter_mut().zip(&set_aside) {
-        bin.free -= set_aside;
-    }
+    let mut memory = Memory::with_reservations(bins, reserved);
     let mut first_waiting = None;
     // Bins only lose free memory here: a request like one that did not fit needs no search.
     let mut unplaced = BTreeSet::new();
@@ -88,70 +80,123 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
     for (position, request) in queue.iter().enumerate() {
         let shares = match unplaced.contains(request) {
             true => None,
-            false => all_shares(&bins, request),
+            false => all_shares(&memory.bins, request),
         };
         let Some(shares) = shares else {
             places.push(None);
             continue;
         };
-        let own: Vec<(usize, u32)> = request
-            .reserved_bins
-            .iter()
-            .map(|&bin| (bin, std::mem::take(&mut set_aside[bin])))
-            .collect();
-        for &(bin, set_aside) in &own {
-            bins[bin].free += set_aside;
-        }
-        let search = |aim| Search::new(&bins, request, &shares, aim).run();
-        let reserved_last = |aim| {
-            let search = Search::new(&bins, request, &shares, aim).with_reserved_bins_last();
-            own.first().and_then(|_| search.run())
-        };
-        // A request that empty bins could hold must fit empty bins: the second search is that of
-        // `fits_when_empty`. The operator reserves for what fits on no other bin, which the last
-        // two searches place.
-        let place = request.may_fit(&bins).then_some(());
-        let place = place.and_then(|()| {
-            search(Aim::BestFit)
-                .or_else(|| search(Aim::WorstFit))
-                .or_else(|| reserved_last(Aim::BestFit))
-                .or_else(|| reserved_last(Aim::WorstFit))
-        });
-        let taken = |place: &Vec<Vec<Part>>, bin| request.taken(place, bin);
+        let own = memory.free_reservations(request);
+        let place = memory.find_place(request, &shares);
         match &place {
-            Some(place) => {
-                for (index, bin) in bins.iter_mut().enumerate() {
-                    bin.free = bin.free.saturating_sub(taken(place, index));
-                }
-            }
+            Some(place) => memory.take(request, place),
             None if own.is_empty() => {
                 unplaced.insert(request);
-                // A request that empty bins could not hold sets nothing aside.
-                if first_waiting.is_none()
-                    && let Some(lacking) =
-                        search(Aim::SmallestShortage).or_else(|| search(Aim::EventualShortage))
-                {
+                if first_waiting.is_none() && memory.set_aside_shortage(request, &shares) {
                     first_waiting = Some(position);
-                    for (index, bin) in bins.iter_mut().enumerate() {
-                        let keep = bin.free.min(taken(&lacking, index));
-                        set_aside[index] += keep;
-                        bin.free -= keep;
-                    }
                 }
             }
             None => {}
         }
-        for (bin, before) in own {
-            let taken = place.as_ref().map_or(0, |place| taken(place, bin));
-            set_aside[bin] = before.saturating_sub(taken).min(bins[bin].free);
-            bins[bin].free -= set_aside[bin];
-        }
+        memory.restore_reservations(own, request, place.as_deref());
         places.push(place);
     }
     Plan {
         places,
-        set_aside,
+        set_aside: memory.set_aside,
         first_waiting,
+    }
+}
+
+/// The bins during one run, and what is set aside of each.
+struct Memory {
+    /// The free parts of the bins are without the memory that is set aside.
+    bins: Vec<Bin>,
+    set_aside: Vec<u32>,
+}
+
+impl Memory {
+    fn with_reservations(bins: &[Bin], reserved: &[u32]) -> Self {
+        let mut bins = bins.to_vec();
+        let set_aside: Vec<u32> = bins
+            .iter()
+            .zip(reserved)
+            .map(|(bin, reserved)| bin.free.min(*reserved))
+            .collect();
+        for (bin, set_aside) in bins.iter_mut().zip(&set_aside) {
+            bin.free -= set_aside;
+        }
+        Self { bins, set_aside }
+    }
+
+    /// Frees what is reserved for a request. Returns it by bin.
+    fn free_reservations(&mut self, request: &Request) -> Vec<Part> {
+        let own: Vec<Part> = request
+            .reserved_bins
+            .iter()
+            .map(|&bin| (bin, std::mem::take(&mut self.set_aside[bin])))
+            .collect();
+        for &(bin, set_aside) in &own {
+            self.bins[bin].free += set_aside;
+        }
+        own
+    }
+
+    /// Finds a place for all containers of a request.
+    fn find_place(&self, request: &Request, shares: &[Vec<u32>]) -> Option<Vec<Vec<Part>>> {
+        if !request.may_fit(&self.bins) {
+            return None;
+        }
+        let search = |aim| Search::new(&self.bins, request, shares, aim).run();
+        let reserved_last = |aim| {
+            let search = Search::new(&self.bins, request, shares, aim).with_reserved_bins_last();
+            request.reserved_bins.first().and_then(|_| search.run())
+        };
+        // A request that empty bins could hold must fit empty bins: the second search is that of
+        // `fits_when_empty`. The operator reserves for what fits on no other bin, which the last
+        // two searches place.
+        search(Aim::BestFit)
+            .or_else(|| search(Aim::WorstFit))
+            .or_else(|| reserved_last(Aim::BestFit))
+            .or_else(|| reserved_last(Aim::WorstFit))
+    }
+
+    /// Takes the memory of a place from the bins.
+    fn take(&mut self, request: &Request, place: &[Vec<Part>]) {
+        for (index, bin) in self.bins.iter_mut().enumerate() {
+            bin.free = bin.free.saturating_sub(request.taken(place, index));
+        }
+    }
+
+    /// Sets free memory aside where a request lacks least. Returns false, and sets nothing aside,
+    /// if empty bins could not hold the request.
+    fn set_aside_shortage(&mut self, request: &Request, shares: &[Vec<u32>]) -> bool {
+        let search = |aim| Search::new(&self.bins, request, shares, aim).run();
+        let Some(lacking) = search(Aim::SmallestShortage).or_else(|| search(Aim::EventualShortage))
+        else {
+            return false;
+        };
+        for (index, bin) in self.bins.iter_mut().enumerate() {
+            let keep = bin.free.min(request.taken(&lacking, index));
+            self.set_aside[index] += keep;
+            bin.free -= keep;
+        }
+        true
+    }
+
+    /// Sets aside again what was reserved for a request and is not taken by its place.
+    fn restore_reservations(
+        &mut self,
+        own: Vec<Part>,
+        request: &Request,
+        place: Option<&[Vec<Part>]>,
+    ) {
+        for (bin, before) in own {
+            let taken = place.map_or(0, |place| request.taken(place, bin));
+            let kept = before.saturating_sub(taken).min(self.bins[bin].free);
+            self.set_aside[bin] = kept;
+            self.bins[bin].free -= kept;
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 /// Milliseconds of `CLOCK_BOOTTIME`. The clock only grows within a boot and continues while the
-/// agent is down, so times in a checkpoint mean the same to the next agent.
+/// agent is down. So times in a checkpoint mean the same to the next agent.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

@@ -253,7 +253,7 @@ impl Ledger {
     }
 
     /// Whether the allocation is pending or part of a claim.
-    fn has_allocation(&self, id: AllocationId) -> bool {
+    pub fn has_allocation(&self, id: AllocationId) -> bool {
         self.pending.contains_key(&id)
             || self
                 .claims

@@ -19,7 +19,7 @@ fn total<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
 
 impl Ledger {
     /// Replaces the leases that no bound container owns. True where this changed them. Leases that
-    /// ended leave their memory unreclaimed: a crash of the agent and the fd store may have ended
+    /// ended leave their memory unreclaimed. A crash of the agent and the fd store may have ended
     /// them while other processes still map them.
     pub fn set_orphaned_leases(&mut self, kept: OrphanedLeases, now: BootTime) -> bool {
         let news = self.orphaned_leases != kept;
@@ -34,6 +34,15 @@ impl Ledger {
         }
         self.orphaned_leases = kept;
         news
+    }
+
+    /// Counts the bytes of an ended lease as unreclaimed. A lease that the ledger still lists
+    /// counts already: its bytes become unreclaimed when the list loses it.
+    pub fn end_lease(&mut self, lease: LeaseId, gpu: GpuUuid, bytes: Bytes, now: BootTime) {
+        let of_gpu = self.orphaned_leases.get(&gpu);
+        if !of_gpu.is_some_and(|of_gpu| of_gpu.contains_key(&lease)) {
+            self.add_unreclaimed(gpu, bytes, now);
+        }
     }
 
     /// The memory of leases without an owner on a GPU.

@@ -7,6 +7,8 @@
 //! time and share their memory. The memory that a pod's containers can have at the same time stays
 //! taken until the pod ends.
 
+mod concurrent_sets;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
@@ -16,12 +18,10 @@ use super::binder::{self, Part};
 use super::claim::{Claim, State};
 use super::types::{ClaimId, Health, Placement, Share};
 use crate::units::{DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
+use concurrent_sets::concurrent_sets;
 
 /// The most containers that are placed together; those of a larger pod are placed one by one.
 const MAX_CONTAINERS: usize = 16;
-
-/// The most steps of the search for containers that may run at the same time.
-const MAX_STEPS: u32 = 1_000;
 
 /// A pod whose containers are placed together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -257,54 +257,6 @@ impl Ledger {
             .filter(|claim| given_up.contains(&claim.pod))
             .for_each(Claim::requeue);
     }
-}
-
-/// The maximal sets of containers that may run at the same time, because no two share a device id.
-/// None where there are too many sets.
-fn concurrent_sets(device_ids: &[&DeviceIdSet]) -> Option<Vec<u64>> {
-    if device_ids.len() > 2 * MAX_CONTAINERS {
-        return None;
-    }
-    let apart = |one: usize| {
-        let others = (0..device_ids.len()).filter(|other| *other != one);
-        others
-            .filter(|other| !device_ids[one].overlaps(device_ids[*other]))
-            .fold(0, |set, other| set | (1_u64 << other))
-    };
-    let apart: Vec<u64> = (0..device_ids.len()).map(apart).collect();
-    let (mut sets, mut tries) = (Vec::new(), MAX_STEPS);
-    let all = (1 << device_ids.len()) - 1;
-    extend_sets(&apart, 0, all, 0, &mut sets, &mut tries)?;
-    (sets.len() <= MAX_CONTAINERS).then_some(sets)
-}
-
-/// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that are compatible
-/// with it, without those in `done`. None where that takes too many steps.
-fn extend_sets(
-    apart: &[u64],
-    set: u64,
-    mut more: u64,
-    mut done: u64,
-    sets: &mut Vec<u64>,
-    tries: &mut u32,
-) -> Option<()> {
-    *tries = tries.checked_sub(1)?;
-    if more == 0 && done == 0 {
-        sets.push(set);
-    }
-    let pivot = (0..apart.len())
-        .filter(|one| ((more | done) >> one) & 1 == 1)
-        .max_by_key(|one| (more & apart[*one]).count_ones());
-    let mut left = more & !pivot.map_or(0, |pivot| apart[pivot]);
-    while left != 0 {
-        let next = left.trailing_zeros() as usize;
-        let go = apart[next];
-        extend_sets(apart, set | (1 << next), more & go, done & go, sets, tries)?;
-        left &= !(1 << next);
-        more &= !(1 << next);
-        done |= 1 << next;
-    }
-    Some(())
 }
 
 #[cfg(test)]

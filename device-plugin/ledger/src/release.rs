@@ -67,9 +67,9 @@ impl Ledger {
             .collect()
     }
 
-    /// Ends the claims that the start of `started` proves to be over: those of its pod that share a
-    /// device id, and those of other pods that share one and have no memory. Returns the
-    /// allocations that lost a binding or were dropped.
+    /// Ends the claims that the start of `started` proves to be over. They are those of its pod
+    /// that share a device id, and those of other pods that share one and have no memory. Returns
+    /// the allocations that lost a binding or were dropped.
     pub(super) fn end_overlapping(&mut self, started: &Claim) -> Vec<AllocationId> {
         let mut ended = Vec::new();
         self.claims.retain(|_, other| {

@@ -103,12 +103,12 @@ pub struct BindResponse {
 pub enum BindOutcome {
     /// The claim has its memory: the agent writes the CDI files and answers the kubelet.
     Bound(Binding),
-    /// No GPU has room: the agent keeps the call open until `advance` names the claim, or ends it
+    /// No GPU has room. The agent keeps the call open until `advance` names the claim, or ends it
     /// with `stop_waiting` and returns the reason to the kubelet.
     Queued(WaitHandle, WaitReason),
 }
 
-/// A claim with its memory. All its allocations share the memory: the kubelet does not say which
+/// A claim with its memory. All its allocations share the memory. The kubelet does not say which
 /// container of one set of device ids it starts, and such containers never run together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Binding {
@@ -184,7 +184,7 @@ pub struct WaitReason {
     pub largest_free_gpu: Option<GpuUuid>,
     /// The part of that GPU's free memory that is set aside for other pods.
     pub set_aside: Vec<SetAside>,
-    /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
+    /// A healthy GPU that is closed to the pod. Another namespace's pods had memory of it, and its
     /// driver is not proven to clear freed memory.
     pub closed_gpu: Option<GpuUuid>,
     /// A healthy GPU that CUDA refused last.

@@ -79,8 +79,8 @@ impl Ledger {
         }
     }
 
-    /// The memory of each GPU that is set aside, in order of GPUs, in all and by pod: for the pod
-    /// of a reservation, and for the first pod of the queue that does not fit.
+    /// The memory of each GPU that is set aside, in order of GPUs, in all and by pod. It is set
+    /// aside for the pod of a reservation, and for the first pod of the queue that does not fit.
     pub(super) fn set_aside_by(
         &self,
         (queue, plan): &Planned,

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_apiserver::ParsedSpec;
-use bursar_config::ResourcesConfig;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::UnhealthyReason;
+use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::clock;
-use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError};
 use bursar_kubelet::devices::{Devices, DevicesError};
 use bursar_kubelet::pod_resources::ListedContainer;
 use bursar_ledger::LedgerView;
@@ -19,7 +19,8 @@ use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
 use bursar_retained::status::RetainedStatus;
 use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
-use tracing::{debug, error};
+use tokio::time::MissedTickBehavior;
+use tracing::{debug, error, warn};
 
 mod handle;
 
@@ -47,7 +48,7 @@ const QUEUE_LENGTH: usize = 256;
 enum Command {
     Allocate {
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         /// The id that the plugin relay has given to the kubelet.
         id: Option<AllocationId>,
         reply: oneshot::Sender<AllocationId>,
@@ -57,8 +58,8 @@ enum Command {
         reply: Reply,
     },
     KubeletState {
-        /// The entries of the kubelet's checkpoint, where readable.
-        entries: Option<Vec<CheckpointEntry>>,
+        /// The kubelet's checkpoint.
+        checkpoint: Result<DeviceCheckpoint, DeviceCheckpointError>,
         /// The containers that the kubelet lists with device memory, if the agent asked.
         listed: Vec<ListedContainer>,
     },
@@ -84,6 +85,8 @@ pub struct Snapshot {
     pub queued_claims: Vec<QueuedClaim>,
     /// The numbers of both resources in the ledger.
     pub counts: [(Resource, Counts); 2],
+    /// The driver's module for managed memory.
+    pub uvm: UvmModule,
     /// The GPU generations of the present GPUs, and of the last that were removed.
     pub generations: BTreeMap<GpuUuid, u64>,
     /// The node's problems.
@@ -102,6 +105,9 @@ pub struct Inputs {
     pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
     /// The GPUs that CUDA refused at the last start of their provisioner.
     pub refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// The GPUs that cannot access managed memory at the same time as the host, as their
+    /// provisioners have found.
+    pub without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
     /// The owners of the GPUs; `None` where another owner is only reported.
@@ -134,7 +140,6 @@ impl Inputs {
 /// The node task before it runs.
 pub struct NodeTask {
     allocator: NodeAllocator<OsHost>,
-    config: ResourcesConfig,
     commands: mpsc::Receiver<Command>,
     own_commands: mpsc::WeakSender<Command>,
     resolver: Arc<PodResolver>,
@@ -145,6 +150,8 @@ pub struct NodeTask {
     /// The time of the last tick.
     heartbeat: watch::Sender<Instant>,
     devices_error: Option<DevicesError>,
+    /// The problem of the last read of the kubelet's checkpoint.
+    checkpoint_problem: Option<String>,
     generations: GpuGenerations,
     observers: Observers,
 }
@@ -152,7 +159,6 @@ pub struct NodeTask {
 /// Creates the task over a recovered allocator.
 pub fn node_task(
     allocator: NodeAllocator<OsHost>,
-    config: ResourcesConfig,
     resolver: PodResolver,
     bind_wait: Duration,
     inputs: Inputs,
@@ -174,6 +180,7 @@ pub fn node_task(
         view: allocator.view(clock::now()),
         queued_claims: Vec::new(),
         counts: counts(&allocator),
+        uvm: allocator.uvm.clone(),
         generations: BTreeMap::new(),
         problems: NodeProblems::default(),
         devices_error: None,
@@ -184,7 +191,6 @@ pub fn node_task(
     let resolver = Arc::new(resolver);
     let task = NodeTask {
         allocator,
-        config,
         own_commands: commands.downgrade(),
         commands: received,
         resolver: resolver.clone(),
@@ -194,6 +200,7 @@ pub fn node_task(
         snapshot,
         heartbeat,
         devices_error: None,
+        checkpoint_problem: None,
         generations,
         observers: observers.clone(),
     };
@@ -218,8 +225,10 @@ impl NodeTask {
     pub async fn run(mut self) {
         let mut tick = tokio::time::interval(TICK_INTERVAL);
         let mut collect = tokio::time::interval(COLLECT_INTERVAL);
-        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        collect.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut ticks = 0_u32;
+        self.read_uvm_module().await;
         self.apply_inventory().await;
         loop {
             tokio::select! {
@@ -238,6 +247,9 @@ impl NodeTask {
                     let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
                     self.allocator.set_refused_gpus(refused, clock::now()).await;
                     self.publish();
+                }
+                Ok(()) = self.inputs.without_concurrent_access.changed() => {
+                    self.read_uvm_module().await;
                 }
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
                 Ok(()) = wait_if_present(&mut self.inputs.owners) => {
@@ -269,6 +281,7 @@ impl NodeTask {
                     // Repeats reads and writes that failed before.
                     let inventory = self.inputs.inventory.borrow().clone();
                     self.observe_generations(inventory.gpus());
+                    self.read_uvm_module().await;
                     // Ended pods have left ids that may be Unhealthy instead of those of others.
                     self.advertise(&self.inputs.effective_inventory());
                     self.read_kubelet_state();
@@ -282,31 +295,68 @@ impl NodeTask {
         match command {
             Command::Allocate {
                 resource,
-                tokens,
+                device_ids,
                 id,
                 reply,
             } => {
                 let id = id.unwrap_or_else(|| AllocationId::from_bits(rand::random()));
-                self.allocator.allocate(id, resource, tokens, now);
+                self.allocator.allocate(id, resource, device_ids, now);
                 debug!(allocation = %id, %resource, "allocated");
                 // The kubelet may have gone; the agent then collects the allocation.
                 let _ = reply.send(id);
             }
             Command::Prepare { bind, reply } => {
+                self.read_uvm_module().await;
                 self.allocator.bind(bind, reply, now).await;
                 // Enforcement has to know the container before its program runs.
                 self.publish();
             }
-            Command::KubeletState {
-                entries: held,
-                listed,
-            } => {
-                let known = held.map(|held| {
-                    self.allocator.resolve_missing_names(&listed, &held);
-                    held.iter().map(|held| held.allocation).collect()
-                });
-                self.allocator.collect_garbage(known.as_ref(), now).await;
+            Command::KubeletState { checkpoint, listed } => {
+                self.report_checkpoint(&checkpoint);
+                let checkpoint = checkpoint.ok();
+                if let Some(checkpoint) = &checkpoint {
+                    let entries = &checkpoint.entries;
+                    self.allocator.resolve_missing_names(&listed, entries);
+                }
+                let collected = self.allocator.collect_garbage(checkpoint.as_ref(), now);
+                collected.await;
             }
+        }
+    }
+
+    /// Logs a problem of the kubelet's checkpoint when it changes.
+    fn report_checkpoint(&mut self, read: &Result<DeviceCheckpoint, DeviceCheckpointError>) {
+        let problem = match read {
+            Ok(checkpoint) if checkpoint.skipped == 0 => None,
+            Ok(DeviceCheckpoint { skipped, .. }) => Some(format!(
+                "failed to decode {skipped} entries of the kubelet's device checkpoint"
+            )),
+            Err(error) => Some(error.to_string()),
+        };
+        if problem != self.checkpoint_problem
+            && let Some(error) = &problem
+        {
+            warn!(error, "no pending allocation is collected");
+        }
+        self.checkpoint_problem = problem;
+    }
+
+    /// Reads the driver's module for managed memory, which the first program with a GPU may load.
+    /// Advertises and publishes what follows from a change.
+    async fn read_uvm_module(&mut self) {
+        let not_concurrent = &mut self.inputs.without_concurrent_access;
+        let module = UvmModule {
+            not_concurrent: not_concurrent.borrow_and_update().clone(),
+            ..self.allocator.host_mut().uvm_module()
+        };
+        if module == self.allocator.uvm {
+            return;
+        }
+        self.allocator.set_uvm_module(module, clock::now()).await;
+        let inventory = self.inputs.effective_inventory();
+        if inventory != Inventory::Starting {
+            self.advertise(&inventory);
+            self.publish();
         }
     }
 
@@ -362,7 +412,7 @@ impl NodeTask {
         }
         let devices = capacity::devices(
             inventory.gpus(),
-            &self.config,
+            &self.allocator.offered(),
             &self.allocator.ledger,
             &self.device.borrow(),
         );
@@ -387,6 +437,7 @@ impl NodeTask {
             view: self.allocator.view(clock::now()),
             queued_claims: self.allocator.queued_claims(),
             counts: counts(&self.allocator),
+            uvm: self.allocator.uvm.clone(),
             generations: self.generations.by_gpu(),
             problems: NodeProblems {
                 late_write: self.generations.late_write(),
@@ -407,18 +458,11 @@ impl NodeTask {
                 true => identities.list_containers(Resource::DeviceMemory).await,
                 false => Vec::new(),
             };
-            let held = identities
-                .read_device_checkpoint()
-                .await
-                .map(|known| known.entries)
-                .ok();
+            let checkpoint = identities.read_device_checkpoint().await;
             if let Some(commands) = commands.upgrade() {
                 // The task has ended: nothing is left to collect.
                 let _ = commands
-                    .send(Command::KubeletState {
-                        entries: held,
-                        listed,
-                    })
+                    .send(Command::KubeletState { checkpoint, listed })
                     .await;
             }
         });

@@ -12,6 +12,7 @@ use bursar_crds::gpu_node::Reservation;
 
 use bursar_config::ResourcesConfig;
 use bursar_gpu::GpuState;
+use bursar_gpu::uvm::UvmModule;
 use bursar_kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_total};
 use bursar_ledger as ledger;
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
@@ -43,8 +44,20 @@ pub(crate) fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, le
     orders.iter().filter_map(as_ledgers).collect()
 }
 
+/// The resources that the node offers. It offers managed memory only while the driver can always
+/// evict it, and the pod that owns it pays for its host memory.
+pub(crate) fn offered(config: &ResourcesConfig, module: &UvmModule) -> ResourcesConfig {
+    ResourcesConfig {
+        managed_capacity: match module.check_eviction() {
+            Ok(()) => config.managed_capacity,
+            Err(_) => Bytes::ZERO,
+        },
+        ..*config
+    }
+}
+
 /// The node's managed memory in whole quanta.
-pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
+pub(crate) fn managed_capacity(config: &ResourcesConfig) -> Quanta {
     config.managed_capacity.whole_quanta(config.quantum)
 }
 
@@ -52,7 +65,7 @@ pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
 /// that were Unhealthy in `before` stay so.
 ///
 /// # Errors
-/// [`DevicesError::TooManyTokens`] where both together exceed the kubelet's limit.
+/// [`DevicesError::TooManyDeviceIds`] where both together exceed the kubelet's limit.
 pub fn devices(
     gpus: &[GpuState],
     config: &ResourcesConfig,
@@ -62,8 +75,8 @@ pub fn devices(
     let total = total_quanta(gpus.iter(), config);
     let well = || gpus.iter().filter(|state| state.health.is_healthy());
     let surplus = total - total_quanta(well(), config);
-    let managed = managed_capacity(config).0 as usize;
-    check_node_total([total, managed])?;
+    let managed = managed_devices(managed_capacity(config).0 as usize, ledger);
+    check_node_total([total, managed.len()])?;
     let healthy_gpus = well().map(|state| &state.gpu.uuid).collect();
     let holders = id_holders(ledger, &healthy_gpus);
     let was_healthy = |index: usize| before.health().get(index) != Some(&DeviceHealth::Unhealthy);
@@ -75,11 +88,25 @@ pub fn devices(
     }
     Ok([
         Devices::new(Resource::DeviceMemory, health)?,
-        Devices::new(
-            Resource::ManagedMemory,
-            vec![DeviceHealth::Healthy; managed],
-        )?,
+        Devices::new(Resource::ManagedMemory, managed)?,
     ])
+}
+
+/// The devices of managed memory. Those of containers stay Healthy beyond the capacity, which may
+/// have become less: they keep their memory.
+fn managed_devices(capacity: usize, ledger: &Ledger) -> Vec<DeviceHealth> {
+    let held = ledger.held_device_ids(Resource::ManagedMemory);
+    let held: BTreeSet<usize> = held
+        .flat_map(|(device_ids, _)| device_ids.indexes().map(usize::from))
+        .collect();
+    let count = held.last().map_or(0, |last| last + 1).max(capacity);
+    let others = (0..count).filter(|index| !held.contains(index));
+    let free: BTreeSet<usize> = others.take(capacity.saturating_sub(held.len())).collect();
+    let health = |index| match held.contains(&index) || free.contains(&index) {
+        true => DeviceHealth::Healthy,
+        false => DeviceHealth::Unhealthy,
+    };
+    (0..count).map(health).collect()
 }
 
 /// The holder of a device id, in the order in which ids become Unhealthy.
@@ -262,8 +289,47 @@ mod tests {
         assert!(with(Bytes::gib(24)).is_ok());
         assert_eq!(
             with(Bytes::gib(25)),
-            Err(DevicesError::TooManyTokens { tokens: 4_100 })
+            Err(DevicesError::TooManyDeviceIds { count: 4_100 })
         );
+    }
+
+    #[test]
+    fn managed_memory_is_offered_only_while_it_can_be_evicted() {
+        let configured = config(Quantum::Gib1, Bytes::gib(8), Bytes::gib(1));
+        let module = |oversubscription| UvmModule {
+            oversubscription,
+            kernel: Some((6, 8)),
+            ..UvmModule::default()
+        };
+        let offered = |oversubscription| offered(&configured, &module(oversubscription));
+        assert_eq!(offered(Some(true)), configured);
+        let none = config(Quantum::Gib1, Bytes::ZERO, Bytes::gib(1));
+        assert_eq!([offered(Some(false)), offered(None)], [none, none]);
+        let without_concurrent_access = UvmModule {
+            not_concurrent: ["GPU-a".parse().unwrap()].into(),
+            ..module(Some(true))
+        };
+        assert_eq!(
+            super::offered(&configured, &without_concurrent_access),
+            none
+        );
+    }
+
+    #[test]
+    fn containers_keep_their_managed_ids_when_none_is_offered() {
+        let mut ledger = no_claims();
+        let id = AllocationId::from_bits(1);
+        let held = DeviceIdSet::from_indexes(2..4).unwrap();
+        ledger.add_pending(id, Resource::ManagedMemory, held, ledger::BootTime(0));
+        let healthy = |capacity| {
+            let health = managed_devices(capacity, &ledger).into_iter().enumerate();
+            let healthy = health.filter(|(_, health)| *health == DeviceHealth::Healthy);
+            healthy.map(|(index, _)| index).collect::<Vec<_>>()
+        };
+        assert_eq!(healthy(5), [0, 1, 2, 3, 4]);
+        assert_eq!(healthy(3), [0, 2, 3]);
+        assert_eq!(healthy(0), [2, 3]);
+        assert!(managed_devices(0, &no_claims()).is_empty());
     }
 
     #[test]

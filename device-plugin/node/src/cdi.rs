@@ -65,7 +65,7 @@ pub struct CdiBinding {
     /// The container's name in its pod.
     pub container: String,
     /// The device ids that the kubelet allocated.
-    pub tokens: DeviceIdSet,
+    pub device_ids: DeviceIdSet,
     /// The GPUs that the container may use, with a quota each.
     pub gpus: Vec<BoundGpu>,
 }

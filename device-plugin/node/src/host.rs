@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bursar_config::{Config, DriverConfig, PathsConfig};
+use bursar_gpu::uvm::UvmModule;
 use bursar_host::checkpoint::{Checkpoint, LoadError};
 use bursar_host::driver_files::Driver;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
@@ -88,6 +89,8 @@ pub struct OsHost {
     sessions: Arc<Sessions>,
     leases: LeaseHandle,
     run_dir: PathBuf,
+    sys: PathBuf,
+    proc: PathBuf,
     installer: Installer,
 }
 
@@ -107,6 +110,8 @@ impl OsHost {
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
             run_dir: paths.run_dir.clone(),
+            sys: paths.sys.clone(),
+            proc: paths.proc.clone(),
             installer: Installer::new(move |before| install(&of_driver, &of_paths, before)),
         })
     }
@@ -151,6 +156,11 @@ impl OsHost {
         writable
             .err()
             .map(|error| format!("failed to write CDI directory {}: {error}", path.display()))
+    }
+
+    /// Reads the driver's module for managed memory, which may have been loaded by now.
+    pub(crate) fn uvm_module(&self) -> UvmModule {
+        UvmModule::read(&self.sys, &self.proc)
     }
 
     /// Finds the driver again at the next binding, for the driver may change with the GPUs.
@@ -224,7 +234,7 @@ impl HostOps for OsHost {
             pod: binding.pod.clone(),
             gpus,
             managed,
-            tokens: Some(binding.tokens.clone()),
+            device_ids: Some(binding.device_ids.clone()),
         };
         self.sessions.serve(served).await?;
         // A session that was served before has its earlier quota.

@@ -68,7 +68,7 @@ impl NodeMetrics {
     pub fn new(registry: &mut Registry) -> Self {
         Self {
             booked: registry.register_metric(
-                "bursar_agent_booked",
+                "bursar_agent_pending_allocations",
                 "Allocations without a binding yet",
                 Family::default(),
             ),
@@ -98,7 +98,7 @@ impl NodeMetrics {
                 Histogram::new(WAIT_BUCKETS),
             ),
             oldest_wait: registry.register_metric(
-                "bursar_agent_oldest_waiter_seconds",
+                "bursar_agent_oldest_wait_seconds",
                 "How long the container that waits longest has waited; 0 while none waits",
                 Gauge::default(),
             ),
@@ -108,7 +108,7 @@ impl NodeMetrics {
                 Counter::default(),
             ),
             collected: registry.register_metric(
-                "bursar_agent_bookings_collected",
+                "bursar_agent_pending_allocations_dropped",
                 "Pending allocations dropped because no container followed",
                 Counter::default(),
             ),

@@ -29,19 +29,19 @@ impl<H: HostOps> NodeAllocator<H> {
     ) {
         for binding in self.unnamed_bindings().collect::<Vec<_>>() {
             let Binding {
-                pod,
-                device_ids: tokens,
-                ..
+                pod, device_ids, ..
             } = &binding;
             let is_its = |id| {
                 let mut held = held.iter();
                 held.any(|held| held.allocation == id && held.pod == *pod)
             };
             let is_alone = {
-                let mut sharers = self.ledger.allocations_sharing(binding.resource, tokens);
+                let mut sharers = self
+                    .ledger
+                    .allocations_sharing(binding.resource, device_ids);
                 sharers.all(|(id, of)| of.map_or_else(|| is_its(id), |of| of == pod))
             };
-            let named = find_container(listed, tokens).filter(|_| is_alone);
+            let named = find_container(listed, device_ids).filter(|_| is_alone);
             if let Some(named) = named.cloned() {
                 let name = PodName {
                     namespace: named.namespace,

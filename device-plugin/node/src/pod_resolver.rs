@@ -42,16 +42,30 @@ const API_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
     /// The kubelet's checkpoint does not have these device ids.
-    #[error("the kubelet's device checkpoint has no container with device ids {0}")]
-    NotInCheckpoint(DeviceIdSet),
+    #[error(
+        "failed to resolve the pod of device ids {device_ids}: the kubelet's device checkpoint does \
+         not have them, and {skipped} of its entries cannot be decoded; \
+         delete the pod: its controller makes another"
+    )]
+    NotInCheckpoint {
+        /// The device ids.
+        device_ids: DeviceIdSet,
+        /// The entries that were skipped, each of which may have them.
+        skipped: usize,
+    },
     /// The checkpoint has these device ids for two pods, which no kubelet writes.
-    #[error("the kubelet's device checkpoint has device ids {0} for more than one pod")]
+    #[error(
+        "failed to resolve the pod of device ids {0}: the kubelet's device checkpoint has them \
+         for more than one pod; delete the pod: its controller makes another"
+    )]
     Ambiguous(DeviceIdSet),
     /// The checkpoint is unreadable, and the API server could not replace it.
-    #[error("failed to resolve the pod of device ids {tokens}: {source}")]
+    #[error(
+        "failed to resolve the pod of device ids {device_ids}: {source}; the kubelet tries again"
+    )]
     Unreadable {
         /// The device ids.
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         /// The error of the checkpoint.
         source: DeviceCheckpointError,
     },
@@ -99,35 +113,37 @@ impl PodResolver {
         read.unwrap_or_else(|| Err(late()))
     }
 
-    /// Resolves the container that has `tokens`.
+    /// Resolves the container that has these device ids.
     pub async fn resolve(
         &self,
         resource: Resource,
-        tokens: &DeviceIdSet,
+        device_ids: &DeviceIdSet,
     ) -> Result<ContainerIdentity, ResolveError> {
         let (checkpoint, container) = tokio::join!(
             self.read_device_checkpoint(),
-            self.find_container(resource, tokens)
+            self.find_container(resource, device_ids)
         );
         let api_pod = match &container {
             Some(container) => self.read_pod(container).await,
             None => None,
         };
-        let (held, all) = match checkpoint {
-            Ok(checkpoint) => {
-                let held = checkpoint.entries_with(resource, tokens).cloned().collect();
-                (held, checkpoint.entries)
-            }
+        let checkpoint = match checkpoint {
+            Ok(checkpoint) => checkpoint,
             Err(source) if api_pod.is_none() => {
                 return Err(ResolveError::Unreadable {
-                    tokens: tokens.clone(),
+                    device_ids: device_ids.clone(),
                     source,
                 });
             }
-            Err(_) => (Vec::new(), Vec::new()),
+            Err(_) => DeviceCheckpoint::default(),
         };
-        let mut identity = merge_identity(held, container, api_pod, tokens)?;
-        identity.pod_device_ids = device_ids_of_pod(&identity.pod, resource, all);
+        let held = checkpoint
+            .entries_with(resource, device_ids)
+            .cloned()
+            .collect();
+        let DeviceCheckpoint { entries, skipped } = checkpoint;
+        let mut identity = merge_identity(held, skipped, container, api_pod, device_ids)?;
+        identity.pod_device_ids = device_ids_of_pod(&identity.pod, resource, entries);
         Ok(identity)
     }
 
@@ -138,9 +154,9 @@ impl PodResolver {
     async fn find_container(
         &self,
         resource: Resource,
-        tokens: &DeviceIdSet,
+        device_ids: &DeviceIdSet,
     ) -> Option<ContainerRef> {
-        find_container(&self.list_containers(resource).await, tokens).cloned()
+        find_container(&self.list_containers(resource).await, device_ids).cloned()
     }
 
     /// The containers that PodResources lists with `resource`; empty on an error.
@@ -208,24 +224,31 @@ fn device_ids_of_pod(
     let of_pod = |held: &CheckpointEntry| held.pod == *pod && held.resource == resource;
     all.into_iter()
         .filter(of_pod)
-        .map(|held| held.tokens)
+        .map(|held| held.device_ids)
         .collect()
 }
 
 /// Merges the answers of the kubelet and the API server.
 fn merge_identity(
     held: Vec<CheckpointEntry>,
+    skipped: usize,
     container: Option<ContainerRef>,
     api_pod: Option<ApiPod>,
-    tokens: &DeviceIdSet,
+    device_ids: &DeviceIdSet,
 ) -> Result<ContainerIdentity, ResolveError> {
     let pod = match (held.first(), &api_pod) {
         (Some(first), _) if held.iter().any(|other| other.pod != first.pod) => {
-            return Err(ResolveError::Ambiguous(tokens.clone()));
+            return Err(ResolveError::Ambiguous(device_ids.clone()));
         }
         (Some(first), _) => first.pod.clone(),
         (None, Some(api_pod)) => api_pod.uid.clone(),
-        (None, None) => return Err(ResolveError::NotInCheckpoint(tokens.clone())),
+        (None, None) => {
+            let device_ids = device_ids.clone();
+            return Err(ResolveError::NotInCheckpoint {
+                device_ids,
+                skipped,
+            });
+        }
     };
     // A later pod of the same name has another UID: its name and data belong to another pod.
     let is_another = api_pod.as_ref().is_some_and(|api_pod| api_pod.uid != pod);
@@ -283,7 +306,7 @@ mod tests {
 
     use super::*;
 
-    fn tokens() -> DeviceIdSet {
+    fn ids() -> DeviceIdSet {
         DeviceIdSet::from_indexes([1, 2]).unwrap()
     }
 
@@ -292,7 +315,7 @@ mod tests {
             pod: pod.parse().unwrap(),
             container: container.into(),
             resource: Resource::DeviceMemory,
-            tokens: tokens(),
+            device_ids: ids(),
             allocation: AllocationId::from_bits(7),
         }
     }
@@ -328,9 +351,10 @@ mod tests {
         let api_pod = parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
         let found = merge_identity(
             vec![held("uid-1", "main")],
+            0,
             Some(name()),
             api_pod,
-            &tokens(),
+            &ids(),
         )
         .unwrap();
         assert_eq!(
@@ -449,8 +473,8 @@ mod tests {
 
     #[test]
     fn device_ids_of_all_containers_of_the_pod_are_returned() {
-        let of = |pod: &str, tokens: [u16; 2]| CheckpointEntry {
-            tokens: DeviceIdSet::from_indexes(tokens).unwrap(),
+        let of = |pod: &str, device_ids: [u16; 2]| CheckpointEntry {
+            device_ids: DeviceIdSet::from_indexes(device_ids).unwrap(),
             ..held(pod, "main")
         };
         let managed = CheckpointEntry {
@@ -477,9 +501,10 @@ mod tests {
         let api_pod = parse_api_pod(&pod("uid-2", &[]));
         let found = merge_identity(
             vec![held("uid-1", "main")],
+            0,
             Some(name()),
             api_pod,
-            &tokens(),
+            &ids(),
         )
         .unwrap();
         assert_eq!((found.pod.as_str(), found.priority), ("uid-1", Priority(0)));
@@ -508,7 +533,7 @@ mod tests {
     #[test]
     fn api_server_names_the_pod_without_a_device_checkpoint() {
         let api_pod = parse_api_pod(&pod("uid-1", &[]));
-        let found = merge_identity(Vec::new(), Some(name()), api_pod, &tokens()).unwrap();
+        let found = merge_identity(Vec::new(), 0, Some(name()), api_pod, &ids()).unwrap();
         assert_eq!(
             (found.pod.as_str(), found.container.as_str()),
             ("uid-1", "main")
@@ -519,14 +544,13 @@ mod tests {
     fn two_pods_with_the_same_device_ids_are_ambiguous() {
         let found = merge_identity(
             vec![held("uid-1", "a"), held("uid-2", "a")],
+            0,
             None,
             None,
-            &tokens(),
+            &ids(),
         );
         assert!(matches!(found, Err(ResolveError::Ambiguous(_))));
-        assert!(matches!(
-            merge_identity(Vec::new(), None, None, &tokens()),
-            Err(ResolveError::NotInCheckpoint(_))
-        ));
+        let error = merge_identity(Vec::new(), 3, None, None, &ids()).unwrap_err();
+        assert!(error.to_string().contains("3 of its entries"), "{error}");
     }
 }

@@ -96,7 +96,7 @@ impl<H: HostOps> NodeAllocator<H> {
         if boot != self.boot_id {
             return Err(NotRestored::OtherBoot);
         }
-        let managed = super::capacity::managed_capacity(&self.config);
+        let managed = super::capacity::managed_capacity(&self.offered());
         self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
         self.ledger.set_managed_capacity(managed);
         self.container_names = container_names;
@@ -114,14 +114,14 @@ impl<H: HostOps> NodeAllocator<H> {
                 allocation,
                 pod,
                 container,
-                tokens,
+                device_ids,
                 gpus,
             } = binding;
             let placement = placement_of(gpus, self.config.quantum);
             self.ledger.restore_binding(
                 *allocation,
                 Resource::DeviceMemory,
-                tokens.clone(),
+                device_ids.clone(),
                 pod.clone(),
                 placement,
             );
@@ -139,13 +139,17 @@ impl<H: HostOps> NodeAllocator<H> {
             .iter()
             .filter(|entry| entry.resource == Resource::ManagedMemory)
         {
-            let placement = Placement::Managed(entry.tokens.quanta());
-            self.ledger
-                .add_pending(entry.allocation, entry.resource, entry.tokens.clone(), now);
+            let placement = Placement::Managed(entry.device_ids.quanta());
+            self.ledger.add_pending(
+                entry.allocation,
+                entry.resource,
+                entry.device_ids.clone(),
+                now,
+            );
             self.ledger.restore_binding(
                 entry.allocation,
                 entry.resource,
-                entry.tokens.clone(),
+                entry.device_ids.clone(),
                 entry.pod.clone(),
                 placement,
             );
@@ -160,7 +164,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 self.ledger.add_pending(
                     entry.allocation,
                     entry.resource,
-                    entry.tokens.clone(),
+                    entry.device_ids.clone(),
                     now,
                 );
                 self.record_container_name(entry);

@@ -34,7 +34,7 @@ credit_int!(u8, u32);
 pub struct CreditWord<T = u32> {
     /// The credit that the process may use without a request.
     pub granted: T,
-    /// What the process has charged.
+    /// The units that the process has charged.
     pub used: T,
 }
 

@@ -1,9 +1,9 @@
 //! Maps the credit page: memory that one process and the agent share.
 //!
 //! The agent creates the page as a memfd that is sealed against shrinking, growing and further
-//! seals, so that no tenant can turn the agent's next access into a SIGBUS. It sends the descriptor
-//! with its welcome. Both sides access the page through atomics only: whatever the other side
-//! writes is a value, never undefined behaviour. A forked child has no mapping of the page
+//! seals. So no tenant can turn the agent's next access into a SIGBUS. The agent sends the
+//! descriptor with its welcome. Both sides access the page through atomics only: whatever the other
+//! side writes is a value, never undefined behaviour. A forked child has no mapping of the page
 //! (`MADV_DONTFORK`).
 
 #![allow(unsafe_code)]
@@ -149,8 +149,8 @@ impl AccountSlot {
         self.evictable.store(units.0, Ordering::Release);
     }
 
-    /// Returns how much of its usage the process says it has exported: memory that descriptors or
-    /// other processes may keep after its exit (facts F4, F13).
+    /// Returns how much of its usage the process says it has exported. Descriptors or other
+    /// processes may keep that memory after its exit (facts F4, F13).
     pub fn exported(&self) -> Units {
         Units(self.exported.load(Ordering::Acquire)).min(Units::MAX)
     }
@@ -347,9 +347,8 @@ impl std::ops::Deref for CreditPage {
     type Target = CreditPageLayout;
 
     fn deref(&self) -> &CreditPageLayout {
-        // SAFETY: the mapping is PAGE_BYTES long, aligned, lives as long as `self`, and every
-        // field is atomic, so the other side's writes are no data race. Seals keep it from
-        // shrinking.
+        // SAFETY: the mapping is PAGE_BYTES long, aligned, and lives as long as `self`. Every field
+        // is atomic, so the other side's writes are no data race. Seals keep it from shrinking.
         unsafe { self.page.as_ref() }
     }
 }

@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! agent                                   fd store
-//!   Hello {version}                   ->          (an earlier agent is disconnected)
+//!   Hello {version}                   ->          (a message of an earlier agent is read first;
+//!                                                  that agent is disconnected)
 //!                                     <-  Ready {version, leases, room}
 //!   Put {lease, blob} + fd            ->
 //!                                     <-  Stored | Refused {Exists | Full | NoDescriptor}

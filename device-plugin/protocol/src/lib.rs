@@ -2,7 +2,7 @@
 //!
 //! Two channels, one rule. The [`messages`] are rare and small, and travel over the allocation's
 //! Unix socket. The [`credit_page`] holds the credit that a process may spend without a message.
-//! The agent alone keeps the ledger: whatever a process writes to either channel, it can only spend
+//! The agent alone keeps the ledger. Whatever a process writes to either channel, it can only spend
 //! what the agent has granted to it in its own records.
 //!
 //! * [`units`] counts memory in units of 4 KiB
@@ -14,6 +14,7 @@
 //! * [`connect`] connects to the agent from inside a container
 //! * [`checksum`] verifies retained memory
 //! * [`fence`] encodes why a process image is fenced
+//! * [`gpu_uuid`] parses the driver's UUID of a GPU
 //! * [`fd_passing`] sends a file descriptor with a message
 //! * [`error_class`] classifies driver errors
 //! * [`fdstore`] defines the messages between the agent and the fd store of retained memory
@@ -29,6 +30,7 @@ pub mod error_class;
 pub mod fd_passing;
 pub mod fdstore;
 pub mod fence;
+pub mod gpu_uuid;
 pub mod messages;
 pub mod provisioner;
 pub mod units;

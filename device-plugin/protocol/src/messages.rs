@@ -40,7 +40,7 @@ pub mod token;
 use crate::units::Units;
 
 pub(crate) use codec::{Decoder, encode_name};
-pub use request::Request;
+pub use request::{REFUSED_BY_DRIVER, Request};
 pub use response::{Recovery, RejectReason, Response};
 
 /// The longest payload of a frame. A welcome with [`MAX_SLOTS`](crate::credit_page::MAX_SLOTS)

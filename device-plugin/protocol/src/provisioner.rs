@@ -9,9 +9,9 @@
 //!
 //! ```text
 //! agent                                   provisioner
-//!                                     <-  Ready {driver, granularity, total} at its start,
-//!                                         or Failed {code, call} and exit
-//!   Create {bytes}                    ->
+//!                                     <-  Ready {driver, granularity, total, concurrent}
+//!                                         at its start, or Failed {code, call} and exit
+//!   Create {bytes, lendable}          ->
 //!                                     <-  Created {bytes} + fd | Failed {code, call}
 //!   AwaitScrub {bytes}                ->          (waits until the driver has scrubbed that much)
 //!                                     <-  Scrubbed | Failed {code, call}
@@ -32,6 +32,9 @@ pub enum ProvisionerRequest {
     Create {
         /// The amount in bytes, rounded up to the driver's granularity.
         bytes: u64,
+        /// The most that the GPU may lend beyond what it has lent, in bytes: the provisioner's
+        /// budget.
+        lendable: u64,
     },
     /// Waits until the driver will have scrubbed memory that was freed, and makes the driver count
     /// it as free.
@@ -52,6 +55,9 @@ pub enum ProvisionerResponse {
         granularity: u64,
         /// The GPU's memory, in bytes.
         total: u64,
+        /// Whether the GPU and the host can access managed memory at the same time
+        /// (`CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS`).
+        concurrent_managed_access: bool,
     },
     /// Memory, whose descriptor comes with it. The provisioner closes its own descriptor before its
     /// next answer, so that this one alone keeps the memory.
@@ -73,11 +79,12 @@ pub enum ProvisionerResponse {
 
 impl Message for ProvisionerRequest {
     fn payload(&self) -> Vec<u8> {
-        let (message, bytes) = match self {
-            ProvisionerRequest::Create { bytes } => (1, bytes),
-            ProvisionerRequest::AwaitScrub { bytes } => (2, bytes),
-        };
-        [&[message], bytes.to_le_bytes().as_slice()].concat()
+        match self {
+            ProvisionerRequest::Create { bytes, lendable } => {
+                [&[1], &bytes.to_le_bytes()[..], &lendable.to_le_bytes()].concat()
+            }
+            ProvisionerRequest::AwaitScrub { bytes } => [&[2], &bytes.to_le_bytes()[..]].concat(),
+        }
     }
 
     fn parse(payload: &[u8]) -> Result<ProvisionerRequest, DecodeError> {
@@ -85,6 +92,7 @@ impl Message for ProvisionerRequest {
         let message = match decoder.u8()? {
             1 => ProvisionerRequest::Create {
                 bytes: decoder.u64()?,
+                lendable: decoder.u64()?,
             },
             2 => ProvisionerRequest::AwaitScrub {
                 bytes: decoder.u64()?,
@@ -103,11 +111,13 @@ impl Message for ProvisionerResponse {
                 driver,
                 granularity,
                 total,
+                concurrent_managed_access,
             } => {
                 out.push(1);
                 out.extend_from_slice(&driver.to_le_bytes());
                 out.extend_from_slice(&granularity.to_le_bytes());
                 out.extend_from_slice(&total.to_le_bytes());
+                out.push(u8::from(*concurrent_managed_access));
             }
             ProvisionerResponse::Created { bytes } => {
                 out.push(2);
@@ -130,6 +140,11 @@ impl Message for ProvisionerResponse {
                 driver: decoder.u32()?.cast_signed(),
                 granularity: decoder.u64()?,
                 total: decoder.u64()?,
+                concurrent_managed_access: match decoder.u8()? {
+                    0 => false,
+                    1 => true,
+                    _ => return Err(DecodeError::BadValue("concurrent managed access")),
+                },
             },
             2 => ProvisionerResponse::Created {
                 bytes: decoder.u64()?,
@@ -152,20 +167,24 @@ mod tests {
 
     fn request() -> impl Strategy<Value = ProvisionerRequest> {
         prop_oneof![
-            any::<u64>().prop_map(|bytes| ProvisionerRequest::Create { bytes }),
+            any::<(u64, u64)>()
+                .prop_map(|(bytes, lendable)| ProvisionerRequest::Create { bytes, lendable }),
             any::<u64>().prop_map(|bytes| ProvisionerRequest::AwaitScrub { bytes }),
         ]
     }
 
     fn response() -> impl Strategy<Value = ProvisionerResponse> {
         prop_oneof![
-            any::<(i32, u64, u64)>().prop_map(|(driver, granularity, total)| {
-                ProvisionerResponse::Ready {
-                    driver,
-                    granularity,
-                    total,
+            any::<(i32, u64, u64, bool)>().prop_map(
+                |(driver, granularity, total, concurrent_managed_access)| {
+                    ProvisionerResponse::Ready {
+                        driver,
+                        granularity,
+                        total,
+                        concurrent_managed_access,
+                    }
                 }
-            }),
+            ),
             any::<u64>().prop_map(|bytes| ProvisionerResponse::Created { bytes }),
             Just(ProvisionerResponse::Scrubbed),
             (any::<i32>(), "[a-zA-Z0-9_]{0,96}")

@@ -59,7 +59,9 @@ impl Provisioner {
     }
 
     fn create(&self, bytes: u64) -> io::Result<Result<(u64, OwnedFd), RetainedRefusal>> {
-        send_message(&self.socket, &ProvisionerRequest::Create { bytes }, None)?;
+        let lendable = u64::MAX;
+        let request = ProvisionerRequest::Create { bytes, lendable };
+        send_message(&self.socket, &request, None)?;
         Ok(match receive_message(&self.socket)? {
             (ProvisionerResponse::Created { bytes }, Some(fd)) => Ok((bytes, fd)),
             (ProvisionerResponse::Failed { code, .. }, _) => Err(RetainedRefusal::Driver { code }),
@@ -68,16 +70,37 @@ impl Provisioner {
     }
 }
 
-struct FdStore(UnixStream);
+struct FdStore {
+    socket: UnixStream,
+    /// Whether the fd store's answer to a put was not received yet.
+    has_sent_put: bool,
+}
 
 impl FdStore {
-    fn ask(
-        &self,
-        message: &FdStoreRequest,
-        fd: Option<&OwnedFd>,
-    ) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
-        send_message(&self.0, message, fd.map(AsFd::as_fd))?;
-        receive_message(&self.0)
+    fn ask(&mut self, message: &FdStoreRequest) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
+        self.receive_stored()?;
+        send_message(&self.socket, message, None)?;
+        receive_message(&self.socket)
+    }
+
+    /// Receives the answer to the last put.
+    fn receive_stored(&mut self) -> io::Result<()> {
+        if std::mem::take(&mut self.has_sent_put) {
+            let stored: FdStoreResponse = receive_message(&self.socket)?.0;
+            if stored != FdStoreResponse::Stored {
+                return Err(io::Error::other(format!("failed to store: {stored:?}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a descriptor. As with the agent, the client does not wait for the answer.
+    fn put(&mut self, lease: u64, fd: &OwnedFd) -> io::Result<()> {
+        let blob = Blob::default();
+        let put = FdStoreRequest::Put { lease, blob };
+        self.receive_stored()?;
+        self.has_sent_put = true;
+        send_message(&self.socket, &put, Some(fd.as_fd()))
     }
 }
 
@@ -135,7 +158,7 @@ impl FakeAgent {
             } => self.commit(lease, token, checksum),
             RetainedRequest::Discard { lease, .. } => {
                 self.leases.retain(|_, held| held.lease != lease);
-                self.fd_store.ask(&FdStoreRequest::Drop { lease }, None)?;
+                self.fd_store.ask(&FdStoreRequest::Drop { lease })?;
                 RetainedResponse::Discarded
             }
         };
@@ -169,7 +192,7 @@ impl FakeAgent {
                     *token = token.wrapping_add(1);
                     let given = write(held.lease, held.bytes, *token);
                     let lease = held.lease;
-                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease }, None)?;
+                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease })?;
                     return Ok((given, fd));
                 }
                 State::Writing { pid, .. } if is_running(*pid) => {
@@ -178,11 +201,11 @@ impl FakeAgent {
                 State::Writing { .. } => {
                     let lease = held.lease;
                     self.leases.remove(&title);
-                    self.fd_store.ask(&FdStoreRequest::Drop { lease }, None)?;
+                    self.fd_store.ask(&FdStoreRequest::Drop { lease })?;
                 }
                 State::Committed { checksum } => {
                     let (lease, bytes, checksum) = (held.lease, held.bytes, *checksum);
-                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease }, None)?;
+                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease })?;
                     let ready = RetainedResponse::Ready {
                         lease,
                         generation: lease,
@@ -208,9 +231,7 @@ impl FakeAgent {
             self.created,
             self.created.wrapping_mul(0x9e37_79b9_7f4a_7c15),
         );
-        let blob = Blob::default();
-        self.fd_store
-            .ask(&FdStoreRequest::Put { lease, blob }, Some(&fd))?;
+        self.fd_store.put(lease, &fd)?;
         let state = State::Writing { pid, token };
         let held = Lease {
             lease,
@@ -296,12 +317,12 @@ fn main() -> anyhow::Result<()> {
     let [socket, folder, provisioner, gpus @ ..] = arguments.as_slice() else {
         bail!("usage: fake_agent SOCKET FDSTORE-FOLDER PROVISIONER GPU...");
     };
-    let fd_store = FdStore(connect_to(
-        &Path::new(folder).join(fdstore::SOCKET_NAME),
-        TIMEOUT,
-    )?);
+    let mut fd_store = FdStore {
+        socket: connect_to(&Path::new(folder).join(fdstore::SOCKET_NAME), TIMEOUT)?,
+        has_sent_put: false,
+    };
     let version = fdstore::VERSION;
-    let (ready, _) = fd_store.ask(&FdStoreRequest::Hello { version }, None)?;
+    let (ready, _) = fd_store.ask(&FdStoreRequest::Hello { version })?;
     ensure!(
         matches!(ready, FdStoreResponse::Ready { leases: 0, .. }),
         "the fd store is not empty: {ready:?}"
@@ -317,10 +338,7 @@ fn main() -> anyhow::Result<()> {
         let provisioner = Provisioner::start(Path::new(provisioner), &gpu)?;
         // As in the agent: exports are fast while one descriptor is open (F3 in docs/facts.md).
         if let Ok((_, keep_alive)) = provisioner.create(1)? {
-            let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
-            agent
-                .fd_store
-                .ask(&FdStoreRequest::Put { lease, blob }, Some(&keep_alive))?;
+            agent.fd_store.put(fdstore::KEEP_ALIVE, &keep_alive)?;
         }
         agent.provisioners.insert(gpu, provisioner);
     }

@@ -3,8 +3,8 @@
 //!
 //! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
 //! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
-//! scrub check, a process of another kind: it creates a context, lets the agent measure that,
-//! checks whether freed memory comes back cleared, prints the verdict and exits.
+//! scrub check, a process of another kind. It creates a context, lets the agent measure that and
+//! checks whether freed memory comes back cleared. Then it prints the verdict and exits.
 //! `bursar-provisioner balloon --gpu UUID --bytes N` holds memory for a moment, without a context.
 //! `bursar-provisioner check-quota --bytes N` runs in a pod of the chart's `helm test`.
 //!

@@ -1,8 +1,8 @@
 //! Answers the agent's requests in order, until the agent exits.
 //!
-//! All memory comes from a runtime without a context. Its budget counts only the handles that the
-//! provisioner has not released yet: the agent charges the memory to its owner, and the fd store
-//! keeps it.
+//! All memory comes from a runtime without a context. Its budget is what the GPU may still lend, as
+//! the agent says with each request. The agent charges memory to its owner, and the fd store keeps
+//! it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -91,6 +91,7 @@ struct Provisioner {
     runtime: DeviceRuntime<NoContext>,
     version: i32,
     total: u64,
+    concurrent_managed_access: bool,
 }
 
 impl Provisioner {
@@ -99,6 +100,7 @@ impl Provisioner {
         Ok(Provisioner {
             version: runtime.driver_version()?,
             total: runtime.total_memory()?,
+            concurrent_managed_access: runtime.has_concurrent_managed_access()?,
             runtime,
         })
     }
@@ -108,6 +110,7 @@ impl Provisioner {
             driver: self.version,
             granularity: self.runtime.physical().granularity(),
             total: self.total,
+            concurrent_managed_access: self.concurrent_managed_access,
         }
     }
 
@@ -116,7 +119,8 @@ impl Provisioner {
         message: ProvisionerRequest,
     ) -> Result<(ProvisionerResponse, Option<CreatedMemory>), ResourceError> {
         match message {
-            ProvisionerRequest::Create { bytes } => {
+            ProvisionerRequest::Create { bytes, lendable } => {
+                self.runtime.set_limit(lendable.min(self.total));
                 let created = self.create(bytes)?;
                 let bytes = created.block.bytes();
                 Ok((ProvisionerResponse::Created { bytes }, Some(created)))

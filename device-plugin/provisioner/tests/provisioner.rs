@@ -62,8 +62,14 @@ impl Provisioner {
         self.receive()
     }
 
+    /// Requests memory of a GPU that may lend all of its memory.
+    fn request(&self, bytes: u64) -> (ProvisionerResponse, Option<OwnedFd>) {
+        let lendable = u64::MAX;
+        self.ask(ProvisionerRequest::Create { bytes, lendable })
+    }
+
     fn create(&self, bytes: u64) -> OwnedFd {
-        let (response, fd) = self.ask(ProvisionerRequest::Create { bytes });
+        let (response, fd) = self.request(bytes);
         assert_eq!(response, ProvisionerResponse::Created { bytes });
         fd.unwrap()
     }
@@ -116,12 +122,29 @@ fn created_memory_outlives_its_provisioner() {
 }
 
 #[test]
+fn provisioner_tells_whether_managed_access_is_concurrent() {
+    for (more, expected) in [("", true), ("concurrent-managed-access = false\n", false)] {
+        let lab = SimMachine::new(&format!("{ONE_GPU}{more}")).unwrap();
+        let provisioner = Provisioner::start(lab.command(PROGRAM), FIRST);
+        let (response, _) = provisioner.receive();
+        let ProvisionerResponse::Ready {
+            concurrent_managed_access,
+            ..
+        } = response
+        else {
+            panic!("{response:?}");
+        };
+        assert_eq!(concurrent_managed_access, expected);
+    }
+}
+
+#[test]
 fn create_rounds_sizes_up_and_reports_the_drivers_code() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
-    let (response, fd) = provisioner.ask(ProvisionerRequest::Create { bytes: 2 * MIB + 1 });
+    let (response, fd) = provisioner.request(2 * MIB + 1);
     assert_eq!(response, ProvisionerResponse::Created { bytes: 4 * MIB });
-    let refused = |bytes| match provisioner.ask(ProvisionerRequest::Create { bytes }) {
+    let refused = |bytes| match provisioner.request(bytes) {
         (ProvisionerResponse::Failed { code, call }, None) => (code, call),
         other => panic!("{bytes}: {other:?}"),
     };
@@ -136,13 +159,28 @@ fn create_rounds_sizes_up_and_reports_the_drivers_code() {
 }
 
 #[test]
+fn create_beyond_what_may_be_lent_is_over_the_budget() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    let create = |bytes, lendable| {
+        let (response, _fd) = provisioner.ask(ProvisionerRequest::Create { bytes, lendable });
+        response
+    };
+    let (bytes, call) = (4 * MIB, "budget".to_owned());
+    let code = OUT_OF_MEMORY;
+    let refused = ProvisionerResponse::Failed { code, call };
+    assert_eq!(create(bytes, bytes - 1), refused.clone());
+    assert_eq!(create(bytes, bytes), ProvisionerResponse::Created { bytes });
+    assert_eq!(create(bytes, 0), refused, "each request has its own");
+}
+
+#[test]
 fn provisioner_makes_no_context_call() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let sim = lab.sim().unwrap();
     let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
     drop(provisioner.create(64 * MIB));
-    let refused = ProvisionerRequest::Create { bytes: 16 << 30 };
-    provisioner.ask(refused);
+    provisioner.request(16 << 30);
     provisioner.ask(ProvisionerRequest::AwaitScrub { bytes: 64 * MIB });
     assert_eq!(sim.context_calls(), 0);
     // The scrub check has a context, so the simulated driver does count.
@@ -158,8 +196,7 @@ fn poisoned_provisioner_exits_after_its_answer() {
     let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
     let pid = provisioner.process.id().to_string();
     lab.run_simgpu(&["poison", &pid, "719"]).unwrap();
-    let request = ProvisionerRequest::Create { bytes: 2 * MIB };
-    let (response, _) = provisioner.ask(request);
+    let (response, _) = provisioner.request(2 * MIB);
     let call = "cuMemCreate".to_owned();
     assert_eq!(response, ProvisionerResponse::Failed { code: 719, call });
     let Provisioner { mut process, .. } = provisioner;

@@ -10,8 +10,9 @@ use bursar_kubelet::api::deviceplugin::{
 };
 use bursar_kubelet::connect::connect_watched;
 use bursar_kubelet::devices::Devices;
+use bursar_kubelet::error_text::{error_chain, status_chain};
 use bursar_kubelet::plugin::{
-    ALLOCATION_ID_METADATA, AllocateError, Allocator, PREPARE_TIMEOUT, PrepareError,
+    ALLOCATION_ID_METADATA, ANSWER_TIME, AllocateError, Allocator, PREPARE_TIMEOUT, PrepareError,
 };
 use bursar_ledger::units::{AllocationId, DeviceIdSet, Resource};
 use tokio::sync::watch;
@@ -25,7 +26,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// The time for the agent to accept a connection and to answer about its options.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time for which PreStartContainer waits for an agent, within the kubelet's limit.
-pub const AWAY_TIMEOUT: Duration = PREPARE_TIMEOUT.saturating_sub(Duration::from_secs(1));
+pub const AWAY_TIMEOUT: Duration = PREPARE_TIMEOUT.saturating_sub(ANSWER_TIME);
 /// The pause before a call to an agent that has just gone is repeated.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// The timeout of the note about an allocation.
@@ -71,11 +72,11 @@ pub(crate) async fn dial(socket: &Path) -> Result<Channel, Status> {
     let options = async {
         let channel = connect_watched(socket, DIAL_TIMEOUT, SILENCE)
             .await
-            .map_err(|error| failed(error.to_string()))?;
+            .map_err(|error| failed(error_chain(&error)))?;
         DevicePluginClient::new(channel.clone())
             .get_device_plugin_options(Empty {})
             .await
-            .map_err(|status| failed(status.message().to_owned()))?;
+            .map_err(|status| failed(status_chain(&status)))?;
         Ok(channel)
     };
     tokio::time::timeout(DIAL_TIMEOUT, options)
@@ -94,7 +95,10 @@ pub(crate) async fn follow(
     let mut list = client.list_and_watch(Empty {}).await?.into_inner();
     while let Some(message) = list.message().await? {
         let devices = Devices::from_message(resource, &message).ok_or_else(|| {
-            Status::invalid_argument(format!("{resource} has other device ids than the relay's"))
+            Status::invalid_argument(format!(
+                "failed to read the device list of {resource}: its device ids are not the relay's; \
+                 install agent and relay of the same version"
+            ))
         })?;
         if !accept(devices) {
             break;
@@ -120,8 +124,8 @@ impl Forwarder {
     }
 }
 
-fn ids(resource: Resource, tokens: &DeviceIdSet) -> Vec<String> {
-    tokens.ids(resource).map(|id| id.to_string()).collect()
+fn ids(resource: Resource, device_ids: &DeviceIdSet) -> Vec<String> {
+    device_ids.ids(resource).map(|id| id.to_string()).collect()
 }
 
 impl Allocator for Forwarder {
@@ -131,7 +135,7 @@ impl Allocator for Forwarder {
     async fn allocate(
         &self,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         _: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
         let id = AllocationId::from_bits(rand::random());
@@ -139,7 +143,7 @@ impl Allocator for Forwarder {
         if let Some(mut client) = client {
             let mut request = Request::new(AllocateRequest {
                 container_requests: vec![ContainerAllocateRequest {
-                    devices_ids: ids(resource, &tokens),
+                    devices_ids: ids(resource, &device_ids),
                 }],
             });
             request.set_timeout(NOTE_TIMEOUT);
@@ -156,9 +160,14 @@ impl Allocator for Forwarder {
         Ok(id)
     }
 
-    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
-        let deadline = Instant::now() + self.away_timeout;
-        let devices_ids = ids(resource, &tokens);
+    async fn prepare(
+        &self,
+        resource: Resource,
+        device_ids: DeviceIdSet,
+        limit: Duration,
+    ) -> Result<(), PrepareError> {
+        let deadline = Instant::now() + self.away_timeout.min(limit);
+        let devices_ids = ids(resource, &device_ids);
         let mut link = self.link.clone();
         loop {
             let up = link.wait_for(|link| matches!(link, AgentLink::Up(..)));
@@ -171,7 +180,8 @@ impl Allocator for Forwarder {
             let mut request = Request::new(PreStartContainerRequest {
                 devices_ids: devices_ids.clone(),
             });
-            request.set_timeout(PREPARE_TIMEOUT);
+            // An agent that comes back late has to say why the container waits within this call.
+            request.set_timeout(deadline + ANSWER_TIME - Instant::now());
             match client.pre_start_container(request).await {
                 Ok(_) => return Ok(()),
                 Err(status) if is_lost(&status) && Instant::now() < deadline => {
@@ -193,15 +203,22 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn registration_is_refused_with_the_cause() {
+        let refused = dial(Path::new("/nowhere")).await.unwrap_err();
+        let message = refused.message();
+        assert!(message.contains("No such file"), "{message}");
+    }
+
+    #[tokio::test]
     async fn container_waits_no_longer_once_the_resource_is_withdrawn() {
         let (link, linked) = watch::channel(AgentLink::Away(Instant::now()));
         let forwarder = Forwarder {
             link: linked,
             away_timeout: Duration::from_secs(20),
         };
-        let tokens = DeviceIdSet::from_indexes([3]).unwrap();
+        let device_ids = DeviceIdSet::from_indexes([3]).unwrap();
         let begun = Instant::now();
-        let prepared = forwarder.prepare(Resource::DeviceMemory, tokens);
+        let prepared = forwarder.prepare(Resource::DeviceMemory, device_ids, AWAY_TIMEOUT);
         let withdrawn = async {
             tokio::task::yield_now().await;
             drop(link);

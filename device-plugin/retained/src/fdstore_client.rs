@@ -63,7 +63,27 @@ struct Call {
     connection: u64,
     message: FdStoreRequest,
     fd: Option<OwnedFd>,
+    /// Told once the message is in the fd store's socket.
+    sent: Option<oneshot::Sender<()>>,
     reply: oneshot::Sender<CallResult>,
+}
+
+/// A descriptor that was sent to the fd store.
+///
+/// The message waits in the fd store's socket, so the fd store gets the descriptor even if the
+/// agent exits.
+pub struct SentDescriptor {
+    answer: oneshot::Receiver<CallResult>,
+}
+
+impl SentDescriptor {
+    /// Waits until the fd store has acknowledged the descriptor.
+    ///
+    /// # Errors
+    /// The fd store refused the descriptor, or the connection was lost.
+    pub async fn stored(self) -> Result<(), FdStoreError> {
+        receive_answer(self.answer).await.map(drop)
+    }
 }
 
 type CallResult = Result<(FdStoreResponse, Option<OwnedFd>), FdStoreError>;
@@ -82,16 +102,24 @@ impl Connection {
         self.number
     }
 
-    /// Stores a descriptor with its blob.
-    pub fn put(
+    /// Sends a descriptor with its blob, and does not wait for the fd store.
+    ///
+    /// # Errors
+    /// The connection is lost, and the fd store may have the descriptor.
+    pub async fn put(
         &self,
         lease: LeaseId,
         blob: Blob,
         fd: OwnedFd,
-    ) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
-        let lease = lease.0;
-        let answer = self.call(FdStoreRequest::Put { lease, blob }, Some(fd));
-        async move { answer.await.map(drop) }
+    ) -> Result<SentDescriptor, FdStoreError> {
+        let put = FdStoreRequest::Put {
+            lease: lease.0,
+            blob,
+        };
+        let (sent, is_sent) = oneshot::channel();
+        let answer = self.queue(put, Some(fd), Some(sent));
+        is_sent.await.map_err(|_| FdStoreError::Disconnected)?;
+        Ok(SentDescriptor { answer })
     }
 
     /// Replaces the blob of a lease.
@@ -101,7 +129,7 @@ impl Connection {
         blob: Blob,
     ) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
         let lease = lease.0;
-        let answer = self.call(FdStoreRequest::Update { lease, blob }, None);
+        let answer = self.call(FdStoreRequest::Update { lease, blob });
         async move { answer.await.map(drop) }
     }
 
@@ -110,33 +138,43 @@ impl Connection {
         &self,
         lease: LeaseId,
     ) -> impl Future<Output = Result<OwnedFd, FdStoreError>> + use<> {
-        let answer = self.call(FdStoreRequest::Get { lease: lease.0 }, None);
+        let answer = self.call(FdStoreRequest::Get { lease: lease.0 });
         async move { answer.await?.1.ok_or(FdStoreError::Disconnected) }
     }
 
     /// Lets the fd store close a lease's descriptor.
     pub fn close(&self, lease: LeaseId) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
-        let answer = self.call(FdStoreRequest::Drop { lease: lease.0 }, None);
+        let answer = self.call(FdStoreRequest::Drop { lease: lease.0 });
         async move { answer.await.map(drop) }
     }
 
     /// Queues a call. The returned future waits for its answer.
-    fn call(
+    fn call(&self, message: FdStoreRequest) -> impl Future<Output = CallResult> + use<> {
+        receive_answer(self.queue(message, None, None))
+    }
+
+    fn queue(
         &self,
         message: FdStoreRequest,
         fd: Option<OwnedFd>,
-    ) -> impl Future<Output = CallResult> + use<> {
+        sent: Option<oneshot::Sender<()>>,
+    ) -> oneshot::Receiver<CallResult> {
         let (reply, answer) = oneshot::channel();
         let call = Call {
             connection: self.number,
             message,
             fd,
+            sent,
             reply,
         };
         // A call to a thread that has exited is answered by the dropped reply channel.
         let _ = self.calls.send(call);
-        async move { answer.await.unwrap_or(Err(FdStoreError::Disconnected)) }
+        answer
     }
+}
+
+async fn receive_answer(answer: oneshot::Receiver<CallResult>) -> CallResult {
+    answer.await.unwrap_or(Err(FdStoreError::Disconnected))
 }
 
 /// Connects to the fd store at `socket` until the receiver of the events is dropped.
@@ -206,19 +244,18 @@ impl ClientThread {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
         stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-        let capacity =
-            match send_request(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0 {
-                FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
-                other => {
-                    return Err(io::Error::other(format!(
-                        "unexpected response to hello: {other:?}"
-                    )));
-                }
-            };
+        let capacity = match send_request(&stream, &FdStoreRequest::Hello { version: VERSION })?.0 {
+            FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
+            other => {
+                return Err(io::Error::other(format!(
+                    "unexpected response to hello: {other:?}"
+                )));
+            }
+        };
         let (mut stored, mut from) = (BTreeMap::new(), 0);
         loop {
             let FdStoreResponse::Listed { leases } =
-                send_request(&stream, &FdStoreRequest::List { from }, None)?.0
+                send_request(&stream, &FdStoreRequest::List { from })?.0
             else {
                 return Err(io::Error::other("unexpected response to list"));
             };
@@ -239,20 +276,11 @@ impl ClientThread {
         loop {
             match self.queue.recv_timeout(POLL_INTERVAL) {
                 Ok(call) if call.connection != self.connection => fail_call(call),
-                Ok(Call {
-                    message, fd, reply, ..
-                }) => match send_request(stream, &message, fd) {
-                    Ok((FdStoreResponse::Refused(refusal), _)) => {
-                        let _ = reply.send(Err(refusal.into()));
-                    }
-                    Ok(answer) => {
-                        let _ = reply.send(Ok(answer));
-                    }
-                    Err(error) => {
-                        let _ = reply.send(Err(FdStoreError::Disconnected));
+                Ok(call) => {
+                    if let Err(error) = carry_out(stream, call) {
                         return error;
                     }
-                },
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     if self.events.is_closed() {
                         return io::Error::other("the receiver of events was dropped");
@@ -284,12 +312,37 @@ fn fail_call(call: Call) {
     let _ = call.reply.send(Err(FdStoreError::Disconnected));
 }
 
+/// Sends a call and forwards its answer. The error is that of the connection.
+fn carry_out(stream: &UnixStream, call: Call) -> io::Result<()> {
+    let Call {
+        connection: _,
+        message,
+        fd,
+        sent,
+        reply,
+    } = call;
+    let exchange = || {
+        send_message(stream, &message, fd.as_ref().map(AsFd::as_fd))?;
+        if let Some(sent) = sent {
+            // The caller may have given up.
+            let _ = sent.send(());
+        }
+        receive_message(stream)
+    };
+    let (answer, ended) = match exchange() {
+        Ok((FdStoreResponse::Refused(refusal), _)) => (Err(refusal.into()), Ok(())),
+        Ok(answer) => (Ok(answer), Ok(())),
+        Err(error) => (Err(FdStoreError::Disconnected), Err(error)),
+    };
+    let _ = reply.send(answer);
+    ended
+}
+
 fn send_request(
     stream: &UnixStream,
     message: &FdStoreRequest,
-    fd: Option<OwnedFd>,
 ) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
-    send_message(stream, message, fd.as_ref().map(AsFd::as_fd))?;
+    send_message(stream, message, None)?;
     receive_message(stream)
 }
 
@@ -326,6 +379,7 @@ impl FakeFdStore {
         let store = self.clone();
         std::thread::spawn(move || {
             for call in queue {
+                let _ = call.sent.map(|sent| sent.send(()));
                 let _ = call.reply.send(store.answer(call.message));
             }
         });

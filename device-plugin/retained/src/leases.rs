@@ -16,15 +16,16 @@
 //!                       Releasing --- the fd store closed the descriptor ---> (forgotten)
 //! ```
 //!
-//! The fd store is the source of truth: a blob beside each descriptor describes the lease, and
+//! The fd store is the source of truth. A blob beside each descriptor describes the lease, and
 //! [`LeaseTable::resync`] replaces the table by what the fd store lists. The agent therefore
-//! answers a tenant only after the fd store has acknowledged the change. The next agent completes
-//! what this agent did not.
+//! answers a tenant only after the fd store has acknowledged the change. A new lease is an
+//! exception: its descriptor was sent then. The next agent completes what this agent did not.
 //!
 //! From `ReleasePending` on the bytes of a lease are unreclaimed, like orphaned exports: the node
 //! binds them again once the driver's figures prove them free. Functions return [`Effect`]s for the
 //! service to carry out.
 
+mod open;
 mod reconcile;
 mod record;
 mod requests;
@@ -97,9 +98,9 @@ pub(crate) enum Effect {
 /// How far a lease is on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The provisioner and the fd store have not both answered.
+    /// The provisioner has not answered, or the descriptor was not sent to the fd store yet.
     Creating,
-    /// The fd store has the lease.
+    /// The fd store has the descriptor, or a message with it.
     Live,
     /// The bytes are to be charged as orphaned exports.
     ReleasePending,
@@ -116,8 +117,6 @@ struct Lease {
     /// Whether the owner or the node is charged. For leases of an earlier agent this is unknown
     /// until the first [`reconcile`](LeaseTable::reconcile).
     is_charged: bool,
-    /// Whether the node's ledger counts the lease as one without an owner.
-    is_orphaned: bool,
 }
 
 /// The node's leases.

@@ -193,6 +193,7 @@ struct Records {
     runtimes: Arc<watch::Sender<BTreeMap<GpuUuid, RuntimeRecord>>>,
     unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
     refused: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    without_concurrent_access: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
     /// The GPUs on which the process of a balloon hangs in the driver.
     hung_balloons: Arc<Mutex<BTreeSet<GpuUuid>>>,
 }
@@ -224,21 +225,29 @@ impl Records {
 
     fn publish_fitness(&self, gpu: &GpuUuid) {
         self.unfit.send_if_modified(|unfit| {
-            let record = self.runtimes.borrow().get(gpu).cloned();
-            let reason = record.and_then(|record| record.unfit_reason());
+            let runtimes = self.runtimes.borrow();
+            let reason = runtimes.get(gpu).and_then(RuntimeRecord::unfit_reason);
             let hangs = self.hung_balloons().contains(gpu);
             match reason.or(hangs.then_some(UnhealthyReason::ProvisionerHung)) {
                 Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
                 None => unfit.remove(gpu).is_some(),
             }
         });
-        self.refused.send_if_modified(|refused| {
-            let runtimes = self.runtimes.borrow();
-            match runtimes.get(gpu).is_some_and(RuntimeRecord::is_refused) {
-                true => refused.insert(gpu.clone()),
-                false => refused.remove(gpu),
-            }
-        });
+        let publish = |set: &watch::Sender<BTreeSet<GpuUuid>>,
+                       holds: fn(&RuntimeRecord) -> bool| {
+            set.send_if_modified(|gpus| {
+                let runtimes = self.runtimes.borrow();
+                match runtimes.get(gpu).is_some_and(holds) {
+                    true => gpus.insert(gpu.clone()),
+                    false => gpus.remove(gpu),
+                }
+            });
+        };
+        publish(&self.refused, RuntimeRecord::is_refused);
+        publish(
+            &self.without_concurrent_access,
+            RuntimeRecord::lacks_concurrent_access,
+        );
     }
 
     fn hung_balloons(&self) -> MutexGuard<'_, BTreeSet<GpuUuid>> {
@@ -257,6 +266,7 @@ impl Provisioners {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
                 refused: Arc::default(),
+                without_concurrent_access: Arc::default(),
                 hung_balloons: Arc::default(),
             },
             balloons: Mutex::default(),
@@ -273,6 +283,12 @@ impl Provisioners {
     /// for long is [unfit](Self::unfit).
     pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
         self.records.refused.subscribe()
+    }
+
+    /// The GPUs that cannot access managed memory at the same time as the host. A GPU whose
+    /// provisioner has not started yet is none of them.
+    pub fn without_concurrent_access(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
+        self.records.without_concurrent_access.subscribe()
     }
 
     /// The provisioner of each GPU that has had one.
@@ -295,14 +311,21 @@ impl Provisioners {
         jobs.send(Job::Start).is_ok()
     }
 
-    /// Creates memory on a GPU. The returned descriptor is the only reference to it.
+    /// Creates memory on a GPU, which may lend `lendable`. The returned descriptor is the only
+    /// reference to the memory.
     ///
     /// # Errors
     /// [`ProvisionerError`]. Except with [`ProvisionerError::Hung`], no memory exists then.
-    pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, ProvisionerError> {
-        let call = ProvisionerRequest::Create { bytes: bytes.0 };
+    pub async fn create(
+        &self,
+        gpu: &GpuUuid,
+        bytes: Bytes,
+        lendable: Bytes,
+    ) -> Result<OwnedFd, ProvisionerError> {
+        let (bytes, lendable) = (bytes.0, lendable.0);
+        let call = ProvisionerRequest::Create { bytes, lendable };
         match self.ask(gpu, call, CREATE_TIMEOUT).await? {
-            (ProvisionerResponse::Created { bytes: created }, Some(fd)) if created == bytes.0 => {
+            (ProvisionerResponse::Created { bytes: created }, Some(fd)) if created == bytes => {
                 Ok(fd)
             }
             (other, _) => Err(ProvisionerError::Exited(format!(
@@ -360,11 +383,13 @@ impl Provisioners {
             unfit.retain(|gpu, _| gpus.contains(gpu));
             unfit.len() != before
         });
-        records.refused.send_if_modified(|refused| {
-            let before = refused.len();
-            refused.retain(|gpu| gpus.contains(gpu));
-            refused.len() != before
-        });
+        for set in [&records.refused, &records.without_concurrent_access] {
+            set.send_if_modified(|set| {
+                let before = set.len();
+                set.retain(|gpu| gpus.contains(gpu));
+                set.len() != before
+            });
+        }
     }
 
     /// Whether a GPU must have no provisioner.
@@ -449,6 +474,28 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtimes::ManagedAccess;
+
+    #[test]
+    fn gpu_without_concurrent_access_is_told_until_it_leaves() {
+        let folder = tempfile::tempdir().unwrap();
+        let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
+        let gpus = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse::<GpuUuid>().unwrap());
+        provisioners.records.runtimes.send_modify(|all| {
+            all.extend(gpus.clone().map(|gpu| (gpu, RuntimeRecord::default())));
+        });
+        let mut told = provisioners.without_concurrent_access();
+        let accesses = [ManagedAccess::Concurrent, ManagedAccess::Exclusive];
+        for (gpu, access) in gpus.iter().zip(accesses) {
+            let start = |record: &mut RuntimeRecord| record.succeed(access, Instant::now());
+            provisioners.records.update(gpu, start);
+        }
+        assert_eq!(*told.borrow_and_update(), [gpus[1].clone()].into());
+        provisioners.records.update(&gpus[1], RuntimeRecord::end);
+        assert!(!told.has_changed().unwrap(), "an ended runtime has told");
+        provisioners.retain_gpus(&[gpus[0].clone()].into());
+        assert!(told.borrow().is_empty());
+    }
 
     #[tokio::test]
     async fn provisioner_threads_end_with_their_gpus() {
@@ -457,7 +504,8 @@ mod tests {
             Provisioners::new(Program::without_driver(folder.path(), "no-provisioner"));
         for number in 0..20 {
             let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
-            let created = provisioners.create(&gpu, Bytes::gib(1)).await;
+            let created = provisioners.create(&gpu, Bytes::gib(1), Bytes::gib(1));
+            let created = created.await;
             assert!(matches!(created, Err(ProvisionerError::Exited(_))));
             provisioners.retain_gpus(&BTreeSet::from([gpu.clone()]));
             let threads = provisioners.threads();

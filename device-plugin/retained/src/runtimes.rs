@@ -103,6 +103,18 @@ pub enum Activity {
     Stuck,
 }
 
+/// How a GPU accesses managed memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ManagedAccess {
+    /// The GPU's process has not started yet, and it alone can ask the driver.
+    #[default]
+    Unknown,
+    /// At the same time as the host.
+    Concurrent,
+    /// Only while the host does not.
+    Exclusive,
+}
+
 /// Refusals of CUDA without a successful start between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Refusals {
@@ -122,6 +134,8 @@ pub struct RuntimeRecord {
     failures_in_a_row: u32,
     retry_at: Option<Instant>,
     refusals: Option<Refusals>,
+    /// The driver's answer at the last start that succeeded.
+    managed_access: ManagedAccess,
 }
 
 impl RuntimeRecord {
@@ -129,8 +143,9 @@ impl RuntimeRecord {
         self.activity = Activity::Starting;
     }
 
-    pub(crate) fn succeed(&mut self, now: Instant) {
+    pub(crate) fn succeed(&mut self, managed_access: ManagedAccess, now: Instant) {
         self.activity = Activity::Running { since: now };
+        self.managed_access = managed_access;
         self.starts += 1;
         (self.last_failure, self.refusals, self.retry_at) = (None, None, None);
     }
@@ -174,6 +189,7 @@ impl RuntimeRecord {
         *self = Self {
             starts: self.starts,
             failures: std::mem::take(&mut self.failures),
+            managed_access: self.managed_access,
             ..Self::default()
         };
     }
@@ -219,6 +235,11 @@ impl RuntimeRecord {
     /// Whether CUDA has refused the GPU since the last start that succeeded.
     pub(crate) fn is_refused(&self) -> bool {
         self.refusals.is_some()
+    }
+
+    /// Whether the GPU is known to access managed memory only while the host does not.
+    pub(crate) fn lacks_concurrent_access(&self) -> bool {
+        self.managed_access == ManagedAccess::Exclusive
     }
 
     fn state(&self) -> RuntimeState {
@@ -335,7 +356,10 @@ mod tests {
         bed.fail(Duration::from_secs(50), FailureClass::Timeout);
         assert!(bed.record.unfit_reason().is_some() && bed.record.is_refused());
         bed.record.begin_start();
-        bed.record.succeed(bed.start + Duration::from_secs(60));
+        bed.record.succeed(
+            ManagedAccess::Concurrent,
+            bed.start + Duration::from_secs(60),
+        );
         assert_eq!(bed.record.unfit_reason(), None);
         assert!(!bed.record.is_refused());
         assert_eq!(
@@ -369,10 +393,10 @@ mod tests {
             .collect();
         assert_eq!(delays, [200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]);
         // A process that ends right after each start does not start in a tight loop.
-        bed.record.succeed(bed.start);
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
         let delay = bed.fail(Duration::from_secs(1), FailureClass::Exit);
         assert_eq!(delay, Duration::from_secs(10));
-        bed.record.succeed(bed.start);
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
         let delay = bed.fail(STEADY_AFTER, FailureClass::Exit);
         assert_eq!(delay, Duration::from_millis(200));
     }
@@ -380,7 +404,7 @@ mod tests {
     #[test]
     fn ended_runtime_keeps_its_counts_alone() {
         let mut bed = Fixture::new();
-        bed.record.succeed(bed.start);
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
         for second in [0, 20, 40] {
             bed.fail(Duration::from_secs(second), FailureClass::Refused);
         }
@@ -397,6 +421,20 @@ mod tests {
             ),
             (1, 3)
         );
+    }
+
+    #[test]
+    fn managed_access_is_known_from_the_first_start_on() {
+        let mut bed = Fixture::new();
+        bed.record.begin_start();
+        assert!(!bed.record.lacks_concurrent_access());
+        bed.record.succeed(ManagedAccess::Exclusive, bed.start);
+        assert!(bed.record.lacks_concurrent_access());
+        bed.fail(Duration::from_secs(1), FailureClass::Exit);
+        bed.record.end();
+        assert!(bed.record.lacks_concurrent_access());
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        assert!(!bed.record.lacks_concurrent_access());
     }
 
     #[test]

@@ -13,12 +13,12 @@ mod store;
 mod writers;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_gpu::drain::DrainState;
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
+use bursar_protocol::fdstore::Refusal;
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedResponse};
 use bursar_sessions::lease_handle::{Command, Commands, LiveLeases, Reply};
 use bursar_sessions::{ContainerResolver, Process, Sessions};
@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use self::keep_alive::KeepAlive;
-use self::requests::CreateError;
+use self::requests::{CreateError, CreatedMemory};
 use self::store::encode_record;
 use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
 use super::lease_ids::LeaseIds;
@@ -88,10 +88,11 @@ enum Completion {
     /// The creation of a lease ended.
     Created {
         lease: LeaseId,
-        /// The descriptor for the tenant.
-        created: Result<OwnedFd, CreateError>,
+        created: Result<CreatedMemory, CreateError>,
         reply: oneshot::Sender<Reply>,
     },
+    /// The fd store refused a lease's descriptor.
+    NotStored(LeaseId, Refusal),
     /// The fd store has closed a lease's descriptor.
     Dropped(LeaseId, GpuUuid, Bytes),
     /// A process has exited.
@@ -242,6 +243,7 @@ impl State {
                 created,
                 reply,
             } => self.finish_create(lease, created, reply),
+            Completion::NotStored(lease, refusal) => self.end_unstored(lease, refusal),
             Completion::Dropped(lease, gpu, bytes) => {
                 info!(%lease, "lease closed");
                 self.leases.confirm_dropped(lease);

@@ -45,8 +45,8 @@ pub(crate) struct TokenAuthority<'a, I> {
 }
 
 impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
-    /// Seals a token for memory of a GPU that the caller's container has: a block of the lease, or
-    /// of the process's own memory for [`NO_LEASE`].
+    /// Seals a token for memory of a GPU that the caller's container has. The memory is a block of
+    /// the lease, or of the process's own memory for [`NO_LEASE`].
     ///
     /// # Errors
     /// The refusal for the tenant.

@@ -3,7 +3,7 @@
 //! Pure. The sum of granted, exited and leased bytes never exceeds the quota, and the last unit of
 //! a quota can be granted.
 //!
-//! Managed memory is covered while the pod has no quota of it: its units then count against the
+//! Managed memory is covered while the pod has no quota of it. Its units then count against the
 //! quota of every GPU, because its pages may go to each of them. Its account stays apart, since the
 //! driver charges managed memory to no process.
 

@@ -24,12 +24,18 @@ const MIN_INTERVAL: Duration = Duration::from_secs(30);
 /// The longest delay between two balloons for the same memory.
 const MAX_INTERVAL: Duration = Duration::from_secs(600);
 
+/// A balloon that has so much more than the one before has displaced managed memory.
+const MIN_PROGRESS: Bytes = Bytes::mib(256);
+
 /// The memory that a balloon leaves for processes within `cuInit`, which take 4 MiB each (F3 in
 /// docs/facts.md).
 const STARTING_PROCESSES: Bytes = Bytes::mib(64);
 
 /// The memory that a listed process without a session may take meanwhile.
 const UNTRACKED_MARGIN: Bytes = Bytes::mib(256);
+
+/// The granularity of device memory of every NVIDIA GPU.
+const GRANULARITY: u64 = 2 << 20;
 
 /// Why a balloon was not held.
 #[derive(Debug, thiserror::Error)]
@@ -43,7 +49,7 @@ pub struct BalloonError {
 
 /// Holds device memory for a moment; the agent implements this with a process of its own.
 pub trait Balloon: Send + Sync + 'static {
-    /// Allocates at most `bytes` of a GPU, as much as the driver gives without delay, and calls
+    /// Allocates at most `bytes` of a GPU, as much as the driver gives without delay. Then it calls
     /// `look` with the amount and the time at which `look` must return. The memory is free when
     /// this returns: at `until`, or as soon as a process that hangs in the driver has exited.
     ///
@@ -88,7 +94,8 @@ pub(super) fn balloon_size(
         let most = bytes.max(sample.charges.bytes_of(pid)?);
         kept = kept.saturating_add(most.0).saturating_add(margin.0);
     }
-    let size = sample.capacity.0.saturating_sub(kept);
+    // A balloon that has all it can have must not seem partial.
+    let size = sample.capacity.0.saturating_sub(kept) / GRANULARITY * GRANULARITY;
     let free = sample.capacity.0.saturating_sub(sample.used.0);
     (size > free).then_some(Bytes(size))
 }
@@ -100,6 +107,10 @@ pub(super) struct Schedule {
     unproven_since: Option<Instant>,
     last: Option<Instant>,
     interval: Duration,
+    /// When a balloon last could not begin, and the delay until the next attempt.
+    postponed: Option<(Instant, Duration)>,
+    /// The most that a balloon for this memory has held.
+    held: Bytes,
 }
 
 impl Default for Schedule {
@@ -108,6 +119,8 @@ impl Default for Schedule {
             unproven_since: None,
             last: None,
             interval: MIN_INTERVAL,
+            postponed: None,
+            held: Bytes::ZERO,
         }
     }
 }
@@ -122,14 +135,23 @@ impl Schedule {
     }
 
     /// Notes that other memory has to be proven free. A tenant that exits again and again delays no
-    /// balloon.
+    /// balloon, and causes no more attempts than balloons.
     pub(super) fn restart(&mut self) {
         self.interval = MIN_INTERVAL;
+        self.held = Bytes::ZERO;
+        if let Some((_, delay)) = &mut self.postponed {
+            *delay = MIN_INTERVAL.min(*delay);
+        }
     }
 
-    /// Lets some time pass before a balloon that could not begin.
+    /// Notes an attempt whose balloon could not begin. Each attempt stops grants for a moment, so
+    /// the delay to the next one doubles. The first delays are short, to find a moment with room.
     pub(super) fn postpone(&mut self, now: Instant) {
-        self.unproven_since = Some(now);
+        let delay = match self.postponed {
+            Some((_, delay)) => (2 * delay).min(MAX_INTERVAL),
+            None => FIRST_DELAY,
+        };
+        self.postponed = Some((now, delay));
     }
 
     /// Whether a balloon is due.
@@ -138,6 +160,22 @@ impl Schedule {
         self.unproven_since
             .is_some_and(|since| is_over(since, FIRST_DELAY))
             && self.last.is_none_or(|last| is_over(last, self.interval))
+            && self
+                .postponed
+                .is_none_or(|(then, delay)| is_over(then, delay))
+    }
+
+    /// Notes a balloon that had less than its size. Displaced memory mostly stays on the host, so
+    /// the next balloon goes on after the shortest delay while each has more than the one before.
+    pub(super) fn begin_partial(&mut self, held: Bytes, now: Instant) {
+        if held.0 > self.held.0.saturating_add(MIN_PROGRESS.0) {
+            self.interval = MIN_INTERVAL;
+            self.last = Some(now);
+            self.postponed = None;
+            self.held = held;
+        } else {
+            self.begin(now);
+        }
     }
 
     /// Notes a balloon. The next one is due after twice the delay.
@@ -146,6 +184,7 @@ impl Schedule {
             self.interval = (2 * self.interval).min(MAX_INTERVAL);
         }
         self.last = Some(now);
+        self.postponed = None;
     }
 }
 
@@ -204,6 +243,13 @@ mod tests {
         );
     }
 
+    #[test]
+    fn balloon_is_whole_chunks_of_device_memory() {
+        let size = balloon_size(&sample(16 * GIB, &[]), &BTreeMap::new(), Bytes(1));
+        let rest = 16 * GIB - STARTING_PROCESSES.0 - GRANULARITY;
+        assert_eq!(size, Some(Bytes(rest)));
+    }
+
     proptest! {
         /// Whatever each process has of its grant, and whatever of it the driver lists, all
         /// processes together can allocate the rest beside the balloon.
@@ -256,6 +302,56 @@ mod tests {
         schedule.observe(true, second(36));
         assert!(!schedule.is_due(second(39)));
         assert!(schedule.is_due(second(40)));
+    }
+
+    #[test]
+    fn attempts_are_rarer_while_no_balloon_can_begin() {
+        let times = |restarts: bool| {
+            let (mut schedule, begun) = (Schedule::default(), Instant::now());
+            let mut times = Vec::new();
+            for second in 0..2_500 {
+                let now = begun + Duration::from_secs(second);
+                schedule.observe(true, now);
+                match second {
+                    2_000 => schedule.begin(now),
+                    _ if schedule.is_due(now) => {
+                        schedule.postpone(now);
+                        times.push(second);
+                    }
+                    _ => {}
+                }
+                if restarts {
+                    schedule.restart();
+                }
+            }
+            times
+        };
+        let mut expected = vec![5, 10, 20, 40, 80, 160, 320, 640, 1_240, 1_840];
+        expected.extend([2_030, 2_035, 2_045, 2_065, 2_105, 2_185, 2_345]);
+        assert_eq!(times(false), expected, "short again after a balloon");
+        assert_eq!(
+            times(true)[..7],
+            [5, 10, 20, 40, 70, 100, 130],
+            "whatever tenants do"
+        );
+    }
+
+    #[test]
+    fn balloons_go_on_soon_while_each_has_more() {
+        let (mut schedule, begun) = (Schedule::default(), Instant::now());
+        let second = |seconds| begun + Duration::from_secs(seconds);
+        let mut held = [100, 107, 114, 114, 114].map(Bytes::gib).into_iter();
+        let mut times = Vec::new();
+        for now in 0..400 {
+            schedule.observe(true, second(now));
+            if schedule.is_due(second(now))
+                && let Some(held) = held.next()
+            {
+                schedule.begin_partial(held, second(now));
+                times.push(now);
+            }
+        }
+        assert_eq!(times, [5, 35, 65, 95, 155], "rarer once memory is held");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
+use bursar_protocol::messages::{self, HeldCredit, Message, RejectReason, Request, Response};
 use tokio_util::sync::CancellationToken;
 
 use super::container::denials::SharedLogLimiter;
@@ -138,49 +138,23 @@ impl Connection {
                 image,
                 holdings,
             } => (version, image, holdings),
-            Request::Query { version, account } => {
-                self.answer_query(stream, process.pid, version, &account)
-                    .await?;
+            request => {
+                self.answer_once(stream, process, request).await?;
                 return Ok(None);
             }
-            Request::Retained(request) => {
-                self.answer_lease_request(stream, process, request).await?;
-                return Ok(None);
-            }
-            Request::Token(request) => {
-                self.answer_token_request(stream, process, request).await?;
-                return Ok(None);
-            }
-            _ => return Err(ConnectionError::OutOfOrder),
         };
         if version < OLDEST_VERSION {
             return reject(stream, RejectReason::Version).await;
         }
-        self.wait_turn().await;
-        // An exec keeps the pid that the kernel log names.
-        self.fault_notifier.wait_kmsg_drained().await;
-        // A process may be admitted with memory that it has already.
-        let gpus = lock(&self.container).gpus();
-        let permits = self.grants.begin_all(&gpus).await;
-        // A process that no longer waits goes on with its former page.
-        if stream.has_hung_up() {
-            return Err(ConnectionError::HungUp);
-        }
-        let admitted = self.run_charged(|| {
-            let resolver = self.resolver.as_ref();
-            lock(&self.container).handle_hello(process, image, version, &holdings, resolver)
-        });
-        drop(permits);
         let Admission {
             welcome,
             page,
             change,
             superseded,
             replaced_image,
-        } = match admitted {
-            Ok(admitted) => admitted,
-            Err(reason) => return reject(stream, reason).await,
-        };
+        } = self
+            .admit(stream, process, image, version, &holdings)
+            .await?;
         if let Some(lease_service) = self.lease_service.as_ref().filter(|_| replaced_image) {
             lease_service.process_ended(process).await;
         }
@@ -200,6 +174,36 @@ impl Connection {
             tracing::debug!(pid = process.pid, "failed to send the welcome");
         }
         Ok(Some(session))
+    }
+
+    /// Admits a process that has said hello, or rejects it.
+    async fn admit(
+        &self,
+        stream: &mut PeerStream,
+        process: Process,
+        image: u64,
+        version: u16,
+        holdings: &[HeldCredit],
+    ) -> Result<Admission, ConnectionError> {
+        self.wait_turn().await;
+        // An exec keeps the pid that the kernel log names.
+        self.fault_notifier.wait_kmsg_drained().await;
+        // A process may be admitted with memory that it has already.
+        let gpus = lock(&self.container).gpus();
+        let permits = self.grants.begin_all(&gpus).await;
+        // A process that no longer waits goes on with its former page.
+        if stream.has_hung_up() {
+            return Err(ConnectionError::HungUp);
+        }
+        let admitted = self.run_charged(|| {
+            let resolver = self.resolver.as_ref();
+            lock(&self.container).handle_hello(process, image, version, holdings, resolver)
+        });
+        drop(permits);
+        match admitted {
+            Ok(admitted) => Ok(admitted),
+            Err(reason) => reject(stream, reason).await,
+        }
     }
 
     /// Resolves the process that connected, pinned by a pidfd. The agent opens the pidfd before it

@@ -9,6 +9,8 @@ pub(super) mod drain;
 mod exits;
 mod exports;
 mod faults;
+mod fences;
+mod hello;
 pub(super) mod leases;
 mod pages;
 mod persistence;
@@ -21,12 +23,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bursar_ledger::units::{Bytes, GpuUuid};
-use bursar_protocol::credit::CreditWord;
+use bursar_ledger::units::GpuUuid;
 use bursar_protocol::credit_page::CreditPage;
-use bursar_protocol::messages::{self, HeldCredit, ProcessUsage, Quota, RejectReason, Response};
+use bursar_protocol::messages::{self, ProcessUsage, RejectReason, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -36,13 +36,13 @@ use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
 use super::recovery::{Fault, FaultLog};
 use super::usage::DeniedAllocation;
-use super::{
-    Account, AccountUsage, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process, SessionSpec,
-};
+use super::{Account, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process, SessionSpec};
 use denials::{LogLimiter, SharedLogLimiter};
 use pages::PagePool;
-use recording::{ChangeNumber, PendingChanges};
+use recording::PendingChanges;
 use siblings::ClaimSiblings;
+
+pub(super) use hello::Admission;
 
 pub(super) struct Container {
     spec: SessionSpec,
@@ -60,6 +60,8 @@ pub(super) struct Container {
     context_sizes: Option<Arc<ContextSizes>>,
     denials_by_function: BTreeMap<String, u64>,
     last_denied: Option<DeniedAllocation>,
+    /// The allocations that the driver refused within the quota.
+    driver_refusals: u64,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
     /// Limits the log lines that concern all containers.
@@ -126,18 +128,6 @@ struct ProcessState {
 /// before it samples, since later exits are not in the sample.
 pub(super) type ReclaimQuery = AmountsByPid;
 
-/// The answer to a hello, and what must happen before the agent sends it.
-pub(super) struct Admission {
-    pub(super) welcome: Response,
-    pub(super) page: Arc<OwnedFd>,
-    /// The change that the checkpoint must hold before the agent answers.
-    pub(super) change: ChangeNumber,
-    /// Cancelled when another connection takes over this process.
-    pub(super) superseded: CancellationToken,
-    /// Whether the process had another image before.
-    pub(super) replaced_image: bool,
-}
-
 /// A live process that the checkpoint lists.
 pub(super) struct RestoredProcess {
     pub(super) process: Process,
@@ -146,98 +136,6 @@ pub(super) struct RestoredProcess {
 }
 
 impl Container {
-    /// Admits a process that says hello. A process has a new image after an exec, and the same
-    /// image when it connects again.
-    pub(super) fn handle_hello(
-        &mut self,
-        process: Process,
-        image: u64,
-        version: u16,
-        holdings: &[HeldCredit],
-        resolver: &dyn ContainerResolver,
-    ) -> Result<Admission, RejectReason> {
-        let pid = process.pid;
-        let cgroup = self.resolve_cgroup(pid, resolver)?;
-        let known = self
-            .processes
-            .get(&pid)
-            .is_some_and(|state| (state.process, state.image) == (process, image));
-        if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
-            return Err(RejectReason::Busy);
-        }
-        // The agent takes a page before it changes anything, so that a process without a page keeps
-        // its state.
-        let now = Instant::now();
-        let page = self.pages.take_page(self.accounts.len(), now);
-        let (page, fd) = page.map_err(|error| {
-            if let Some(suppressed) = self.log_limiter.due("no page", now) {
-                let allocation = self.spec.allocation;
-                tracing::warn!(%allocation, pid, %error, suppressed, "failed to create a credit page");
-            }
-            RejectReason::Busy
-        })?;
-        let (mut exported, mut generation, mut has_broken_page) = (Vec::new(), None, false);
-        let mut page_fds = vec![Arc::clone(&fd)];
-        let before = self.processes.remove(&pid);
-        let replaced_image = before.is_some() && !known;
-        if let Some(before) = before {
-            before.superseded.cancel();
-            self.drop_requests_of(pid);
-            exported = before.current_exports();
-            generation = Some(before.generation).filter(|_| known);
-            has_broken_page = known && before.has_broken_page;
-            let mut former = before.page_fds.into_iter();
-            page_fds.extend(former.next());
-            if !before.has_adopted_page {
-                // The last adopted page is the oldest.
-                page_fds.extend(former.next_back());
-            }
-            self.return_pages(former, now);
-            if !known {
-                self.credit.mark_exited(pid, &std::mem::take(&mut exported));
-                self.last_exit = Some(now);
-                self.fault_log
-                    .record_exit(before.process, before.generation);
-                self.close_released_faults();
-            }
-        }
-        let generation = generation.unwrap_or_else(|| {
-            self.generation = self.generation.saturating_add(1);
-            self.generation
-        });
-        let untracked = self.untracked_by(pid);
-        self.credit.clear_untracked(pid);
-        self.update_from_siblings();
-        self.fill_page(&page, pid, known, holdings, &untracked, &exported);
-        self.cgroup = Some(cgroup);
-        let superseded = CancellationToken::new();
-        self.processes.insert(
-            pid,
-            ProcessState {
-                process,
-                image,
-                generation,
-                protocol_version: version,
-                namespace_pids: resolver.namespace_pids(pid),
-                page: Some(page),
-                page_fds,
-                has_adopted_page: false,
-                exported,
-                has_broken_page,
-                superseded: superseded.clone(),
-            },
-        );
-        self.refresh_pages();
-        self.publish_fences();
-        Ok(Admission {
-            welcome: self.welcome(version, generation),
-            page: fd,
-            change: self.note_change(),
-            superseded,
-            replaced_image,
-        })
-    }
-
     /// The cgroup of a process, if the process belongs to this container.
     fn resolve_cgroup(
         &self,
@@ -297,71 +195,8 @@ impl Container {
         })
     }
 
-    /// Fills the new page of a process. For a known process the accounts count, not the holdings
-    /// that it reports. An unknown process is admitted with its claim, within the quota. The
-    /// driver's figure (`untracked`) without the uncharged margin is the least that counts.
-    fn fill_page(
-        &mut self,
-        page: &CreditPage,
-        pid: u32,
-        known: bool,
-        holdings: &[HeldCredit],
-        untracked: &[Units],
-        exported: &[Units],
-    ) {
-        let amount_of =
-            |amounts: &[Units], index: usize| amounts.get(index).copied().unwrap_or(Units::ZERO);
-        for (index, account) in self.accounts.iter().enumerate() {
-            let Some(slot) = page.slot(index) else {
-                continue;
-            };
-            let wire_account = to_wire_account(account);
-            let held = holdings
-                .iter()
-                .find(|holding| holding.account == wire_account);
-            let (claimed, used) =
-                held.map_or((Units::ZERO, Units::ZERO), |held| (held.granted, held.used));
-            let minimum = amount_of(untracked, index)
-                .saturating_sub(Units::within(self.uncharged_margin().0));
-            let granted = if known {
-                self.credit.granted_to(pid, index)
-            } else {
-                self.credit.admit_claimed(pid, index, claimed.max(minimum))
-            };
-            slot.set_quota(self.credit.quota(index));
-            slot.set_context(self.context_charge(account));
-            slot.set_evictable(amount_of(&self.evictable, index));
-            slot.set_exported(amount_of(exported, index));
-            slot.set(CreditWord {
-                granted: granted.0,
-                used: used.0,
-            });
-        }
-    }
-
-    /// The bytes that a process had as an untracked process, by account.
-    fn untracked_by(&self, pid: u32) -> Vec<Units> {
-        let accounts = 0..self.accounts.len();
-        accounts
-            .map(|index| self.credit.untracked_by(pid, index))
-            .collect()
-    }
-
     fn has_untracked(&self) -> bool {
         (0..self.accounts.len()).any(|index| self.credit.untracked(index) > Units::ZERO)
-    }
-
-    /// The answer to a hello, in the lower of both protocol versions.
-    fn welcome(&self, version: u16, generation: u64) -> Response {
-        let quota = |(index, account): (usize, &Account)| Quota {
-            account: to_wire_account(account),
-            bytes: self.credit.quota(index).bytes(),
-        };
-        Response::Welcome {
-            version: version.min(VERSION),
-            generation: (version >= POISON_SINCE).then_some(generation),
-            quotas: self.accounts.iter().enumerate().map(quota).collect(),
-        }
     }
 
     /// Notes that a process has sent a message, and so has its page. Returns whether its exports
@@ -381,17 +216,6 @@ impl Container {
     pub(super) fn gpus(&self) -> Vec<GpuUuid> {
         let gpus = self.spec.gpus.iter();
         gpus.map(|(gpu, _)| gpu.clone()).collect()
-    }
-
-    /// Changes the requested quota of an account.
-    pub(super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
-        let Some(index) = self.accounts.iter().position(|other| other == account) else {
-            return;
-        };
-        if let Some(requested) = self.requested.get_mut(index) {
-            *requested = Units::within(quota.0);
-        }
-        self.apply_quota(index);
     }
 
     /// Writes the usage of the container's other processes into every page.
@@ -429,28 +253,6 @@ impl Container {
         }
     }
 
-    /// Every account, for status and metrics.
-    pub(super) fn account_usage(&self) -> Vec<AccountUsage> {
-        let usage = |(index, account): (usize, &Account)| AccountUsage {
-            allocation: self.spec.allocation,
-            account: account.clone(),
-            quota: Bytes(self.credit.quota(index).bytes()),
-            granted: Bytes(self.credit.granted(index).bytes()),
-            used: Bytes(
-                self.processes
-                    .iter()
-                    .map(|(pid, state)| self.used_by(*pid, state, index))
-                    .sum::<Units>()
-                    .bytes(),
-            ),
-            exited: Bytes(self.credit.exited(index).bytes()),
-            peak: Bytes(self.credit.peak(index).bytes()),
-            denied: self.denials.get(index).copied().unwrap_or(0),
-            processes: self.processes.len(),
-        };
-        self.accounts.iter().enumerate().map(usage).collect()
-    }
-
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
     /// whole grant counts.
     fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
@@ -483,13 +285,6 @@ impl ProcessState {
         }
         exported
     }
-}
-
-fn to_units(units: &[u32]) -> Vec<Units> {
-    units
-        .iter()
-        .map(|units| Units(*units).min(Units::MAX))
-        .collect()
 }
 
 fn to_wire_account(account: &Account) -> messages::Account {

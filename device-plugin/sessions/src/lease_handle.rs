@@ -63,9 +63,9 @@ pub struct LedgerUpdate {
     /// The live leases whose owner has ended; none while the fd store is away. The ledger turns
     /// leases that are no longer listed into unreclaimed bytes.
     pub orphaned: Option<BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>>,
-    /// Bytes that the ledger counts as unreclaimed from now on, once for each lease; then
-    /// `LeaseHandle::confirm_recorded`.
-    pub unreclaimed: Vec<(LeaseId, GpuUuid, Bytes)>,
+    /// The leases that have ended, each reported once. The ledger counts their bytes as
+    /// unreclaimed from now on; then `LeaseHandle::confirm_recorded`.
+    pub ended: Vec<(LeaseId, GpuUuid, Bytes)>,
 }
 
 /// An answer to a tenant, with the lease's descriptor if the tenant gets one.

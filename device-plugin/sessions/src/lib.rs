@@ -95,8 +95,9 @@ pub struct SessionSpec {
     pub gpus: Vec<(GpuUuid, Bytes)>,
     /// The quota of managed memory; zero allows none.
     pub managed: Bytes,
-    /// The tokens of the claim: allocations of the pod with the same tokens share the GPUs' quotas.
-    pub tokens: Option<DeviceIdSet>,
+    /// The device ids of the claim: allocations of the pod with the same ids share the quotas of
+    /// the GPUs.
+    pub device_ids: Option<DeviceIdSet>,
 }
 
 /// The memory that an account counts.

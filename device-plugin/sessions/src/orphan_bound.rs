@@ -13,9 +13,10 @@
 //!
 //! A single sample can be wrong, since the driver reports the used bytes and the processes one
 //! after the other. A process that frees before the first answer and allocates before the second
-//! hides as much. So [`WINDOW`] samples in a row must agree: the largest used figure counts, and
-//! the least of each process. Memory that moves meanwhile, such as that of a context that is torn
-//! down, then counts as orphaned. Bytes stay hidden only if a process hides them in every sample.
+//! hides as much. So the most bytes in use before and after the list count, and [`WINDOW`] samples
+//! in a row must agree. The largest used figure counts, and the least of each process. Memory that
+//! moves meanwhile, such as that of a context that is torn down, then counts as orphaned. Bytes
+//! stay hidden only if a process hides them in every sample.
 //!
 //! Managed memory on a GPU is charged to no process either, so it counts as orphaned. A balloon of
 //! the agent ([`super::balloon`]) displaces it, and no orphaned memory. While the balloon is held,
@@ -128,7 +129,7 @@ impl<T> SampleWindow<T> {
             (bytes > 0).then_some((*pid, (own.allocation, bytes)))
         };
         let sample = Sample {
-            used: sample.used.0.saturating_sub(balloon.0),
+            used: sample.most_used().0.saturating_sub(balloon.0),
             exported: own.iter().filter_map(unlisted).collect(),
             own: sample.charges.iter().filter_map(own_part).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
@@ -264,6 +265,24 @@ mod tests {
             bound_of(same(sample_of(527 * MIB, &[(1, 518 * MIB)])), &own),
             Some(Bytes::ZERO)
         );
+    }
+
+    #[test]
+    fn held_memory_is_not_free_when_calls_and_answers_alternate() {
+        let own = own(&[(1, 25 << 30)]);
+        let (context, held, churned) = (518 * MIB, 5 << 30, 24_u64 << 30);
+        for first in [0, 1] {
+            // A process allocates or frees 24 GiB between each two answers of the driver.
+            let own_at = |answer: u64| context + churned * ((first + answer) % 2);
+            let used_at = |answer| Bytes(own_at(answer) + held);
+            let sample = GpuMemorySample {
+                used_beside: used_at(1).max(used_at(4)),
+                used_after: Some(used_at(5)),
+                ..sample_of(used_at(0).0, &[(1, own_at(3))])
+            };
+            let bound = bound_of(vec![sample; WINDOW], &own).unwrap();
+            assert!(bound.0 > held - 16 * MIB, "{bound}");
+        }
     }
 
     #[test]

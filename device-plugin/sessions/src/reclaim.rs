@@ -11,34 +11,26 @@
 //! The order matters: memory of a process that exits, exports or allocates after it was read is in
 //! the sample, and counts as orphaned. Without idle credit a balloon can displace more.
 
+mod balloon;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_gpu::memory_sample::GpuMemorySample;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
-use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use super::accounts::AmountsByPid;
-use super::balloon::{Balloon, Granted, Schedule, balloon_size};
-use super::grants::GrantPause;
-use super::managed::PublishedBalloon;
+use super::balloon::Schedule;
 use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
+
+pub(super) use balloon::{Attempt, BalloonTurn, prove_by_balloon};
 
 /// The time from one sample to the next: [`WINDOW`](super::orphan_bound::WINDOW) of them take half
 /// a second.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
-
-/// How long samples are taken while a balloon is held.
-const BALLOON_SAMPLES_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
-const BALLOON_TIMEOUT: Duration = Duration::from_secs(4);
-
-/// The time that a balloon needs to begin: one that begins later would outlast the pause of grants.
-const HOLD_TIME: Duration = Duration::from_millis(3_500);
 
 /// The memory that ended pods may still occupy on a GPU, until a proof that it is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +108,7 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut window = SampleWindow::default();
     let (mut schedule, mut before) = (Schedule::default(), Candidates::default());
-    let mut balloon: Option<JoinHandle<()>> = None;
+    let mut hung: Option<JoinHandle<Attempt>> = None;
     let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
@@ -151,7 +143,7 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
             // A process that exits with the same exports as an earlier one is a new candidate.
             window.clear();
         }
-        let hangs = balloon.as_ref().is_some_and(|last| !last.is_finished());
+        let hangs = hung.as_ref().is_some_and(|last| !last.is_finished());
         if hangs || !schedule.is_due(Instant::now()) {
             continue;
         }
@@ -163,135 +155,17 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
             schedule.postpone(Instant::now());
             continue;
         };
-        schedule.begin(Instant::now());
-        balloon = prove_by_balloon(turn, pause).await;
+        let attempt = prove_by_balloon(turn, pause).await;
+        match attempt {
+            Attempt::NotBegun => schedule.postpone(Instant::now()),
+            Attempt::Partial(held) => schedule.begin_partial(held, Instant::now()),
+            Attempt::Ended | Attempt::Hung(_) => schedule.begin(Instant::now()),
+        }
+        if let Attempt::Hung(thread) = attempt {
+            hung = Some(thread);
+        }
         window.clear();
     }
-}
-
-/// The right to hold the only balloon of the node; ends when dropped.
-pub(super) struct BalloonTurn {
-    shared: Arc<Shared>,
-    gpu: GpuUuid,
-    balloon: Arc<dyn Balloon>,
-    #[expect(dead_code, reason = "held until it is dropped")]
-    turn: OwnedMutexGuard<()>,
-}
-
-impl BalloonTurn {
-    /// `None` while another GPU has a balloon, or the managed memory of this one must stay.
-    pub(super) fn take(shared: &Arc<Shared>, gpu: &GpuUuid) -> Option<BalloonTurn> {
-        let balloon = shared.balloon.clone()?;
-        let turn = Arc::clone(&shared.balloon_turn).try_lock_owned().ok()?;
-        // A balloon that has just ended has taken the permissions back.
-        let may_evict = shared.may_evict(gpu, Instant::now());
-        may_evict.then(|| BalloonTurn {
-            shared: Arc::clone(shared),
-            gpu: gpu.clone(),
-            balloon,
-            turn,
-        })
-    }
-}
-
-/// Proves memory free while a balloon displaces managed memory. Returns the balloon's thread where
-/// it has not ended in time.
-pub(super) async fn prove_by_balloon(
-    turn: BalloonTurn,
-    pause: GrantPause,
-) -> Option<JoinHandle<()>> {
-    let until = Instant::now() + BALLOON_TIMEOUT;
-    let (shared, gpu) = (Arc::clone(&turn.shared), turn.gpu.clone());
-    let balloon = Arc::clone(&turn.balloon);
-    let prove = move || {
-        let bound = bound_by_balloon(&shared, &gpu, balloon.as_ref(), until);
-        if let Some((candidates, bound)) = bound {
-            apply_bound(&shared, &gpu, &candidates, &bound);
-        }
-    };
-    let mut thread = tokio::task::spawn_blocking(prove);
-    let ended = tokio::time::timeout_at(until.into(), &mut thread).await;
-    drop(pause);
-    if ended.is_err() {
-        tracing::warn!(gpu = %turn.gpu, "the process of a balloon hangs");
-    }
-    ended.is_err().then_some(thread)
-}
-
-/// Bounds the orphaned memory of a GPU while a balloon displaces managed memory, and may block. No
-/// memory of the GPU is granted before `until`.
-fn bound_by_balloon(
-    shared: &Arc<Shared>,
-    gpu: &GpuUuid,
-    balloon: &dyn Balloon,
-    until: Instant,
-) -> Option<(Candidates, OrphanBound)> {
-    for running in lock(&shared.containers).values() {
-        lock(&running.container).reclaim_all_idle(gpu);
-    }
-    let begin_by = until - HOLD_TIME;
-    let sample = sample_until(shared, gpu, begin_by)?;
-    let kept = leased(shared, gpu).0.saturating_add(shared.reserved.0);
-    let size = balloon_size(&sample, &granted(shared, gpu), Bytes(kept))?;
-    if Instant::now() > begin_by {
-        return None;
-    }
-    let _published = PublishedBalloon::new(shared, gpu, size);
-    let (mut window, mut held) = (SampleWindow::default(), Bytes::ZERO);
-    let sample_while_held = &mut |bytes, until: Instant| {
-        held = bytes;
-        let until = until.min(Instant::now() + BALLOON_SAMPLES_TIMEOUT);
-        while window.bound().is_none() && Instant::now() + SAMPLE_INTERVAL < until {
-            let sample = || sample_until(shared, gpu, until - SAMPLE_INTERVAL);
-            let candidates = collect_candidates(shared, gpu);
-            let look =
-                candidates.and_then(|candidates| Look::take(shared, gpu, candidates, sample));
-            if let Some(look) = look {
-                look.add_to(&mut window, bytes);
-            }
-            std::thread::sleep(SAMPLE_INTERVAL);
-        }
-    };
-    if let Err(error) = balloon.hold(gpu, size, until, sample_while_held) {
-        tracing::warn!(%error, "nothing is proven free beside managed memory");
-        return None;
-    }
-    let (candidates, bound) = window.bound()?;
-    let unproven = bound.for_container(None);
-    tracing::info!(%gpu, size = size.0, held = held.0, unproven = unproven.0, "balloon held");
-    Some((candidates.clone(), bound))
-}
-
-/// Samples a GPU; `None` where the driver does not answer before `until`. A late answer is dropped.
-fn sample_until(shared: &Shared, gpu: &GpuUuid, until: Instant) -> Option<GpuMemorySample> {
-    let (sender, answer) = std::sync::mpsc::channel();
-    let (sampler, gpu) = (Arc::clone(&shared.sampler), gpu.clone());
-    let thread = std::thread::Builder::new().name("balloon-sample".to_owned());
-    let sample = move || drop(sender.send(sampler.sample(&gpu)));
-    thread.spawn(sample).ok()?;
-    let left = until.saturating_duration_since(Instant::now());
-    answer.recv_timeout(left).ok()?
-}
-
-/// The memory of a GPU that each live process may allocate without a further request.
-fn granted(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, Granted> {
-    let running = lock(&shared.containers);
-    running
-        .values()
-        .flat_map(|running| lock(&running.container).granted_on(gpu))
-        .collect()
-}
-
-/// The bytes of a GPU's leases, also of those that are being created.
-fn leased(shared: &Shared, gpu: &GpuUuid) -> Bytes {
-    let mut leases = live_leases(shared, gpu);
-    for running in lock(&shared.containers).values() {
-        let charged = lock(&running.container).charged_leases().into_iter();
-        let on_gpu = charged.filter(|(_, (of, _))| of == gpu);
-        leases.extend(on_gpu.map(|(lease, (_, bytes))| (lease, bytes)));
-    }
-    let sum = leases.values();
-    Bytes(sum.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0)))
 }
 
 fn collect_candidates(shared: &Shared, gpu: &GpuUuid) -> Option<Candidates> {

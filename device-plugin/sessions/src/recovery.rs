@@ -58,7 +58,7 @@ const MAX_AWAITING_RELEASE: usize = 64;
 /// How long an image awaits the eviction of its pod while the API server is unreachable.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the agent does about poisoned contexts of a container.
+/// The agent's reaction to poisoned contexts of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecoveryPolicy {
     /// The action of first choice.

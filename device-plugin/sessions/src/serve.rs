@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex};
 use bursar_host::clock;
 use bursar_ledger::units::{AllocationId, GpuUuid};
 
+use crate::checkpoint::SessionCheckpoint;
 use crate::closer::SocketCloser;
-use crate::container::Container;
+use crate::container::siblings::ClaimSiblings;
+use crate::container::{Container, RestoredProcess};
 use crate::stream::Listener;
 use crate::{
     RunningContainer, SessionSpec, Sessions, SessionsError, checkpoint, listener, lock, reclaim,
@@ -45,39 +47,15 @@ impl Sessions {
             path: socket.clone(),
             source,
         })?;
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(&allocation))
-            .map_err(|source| SessionsError::Serve {
-                path: self.checkpoint_path(&allocation),
-                source,
+        let record =
+            SessionCheckpoint::open(self.checkpoint_path(&allocation)).map_err(|source| {
+                SessionsError::Serve {
+                    path: self.checkpoint_path(&allocation),
+                    source,
+                }
             })?;
-        let siblings = spec.tokens.clone().map(|tokens| {
-            let mut claims = lock(&self.siblings_by_claim);
-            claims.retain(|_, siblings| !siblings.is_unshared());
-            claims
-                .entry((spec.pod.clone(), tokens))
-                .or_default()
-                .clone()
-        });
-        let (mut container, restored) = Container::restore(
-            spec,
-            record,
-            served_before,
-            self.resolver.as_ref(),
-            clock::now(),
-        );
-        if let Some(sizes) = &self.context_sizes {
-            container.set_context_sizes(Arc::clone(sizes));
-        }
-        if !served_before {
-            container.set_policy(self.default_policy);
-        }
-        container.set_closer(Arc::clone(&closer));
-        container.set_free_page_limit(self.connection_limit.max_free_pages());
-        container.set_log_limiter(self.log_limiter.clone());
-        container.set_orphans_sender(self.shared.orphans_changed.clone());
-        if let Some(siblings) = siblings {
-            container.join_claim(siblings);
-        }
+        let (container, restored) =
+            self.restore_container(spec, record, served_before, Arc::clone(&closer));
         let gpus = container.gpus();
         let container = Arc::new(Mutex::new(container));
         let task = listener::ListenerTask {
@@ -99,6 +77,47 @@ impl Sessions {
         // first.
         gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
         Ok(())
+    }
+
+    /// Restores a container from its checkpoint, with the settings of these sessions.
+    fn restore_container(
+        &self,
+        spec: SessionSpec,
+        record: SessionCheckpoint,
+        served_before: bool,
+        closer: Arc<SocketCloser>,
+    ) -> (Container, Vec<RestoredProcess>) {
+        let siblings = self.claim_siblings(&spec);
+        let (mut container, restored) = Container::restore(
+            spec,
+            record,
+            served_before,
+            self.resolver.as_ref(),
+            clock::now(),
+        );
+        if let Some(sizes) = &self.context_sizes {
+            container.set_context_sizes(Arc::clone(sizes));
+        }
+        if !served_before {
+            container.set_policy(self.default_policy);
+        }
+        container.set_closer(closer);
+        container.set_free_page_limit(self.connection_limit.max_free_pages());
+        container.set_log_limiter(self.log_limiter.clone());
+        container.set_orphans_sender(self.shared.orphans_changed.clone());
+        if let Some(siblings) = siblings {
+            container.join_claim(siblings);
+        }
+        (container, restored)
+    }
+
+    /// The containers with the same claim as `spec`; none where the claim is unknown.
+    fn claim_siblings(&self, spec: &SessionSpec) -> Option<ClaimSiblings> {
+        let device_ids = spec.device_ids.clone()?;
+        let mut claims = lock(&self.siblings_by_claim);
+        claims.retain(|_, siblings| !siblings.is_unshared());
+        let claim = claims.entry((spec.pod.clone(), device_ids)).or_default();
+        Some(claim.clone())
     }
 
     /// Stops serving an allocation whose pod has ended, and removes its files. An allocation that

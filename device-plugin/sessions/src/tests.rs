@@ -86,7 +86,7 @@ fn session_spec() -> SessionSpec {
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
         managed: Bytes::ZERO,
-        tokens: None,
+        device_ids: None,
     }
 }
 

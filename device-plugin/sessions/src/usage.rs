@@ -29,6 +29,8 @@ pub struct ContainerUsage {
     pub denied: Vec<(String, u64)>,
     /// The last denied allocation.
     pub last_denied: Option<DeniedAllocation>,
+    /// The number of allocations that the driver refused although the quota allowed them.
+    pub driver_refusals: u64,
     /// The number of its sockets that wait to be closed.
     pub unclosed_sockets: usize,
     /// The number of its process images with a poisoned context.
@@ -176,6 +178,7 @@ impl ContainerUsage {
             requests: 0,
             denied: Vec::new(),
             last_denied: None,
+            driver_refusals: 0,
             unclosed_sockets: 0,
             poisoned_images: 0,
             ordered_restarts: 0,

@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use bursar_apiserver::ParsedSpec;
 use bursar_enforcement::audit::{AuditStatus, Auditor};
+use bursar_enforcement::drain::{self, DrainInputs};
 use bursar_enforcement::driver_limits::{self, Limits};
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_enforcement::faults::{self, FaultInputs};
 use bursar_gpu::drain::DrainState;
-use bursar_gpu::nvml::NvmlHandle;
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
 use bursar_host::checkpoint::Checkpoint;
 use bursar_kubelet::lifecycle::Registration;
@@ -28,17 +27,14 @@ use bursar_retained::tokens::seal::NodeKey;
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
 use bursar_sessions::{CgroupResolver, RecoveryPolicy, Sessions};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
-use super::{Agent, AgentError, NodeState, Tenants};
+use super::{Agent, AgentError, Gpus, NodeState, Tenants};
 
 impl Agent {
     /// Starts the service for retained memory. Where the feature is off, the service refuses every
     /// request.
-    pub(super) fn start_lease_service(
-        &mut self,
-        nvml: NvmlHandle,
-        drain: watch::Receiver<DrainState>,
-    ) -> Result<Tenants, AgentError> {
+    pub(super) fn start_lease_service(&mut self, gpus: &Gpus) -> Result<Tenants, AgentError> {
         let paths = &self.config.paths;
         let resolver = Arc::new(CgroupResolver::new(paths.proc.clone()));
         let (leases, commands) = LeaseHandle::channel();
@@ -50,7 +46,8 @@ impl Agent {
             libraries: folder.join("lib"),
         };
         let provisioners = Arc::new(Provisioners::new(program.clone()));
-        let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
+        let sampler = Arc::new(gpus.nvml.clone());
+        let sessions = Sessions::new(paths.run_dir.clone(), sampler, resolver.clone())
             .with_balloon(provisioners.clone(), self.config.resources.reserved)
             .with_leases(leases.clone(), live_leases)
             .with_default_policy(RecoveryPolicy::with_action(
@@ -79,7 +76,7 @@ impl Agent {
             lease_ids: LeaseIds::new(SystemTime::now()),
             key: NodeKey::new(self.node.clone(), secret)?,
             live_leases: live_sender,
-            drain,
+            drain: gpus.drain.clone(),
             released_gpus: watch::Sender::default(),
             status,
         };
@@ -90,6 +87,7 @@ impl Agent {
             released_gpus: service.released_gpus.subscribe(),
             unfit_for_cuda: service.provisioners.unfit(),
             refused_by_cuda: service.provisioners.refused(),
+            without_concurrent_access: service.provisioners.without_concurrent_access(),
             supervised: self
                 .config
                 .retained
@@ -102,13 +100,24 @@ impl Agent {
         Ok(tenants)
     }
 
-    /// Starts the supervision of the GPUs' allocator runtimes. It begins once the kubelet has had
-    /// the node's offer.
+    /// Starts the supervision of the GPUs' allocator runtimes, unless retained memory is off. It
+    /// begins once the kubelet has had the node's offer.
     pub(super) fn start_supervision(
         &mut self,
-        supervisor: Supervisor,
-        mut registration: watch::Receiver<Registration>,
+        gpus: &Gpus,
+        tenants: &Tenants,
+        registration: &watch::Receiver<Registration>,
     ) {
+        let Some(provisioners) = &tenants.supervised else {
+            return;
+        };
+        let supervisor = Supervisor {
+            provisioners: provisioners.clone(),
+            inventory: gpus.inventory.clone(),
+            drain: gpus.drain.clone(),
+            live_leases: tenants.live_leases.clone(),
+        };
+        let mut registration = registration.clone();
         let offered = async move {
             let registered = registration.wait_for(Registration::is_registered);
             let is_offered = registered.await.is_ok();
@@ -134,16 +143,33 @@ impl Agent {
             .unwrap_or_else(beside)
     }
 
+    /// Starts the task that drains GPUs; it keeps the state in `drain`.
+    pub(super) fn start_drain(
+        &mut self,
+        drain: watch::Sender<DrainState>,
+        gpus: &Gpus,
+        tenants: &Tenants,
+    ) {
+        let inputs = DrainInputs {
+            proc: self.config.paths.proc.clone(),
+            sessions: tenants.sessions.clone(),
+            orders: self.spec.clone(),
+            inventory: gpus.inventory.clone(),
+            released_by_leases: tenants.released_gpus.clone(),
+        };
+        self.spawn("drain", drain::run(inputs, drain, self.stop.clone()));
+    }
+
     pub(super) fn start_driver_limits(
         &mut self,
-        nvml: &NvmlHandle,
-        sessions: &Arc<Sessions>,
+        gpus: &Gpus,
+        tenants: &Tenants,
         node: &NodeState,
     ) -> watch::Receiver<Limits> {
         let (limits, set) = watch::channel(Limits::new());
         let task = driver_limits::run(
-            nvml.clone(),
-            sessions.clone(),
+            gpus.nvml.clone(),
+            tenants.sessions.clone(),
             node.snapshots.clone(),
             limits,
             self.stop.clone(),
@@ -154,16 +180,16 @@ impl Agent {
 
     pub(super) fn start_audit(
         &mut self,
-        nvml: NvmlHandle,
-        sessions: &Arc<Sessions>,
+        gpus: &Gpus,
+        tenants: &Tenants,
         node: &NodeState,
         limits: &watch::Receiver<Limits>,
         withheld: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
     ) -> Result<watch::Receiver<AuditStatus>, AgentError> {
         let (auditor, audited) = Auditor::new(
             &self.config,
-            nvml,
-            sessions.clone(),
+            gpus.nvml.clone(),
+            tenants.sessions.clone(),
             node.snapshots.clone(),
             limits.clone(),
             self.events.clone(),
@@ -177,8 +203,22 @@ impl Agent {
 
     pub(super) fn start_faults(
         &mut self,
-        inputs: FaultInputs,
+        gpus: &Gpus,
+        tenants: &Tenants,
+        node: &NodeState,
+        disconnected_since: watch::Receiver<Option<Instant>>,
     ) -> watch::Receiver<Vec<FaultReport>> {
+        let inputs = FaultInputs {
+            paths: self.config.paths.clone(),
+            sessions: tenants.sessions.clone(),
+            snapshots: node.snapshots.clone(),
+            orders: self.spec.clone(),
+            xids: gpus.xids.clone(),
+            disconnected_since,
+            events: self.events.clone(),
+            default_action: self.config.default_context_action,
+            metrics: self.metrics.audit.clone(),
+        };
         let (sender, open) = watch::channel(Vec::new());
         self.spawn("faults", faults::run(inputs, sender, self.stop.clone()));
         open
@@ -186,15 +226,14 @@ impl Agent {
 
     pub(super) fn start_quota_overrides(
         &mut self,
-        sessions: Arc<Sessions>,
+        tenants: &Tenants,
         node: &NodeState,
-        spec: watch::Receiver<Option<ParsedSpec>>,
     ) -> watch::Receiver<AppliedSpec> {
         let (sender, applied) = watch::channel(AppliedSpec::default());
         let task = quota_overrides::run(
-            sessions,
+            tenants.sessions.clone(),
             node.snapshots.clone(),
-            spec,
+            self.spec.clone(),
             sender,
             self.stop.clone(),
         );

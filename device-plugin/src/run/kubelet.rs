@@ -1,6 +1,6 @@
 //! Starts the node task and the registration with the kubelet.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bursar_config::Config;
@@ -11,19 +11,17 @@ use bursar_kubelet::devices::Devices;
 use bursar_kubelet::lifecycle::{Lifecycle, Registration};
 use bursar_kubelet::pod_resources::PodResourcesClient;
 use bursar_kubelet::server::PluginService;
-use bursar_ledger::units::Resource;
+use bursar_ledger::units::{Bytes, GpuUuid, Resource};
 use bursar_node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, node_task};
 use bursar_node::allocator::NodeAllocator;
 use bursar_node::host::{HostError, OsHost};
 use bursar_node::other_plugins::{self, GpuOwners};
 use bursar_node::pod_resolver::PodResolver;
-use bursar_sessions::Sessions;
-use bursar_sessions::lease_handle::LeaseHandle;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::{Agent, NodeState};
+use super::{Agent, Gpus, NodeState, Tenants};
 use crate::metrics::Metrics;
 use crate::relay;
 
@@ -57,11 +55,10 @@ impl Agent {
     /// Restores the state of the agent that ran before.
     pub(super) async fn recover_allocator(
         &self,
-        sessions: &Arc<Sessions>,
-        leases: LeaseHandle,
+        tenants: &Tenants,
     ) -> Result<NodeAllocator<OsHost>, HostError> {
         let config = &self.config;
-        let host = OsHost::new(config, sessions.clone(), leases)?;
+        let host = OsHost::new(config, tenants.sessions.clone(), tenants.leases.clone())?;
         let found = host.survey();
         let kubelet = self
             .pod_resolver()
@@ -86,6 +83,32 @@ impl Agent {
         Ok(allocator)
     }
 
+    /// The inputs of the node task; `withheld` is the memory that the audit excludes from binding.
+    pub(super) fn node_inputs(
+        &self,
+        gpus: &Gpus,
+        tenants: &Tenants,
+        owners: &watch::Receiver<GpuOwners>,
+        withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
+    ) -> Inputs {
+        let Config {
+            refuse_beside_other_plugins: refuses,
+            allow_unscrubbed,
+            ..
+        } = self.config;
+        Inputs {
+            inventory: gpus.inventory.clone(),
+            owners: refuses.then(|| owners.clone()),
+            unfit_for_cuda: tenants.unfit_for_cuda.clone(),
+            refused_by_cuda: tenants.refused_by_cuda.clone(),
+            without_concurrent_access: tenants.without_concurrent_access.clone(),
+            drain: gpus.drain.clone(),
+            retained: (!allow_unscrubbed).then(|| tenants.retained.clone()),
+            spec: self.spec.clone(),
+            withheld,
+        }
+    }
+
     pub(super) fn start_node(
         &mut self,
         allocator: NodeAllocator<OsHost>,
@@ -98,7 +121,6 @@ impl Agent {
         };
         let (task, handle, updates, snapshots, heartbeat) = node_task(
             allocator,
-            self.config.resources,
             self.pod_resolver(),
             self.config.bind_wait,
             inputs,

@@ -2,8 +2,10 @@
 
 use bursar_apiserver::ParsedSpec;
 use bursar_apiserver::events::EventSender;
+use bursar_apiserver::gpu_node::GpuNodeClient;
 use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
 use bursar_gpu_node::NodeReport;
+use bursar_gpu_node::publish::Publisher;
 use bursar_http::Listeners;
 use bursar_watch::History;
 use kube::Client;
@@ -27,14 +29,13 @@ impl Agent {
 
     /// Starts the tasks that need the API server, except the writer of the status.
     ///
-    /// Returns what the watch has observed of the node's `GpuNode`, and the history that the writer
-    /// compares versions by.
+    /// Returns the API for that writer, and what the watch has observed of the node's `GpuNode`.
     pub(super) fn follow_api_server(
         &mut self,
-        client: &Client,
+        client: Client,
         events: EventSender,
         spec: watch::Sender<Option<ParsedSpec>>,
-    ) -> (watch::Receiver<Observation>, History) {
+    ) -> (GpuNodeClient, watch::Receiver<Observation>) {
         let (node, metrics) = (self.node.clone(), self.metrics.api.clone());
         self.spawn(
             "events",
@@ -56,13 +57,18 @@ impl Agent {
             "spec watch",
             spec_watch::run(
                 client.clone(),
-                node,
+                node.clone(),
                 history.clone(),
                 output,
                 self.stop.clone(),
             ),
         );
-        (observations, history)
+        (GpuNodeClient::new(client, node, history), observations)
+    }
+
+    /// Starts the writer of the node's status.
+    pub(super) fn start_writer(&mut self, writer: Publisher<GpuNodeClient>) {
+        self.spawn("GpuNode writer", writer.run(self.stop.clone()));
     }
 
     /// Serves metrics and probes.

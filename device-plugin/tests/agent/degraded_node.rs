@@ -171,7 +171,7 @@ async fn excess_device_ids_are_not_registered_and_agent_runs() {
     fs::write(machine.path("agent.toml"), format!("{many}{config}")).unwrap();
     machine.start_agent();
     eventually("a word about it", || {
-        machine.log().contains("TooManyTokens")
+        machine.log().contains("TooManyDeviceIds")
     })
     .await;
     assert!(machine.is_agent_alive());

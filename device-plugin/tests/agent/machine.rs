@@ -357,7 +357,9 @@ impl Drop for Machine {
             let _reaped = agent.wait();
         }
         if std::thread::panicking() {
-            eprintln!("the agent's log:\n{}", self.log());
+            let log = self.log();
+            let last = log.get(self.log_start..).unwrap_or(&log);
+            eprintln!("the last agent's log:\n{last}");
         }
     }
 }

@@ -45,7 +45,7 @@ async fn metrics_follow_a_pod_from_allocation_to_end() {
     wait_for_status(
         &machine,
         "/metrics",
-        shows(r#"bursar_agent_tokens{resource="gpu-memory"} 32"#),
+        shows(r#"bursar_agent_device_ids{resource="gpu-memory"} 32"#),
     )
     .await;
     let pod = machine.run("a", 10).await;

@@ -1,5 +1,5 @@
-//! Creates a container of its CDI file as a runtime does: a root file system with the device's
-//! mounts and nodes, a cgroup, and a `/proc` entry.
+//! Creates a container of its CDI file as a runtime does. It has a root file system with the
+//! device's mounts and nodes, a cgroup, and a `/proc` entry.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -142,8 +142,8 @@ impl Container {
         Self::run_as_root(machine, pod, more, "", tenant_program(), |_| {}).await
     }
 
-    /// Starts the tenant program as root, and calls `prepare` with its pid before the agent sees
-    /// the process, as a runtime sets up a container's cgroups.
+    /// Starts the tenant program as root. It calls `prepare` with the program's pid before the
+    /// agent sees the process, as a runtime sets up a container's cgroups.
     pub(crate) async fn as_root_prepared(
         machine: &Machine,
         pod: &Pod,
@@ -152,8 +152,9 @@ impl Container {
         Self::run_as_root(machine, pod, "", "", tenant_program(), prepare).await
     }
 
-    /// Starts the program of the shim's tests as root (`device-plugin/shim/tests/support/client`).
-    /// It waits for the line `go` before it calls the driver.
+    /// Starts the program of the shim's tests as root
+    /// (`device-plugin/shim/cuda/tests/support/client`). It waits for the line `go` before it
+    /// calls the driver.
     pub(crate) async fn client(machine: &Machine, pod: &Pod) -> Container {
         let wait = "sh -c 'echo ready; read go; exec $0'";
         let program = shim_folder().join("quota-client");

@@ -107,12 +107,12 @@ async fn honest_container_is_enforced_and_its_usage_is_shown() {
         )
         .await;
         wait_for_value(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
-        wait_for_value(&machine, "bursar_gpu_residual_bytes", "0001", 0).await;
+        wait_for_value(&machine, "bursar_gpu_unattributed_bytes", "0001", 0).await;
         tokio::time::sleep(SEVERAL_AUDITS).await;
         for kind in [
             "over-quota",
-            "intruder",
-            "forged-page",
+            "untracked-process",
+            "tampered-page",
             "holder",
             "unaccounted",
         ] {
@@ -143,7 +143,13 @@ async fn program_on_the_real_driver_is_found_and_not_killed() {
         let mut bypass = Container::start(&machine, &pod, PLAIN).await;
         bypass.ok("open /opt/bursar/drv/cuda.so.1");
         bypass.ok(&format!("alloc {}", 6 * GIB));
-        let intruder = wait_for_value(&machine, "bursar_agent_findings_total", "intruder", 1).await;
+        let untracked = wait_for_value(
+            &machine,
+            "bursar_agent_findings_total",
+            "untracked-process",
+            1,
+        )
+        .await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
         honest.ok("open libcuda.so.1");
         assert_eq!(
@@ -156,11 +162,11 @@ async fn program_on_the_real_driver_is_found_and_not_killed() {
         tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(bypass.is_alive(), "the policy is to report");
         assert_eq!(
-            count_findings(&machine, "intruder").await,
+            count_findings(&machine, "untracked-process").await,
             1,
             "reported once"
         );
-        intruder.max(over)
+        untracked.max(over)
     })
     .await;
 }
@@ -267,7 +273,7 @@ async fn process_that_holds_memory_without_context_is_killed() {
         assert!(alive, "the forked child");
         let told = [
             count_findings(&machine, "holder").await,
-            count_findings(&machine, "intruder").await,
+            count_findings(&machine, "untracked-process").await,
         ];
         assert_eq!(told, [1, 0]);
         let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
@@ -283,8 +289,14 @@ async fn host_process_on_a_gpu_is_named_and_not_killed() {
     let mut actor = machine.lab.spawn_client().unwrap();
     machine.show(actor.pid(), "0::/system.slice/mine.service\n");
     actor.request("context 0").unwrap();
-    wait_for_value(&machine, "bursar_agent_findings_total", "intruder", 1).await;
-    wait_for_value(&machine, "bursar_gpu_intruders", "0001", 1).await;
+    wait_for_value(
+        &machine,
+        "bursar_agent_findings_total",
+        "untracked-process",
+        1,
+    )
+    .await;
+    wait_for_value(&machine, "bursar_gpu_untracked_processes", "0001", 1).await;
     tokio::time::sleep(SEVERAL_AUDITS).await;
     actor.request("context 0").unwrap();
     assert_eq!(
@@ -382,7 +394,7 @@ async fn tampered_credit_page_is_found() {
         container.ok("open libcuda.so.1");
         container.ok(&format!("alloc {GIB}"));
         container.ok("scribble");
-        wait_for_value(&machine, "bursar_agent_findings_total", "forged-page", 1).await
+        wait_for_value(&machine, "bursar_agent_findings_total", "tampered-page", 1).await
     })
     .await;
 }
@@ -406,7 +418,7 @@ async fn credit_page_is_sealed_and_closed_socket_frees_nothing() {
     assert!(used >= Some((5 * GIB) as i64), "{used:?}");
     assert_eq!(container.call(&format!("alloc {}", 4 * GIB)), "err 2");
     container.ok(&format!("alloc {}", 2 * GIB));
-    assert_eq!(count_findings(&machine, "intruder").await, 0);
+    assert_eq!(count_findings(&machine, "untracked-process").await, 0);
 }
 
 #[tokio::test]
@@ -429,7 +441,7 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     other.ok("open libcuda.so.1");
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
     assert_eq!(
-        count_findings(&machine, "intruder").await,
+        count_findings(&machine, "untracked-process").await,
         0,
         "it was there before the agent"
     );

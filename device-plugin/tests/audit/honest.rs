@@ -13,8 +13,8 @@ const GIB: u64 = 1 << 30;
 pub(crate) async fn check_no_findings(machine: &Machine) {
     for kind in [
         "over-quota",
-        "intruder",
-        "forged-page",
+        "untracked-process",
+        "tampered-page",
         "holder",
         "over-managed",
         "unaccounted",

@@ -75,7 +75,7 @@ async fn attestation_memory_is_bounded_for_huge_processes() {
     println!("resident: {before} KiB before, {now} now, {most} at most");
     assert!(most < before + MAX_GROWTH_KIB, "{before} {most}");
     assert!(at(99) < Duration::from_millis(100), "{:?}", at(99));
-    assert_eq!(count_findings(&machine, "intruder").await, 0);
+    assert_eq!(count_findings(&machine, "untracked-process").await, 0);
     let count = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;
     println!("{count:?} audits");
     let labels = "pod=\"neighbour\" reason=\"\"";

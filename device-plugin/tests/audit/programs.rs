@@ -135,7 +135,7 @@ impl<'a> HonestPrograms<'a> {
     }
 
     /// Creates the exporter's memory. The pod has the memory of killed exporters until ten samples
-    /// in a row prove it free, which takes seconds beside programs that allocate on a busy machine.
+    /// in a row prove it free. That takes seconds beside programs that allocate on a busy machine.
     async fn create_shared(&mut self) -> u64 {
         let begun = Instant::now();
         loop {

@@ -4,6 +4,7 @@
  *   raw FILE       -> ok | err N     loads this driver without a context
  *   alloc BYTES    -> ok | err N
  *   table BYTES    -> ok | err N     allocates through a private table of the simulated driver
+ *   managed BYTES  -> ok | err N     allocates managed memory on the GPU by the same table
  *   info           -> ok FREE TOTAL | err N
  *   export BYTES   -> ok | err N     exports memory as a descriptor
  *   park           -> ok PID         starts a process that has only that descriptor, and stays
@@ -185,11 +186,11 @@ int main(int count, char **words) {
         } else if (sscanf(line, "alloc %llu", &bytes) == 1) {
             uint64_t at = 0;
             code = call("cuMemAlloc_v2", &at, bytes, 0);
-        } else if (sscanf(line, "table %llu", &bytes) == 1) {
+        } else if (sscanf(line, "table %llu", &bytes) == 1 || sscanf(line, "managed %llu", &bytes) == 1) {
             uint64_t at = 0;
-            struct { size_t size; int (*alloc)(uint64_t *, uint64_t); } *table;
+            struct { size_t size; int (*alloc[2])(uint64_t *, uint64_t); } *table;
             code = call("cuGetExportTable", &table, (uint64_t)(uintptr_t)"bursar-sim-alloc", 0);
-            if (!code) code = table->alloc(&at, bytes);
+            if (!code) code = table->alloc[*line == 'm'](&at, bytes);
         } else if (!strncmp(line, "info", 4)) {
             size_t free_bytes = 0, total = 0;
             code = call("cuMemGetInfo_v2", &free_bytes, (uint64_t)(uintptr_t)&total, 0);

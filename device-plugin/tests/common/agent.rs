@@ -65,6 +65,7 @@ cdi-dir = "{root}/cdi"
 cgroup-root = "{root}/cgroup"
 shim-dir = "{root}/shim"
 kernel-log = "{lab}/state/kernel-log"
+sys = "{lab}/sys"
 [retained-memory]
 provisioner = "{root}/no-provisioner"
 fdstore-socket = "{root}/fdstore/fdstore.sock"
@@ -172,7 +173,7 @@ impl LedgerAllocator {
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
         let held = checkpoint.entries.into_iter();
         held.filter(|held| held.pod == *pod)
-            .map(|held| held.tokens)
+            .map(|held| held.device_ids)
             .collect()
     }
 
@@ -183,7 +184,7 @@ impl LedgerAllocator {
     ) -> Result<BindOutcome, PrepareError> {
         let unknown = || PrepareError::NotAllocated {
             resource,
-            tokens: device_ids.clone(),
+            device_ids: device_ids.clone(),
         };
         self.add_held(resource, device_ids);
         let pod = self.pod_of(resource, device_ids).ok_or_else(unknown)?;
@@ -241,11 +242,12 @@ impl Allocator for LedgerAllocator {
         &self,
         resource: Resource,
         device_ids: DeviceIdSet,
+        limit: Duration,
     ) -> Result<(), PrepareError> {
         let BindOutcome::Queued(ticket, reason) = self.start_bind(resource, &device_ids)? else {
             return Ok(());
         };
-        match tokio::time::timeout(self.bind_wait, self.wait_for(ticket)).await {
+        match tokio::time::timeout(self.bind_wait.min(limit), self.wait_for(ticket)).await {
             Ok(()) => Ok(()),
             Err(_) => {
                 self.state().ledger.stop_waiting(ticket, self.now());

@@ -35,7 +35,7 @@ fn device_checkpoint_is_parsed_by_whole_entries() {
             assert!(ours <= entries.map_or(0, Vec::len));
         }
         for held in &checkpoint.entries {
-            let mut holders = checkpoint.entries_with(held.resource, &held.tokens);
+            let mut holders = checkpoint.entries_with(held.resource, &held.device_ids);
             assert!(holders.any(|holder| holder == held));
         }
     });
@@ -79,7 +79,7 @@ fn session_record_of_any_content_is_served() {
     let served = SessionSpec {
         allocation: AllocationId::from_bits(7),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
-        tokens: None,
+        device_ids: None,
         gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
         managed: Bytes::gib(1),
     };

@@ -160,6 +160,17 @@ async fn agent_registers_when_the_plugin_directory_appears() {
 }
 
 #[tokio::test]
+async fn agent_names_the_kubelet_once_its_directory_appears() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("device-plugins");
+    let agent = Agent::start(&dir, ledger(&[8]), devices(8, 8));
+    let told = || format!("{:?}", *agent.registration.borrow());
+    eventually("the missing directory", || told().contains("Directory")).await;
+    std::fs::create_dir(&dir).unwrap();
+    eventually("the missing kubelet", || told().contains("NoKubelet")).await;
+}
+
+#[tokio::test]
 async fn agent_watches_a_recreated_plugin_directory() {
     let mut node = Fixture::new().await;
     node.kubelet.stop().await;

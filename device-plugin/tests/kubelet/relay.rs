@@ -208,6 +208,26 @@ async fn container_waits_within_the_kubelets_limit_for_an_agent() {
 }
 
 #[tokio::test]
+async fn agent_that_was_away_says_in_time_why_a_container_waits() {
+    let mut node = Node::new().await;
+    let (a, b) = (Pod::with("a", GPU, 8), Pod::with("b", GPU, 3));
+    node.kubelet.admit(&a).await.unwrap();
+    node.kubelet.start_container(&a, "main").await.unwrap();
+    // The kubelet assigns the device ids again before the agent has released the memory.
+    node.kubelet.pod_deleted(&a);
+    node.kubelet.admit(&b).await.unwrap();
+    let state = node.kill_agent();
+    let (relay, kubelet) = (node.dir(), node.kubelet.dir().to_owned());
+    let started = node.kubelet.start_container(&b, "main");
+    let (started, _agent) = tokio::join!(started, async {
+        tokio::time::sleep(AWAY / 2).await;
+        Agent::start_as(GPU, &relay, &kubelet, state, devices(8, 8), NEVER)
+    });
+    let message = started.unwrap_err();
+    assert!(message.contains("waiting for 3 GiB"), "{message}");
+}
+
+#[tokio::test]
 async fn restarted_relay_offers_the_last_devices_without_an_agent() {
     let mut node = Node::new().await;
     node.agent

@@ -16,6 +16,9 @@ const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
 #[derive(Default)]
 struct GpuNodeObject {
     generation: u64,
+    /// Grows with each change of spec or status. Without it the agent could take an old status of
+    /// its watch for the present one, and write no more.
+    version: u64,
     spec: Value,
     status: Value,
     /// The Events that the agent has published.
@@ -31,7 +34,7 @@ impl GpuNodeObject {
             "kind": "GpuNode",
             "metadata": {
                 "name": "node-1",
-                "resourceVersion": self.generation.to_string(),
+                "resourceVersion": self.version.to_string(),
                 "generation": self.generation,
             },
             "spec": self.spec,
@@ -59,6 +62,7 @@ impl FakeGpuNodeApi {
         fs::write(machine.path(".kube/config"), config.to_string()).unwrap();
         let object = Arc::new(Mutex::new(GpuNodeObject {
             generation: 1,
+            version: 1,
             spec: json!({}),
             status: json!({}),
             events: Vec::new(),
@@ -85,6 +89,7 @@ impl FakeGpuNodeApi {
         let mut object = self.0.lock().unwrap();
         object.spec = spec;
         object.generation += 1;
+        object.version += 1;
     }
 
     /// From now on the server closes each connection, or answers again.
@@ -152,13 +157,14 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
             let patch: Value = serde_json::from_slice(&body)?;
             if let Some(status) = patch.get("status") {
                 held.status = status.clone();
+                held.version += 1;
             }
             held.to_json()
         }
         "GET" if is_object && path.contains('?') => json!({
             "apiVersion": "bursar.dev/v1alpha1",
             "kind": "GpuNodeList",
-            "metadata": { "resourceVersion": held.generation.to_string() },
+            "metadata": { "resourceVersion": held.version.to_string() },
             "items": [held.to_json()],
         }),
         "GET" if is_object => held.to_json(),
@@ -191,16 +197,16 @@ fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Resul
     )?;
     let mut told = 0;
     loop {
-        let (generation, whole) = {
+        let (version, whole) = {
             let object = object.lock().unwrap();
             if object.away {
                 return Ok(());
             }
-            (object.generation, object.to_json())
+            (object.version, object.to_json())
         };
-        if generation != told {
+        if version != told {
             writeln!(stream, "{}", json!({ "type": "MODIFIED", "object": whole }))?;
-            told = generation;
+            told = version;
         }
         std::thread::sleep(Duration::from_millis(20));
     }

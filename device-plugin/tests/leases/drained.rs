@@ -17,6 +17,12 @@ use crate::tenant_process::Opened;
 
 /// The device nodes that the agent and its child processes have open.
 fn open_device_nodes(fixture: &Fixture) -> Vec<String> {
+    let nodes = open_nodes_by_pid(fixture).into_iter();
+    nodes.map(|(_, node)| node).collect()
+}
+
+/// Each open device node with its process.
+fn open_nodes_by_pid(fixture: &Fixture) -> Vec<(u32, String)> {
     let provisioners = fixture.provisioners().into_iter();
     let provisioners = provisioners.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
     let nvml_processes = fixture.machine.nvml_processes();
@@ -24,18 +30,13 @@ fn open_device_nodes(fixture: &Fixture) -> Vec<String> {
         .chain(nvml_processes)
         .chain([fixture.machine.agent_pid()]);
     let files = pids.flat_map(|pid| {
-        fs::read_dir(format!("/proc/{pid}/fd"))
-            .into_iter()
-            .flatten()
+        let files = fs::read_dir(format!("/proc/{pid}/fd"));
+        files.into_iter().flatten().map(move |file| (pid, file))
     });
-    let paths = files
-        .flatten()
-        .filter_map(|file| fs::read_link(file.path()).ok());
-    let nodes = paths.filter_map(|path| {
-        let node = path
-            .strip_prefix(fixture.machine.lab.path().join("dev"))
-            .ok()?;
-        Some(node.to_str().unwrap().to_owned())
+    let nodes = files.filter_map(|(pid, file)| {
+        let path = fs::read_link(file.ok()?.path()).ok()?;
+        let node = path.strip_prefix(fixture.machine.lab.path().join("dev"));
+        Some((pid, node.ok()?.to_str().unwrap().to_owned()))
     });
     nodes.collect()
 }
@@ -93,13 +94,15 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     let (mut tenant, made) = start_client(&fixture, &pod).await;
     assert_eq!(made["found"], false);
     let before = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
-    let node = |gpu: &str| format!("nvidia{}", api.gpu(gpu)["index"]);
+    // A starting agent's status has no GPUs for a moment.
+    let [node, other_node] =
+        [&gpu, &elsewhere].map(|gpu| format!("nvidia{}", api.gpu(gpu)["index"]));
     let only_the_other = |fixture: &Fixture| {
         let nodes = open_device_nodes(fixture);
-        nodes.contains(&node(&elsewhere)) && !nodes.contains(&node(&gpu))
+        nodes.contains(&other_node) && !nodes.contains(&node)
     };
     assert!(
-        open_device_nodes(&fixture).contains(&node(&gpu)),
+        open_device_nodes(&fixture).contains(&node),
         "NVML keeps the nodes of probed GPUs open"
     );
     assert_ne!(gpu_usage(&fixture, &gpu), (0, 0));
@@ -111,7 +114,7 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     assert!(!tenant.is_alive());
     assert_eq!(gpu_usage(&fixture, &gpu), (0, 0));
-    assert!(!open_device_nodes(&fixture).contains(&node(&gpu)));
+    assert!(!open_device_nodes(&fixture).contains(&node));
     eventually("the other GPU is probed", || only_the_other(&fixture)).await;
     fixture.machine.kubelet.until_allocatable(GPU, 16).await;
     wait_until_refused(&fixture, &pod).await;
@@ -123,7 +126,15 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
 
     fixture.machine.kill_agent();
     fixture.machine.start_agent();
-    eventually("the other GPU is probed again", || only_the_other(&fixture)).await;
+    let begun = Instant::now();
+    while !only_the_other(&fixture) {
+        let open = open_nodes_by_pid(&fixture);
+        assert!(
+            begun.elapsed() < PATIENCE,
+            "{node} is drained, and {other_node} is not; open: {open:?}"
+        );
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     wait_until_refused(&fixture, &pod).await;
 

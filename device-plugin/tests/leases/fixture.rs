@@ -40,9 +40,12 @@ pub(crate) struct Fixture {
 /// The folder of other packages' programs, which cargo builds once.
 pub(crate) fn program_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    let packages = ["bursar-fdstore", "bursar-provisioner", "bursar-runtime"];
-    let targets = ["--bins", "--example", "retained", "--example", "references"];
-    FOLDER.get_or_init(|| bursar_sim_lab::build(&packages, &targets).unwrap())
+    let packages = [
+        "bursar-fdstore",
+        "bursar-gpu-programs",
+        "bursar-provisioner",
+    ];
+    FOLDER.get_or_init(|| bursar_sim_lab::build(&packages, &["--bins"]).unwrap())
 }
 
 /// Compiles one of the C files beside this one. The folder is removed when the value is dropped.
@@ -61,7 +64,7 @@ pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
     (folder, program)
 }
 
-/// Writes a script that starts the provisioner, with a scrub check of little memory: six agents
+/// Writes a script that starts the provisioner, with a scrub check of little memory. Six agents
 /// that read 6 GiB each at their start leave two cores no time for anything else.
 fn write_provisioner_script(machine: &Machine) -> PathBuf {
     let (script, program) = (

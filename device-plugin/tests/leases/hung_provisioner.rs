@@ -97,9 +97,17 @@ fn provisioner(fixture: &Fixture, pod: &Pod) -> Pid {
     of_gpu.unwrap()
 }
 
+/// Whether the main thread of a process waits. A thread that has work is runnable, also on a busy
+/// machine.
+fn is_asleep(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap();
+    stat.rsplit_once(") ").unwrap().1.starts_with('S')
+}
+
 impl StoppedProvisioner {
     /// Stops the provisioner of a pod's GPU after it has created a GiB. The export keep-alive
-    /// exists by then, so the agent sends no other request.
+    /// exists by then, so the agent sends no other request. Memory exists before the agent has the
+    /// answer, so the provisioner must wait for its next request too.
     async fn provisioner(fixture: &Fixture, pod: &Pod) -> StoppedProvisioner {
         let sim = fixture.machine.lab.sim().unwrap();
         // The lease and the keep-alive may be of one provisioner or of two.
@@ -110,6 +118,12 @@ impl StoppedProvisioner {
         };
         eventually("the sentinel", is_all).await;
         let pid = provisioner(fixture, pod);
+        let mut quiet_polls = 0;
+        let is_idle = || {
+            quiet_polls = if is_asleep(pid) { quiet_polls + 1 } else { 0 };
+            quiet_polls == 50
+        };
+        eventually("the provisioner's next wait", is_idle).await;
         kill_process(pid, Signal::STOP).unwrap();
         StoppedProvisioner(pid)
     }

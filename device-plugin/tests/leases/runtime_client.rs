@@ -3,18 +3,20 @@
 use std::time::{Duration, Instant};
 
 use bursar_protocol::messages::token::Generation;
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::api::FakeGpuNodeApi;
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
 use crate::fixture::{Fixture, GIB, open_retrying, program_folder};
+use crate::machine::{GPU, TWO_GPUS};
 use crate::tokens::{is_fenced, redeem};
 
 /// Starts the client in a pod's container. Returns its report of the memory that it found or
 /// created.
 pub(crate) async fn start_client(fixture: &Fixture, pod: &Pod) -> (Container, Value) {
-    let program = program_folder().join("examples/retained");
+    let program = program_folder().join("retained");
     let mut client =
         Container::run(&fixture.machine, pod, PLAIN, &program, "image - 67108864").await;
     fixture.machine.adopt(pod, client.pid());
@@ -24,6 +26,49 @@ pub(crate) async fn start_client(fixture: &Fixture, pod: &Pod) -> (Container, Va
         client,
         told.unwrap_or_else(|error| panic!("{error}: {line}")),
     )
+}
+
+/// Starts a program in a pod's container that answers each line with what its runtime knows.
+async fn start_watcher(fixture: &Fixture, pod: &Pod) -> Container {
+    let program = program_folder().join("references");
+    let mut image = Container::run(&fixture.machine, pod, PLAIN, &program, "watch").await;
+    // The client sends its first message only once it has loaded the driver, so this comes before.
+    fixture.machine.adopt(pod, image.pid());
+    assert_eq!(image.call("?"), "good");
+    image
+}
+
+#[tokio::test]
+async fn runtime_knows_the_pods_quota_and_its_generation() {
+    let mut machine = Fixture::machine(TWO_GPUS).await;
+    let api = FakeGpuNodeApi::start(&machine);
+    machine.start_agent();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    let fixture = Fixture::of(machine);
+    let pod = fixture.machine.admit("a", 4).await;
+    let mut first = start_watcher(&fixture, &pod).await;
+    let mut second = start_watcher(&fixture, &pod).await;
+    assert_eq!(first.call("generation"), "1");
+    assert_eq!(second.call("generation"), "2");
+    eventually("the last generation in the status", || {
+        let status = api.status();
+        let containers = status["containers"].as_array().into_iter().flatten();
+        let of_pod = containers.filter(|container| container["podUid"] == pod.uid.as_str());
+        of_pod
+            .map(|container| &container["processGeneration"])
+            .eq([&json!(2)])
+    })
+    .await;
+    for gib in [4, 2, 3] {
+        if gib != 4 {
+            let quota = json!({ "podUid": pod.uid.as_str(), "container": "main", "quota": format!("{gib}Gi") });
+            api.set_spec(json!({ "quotas": [quota] }));
+        }
+        for image in [&mut first, &mut second] {
+            let limit = (gib * GIB).to_string();
+            eventually("the limit", || image.call("limit") == limit).await;
+        }
+    }
 }
 
 #[tokio::test]
@@ -75,13 +120,7 @@ async fn fenced_lease_is_stale_in_its_process_alone() {
     );
     let mut images = Vec::new();
     for pod in [&pod, &other] {
-        let program = program_folder().join("examples/references");
-        let mut image = Container::run(&fixture.machine, pod, PLAIN, &program, "watch").await;
-        // The client sends its first message only once it has loaded the driver, so this comes
-        // before.
-        fixture.machine.adopt(pod, image.pid());
-        assert_eq!(image.call("?"), "good");
-        images.push(image);
+        images.push(start_watcher(&fixture, pod).await);
     }
     let (_, gpu) = fixture.allocation_and_gpu(&pod);
     let pid = images[0].pid().to_string();

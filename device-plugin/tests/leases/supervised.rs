@@ -15,6 +15,7 @@ use crate::machine::{GPU, Machine, TWO_GPUS};
 use crate::tenant_process::Opened;
 
 const FIRST: &str = "GPU-00000000-0000-0000-0000-000000000001";
+const MANAGED: &str = "bursar.dev/managed-memory-gib";
 const SECOND: &str = "GPU-00000000-0000-0000-0000-000000000002";
 
 /// The time limit of a start (`retained/provisioners.rs`).
@@ -141,6 +142,41 @@ async fn gpu_that_cuda_refuses_takes_no_pods_until_a_start_succeeds() {
     assert!(ready["failures"].as_u64().unwrap() >= 3, "{ready}");
     assert_eq!(ready["reason"], Value::Null);
     fixture.machine.until_started(&waiter).await;
+}
+
+/// The runtime of a GPU that cannot share managed memory with the host withdraws the node's offer.
+#[tokio::test]
+async fn managed_memory_is_withdrawn_without_concurrent_access() {
+    let config = gpus(2) + "concurrent-managed-access = false\n";
+    let (mut fixture, api) = machine(&config).await;
+    let path = fixture.machine.path("agent.toml");
+    let text = fs::read_to_string(&path).unwrap();
+    let capacity = "[resources]\nmanaged-memory-capacity = \"8Gi\"\n";
+    fs::write(&path, text + capacity).unwrap();
+    let condition = || {
+        let status = api.status();
+        let mut conditions = status["conditions"].as_array().into_iter().flatten();
+        let managed = conditions.find(|condition| condition["type"] == "ManagedMemory");
+        managed.cloned().unwrap_or_default()
+    };
+    simgpu(&fixture.machine, &["refuse", "1", "hang"]);
+    fixture.machine.start_agent();
+    fixture.machine.kubelet.until_allocatable(GPU, 8).await;
+    // The first GPU has told, and the second is unknown.
+    until_state(&api, FIRST, "Ready").await;
+    fixture.machine.kubelet.until_allocatable(MANAGED, 8).await;
+    eventually("an offer", || condition()["status"] == "True").await;
+    simgpu(&fixture.machine, &["accept", "1"]);
+    until_state(&api, SECOND, "Ready").await;
+    fixture.machine.kubelet.until_allocatable(MANAGED, 0).await;
+    eventually("the reason", || condition()["reason"] == "EvictionUnsafe").await;
+    let message = condition()["message"].to_string();
+    assert!(message.contains(SECOND), "{message}");
+    // The agent keeps the finding of a runtime that has ended.
+    api.drain(&[SECOND]);
+    fixture.machine.kubelet.until_allocatable(GPU, 4).await;
+    until_state(&api, SECOND, "Drained").await;
+    assert_eq!(condition()["reason"], "EvictionUnsafe");
 }
 
 #[tokio::test]

@@ -13,6 +13,8 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::machine::Machine;
+
 /// The longest request that the server reads.
 const MAX_BODY: usize = 1 << 20;
 
@@ -56,8 +58,15 @@ impl FakeApiServer {
         self.delay.send_replace(None);
     }
 
-    /// The agent's kubeconfig for this server.
-    pub(crate) fn kubeconfig(&self) -> String {
+    /// Gives the machine's next agent a kubeconfig for this server.
+    pub(crate) fn configure(&self, machine: &Machine) {
+        // The agent's home directory is the machine's folder.
+        let folder = machine.path(".kube");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("config"), self.kubeconfig()).unwrap();
+    }
+
+    fn kubeconfig(&self) -> String {
         let config = json!({
             "apiVersion": "v1",
             "kind": "Config",
@@ -69,13 +78,14 @@ impl FakeApiServer {
         config.to_string()
     }
 
-    /// The number of Events about an object of this name.
-    pub(crate) fn events_about(&self, name: &str) -> usize {
+    /// The reasons of the Events about an object of this name.
+    pub(crate) fn reasons_about(&self, name: &str) -> Vec<String> {
         let events = self.events.lock().unwrap();
         let about = events.iter();
         about
             .filter(|event| event["regarding"]["name"] == name)
-            .count()
+            .filter_map(|event| event["reason"].as_str().map(str::to_owned))
+            .collect()
     }
 
     pub(crate) fn events(&self) -> usize {

@@ -45,11 +45,11 @@ async fn events_are_bounded_when_processes_come_in_waves() {
     let api_server = FakeApiServer::start(Duration::from_millis(50)).await;
     let begun = Instant::now();
     let node = Node::start_with(&api_server).await;
-    let pods = ["faults", "intruders"];
-    let [faults, intruders] = pods;
+    let pods = ["faults", "untracked"];
+    let [faults, untracked] = pods;
     let tenants = [
         (node.tenant(faults).await, "fault"),
-        (node.tenant(intruders).await, "past"),
+        (node.tenant(untracked).await, "past"),
     ];
     let storm = async {
         for number in 0..WAVES {
@@ -66,7 +66,7 @@ async fn events_are_bounded_when_processes_come_in_waves() {
     println!("{findings} findings, {all} Events and {dropped} dropped in {seconds} s");
     for pod in pods {
         let (about, most) = (
-            api_server.events_about(pod),
+            api_server.reasons_about(pod).len(),
             POD_BURST + seconds / POD_INTERVAL + 1,
         );
         println!("{about} Events about {pod}");

@@ -20,7 +20,7 @@ pub enum Reason {
     /// There is no driver, or the driver has no GPU.
     GpusMissing,
     /// The node has more device ids than the kubelet can handle.
-    TooManyTokens,
+    TooManyDeviceIds,
     /// The checkpoint was malformed; the agent rebuilt it from the node.
     CheckpointRebuilt,
     /// The checkpoint cannot be written.
@@ -32,9 +32,9 @@ pub enum Reason {
     /// A container uses more than its quota.
     OverQuota,
     /// A process uses a GPU without a session.
-    Intruder,
+    UntrackedProcess,
     /// A process wrote credit into its own credit page.
-    ForgedPage,
+    TamperedPage,
     /// Memory of a GPU is in use and charged to no container.
     Unaccounted,
     /// Processes still hold memory that ended pods had exported.
@@ -64,14 +64,14 @@ impl Reason {
             Self::GpuHealthy => "GpuHealthy",
             Self::GpuMemoryLost => "GpuMemoryLost",
             Self::GpusMissing => "GpusMissing",
-            Self::TooManyTokens => "TooManyTokens",
+            Self::TooManyDeviceIds => "TooManyDeviceIds",
             Self::CheckpointRebuilt => "CheckpointRebuilt",
             Self::CheckpointUnwritable => "CheckpointUnwritable",
             Self::CdiUnusable => "CdiUnusable",
             Self::RegistrationFailed => "RegistrationFailed",
             Self::OverQuota => "GpuMemoryOverQuota",
-            Self::Intruder => "GpuIntruder",
-            Self::ForgedPage => "GpuCreditForged",
+            Self::UntrackedProcess => "GpuUntrackedProcess",
+            Self::TamperedPage => "GpuCreditTampered",
             Self::Unaccounted => "GpuMemoryUnaccounted",
             Self::MemoryLeaked => "GpuMemoryLeaked",
             Self::Killed => "GpuProcessKilled",
@@ -95,14 +95,14 @@ impl Reason {
             | Self::NotBound
             | Self::GpuUnhealthy
             | Self::GpusMissing
-            | Self::TooManyTokens
+            | Self::TooManyDeviceIds
             | Self::CheckpointRebuilt
             | Self::CheckpointUnwritable
             | Self::CdiUnusable
             | Self::RegistrationFailed
             | Self::OverQuota
-            | Self::Intruder
-            | Self::ForgedPage
+            | Self::UntrackedProcess
+            | Self::TamperedPage
             | Self::Unaccounted
             | Self::MemoryLeaked
             | Self::Killed

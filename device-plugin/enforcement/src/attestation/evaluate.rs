@@ -237,9 +237,9 @@ pub(crate) fn is_gpu_node(name: &str) -> bool {
     number.is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
-/// Whether the agent has to ask which GPUs a container may open: if the container can make device
-/// nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of all GPUs where
-/// it may, so a node in `seen` alone proves nothing.
+/// Whether the agent has to ask which GPUs a container may open. It has to if the container can
+/// make device nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of
+/// all GPUs where it may, so a node in `seen` alone proves nothing.
 pub(crate) fn needs_device_check(
     given: &BTreeSet<String>,
     seen: &BTreeSet<String>,
@@ -258,8 +258,8 @@ pub(crate) fn check_openable(openable: &BTreeSet<String>) -> Option<EnforcementG
 }
 
 /// The longest time that a runtime may need to set up a container. Until it executes the program,
-/// the runtime's own process is the container's first: in its cgroup and mounts, with the
-/// capabilities not dropped yet and the host's root above its own (`pivot_root`(2),
+/// the runtime's own process is the container's first. It is in the container's cgroup and mounts,
+/// has not dropped the capabilities yet and has the host's root above its own (`pivot_root`(2),
 /// "pivot_root(".", ".")").
 const MAX_SETUP: Duration = Duration::from_secs(60);
 
@@ -278,7 +278,7 @@ pub(crate) fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<E
         .then(|| EnforcementGap::new(GapReason::Privileged, "CAP_SYS_ADMIN over the host"))
 }
 
-/// Checks what a container may do to the time of others: with this capability the driver lets a
+/// Checks what a container may do to the time of others. With this capability the driver lets a
 /// process set time slices and restart run lists (`RS_ACCESS_NICE`, open-gpu-kernel-modules
 /// `rs_access.h`).
 pub(crate) fn check_scheduling(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {

@@ -12,6 +12,7 @@
 //! too large counts as not attested. One probe of a pod reads [`MAPS_BYTES_PER_PROBE`] of memory
 //! maps, and the next one starts with the processes that have waited longest.
 
+mod attested;
 mod grant;
 mod host_view;
 mod processes;
@@ -23,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_config::{Config, DriverConfig, PathsConfig};
-use bursar_host::host_memory::{ContainerRoom, container_room};
+use bursar_host::host_memory::container_room;
 use bursar_host::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use bursar_host::procfs::{self, Bounds, Stat};
 use bursar_ledger::units::{AllocationId, PodUid};
@@ -33,8 +34,10 @@ use super::evaluate::{self, EnforcementGap};
 use super::mounts::MountTable;
 use grant::ContainerGrant;
 use processes::ProcessRecord;
-use rights::RightsRecord;
+use rights::{DeviceCheck, RightsRecord};
 
+pub use attested::AttestedProcess;
+pub(crate) use attested::{AttestationTarget, AttestedContainer};
 pub use host_view::HostView;
 
 /// The longest time before an unchanged process is read again.
@@ -52,49 +55,6 @@ const MOUNTS_BOUNDS: Bounds = Bounds {
 };
 /// The bytes of memory maps that one probe of a pod reads; the last process may exceed them.
 const MAPS_BYTES_PER_PROBE: u64 = MAPS_BOUNDS.bytes;
-
-/// A pod with containers that have GPUs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct AttestationTarget {
-    /// The pod's UID.
-    pub pod: PodUid,
-    /// The pod's cgroup.
-    pub cgroup: PathBuf,
-}
-
-/// A running container with a GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct AttestedContainer {
-    /// The container's allocation.
-    pub allocation: AllocationId,
-    /// The container's pod.
-    pub pod: PodUid,
-    /// The name of the container's cgroup.
-    pub cgroup: String,
-    /// The gap in its enforcement; none where it has none.
-    pub gap: Option<EnforcementGap>,
-    /// The container's processes, by pid.
-    pub processes: BTreeMap<u32, AttestedProcess>,
-    /// The host memory that the container can still have; none where its limits are unknown.
-    pub host_room: Option<ContainerRoom>,
-}
-
-/// A process of a container with a GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AttestedProcess {
-    /// The start time, in clock ticks since boot.
-    pub start: u64,
-    /// Whether the process has executed no program since it was forked.
-    pub forked: bool,
-    /// Whether the process has the shim mapped.
-    pub has_shim: bool,
-    /// The addresses at which the process has device nodes of the driver mapped.
-    pub device_mappings: BTreeSet<u64>,
-    /// The bytes of its mappings of managed memory, which no process can have more of.
-    pub managed_mapped: u64,
-    /// Whether the process has changed since its mappings were read.
-    pub is_stale: bool,
-}
 
 /// Attests the containers of a pod, and caches what it has read.
 #[derive(Debug)]
@@ -122,6 +82,14 @@ struct ContainerRecord {
     /// Whether the record needs no second read: its runtime has set the container up.
     is_final: bool,
     read_at: Instant,
+}
+
+/// The findings of an earlier probe about a container.
+struct KnownContainer {
+    allocation: Option<AllocationId>,
+    /// The rights, unless they may have changed since.
+    rights: Option<RightsRecord>,
+    device_check: Option<DeviceCheck>,
 }
 
 impl PodAttestor {
@@ -191,43 +159,26 @@ impl PodAttestor {
         room: &mut u64,
     ) -> Option<AttestedContainer> {
         let &(first, stat) = processes.first()?;
-        let known = self.containers.get(folder);
-        let known = known.filter(|known| {
-            (known.first_process.0, known.first_process.1.start_ticks) == (first, stat.start_ticks)
-        });
-        let unchanged = known.filter(|known| {
-            known.is_final
-                && known.first_process.1.stack == stat.stack
-                && host.now.duration_since(known.read_at) < MAX_AGE
-        });
-        if unchanged.is_some_and(|known| known.allocation.is_none()) {
+        let KnownContainer {
+            allocation,
+            rights,
+            device_check,
+        } = self.known_container(folder, (first, stat), host.now);
+        if rights.is_some() && allocation.is_none() {
             return None;
         }
-        let (unchanged, mut allocation, asked) = (
-            unchanged.map(|known| known.rights.clone()),
-            known.and_then(|known| known.allocation),
-            known.and_then(|known| known.rights.device_check.clone()),
-        );
-        let mut mounts = MountTable::default();
-        let table = self.proc_path(first, "mountinfo");
-        let read = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| mounts.add_line(line));
-        let too_many = match read {
-            Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
-            // The runtime's mounts come first, so a truncated table still identifies the container.
-            read => read.is_err(),
-        };
-        // A process that is ending has no mounts.
-        mounts.resolve(Path::new("/"))?;
+        let (mounts, are_complete) = self.read_mounts(first)?;
         // A container that hides the identifying mount later keeps its allocation.
-        allocation = allocation.or_else(|| self.allocation_of(&mounts, &host.own_mounts));
+        let allocation = allocation.or_else(|| self.allocation_of(&mounts, &host.own_mounts));
         let given = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
         let made = evaluate::is_set_up(stat.forked, host.uptime.saturating_sub(stat.start_time()));
         let judged = given.as_ref().filter(|_| made);
-        let rights = match unchanged {
+        let rights = match rights {
             Some(rights) => rights,
             None => {
-                let judge =
-                    |given| self.check_rights(folder, (first, stat), &mounts, given, asked, host);
+                let judge = |given| {
+                    self.check_rights(folder, (first, stat), &mounts, given, device_check, host)
+                };
                 let rights = judged.map(judge).unwrap_or_default();
                 let container = ContainerRecord {
                     first_process: (first, stat),
@@ -240,11 +191,11 @@ impl PodAttestor {
                 rights
             }
         };
-        let of_mounts = match too_many {
-            true => {
+        let of_mounts = match are_complete {
+            true => judged.and_then(|given| evaluate::check_mounts(&given.mounts, &mounts)),
+            false => {
                 judged.map(|_| EnforcementGap::not_attested("it has too many mounts to be read"))
             }
-            false => judged.and_then(|given| evaluate::check_mounts(&given.mounts, &mounts)),
         };
         let allocation = given.and(allocation)?;
         let namespace = self.read_link(first, "ns/mnt");
@@ -258,6 +209,44 @@ impl PodAttestor {
             processes: running,
             host_room: None,
         })
+    }
+
+    /// The findings of an earlier probe about the container with this first process.
+    fn known_container(
+        &self,
+        folder: &Path,
+        (first, stat): (u32, Stat),
+        now: Instant,
+    ) -> KnownContainer {
+        let known = self.containers.get(folder);
+        let known = known.filter(|known| {
+            (known.first_process.0, known.first_process.1.start_ticks) == (first, stat.start_ticks)
+        });
+        let unchanged = known.filter(|known| {
+            known.is_final
+                && known.first_process.1.stack == stat.stack
+                && now.duration_since(known.read_at) < MAX_AGE
+        });
+        KnownContainer {
+            allocation: known.and_then(|known| known.allocation),
+            rights: unchanged.map(|known| known.rights.clone()),
+            device_check: known.and_then(|known| known.rights.device_check.clone()),
+        }
+    }
+
+    /// The mounts of a container, and whether they are all; none while its first process is ending.
+    fn read_mounts(&self, first: u32) -> Option<(MountTable, bool)> {
+        let mut mounts = MountTable::default();
+        let table = self.proc_path(first, "mountinfo");
+        let read = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| mounts.add_line(line));
+        let are_complete = match read {
+            Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
+            // The runtime's mounts come first, so a truncated table still identifies the container.
+            read => read.is_ok(),
+        };
+        // A process that is ending has no mounts.
+        mounts.resolve(Path::new("/"))?;
+        Some((mounts, are_complete))
     }
 
     fn proc_path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {

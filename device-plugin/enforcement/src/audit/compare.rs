@@ -14,13 +14,13 @@
 //! exported, what exited ones left, its leases, and the grants of processes that the driver does
 //! not list. A process within `cuInit` or its exit is not listed, and holds memory.
 //! [`known_unattributed`] bounds the sum by what the container has and the driver does not list for
-//! it: listed memory cannot be unlisted as well, whatever a process says that it exported.
+//! it. Listed memory cannot be unlisted as well, whatever a process says that it exported.
 //!
 //! The kernel module reports memory that a process of a pod owns without a context
 //! ([`bursar_gpu::holders`]). The audit treats that process as listed, so it is within its quota,
 //! over it, or untracked.
 //!
-//! Memory in use beyond that has a holder that the driver does not report: a file descriptor alone
+//! Memory in use beyond that has a holder that the driver does not report. A file descriptor alone
 //! holds it, or the kernel module gave no answer. The audit sees of a process its session, what the
 //! driver lists, and which device nodes it has mapped. `cuInit` maps device nodes, and NVML maps
 //! none. The shim connects in `cuInit`. So a process with such mappings and without a session uses
@@ -38,7 +38,7 @@
 //! The driver charges managed memory on a GPU to no process, and says neither whose it is nor on
 //! which GPU. A process cannot have more of it than it has mapped. So a container's accounts
 //! explain what it was charged and has mapped. A container with more mapped than charged is
-//! [`Finding::OverManaged`] while its GPU has unaccounted memory: its module has variables in
+//! [`Finding::OverManaged`] while its GPU has unaccounted memory. Its module has variables in
 //! managed memory, or it allocated past the shim. Address ranges that a managed pool reserves are
 //! mapped as well, so the agent kills no process for this finding.
 //!
@@ -114,7 +114,7 @@ pub struct LiveProcess {
     pub owner: ProcessOwner,
 }
 
-/// What the attestation knows of containers and their processes.
+/// The containers and processes that the attestation knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttestedState {
     /// The allocation of a pod's container, by the name of its cgroup.
@@ -145,8 +145,8 @@ pub struct AuditResult {
     pub unaccounted: BTreeMap<GpuUuid, Bytes>,
     /// The number of processes that use a GPU without a session.
     pub untracked_processes: BTreeMap<GpuUuid, usize>,
-    /// The GPU's bytes in use that the driver moves away for device memory: managed memory, at most
-    /// what containers were charged, and what the driver keeps for it.
+    /// The GPU's bytes in use that the driver moves away for device memory. They are managed
+    /// memory, at most what containers were charged, and what the driver keeps for it.
     pub evictable: BTreeMap<GpuUuid, Bytes>,
     /// The bytes that processes without a session have of a container's account.
     pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
@@ -165,7 +165,7 @@ pub fn compare_accounts(
     }
     for books in books {
         let forged = books.processes.iter().filter(|member| member.tampered);
-        let finding = |process| Finding::ForgedPage {
+        let finding = |process| Finding::TamperedPage {
             allocation: books.allocation,
             process,
         };
@@ -176,7 +176,6 @@ pub fn compare_accounts(
 }
 
 impl AuditResult {
-    /// The driver's figure of a process includes its context.
     fn compare_gpu(
         &mut self,
         seen: &GpuSample,
@@ -184,16 +183,30 @@ impl AuditResult {
         containers: &AttestedState,
         limits: &AuditConfig,
     ) {
-        let GpuSample {
-            gpu,
-            unattributed_signed: residual,
-            unattributed: unlisted,
-            unreclaimed_or_retained: left,
-            processes,
-        } = seen;
+        let gpu = &seen.gpu;
+        let (mut charged, of_dead) = self.attribute_processes(seen, books, containers, limits);
+        for of_it in books {
+            let listed = charged.remove(&of_it.allocation).unwrap_or_default();
+            self.compare_container(gpu, of_it, &listed, limits);
+        }
+        self.unattributed_signed
+            .insert(gpu.clone(), seen.unattributed_signed);
+        self.compare_unlisted(seen, of_dead, books, containers, limits);
+    }
+
+    /// Attributes the listed processes to containers. Returns those of each container, and the
+    /// bytes of processes that have exited.
+    fn attribute_processes<'a>(
+        &mut self,
+        seen: &'a GpuSample,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+        limits: &AuditConfig,
+    ) -> (BTreeMap<AllocationId, Vec<&'a ListedProcess>>, u64) {
+        let gpu = &seen.gpu;
         let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
-        let (mut intruders, mut of_dead) = (0, 0_u64);
-        for listed in processes {
+        let (mut not_allowed, mut of_dead) = (0, 0_u64);
+        for listed in &seen.processes {
             let bytes = listed.bytes.unwrap_or_default();
             let untracked = match attribute(listed, gpu, books, containers, limits) {
                 Attribution::Tracked(allocation) => {
@@ -206,7 +219,7 @@ impl AuditResult {
                 }
                 Attribution::SessionLost(allocation) => Some(allocation),
                 Attribution::Untracked(allocation) => {
-                    intruders += usize::from(!is_allowed(listed));
+                    not_allowed += usize::from(!is_allowed(listed));
                     self.findings
                         .extend(untracked_finding(gpu, listed, allocation));
                     allocation
@@ -222,12 +235,27 @@ impl AuditResult {
                 .or_default();
             untracked.insert(listed.pid, bytes);
         }
-        for of_it in books {
-            let listed = charged.remove(&of_it.allocation).unwrap_or_default();
-            self.compare_container(gpu, of_it, &listed, limits);
-        }
-        self.untracked_processes.insert(gpu.clone(), intruders);
-        self.unattributed_signed.insert(gpu.clone(), *residual);
+        self.untracked_processes.insert(gpu.clone(), not_allowed);
+        (charged, of_dead)
+    }
+
+    /// Compares the memory that is listed for no process, or for exited ones (`of_dead`), with what
+    /// the accounts explain.
+    fn compare_unlisted(
+        &mut self,
+        seen: &GpuSample,
+        of_dead: u64,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+        limits: &AuditConfig,
+    ) {
+        let GpuSample {
+            gpu,
+            unattributed_signed: _,
+            unattributed: unlisted,
+            unreclaimed_or_retained: left,
+            processes,
+        } = seen;
         let known = books
             .iter()
             .map(|books| known_unattributed(books, gpu, processes, containers, limits))
@@ -260,6 +288,8 @@ impl AuditResult {
         }
     }
 
+    /// Compares a container's listed processes with its account. The driver's figure of a process
+    /// includes its context.
     fn compare_container(
         &mut self,
         gpu: &GpuUuid,
@@ -332,8 +362,8 @@ fn account_of<'a>(books: &'a ContainerUsage, gpu: &GpuUuid) -> Option<(usize, &'
     accounts.find(|(_, it)| matches!(&it.account, Account::Gpu(uuid) if uuid == gpu))
 }
 
-/// The bytes that this number of processes may have besides their container's quota: an allowance
-/// for each, and in all at most one allowance and a tenth of the quota.
+/// The bytes that this number of processes may have besides their container's quota. Each has an
+/// allowance, and all together have at most one allowance and a tenth of the quota.
 fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
     let each = limits.process_allowance.0.saturating_mul(processes as u64);
     let most = limits.process_allowance.0.saturating_add(quota.0 / 10);

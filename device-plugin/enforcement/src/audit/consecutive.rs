@@ -10,8 +10,8 @@ use super::compare::Finding;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum FindingKey {
     OverQuota(AllocationId, GpuUuid),
-    Intruder(GpuUuid, u32, u64),
-    ForgedPage(AllocationId, u32, u64),
+    UntrackedProcess(GpuUuid, u32, u64),
+    TamperedPage(AllocationId, u32, u64),
     Holder(GpuUuid, u32, u64),
     OverManaged(AllocationId, GpuUuid),
     Unaccounted(GpuUuid),
@@ -24,12 +24,12 @@ impl FindingKey {
                 allocation, gpu, ..
             } => Self::OverQuota(*allocation, gpu.clone()),
             Finding::UntrackedProcess { gpu, process, .. } => {
-                Self::Intruder(gpu.clone(), process.pid, process.start)
+                Self::UntrackedProcess(gpu.clone(), process.pid, process.start)
             }
-            Finding::ForgedPage {
+            Finding::TamperedPage {
                 allocation,
                 process,
-            } => Self::ForgedPage(*allocation, process.pid, process.start),
+            } => Self::TamperedPage(*allocation, process.pid, process.start),
             Finding::Holder { gpu, process, .. } => {
                 Self::Holder(gpu.clone(), process.pid, process.start)
             }
@@ -51,11 +51,11 @@ impl FindingKey {
     fn gpu(&self) -> Option<&GpuUuid> {
         match self {
             Self::OverQuota(_, gpu)
-            | Self::Intruder(gpu, ..)
+            | Self::UntrackedProcess(gpu, ..)
             | Self::Holder(gpu, ..)
             | Self::OverManaged(_, gpu)
             | Self::Unaccounted(gpu) => Some(gpu),
-            Self::ForgedPage(..) => None,
+            Self::TamperedPage(..) => None,
         }
     }
 }

@@ -14,9 +14,11 @@ use crate::attestation::EnforcementGap;
 pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let (reason, allocation) = match finding {
         Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
-        Finding::UntrackedProcess { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
-        Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
-        Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
+        Finding::UntrackedProcess { allocation, .. } => {
+            (Reason::UntrackedProcess, allocation.as_ref())
+        }
+        Finding::TamperedPage { allocation, .. } => (Reason::TamperedPage, Some(allocation)),
+        Finding::Holder { allocation, .. } => (Reason::UntrackedProcess, Some(allocation)),
         Finding::OverManaged { allocation, .. } => (Reason::OverQuota, Some(allocation)),
         Finding::Unaccounted {
             only_container: only,
@@ -30,7 +32,7 @@ pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[
 pub(crate) fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
         Finding::OverQuota { allocation, .. }
-        | Finding::ForgedPage { allocation, .. }
+        | Finding::TamperedPage { allocation, .. }
         | Finding::Holder { allocation, .. } => Some(allocation),
         Finding::UntrackedProcess { allocation, .. } => allocation.as_ref(),
         Finding::OverManaged { .. } | Finding::Unaccounted { .. } => None,
@@ -95,7 +97,9 @@ fn message(finding: &Finding) -> String {
                 format!("a process of the host uses {gpu}")
             }
         },
-        Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
+        Finding::TamperedPage { .. } => {
+            "a process wrote a grant into its own credit page".to_owned()
+        }
         Finding::Holder { gpu, bytes, .. } => format!(
             "a process uses {gpu} past the shim and without a context, and {} of the GPU is in use and charged to no process",
             whole_mib(*bytes)
@@ -119,7 +123,8 @@ fn message(finding: &Finding) -> String {
         } => {
             let only = only.map_or("", |_| "; no other container uses the GPU's driver");
             format!(
-                "{} of {gpu} is in use and charged to no process{only}",
+                "{} of {gpu} is in use and charged to no process{only}; host memory may be on the \
+                 GPU if the GpuNode's condition PageableMemoryOnGpu is True",
                 whole_mib(*bytes)
             )
         }
@@ -183,11 +188,11 @@ mod tests {
         let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
         let process = |pid| Process { pid, start: 7 };
         let told = |pid| {
-            let forged = Finding::ForgedPage {
+            let forged = Finding::TamperedPage {
                 allocation,
                 process: process(pid),
             };
-            let intruder = |owner: &ProcessOwner, allocation| Finding::UntrackedProcess {
+            let untracked = |owner: &ProcessOwner, allocation| Finding::UntrackedProcess {
                 gpu: GpuUuid::clone(&gpu),
                 process: process(pid),
                 bytes: None,
@@ -200,9 +205,9 @@ mod tests {
             };
             let all = [
                 forged,
-                intruder(&pod, Some(allocation)),
-                intruder(&pod, None),
-                intruder(&ProcessOwner::Host, None),
+                untracked(&pod, Some(allocation)),
+                untracked(&pod, None),
+                untracked(&ProcessOwner::Host, None),
             ];
             all.map(|finding| message(&finding))
         };

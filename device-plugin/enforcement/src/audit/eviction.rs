@@ -3,8 +3,8 @@
 //!
 //! The driver takes host memory for it in the cgroup of the owner. Its part that is on the host
 //! already needs none, but no figure tells that part. So each owner must have room for all managed
-//! memory that its pod has mapped, on any GPU, and the node for that of all pods. The driver tells
-//! nothing of processes that the attestation does not know, so none may use the GPU.
+//! memory that its pod has mapped, on any GPU. The node must have room for that of all pods. The
+//! driver tells nothing of processes that the attestation does not know, so none may use the GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,7 +42,7 @@ pub enum EvictionRisk {
 
 /// The host memory of the node.
 pub(super) struct NodeState<'a> {
-    /// What programs can still have.
+    /// The memory that programs can still have.
     pub(super) room: Option<Bytes>,
     /// The pods whose attestation is old.
     pub(super) unread: &'a BTreeSet<PodUid>,

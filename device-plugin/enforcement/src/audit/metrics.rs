@@ -273,6 +273,11 @@ impl AuditFigures {
             "Requests for credit that the agent answered",
             each(|usage| usage.requests),
         )?;
+        tables.counters(
+            "bursar_container_driver_refusals",
+            "Allocations that the driver refused although the quota allowed them",
+            each(|usage| usage.driver_refusals),
+        )?;
         tables.gauges(
             "bursar_container_unclosed_sockets",
             "Sessions of a container's exited processes that wait to be closed",
@@ -320,15 +325,17 @@ impl AuditFigures {
 
     fn encode_gpus(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let label = |gpu: &GpuUuid| GpuLabels::from(gpu);
-        let residual = self.result.unattributed_signed.iter();
+        let unattributed = self.result.unattributed_signed.iter();
         tables.gauges(
-            "bursar_gpu_residual_bytes",
+            "bursar_gpu_unattributed_bytes",
             "Used memory of a GPU less that of its processes by NVML",
-            residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
+            unattributed
+                .map(|(gpu, bytes)| (label(gpu), *bytes))
+                .collect(),
         )?;
         let untracked = self.result.untracked_processes.iter();
         tables.gauges(
-            "bursar_gpu_intruders",
+            "bursar_gpu_untracked_processes",
             "Processes that use a GPU without a session",
             untracked
                 .map(|(gpu, count)| (label(gpu), gauge_value(*count as u64)))
@@ -382,8 +389,8 @@ impl AuditMetrics {
     }
 
     /// Observes the time until a program runs again after a fault.
-    pub fn observe_recovery(&self, in_place: bool, took: Duration) {
-        let action = if in_place { "in-place" } else { "restart" };
+    pub fn observe_recovery(&self, action: RecoveryAction, took: Duration) {
+        let action = action.to_api().label();
         self.recoveries
             .get_or_create(&RecoveryLabels { action })
             .observe(took.as_secs_f64());

@@ -12,7 +12,7 @@ const UNACCOUNTED_AFTER: u32 = 10;
 /// A program may be within `cuInit` at one audit, but not at two: `cuInit` takes 0.2 s.
 const HOLDER_AFTER: u32 = 2;
 
-/// What the agent does about a finding.
+/// The agent's reaction to a finding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Action {
     /// Whether to publish an Event: once as long as the finding is present.
@@ -35,7 +35,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
             allocation: Some(_),
             ..
         }
-        | Finding::ForgedPage { process, .. } => (1, vec![*process]),
+        | Finding::TamperedPage { process, .. } => (1, vec![*process]),
         Finding::UntrackedProcess {
             allocation: None, ..
         } => (1, Vec::new()),
@@ -89,7 +89,7 @@ mod tests {
         }
     }
 
-    fn intruder(allocation: Option<AllocationId>) -> Finding {
+    fn untracked(allocation: Option<AllocationId>) -> Finding {
         Finding::UntrackedProcess {
             gpu: "GPU-a".parse().unwrap(),
             process: ONE,
@@ -128,14 +128,14 @@ mod tests {
     #[test]
     fn process_outside_our_containers_is_reported_and_not_killed() {
         let config = config(AuditPolicy::Kill);
-        assert!(action(&intruder(None), 1, &config).publish_event);
-        assert_eq!(action(&intruder(None), 3, &config).kill, []);
-        let mut allowed = intruder(None);
+        assert!(action(&untracked(None), 1, &config).publish_event);
+        assert_eq!(action(&untracked(None), 3, &config).kill, []);
+        let mut allowed = untracked(None);
         if let Finding::UntrackedProcess { owner, .. } = &mut allowed {
             *owner = ProcessOwner::AllowedHost;
         }
         assert_eq!(action(&allowed, 1, &config), Action::default());
-        let ours = intruder(Some(AllocationId::from_bits(1)));
+        let ours = untracked(Some(AllocationId::from_bits(1)));
         assert_eq!(action(&ours, 3, &config).kill, [ONE]);
     }
 

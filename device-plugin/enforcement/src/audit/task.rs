@@ -9,6 +9,8 @@
 //! step waits longer than its deadline: the auditor leaves out a GPU or a pod that hangs, and
 //! reports it after [`STALE_AFTER`].
 
+mod readings;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,16 +26,14 @@ use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
-use bursar_sessions::{Account, BalloonState, ContainerUsage, ProcessHistory, Sessions};
+use bursar_sessions::{Account, ContainerUsage, ProcessHistory, Sessions};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::collect::{SampleRequests, identify, is_running};
-use super::compare::{
-    AttestedState, AuditResult, Finding, GpuSample, compare_accounts, has_managed,
-};
+use super::collect::SampleRequests;
+use super::compare::{AuditResult, Finding, GpuSample, compare_accounts};
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::events;
@@ -47,6 +47,7 @@ use crate::attestation::{AttestedContainer, EnforcementGap, GapReason};
 use crate::audit::metrics::{AuditFigures, AuditMetrics};
 use crate::audit::namespace_usage::NamespaceReport;
 use crate::driver_limits::{self, Limits};
+use readings::Readings;
 
 /// The time from one audit to the next.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
@@ -184,90 +185,33 @@ impl Auditor {
     }
 
     async fn audit(&mut self, config: &Config) {
-        let begun = Instant::now();
-        let (gpus, healthy, containers) = {
-            let snapshot = self.snapshots.borrow();
-            let states = || snapshot.inventory.gpus().iter();
-            let gpus: BTreeSet<_> = states().map(|state| state.gpu.uuid.clone()).collect();
-            let healthy = states().filter(|state| state.health.is_healthy());
-            let healthy: BTreeSet<_> = healthy.map(|state| state.gpu.uuid.clone()).collect();
-            (gpus, healthy, snapshot.containers.clone())
-        };
-        let exited = self.sessions.exited_pids();
-        let balloons = self.sessions.balloons();
-        let nvml = self.nvml.clone();
-        let answers = self
-            .sample_requests
-            .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
-            .await;
-        self.pods.attest(config, &containers).await;
-        let attested = self.pods.attested();
-        let hanging = self.pods.without_answer_for(STALE_AFTER, begun);
-        let books = self.sessions.container_usage();
-        let mut seen: Vec<GpuSample> = answers
-            .into_iter()
-            .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
-            .collect();
-        // A balloon may have begun or ended about the time of the sample.
-        let balloons = balloons_between(&balloons, &self.sessions.balloons());
-        for seen in &mut seen {
-            if let Some(bytes) = balloons.get(&seen.gpu) {
-                seen.exclude_balloon(*bytes);
-            }
+        let readings = self.read(config).await;
+        let Readings {
+            begun,
+            gpus,
+            containers,
+            attested,
+            books,
+            seen,
+            known,
+            ..
+        } = &readings;
+        let begun = *begun;
+        let result = compare_accounts(seen, books, known, &self.config);
+        self.charge_untracked(books, seen, &result);
+        let eviction_risks = self.update_evictable(&readings, &result);
+        self.update_withheld(seen, &result, gpus);
+        let stale = self.stale_gpus(gpus, seen, begun);
+        self.act_on_findings(&result.findings, &readings.silent_gpus(), containers);
+        let not_enforced = self.publish_transitions(containers, attested);
+        self.count_usage(containers, books, begun);
+        for (allocation, message) in self.denials.due(books, begun) {
+            events::publish_denials(&self.events, message, &allocation, containers);
         }
-        // Read after the accounts, so that memory of an ending pod is in one of both.
-        for gpu in &self.snapshots.borrow().view.gpus {
-            let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
-            of_it.into_iter().for_each(|seen| {
-                seen.unreclaimed_or_retained =
-                    Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
-            });
-        }
-        let mut known = attested_state(&attested, exited, self.agent_start);
-        // Checked after the accounts were read: attested processes may have ended with their
-        // sessions.
-        known
-            .processes
-            .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
-        known.managed_gpus = self.managed_gpus(&seen, &books, &known);
-        let result = compare_accounts(&seen, &books, &known, &self.config);
-        self.charge_untracked(&books, &seen, &result);
-        let node = NodeState {
-            room: node_room(&self.proc),
-            unread: &self.pods.without_answer_for(UNREAD_AFTER, begun),
-        };
-        let mut eviction_risks = BTreeMap::new();
-        for seen in &seen {
-            let safe = check_eviction(seen, &books, &attested, &node);
-            // A balloon moves memory to the host that these figures do not have.
-            let may_evict = safe.is_ok() && balloons.is_empty();
-            let mut evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
-            match balloons.contains_key(&seen.gpu) {
-                true => evictable = self.sessions.evictable(&seen.gpu),
-                false => self.sessions.set_evictable(&seen.gpu, evictable, may_evict),
-            }
-            if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
-                eviction_risks.insert(seen.gpu.clone(), risk);
-            }
-        }
-        self.update_withheld(&seen, &result, &gpus);
-        let stale = self.stale_gpus(&gpus, &seen, begun);
-        let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
-        let is_silent = |gpu: &&GpuUuid| !answered(gpu) || balloons.contains_key(gpu);
-        let silent = gpus.iter().filter(is_silent).cloned().collect();
-        self.act_on_findings(&result.findings, &silent, &containers);
-        let not_enforced = self.publish_transitions(&containers, &attested);
-        self.count_usage(&containers, &books, begun);
-        for (allocation, message) in self.denials.due(&books, begun) {
-            events::publish_denials(&self.events, message, &allocation, &containers);
-        }
-        if self.audited.borrow().eviction_risks != eviction_risks {
-            info!(risks = ?eviction_risks, "risks of moving managed memory to the host changed");
-        }
-        let after = AuditStatus {
+        let status = AuditStatus {
             has_run: true,
-            stale_gpus: stale.intersection(&healthy).cloned().collect(),
-            hanging_pods: hanging.clone(),
+            stale_gpus: stale.intersection(&readings.healthy).cloned().collect(),
+            hanging_pods: readings.hanging.clone(),
             not_enforced,
             namespaces: self.usage.report(),
             histories: books
@@ -279,18 +223,50 @@ impl Auditor {
         };
         let figures = AuditFigures {
             result,
-            gpus,
+            gpus: readings.gpus,
             stale,
-            hanging,
-            ..self.container_figures(containers, books, &attested)
+            hanging: readings.hanging,
+            ..self.container_figures(readings.containers, readings.books, &readings.attested)
         };
         self.metrics.set_audit(figures);
         self.metrics.observe_audit(begun.elapsed());
-        self.audited.send_if_modified(|before| {
-            let changed = *before != after;
-            *before = after;
-            changed
-        });
+        self.publish(status);
+    }
+
+    /// Tells the sessions which managed memory the driver may move to the host. Returns why it may
+    /// not on some GPUs.
+    fn update_evictable(
+        &self,
+        readings: &Readings,
+        result: &AuditResult,
+    ) -> BTreeMap<GpuUuid, EvictionRisk> {
+        let Readings {
+            begun,
+            attested,
+            books,
+            seen,
+            balloons,
+            ..
+        } = readings;
+        let node = NodeState {
+            room: node_room(&self.proc),
+            unread: &self.pods.without_answer_for(UNREAD_AFTER, *begun),
+        };
+        let mut risks = BTreeMap::new();
+        for seen in seen {
+            let safe = check_eviction(seen, books, attested, &node);
+            // A balloon moves memory to the host that these figures do not have.
+            let may_evict = safe.is_ok() && balloons.is_empty();
+            let mut evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
+            match balloons.contains_key(&seen.gpu) {
+                true => evictable = self.sessions.evictable(&seen.gpu),
+                false => self.sessions.set_evictable(&seen.gpu, evictable, may_evict),
+            }
+            if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
+                risks.insert(seen.gpu.clone(), risk);
+            }
+        }
+        risks
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
@@ -327,25 +303,6 @@ impl Auditor {
             *before = after;
             changed
         });
-    }
-
-    /// Updates the GPUs on which the driver may keep free memory for managed memory: those of
-    /// containers with managed memory, and those that had some since the driver last listed no
-    /// process there.
-    fn managed_gpus(
-        &mut self,
-        seen: &[GpuSample],
-        books: &[ContainerUsage],
-        known: &AttestedState,
-    ) -> BTreeSet<GpuUuid> {
-        let idle = seen.iter().filter(|seen| seen.processes.is_empty());
-        for seen in idle {
-            self.managed_gpus.remove(&seen.gpu);
-        }
-        let users = books.iter().filter(|books| has_managed(books, known));
-        let gpus = users.flat_map(|books| books.gpus().cloned());
-        self.managed_gpus.extend(gpus);
-        self.managed_gpus.clone()
     }
 
     fn stale_gpus(
@@ -444,6 +401,17 @@ impl Auditor {
         }
     }
 
+    fn publish(&self, status: AuditStatus) {
+        if self.audited.borrow().eviction_risks != status.eviction_risks {
+            info!(risks = ?status.eviction_risks, "risks of moving managed memory to the host changed");
+        }
+        self.audited.send_if_modified(|before| {
+            let changed = *before != status;
+            *before = status;
+            changed
+        });
+    }
+
     /// Publishes containers that left or entered the enforcement; returns those that are outside.
     fn publish_transitions(
         &mut self,
@@ -479,46 +447,8 @@ impl Auditor {
     }
 }
 
-/// The GPUs that had a balloon at any time between two states, each with the most that it had at
-/// either.
-fn balloons_between(
-    before: &BTreeMap<GpuUuid, BalloonState>,
-    after: &BTreeMap<GpuUuid, BalloonState>,
-) -> BTreeMap<GpuUuid, Bytes> {
-    let balloons = after.iter().filter_map(|(gpu, now)| {
-        let before = before.get(gpu).copied().unwrap_or_default();
-        let most = now.bytes.max(before.bytes);
-        now.was_held_since(before).then(|| (gpu.clone(), most))
-    });
-    balloons.collect()
-}
-
 /// Zero where the start time is unknown: then no process counts as older.
 fn agent_start_ticks() -> u64 {
     let text = bursar_host::procfs::read_small(Path::new("/proc/self/stat")).unwrap_or_default();
     Stat::parse(&text).map_or(0, |stat| stat.start_ticks)
-}
-
-fn attested_state(
-    attested: &[AttestedContainer],
-    exited: BTreeSet<u32>,
-    since: u64,
-) -> AttestedState {
-    let named = |attested: &AttestedContainer| {
-        let name = (attested.pod.clone(), attested.cgroup.clone());
-        (name, attested.allocation)
-    };
-    let processes = attested.iter().flat_map(|attested| {
-        let processes = attested.processes.iter();
-        processes.map(|(pid, running)| (attested.allocation, pid, running))
-    });
-    AttestedState {
-        allocations: attested.iter().map(named).collect(),
-        processes: processes
-            .map(|(of, pid, running)| (*pid, (of, running.clone())))
-            .collect(),
-        exited_pids: exited,
-        managed_gpus: BTreeSet::new(),
-        agent_start: since,
-    }
 }

@@ -1,6 +1,6 @@
 //! Decides how much memory of each GPU is withheld, since it is in use and charged to no container.
 //!
-//! A single sample can be wrong: an ending process is unlisted before its memory is freed, and a
+//! A single sample can be wrong. An ending process is unlisted before its memory is freed, and a
 //! new one has memory before it is listed. So memory is withheld if it was present in nearly all of
 //! the last samples, and no longer withheld soon after it is gone. Pure.
 
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn memory_of_untracked_processes_is_uncharged() {
         let mut result = result(GIB);
-        let intruder = |allocation| Finding::UntrackedProcess {
+        let untracked = |allocation| Finding::UntrackedProcess {
             gpu: gpu(),
             process: Process { pid: 7, start: 1 },
             bytes: Some(Bytes::gib(2)),
@@ -177,7 +177,7 @@ mod tests {
             allocation,
         };
         let ours = bursar_ledger::units::AllocationId::from_bits(1);
-        result.findings = vec![intruder(None), intruder(Some(ours))];
+        result.findings = vec![untracked(None), untracked(Some(ours))];
         assert_eq!(uncharged(&gpu(), &result), 3 * GIB);
     }
 

@@ -64,14 +64,14 @@ pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[
 fn restart_message(restart: &Restart) -> String {
     let seconds = restart.took.as_secs_f64();
     let (before, generation) = (restart.before, restart.generation);
-    let how = match restart.in_place {
-        true => "in the same process",
-        false => "in a restarted container",
+    let what = match restart.action {
+        RecoveryAction::ReexecInPlace => "the program runs again in the same process",
+        RecoveryAction::EndProcess => "another process runs",
+        RecoveryAction::RestartContainer { .. } | RecoveryAction::NoAction { .. } => {
+            "the program runs again in a restarted container"
+        }
     };
-    format!(
-        "the program runs again {how}, {seconds:.1} s after the fault \
-         (generation {generation} instead of {before})"
-    )
+    format!("{what}, {seconds:.1} s after the fault (generation {generation} instead of {before})")
 }
 
 /// Publishes on the pod if its name is known, otherwise on the node.
@@ -190,12 +190,20 @@ mod tests {
             before: 3,
             generation: 4,
             took: std::time::Duration::from_millis(312),
-            in_place: true,
+            action: RecoveryAction::ReexecInPlace,
         };
         assert_eq!(
             restart_message(&restart),
             "the program runs again in the same process, 0.3 s after the fault \
              (generation 4 instead of 3)"
+        );
+        let replaced = Restart {
+            action: RecoveryAction::EndProcess,
+            ..restart
+        };
+        assert_eq!(
+            restart_message(&replaced),
+            "another process runs, 0.3 s after the fault (generation 4 instead of 3)"
         );
     }
 

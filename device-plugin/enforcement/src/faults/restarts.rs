@@ -1,6 +1,6 @@
 //! Detects that a program runs again after a fault had poisoned its context. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bursar_ledger::BootTime;
@@ -10,7 +10,7 @@ use bursar_sessions::{Fault, ProcessImage, RecoveryAction};
 /// How long a restart is awaited. A program may import modules for minutes before it calls CUDA.
 const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// The restarts that were ordered and not seen yet.
+/// The programs that have not run again yet.
 #[derive(Debug, Default)]
 pub(crate) struct AwaitedRestarts {
     awaited: BTreeMap<(AllocationId, u64), Awaited>,
@@ -19,8 +19,11 @@ pub(crate) struct AwaitedRestarts {
 #[derive(Clone, Debug)]
 struct Awaited {
     fault: Fault,
-    /// The process generation of the container when the restart was ordered.
+    action: RecoveryAction,
+    /// The newest process generation of the container that does not count as a successor.
     generation: u64,
+    /// The successor was returned, and the fault is still open.
+    is_observed: bool,
 }
 
 /// A program that runs again.
@@ -33,8 +36,8 @@ pub(crate) struct Restart {
     pub(crate) generation: u64,
     /// The time from the first report of the fault to the new image's session.
     pub(crate) took: Duration,
-    /// Whether the process itself executed its program again.
-    pub(crate) in_place: bool,
+    /// The reaction of the agent to the fault.
+    pub(crate) action: RecoveryAction,
 }
 
 impl AwaitedRestarts {
@@ -46,52 +49,81 @@ impl AwaitedRestarts {
         images: impl Fn(&AllocationId) -> Vec<ProcessImage>,
         now: BootTime,
     ) -> Vec<Restart> {
-        let is_restart = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::is_restart);
-        for (allocation, fault) in open.iter().filter(|(_, fault)| is_restart(fault)) {
+        let mut open_images = BTreeSet::new();
+        for (allocation, fault) in open {
+            let Some(action) = fault.decision().filter(|action| is_awaited(*action)) else {
+                continue;
+            };
             let key = (*allocation, fault.image.generation);
-            self.awaited.entry(key).or_insert_with(|| {
+            open_images.insert(key);
+            let known = self.awaited.get(&key);
+            // The agent may restart the container after a milder action had no effect.
+            if known.is_none_or(|known| known.action != action) {
                 let generations = images(allocation).into_iter().map(|image| image.generation);
-                Awaited {
+                let awaited = Awaited {
                     fault: fault.clone(),
+                    action,
                     generation: generations.max().unwrap_or_default(),
-                }
-            });
+                    is_observed: false,
+                };
+                self.awaited.insert(key, awaited);
+            }
         }
-        let mut restarts = Vec::new();
-        self.awaited.retain(|(allocation, _), awaited| {
+        let mut restarts: Vec<Restart> = Vec::new();
+        self.awaited.retain(|key, awaited| {
+            let (allocation, before) = *key;
+            if awaited.is_observed {
+                return open_images.contains(key);
+            }
+            if awaited.action == RecoveryAction::EndProcess {
+                // A new process replaces one ended process only.
+                let of_container = restarts.iter().filter(|one| one.allocation == allocation);
+                let newest = of_container.map(|one| one.generation).max();
+                awaited.generation = awaited.generation.max(newest.unwrap_or_default());
+            }
             let took = now.since(awaited.fault.since);
-            let Some(image) = awaited.successor(&images(allocation)) else {
+            let Some(image) = awaited.successor(&images(&allocation)) else {
                 return took < LONGEST_WAIT;
             };
             restarts.push(Restart {
-                allocation: *allocation,
-                before: awaited.fault.image.generation,
+                allocation,
+                before,
                 generation: image.generation,
                 took,
-                in_place: awaited.is_in_place(),
+                action: awaited.action,
             });
-            false
+            awaited.is_observed = true;
+            open_images.contains(key)
         });
         restarts
     }
 }
 
-impl Awaited {
-    fn is_in_place(&self) -> bool {
-        self.fault.decision() == Some(RecoveryAction::ReexecInPlace)
-    }
+/// Whether another process image follows the action.
+fn is_awaited(action: RecoveryAction) -> bool {
+    action.is_restart() || action == RecoveryAction::EndProcess
+}
 
+impl Awaited {
     /// The image that runs after the fault. A program that is executed again keeps its process. A
-    /// restarted container has new processes only.
+    /// launcher may start another process before the poisoned one has ended. A restarted container
+    /// has new processes only.
     fn successor(&self, images: &[ProcessImage]) -> Option<ProcessImage> {
         let poisoned = &self.fault.image;
-        let is_newer = |image: &&ProcessImage| match self.is_in_place() {
-            true => image.process == poisoned.process && image.generation > poisoned.generation,
-            false => image.generation > self.generation,
+        let is_newer = |image: &&ProcessImage| match self.action {
+            RecoveryAction::ReexecInPlace => {
+                image.process == poisoned.process && image.generation > poisoned.generation
+            }
+            _ => image.generation > self.generation,
         };
-        let all_are_newer = || images.iter().all(|image| is_newer(&image));
-        let image = images.iter().find(is_newer)?;
-        (self.is_in_place() || all_are_newer()).then(|| image.clone())
+        let has_ended = match self.action {
+            RecoveryAction::ReexecInPlace => true,
+            RecoveryAction::EndProcess => !images.contains(poisoned),
+            _ => images.iter().all(|image| is_newer(&image)),
+        };
+        let newer = images.iter().filter(is_newer);
+        let oldest = newer.min_by_key(|image| image.generation)?;
+        has_ended.then(|| oldest.clone())
     }
 }
 
@@ -146,7 +178,7 @@ mod tests {
             before: 3,
             generation: 5,
             took: Duration::from_millis(300),
-            in_place: true,
+            action: RecoveryAction::ReexecInPlace,
         };
         assert_eq!(observe(&[], &[image(5, 5)], 1_300), [restarted]);
         assert_eq!(observe(&[], &[image(5, 5)], 1_500), []);
@@ -167,6 +199,66 @@ mod tests {
     }
 
     #[test]
+    fn replaced_process_is_told_once_when_the_poisoned_one_ended() {
+        let mut awaited = AwaitedRestarts::default();
+        let open = fault(RecoveryAction::EndProcess);
+        let sibling = || image(6, 4);
+        let mut observe = |open: &[_], images: &[ProcessImage], now| {
+            awaited.observe(open, |_| images.to_vec(), at(now))
+        };
+        assert_eq!(observe(&open, &[image(5, 3), sibling()], 1_010), []);
+        // The launcher starts the next process while the poisoned one has its grace.
+        let both = [image(5, 3), sibling(), image(8, 5)];
+        assert_eq!(observe(&open, &both, 1_500), []);
+        let replaced = Restart {
+            allocation: AllocationId::from_bits(ALLOCATION),
+            before: 3,
+            generation: 5,
+            took: Duration::from_secs(10),
+            action: RecoveryAction::EndProcess,
+        };
+        // The fault stays open until the driver has freed the memory.
+        assert_eq!(
+            observe(&open, &[sibling(), image(8, 5)], 11_000),
+            [replaced]
+        );
+        let next = [sibling(), image(8, 5), image(9, 6)];
+        assert_eq!(observe(&open, &next, 11_200), []);
+        assert_eq!(observe(&[], &next, 11_400), []);
+        assert!(awaited.awaited.is_empty());
+    }
+
+    #[test]
+    fn new_process_replaces_one_of_several_ended_processes() {
+        let mut awaited = AwaitedRestarts::default();
+        let mut open = fault(RecoveryAction::EndProcess);
+        open.extend(fault(RecoveryAction::EndProcess));
+        open[1].1.image = image(6, 4);
+        let mut observe = |open: &[_], images: &[ProcessImage], now| {
+            let restarts = awaited.observe(open, |_| images.to_vec(), at(now));
+            let pairs = restarts.iter().map(|one| (one.before, one.generation));
+            pairs.collect::<Vec<_>>()
+        };
+        assert_eq!(observe(&open, &[image(5, 3), image(6, 4)], 1_010), []);
+        assert_eq!(observe(&[], &[image(8, 5)], 2_000), [(3, 5)]);
+        assert_eq!(observe(&[], &[image(8, 5)], 3_000), []);
+        assert_eq!(observe(&[], &[image(8, 5), image(9, 6)], 4_000), [(4, 6)]);
+    }
+
+    #[test]
+    fn restart_of_the_container_replaces_a_milder_action() {
+        let mut awaited = AwaitedRestarts::default();
+        let mut observe = |open: &[_], images: &[ProcessImage], now| {
+            awaited.observe(open, |_| images.to_vec(), at(now)).len()
+        };
+        let in_place = fault(RecoveryAction::ReexecInPlace);
+        assert_eq!(observe(&in_place, &[image(5, 3)], 1_010), 0);
+        let restarted = fault(RecoveryAction::RestartContainer { over_limit: false });
+        assert_eq!(observe(&restarted, &[image(5, 3)], 6_010), 0);
+        assert_eq!(observe(&[], &[image(9, 4)], 12_000), 1);
+    }
+
+    #[test]
     fn program_that_is_not_restarted_is_not_awaited() {
         let mut awaited = AwaitedRestarts::default();
         for decision in [
@@ -184,9 +276,11 @@ mod tests {
     #[test]
     fn restart_is_forgotten_after_its_longest_wait() {
         let mut awaited = AwaitedRestarts::default();
-        let open = fault(RecoveryAction::ReexecInPlace);
-        assert_eq!(awaited.observe(&open, |_| Vec::new(), at(1_000)), []);
-        assert_eq!(awaited.observe(&[], |_| Vec::new(), at(602_000)), []);
-        assert!(awaited.awaited.is_empty());
+        for action in [RecoveryAction::ReexecInPlace, RecoveryAction::EndProcess] {
+            let open = fault(action);
+            assert_eq!(awaited.observe(&open, |_| Vec::new(), at(1_000)), []);
+            assert_eq!(awaited.observe(&[], |_| Vec::new(), at(602_000)), []);
+            assert!(awaited.awaited.is_empty());
+        }
     }
 }

@@ -178,8 +178,7 @@ impl FaultInputs {
             images.unwrap_or_default()
         };
         for restart in restarts.observe(&open, images, now.moment) {
-            self.metrics
-                .observe_recovery(restart.in_place, restart.took);
+            self.metrics.observe_recovery(restart.action, restart.took);
             let containers = &self.snapshots.borrow().containers;
             events::publish_restart(&self.events, &restart, containers);
         }
@@ -220,6 +219,7 @@ mod tests {
     use bursar_crds::context_policy::ContextPolicyEntry;
     use bursar_gpu::Inventory;
     use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
+    use bursar_gpu::uvm::UvmModule;
     use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Resource};
     use bursar_ledger::{LedgerView, ManagedView};
     use bursar_node::allocator::{BoundContainer, NodeProblems};
@@ -277,6 +277,7 @@ mod tests {
             queued_claims: Vec::new(),
             counts: [Resource::DeviceMemory, Resource::ManagedMemory]
                 .map(|resource| (resource, Counts::default())),
+            uvm: UvmModule::default(),
             generations: BTreeMap::new(),
             problems: NodeProblems::default(),
             devices_error: None,
@@ -342,7 +343,7 @@ mod tests {
             pod: "p".parse().unwrap(),
             gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
             managed: Bytes::ZERO,
-            tokens: None,
+            device_ids: None,
         };
         sessions.serve(spec).await.unwrap();
         let (orders, received) = watch::channel(None);

@@ -4,7 +4,7 @@ use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::RuntimeState;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::{LimitState, Limits};
-use bursar_gpu::uvm::{PageableMemory, UvmModule};
+use bursar_gpu::uvm::{EvictionUnsafe, PageableMemory, UvmModule};
 use bursar_gpu::{Inventory, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
@@ -14,7 +14,6 @@ use bursar_node::host::Subsystem;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
 
-use super::ManagedOffer;
 use crate::quota_overrides::AppliedSpec;
 
 pub(super) fn gpus_found_condition(snapshot: &Snapshot) -> ConditionUpdate {
@@ -89,13 +88,13 @@ pub(super) fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) ->
 pub(super) fn token_limit_condition(snapshot: &Snapshot) -> ConditionUpdate {
     match &snapshot.devices_error {
         Some(refused) => ConditionUpdate::new(
-            names::WITHIN_TOKEN_LIMIT,
+            names::WITHIN_DEVICE_ID_LIMIT,
             false,
-            names::TOO_MANY_TOKENS,
+            names::TOO_MANY_DEVICE_IDS,
             refused.to_string(),
         ),
         None => ConditionUpdate::new(
-            names::WITHIN_TOKEN_LIMIT,
+            names::WITHIN_DEVICE_ID_LIMIT,
             true,
             names::OK,
             "the number of devices is within the kubelet's limit",
@@ -282,18 +281,22 @@ pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
     }
 }
 
-pub(super) fn managed_memory_condition(managed: &ManagedOffer) -> ConditionUpdate {
+/// The condition of a node with this configured capacity of managed memory.
+pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) -> ConditionUpdate {
     let says = |holds, reason, message: String| {
         ConditionUpdate::new(names::MANAGED_MEMORY, holds, reason, message)
     };
-    match managed.refused {
-        _ if managed.configured == Bytes::ZERO => says(
+    match module.check_eviction() {
+        _ if configured == Bytes::ZERO => says(
             false,
             names::SWITCHED_OFF,
             "managedMemory.capacity is 0; the quotas of GPUs cover managed memory".to_owned(),
         ),
-        Some(why) => says(false, names::EVICTION_UNSAFE, why.to_string()),
-        None => says(
+        Err(why @ EvictionUnsafe::NotLoaded) => {
+            pending_condition(names::MANAGED_MEMORY, &why.to_string())
+        }
+        Err(why) => says(false, names::EVICTION_UNSAFE, why.to_string()),
+        Ok(()) => says(
             true,
             names::OK,
             "pods may request managed memory beside the quotas of GPUs".to_owned(),

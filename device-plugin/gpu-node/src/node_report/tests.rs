@@ -2,11 +2,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bursar_apiserver::Reason;
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
 use bursar_enforcement::audit::eviction::EvictionRisk;
 use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
+use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{Gpu, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::devices::{DeviceHealth, Devices};
@@ -22,6 +25,14 @@ use super::*;
 
 fn uuid() -> GpuUuid {
     "GPU-a".parse().unwrap()
+}
+
+fn uvm_module(oversubscription: Option<bool>) -> UvmModule {
+    UvmModule {
+        oversubscription,
+        kernel: Some((6, 8)),
+        ..UvmModule::default()
+    }
 }
 
 /// A healthy GPU of 16 GiB with 10 GiB bound and 2 GiB reserved.
@@ -62,6 +73,7 @@ fn snapshot() -> Snapshot {
         }],
         counts: [Resource::DeviceMemory, Resource::ManagedMemory]
             .map(|resource| (resource, Counts::default())),
+        uvm: uvm_module(Some(true)),
         generations: BTreeMap::from([(uuid(), 3)]),
         problems: NodeProblems::default(),
         devices_error: None,
@@ -88,7 +100,7 @@ fn inputs() -> ReportInputs {
     ReportInputs {
         config: ResourcesConfig {
             quantum: Quantum::Gib1,
-            managed_capacity: Bytes(0),
+            managed_capacity: Bytes::gib(8),
             reserved: Bytes(0),
         },
         boot_id: "boot-1".into(),
@@ -112,10 +124,6 @@ fn inputs() -> ReportInputs {
         },
         owners: GpuOwners::BursarAlone,
         token_key: NodePublicKey([7; 32]),
-        managed: ManagedOffer {
-            configured: Bytes::gib(8),
-            ..ManagedOffer::default()
-        },
     }
 }
 
@@ -462,8 +470,8 @@ fn runtime_without_cdi_and_token_limit_are_reported() {
         (Some(false), names::CDI_UNSUPPORTED)
     );
     assert_eq!(
-        condition(&report, names::WITHIN_TOKEN_LIMIT),
-        (Some(false), names::TOO_MANY_TOKENS)
+        condition(&report, names::WITHIN_DEVICE_ID_LIMIT),
+        (Some(false), names::TOO_MANY_DEVICE_IDS)
     );
     assert_eq!(report.device_memory.allocatable, Quanta::ZERO);
 }
@@ -708,33 +716,31 @@ fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
 
 #[test]
 fn managed_memory_is_offered_only_where_eviction_is_safe() {
-    let said = |configured, refused| {
-        let managed = ManagedOffer {
-            configured,
-            refused,
-            ..ManagedOffer::default()
+    let said_of = |managed_capacity, uvm| {
+        let config = ResourcesConfig {
+            managed_capacity,
+            ..inputs().config
         };
-        let report = node_report(
-            &snapshot(),
-            &ReportInputs {
-                managed,
-                ..inputs()
-            },
-        );
+        let snapshot = Snapshot { uvm, ..snapshot() };
+        let report = node_report(&snapshot, &ReportInputs { config, ..inputs() });
         assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
         condition(&report, names::MANAGED_MEMORY)
     };
-    let pinned = Some(EvictionUnsafe::Pinned);
-    assert_eq!(said(Bytes::ZERO, None), (Some(false), names::SWITCHED_OFF));
-    assert_eq!(
-        said(Bytes::ZERO, pinned),
-        (Some(false), names::SWITCHED_OFF)
-    );
-    assert_eq!(said(Bytes::gib(8), None), (Some(true), names::OK));
-    assert_eq!(
-        said(Bytes::gib(8), pinned),
-        (Some(false), names::EVICTION_UNSAFE)
-    );
+    let said = |managed_capacity, oversubscription| {
+        said_of(managed_capacity, uvm_module(oversubscription))
+    };
+    let switched_off = (Some(false), names::SWITCHED_OFF);
+    assert_eq!(said(Bytes::ZERO, Some(true)), switched_off);
+    assert_eq!(said(Bytes::ZERO, Some(false)), switched_off);
+    assert_eq!(said(Bytes::gib(8), Some(true)), (Some(true), names::OK));
+    let pinned = said(Bytes::gib(8), Some(false));
+    assert_eq!(pinned, (Some(false), names::EVICTION_UNSAFE));
+    assert_eq!(said(Bytes::gib(8), None), (None, names::PENDING));
+    let without_concurrent_access = UvmModule {
+        not_concurrent: [uuid()].into(),
+        ..uvm_module(None)
+    };
+    assert_eq!(said_of(Bytes::gib(8), without_concurrent_access), pinned);
 }
 
 #[test]

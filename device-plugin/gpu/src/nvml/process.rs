@@ -1,6 +1,6 @@
 //! Runs one process that calls NVML, and kills it when an answer is late.
 //!
-//! A process gets one request at a time. A killed process may hang in the driver for longer: its
+//! A process gets one request at a time. A killed process may hang in the driver for longer. Its
 //! task goes on until the kernel has ended it, so that a GPU never has two processes.
 
 use std::io;

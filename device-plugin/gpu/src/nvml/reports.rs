@@ -66,10 +66,11 @@ impl NvmlWatcher {
         let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
         match response {
             Response::Driver { gpus, version } => {
-                (self.gpu_count, self.driver_version) = (gpus, version);
+                (self.gpu_count, self.known_count) = (gpus, gpus);
+                self.driver_version = version;
                 let is_hung = self.gpu_slots.iter().any(|slot| slot.is_hung);
-                if gpus as usize > self.gpu_slots.len() && !self.registry.has_drained() && !is_hung
-                {
+                let slots = self.gpu_slots.len() + self.registry.drained_count();
+                if gpus as usize > slots && !is_hung {
                     // The count does not say which of the GPUs is new.
                     for slot in std::mem::take(&mut self.gpu_slots) {
                         self.retire(slot);

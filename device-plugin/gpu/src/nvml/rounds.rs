@@ -21,14 +21,33 @@ const FIND: Duration = Duration::from_secs(1);
 
 impl NvmlWatcher {
     pub(super) fn is_round_pending(&self) -> bool {
-        let slots = || self.gpu_slots.iter().chain([&self.driver_slot]);
-        let is_finding =
-            self.gpu_slots.is_empty() && self.gpu_count > 0 && !self.registry.has_drained();
-        slots().any(ProbeSlot::is_awaited) || is_finding
+        let mut slots = self.gpu_slots.iter().chain([&self.driver_slot]);
+        slots.any(ProbeSlot::is_awaited) || self.lacks_slots()
+    }
+
+    /// Whether GPUs are to be probed by NVML's index, which no slot does.
+    fn lacks_slots(&self) -> bool {
+        self.gpu_slots.is_empty() && self.gpu_count > 0 && self.probed_addresses().is_none()
+    }
+
+    /// The addresses of the GPUs to probe; none where no GPU is drained or a GPU is unknown.
+    fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
+        self.addresses_except(self.registry.drained())
+    }
+
+    /// The addresses to probe if `drained` were the drained GPUs; none where a GPU is unknown, as
+    /// one whose first probe hangs.
+    pub(super) fn addresses_except(
+        &self,
+        drained: &BTreeSet<GpuUuid>,
+    ) -> Option<BTreeSet<PciAddress>> {
+        let knows_all = self.registry.physical_count() >= self.known_count as usize;
+        let places = self.registry.addresses_except(drained);
+        places.filter(|_| knows_all)
     }
 
     pub(super) async fn begin_round(&mut self) {
-        let places = self.registry.probed_addresses();
+        let places = self.probed_addresses();
         self.next_round = Instant::now() + self.intervals.probe_unhealthy;
         if places.as_ref().is_some_and(BTreeSet::is_empty) {
             return;
@@ -40,12 +59,15 @@ impl NvmlWatcher {
         {
             return self.reset_driver(NoDriver::Missing(why));
         }
+        self.retire_drained(&self.registry.drained().clone());
         if let Some(places) = places {
             self.retain_at(&places);
             let lacking = places.into_iter().map(Scope::Address);
             let is_there = |scope: &Scope| self.gpu_slots.iter().any(|slot| slot.scope == *scope);
             let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
-            if self.exiting.is_empty() {
+            // A GPU that answers only now may be one of them.
+            let is_starting = self.gpu_slots.iter().any(ProbeSlot::is_starting);
+            if self.exiting.is_empty() && !is_starting {
                 self.gpu_slots
                     .extend(lacking.into_iter().map(ProbeSlot::new));
             }
@@ -54,9 +76,21 @@ impl NvmlWatcher {
         self.probe_all();
     }
 
-    /// Stops the processes of all GPUs except those at these addresses.
+    /// Stops the processes of all GPUs except those at these addresses. A process that waits for
+    /// its first answer tells its GPU then, and another one would wait as long.
     pub(super) fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
-        let goes = |slot: &mut ProbeSlot| !slot.is_at(places);
+        let goes = |slot: &mut ProbeSlot| !slot.is_at(places) && !slot.is_starting();
+        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
+        gone.into_iter().for_each(|slot| self.retire(slot));
+    }
+
+    /// Stops the processes of GPUs that are `drained` whole.
+    pub(super) fn retire_drained(&mut self, drained: &BTreeSet<GpuUuid>) {
+        let registry = &self.registry;
+        let goes = |slot: &mut ProbeSlot| {
+            let uuid = slot.uuid.as_ref();
+            uuid.is_some_and(|uuid| registry.is_drained_by(uuid, drained))
+        };
         let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
         gone.into_iter().for_each(|slot| self.retire(slot));
     }
@@ -102,8 +136,7 @@ impl NvmlWatcher {
 
     /// Probes all GPUs by NVML's index, once no other process is left.
     pub(super) fn enumerate_gpus(&mut self) {
-        let is_due = self.gpu_slots.is_empty() && self.exiting.is_empty() && self.gpu_count > 0;
-        if is_due && self.round_deadline.is_some() && !self.registry.has_drained() {
+        if self.lacks_slots() && self.exiting.is_empty() && self.round_deadline.is_some() {
             self.gpu_slots = (0..self.gpu_count)
                 .map(|i| ProbeSlot::new(Scope::Index(i)))
                 .collect();
@@ -137,14 +170,14 @@ impl NvmlWatcher {
 
     /// The result of a round, for the registry.
     fn round_result(&self) -> ProbeResult {
-        let (mut gpus, mut silent, mut lost, mut hung) =
+        let (mut gpus, mut unresponsive, mut lost, mut timed_out) =
             <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
-        let places = self.registry.probed_addresses();
+        let places = self.probed_addresses();
         let looked_at = match &places {
             Some(places) => places.len(),
             None => usize::from(self.gpu_count > 0),
         };
-        let (mut complete, mut all_told) = (true, self.gpu_slots.len() >= looked_at);
+        let (mut failures_named, mut timeouts_named) = (true, self.gpu_slots.len() >= looked_at);
         for ProbeSlot {
             uuid,
             found,
@@ -155,8 +188,8 @@ impl NvmlWatcher {
             let uuid = uuid.clone();
             match found {
                 _ if *hangs => match uuid {
-                    Some(uuid) => hung.push(uuid),
-                    None => all_told = false,
+                    Some(uuid) => timed_out.push(uuid),
+                    None => timeouts_named = false,
                 },
                 Some(GpuProbe::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
                 // Without an UUID the registry takes the unlisted GPU for the lost one.
@@ -166,23 +199,23 @@ impl NvmlWatcher {
                         gpu = uuid.as_ref().map(GpuUuid::as_str),
                         why, "gpu does not answer"
                     );
-                    complete &= uuid.is_some();
-                    silent.extend(uuid);
+                    failures_named &= uuid.is_some();
+                    unresponsive.extend(uuid);
                 }
                 None => {
-                    complete &= uuid.is_some();
-                    silent.extend(uuid);
+                    failures_named &= uuid.is_some();
+                    unresponsive.extend(uuid);
                 }
             }
         }
         ProbeResult::Listed {
             driver: self.driver_version.clone(),
             gpus,
-            unresponsive: silent,
+            unresponsive,
             lost,
-            timed_out: hung,
-            failures_named: complete,
-            timeouts_named: all_told,
+            timed_out,
+            failures_named,
+            timeouts_named,
         }
     }
 }

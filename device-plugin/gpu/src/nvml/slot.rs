@@ -93,6 +93,12 @@ impl ProbeSlot {
         (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
     }
 
+    /// Whether the process has not given its first answer, by which its GPU is known.
+    pub(super) fn is_starting(&self) -> bool {
+        let runs = |running: &SlotProcess| running.is_probing && running.stop_guard.is_some();
+        self.uuid.is_none() && self.process.as_ref().is_some_and(runs)
+    }
+
     /// Sends a probe, unless one is pending or the process is being stopped.
     pub(super) fn probe(&mut self) {
         let is_busy = |running: &SlotProcess| running.is_probing || running.stop_guard.is_none();

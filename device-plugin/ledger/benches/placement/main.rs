@@ -1,4 +1,4 @@
-//! Measures how long pods wait for GPU memory, and how full the GPUs get, with the real binder
+//! Measures how long pods wait for GPU memory, and how full the GPUs get. The real binder runs
 //! behind a scheduler that sees node totals only.
 //!
 //! The benchmark is a discrete-event simulation. An ideal scheduler, which sees every GPU, runs

@@ -16,8 +16,8 @@ pub(super) enum Aim {
     WorstFit,
     /// The bin with the most free memory, among those that have room once no pod has any of it.
     SmallestShortage,
-    /// The bin with the most free memory, among those that have room once no pod has any of it and
-    /// the memory of ended pods is free too.
+    /// The bin with the most free memory, among those that will have room. They have it once no pod
+    /// has any of their memory and the memory of ended pods is free too.
     EventualShortage,
 }
 

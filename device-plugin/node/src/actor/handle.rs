@@ -113,14 +113,14 @@ impl Allocator for NodeHandle {
     async fn allocate(
         &self,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         id: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
         let begun = Instant::now();
         let (reply, booked) = oneshot::channel();
         let command = Command::Allocate {
             resource,
-            tokens,
+            device_ids,
             id,
             reply,
         };
@@ -133,9 +133,15 @@ impl Allocator for NodeHandle {
         booked
     }
 
-    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
-        let (begun, until) = (Instant::now(), clock::now() + self.bind_wait);
-        let identity = match self.resolver.resolve(resource, &tokens).await {
+    async fn prepare(
+        &self,
+        resource: Resource,
+        device_ids: DeviceIdSet,
+        limit: Duration,
+    ) -> Result<(), PrepareError> {
+        let begun = Instant::now();
+        let until = clock::now() + self.bind_wait.min(limit);
+        let identity = match self.resolver.resolve(resource, &device_ids).await {
             Ok(identity) => identity,
             Err(error) => {
                 let result = Err(error.into());
@@ -149,7 +155,7 @@ impl Allocator for NodeHandle {
         let (waits, waiting) = oneshot::channel();
         let bind = PrepareRequest {
             resource,
-            tokens,
+            device_ids,
             identity,
             deadline: until,
         };

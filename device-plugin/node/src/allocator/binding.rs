@@ -80,7 +80,7 @@ impl<H: HostOps> NodeAllocator<H> {
                     .get(&allocation)
                     .map(|holder| holder.container.clone())
                     .unwrap_or_default(),
-                tokens: binding.device_ids.clone(),
+                device_ids: binding.device_ids.clone(),
                 gpus,
             };
             let managed = self.managed_quota(&binding.pod, allocation);

@@ -13,19 +13,18 @@ use super::NodeAllocator;
 impl<H: HostOps> NodeAllocator<H> {
     /// Reconciles retained leases with the node's bindings; returns whether the leases are known.
     pub(super) async fn reconcile_leases(&mut self, now: BootTime) -> bool {
-        let LedgerUpdate {
-            orphaned,
-            unreclaimed: left,
-        } = self.host.reconcile_leases(self.lease_inputs()).await;
+        let LedgerUpdate { orphaned, ended } =
+            self.host.reconcile_leases(self.lease_inputs()).await;
+        // The ended leases come first, while the ledger still lists those it counts as orphaned.
+        for (lease, gpu, bytes) in ended {
+            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
+            self.ledger.end_lease(lease, gpu, bytes, now);
+            self.unrecorded_leases.push(lease);
+            self.checkpoint_dirty = true;
+        }
         let known = orphaned.is_some();
         if let Some(orphaned) = orphaned {
             self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
-        }
-        for (lease, gpu, bytes) in left {
-            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
-            self.ledger.add_unreclaimed(gpu, bytes, now);
-            self.unrecorded_leases.push(lease);
-            self.checkpoint_dirty = true;
         }
         known
     }

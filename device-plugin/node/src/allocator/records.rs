@@ -58,7 +58,7 @@ pub struct PrepareRequest {
     /// The resource of the device ids.
     pub resource: Resource,
     /// The device ids of the call.
-    pub tokens: DeviceIdSet,
+    pub device_ids: DeviceIdSet,
     /// The container to start.
     pub identity: ContainerIdentity,
     /// The time at which the call stops waiting for room.

@@ -4,16 +4,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use bursar_gpu::{Gpu, GpuState};
+use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_ledger::units::{Bytes, Quanta, Quantum};
-use bursar_ledger::{GpuSpread, Placement, Priority};
+use bursar_ledger::{Binding, GpuSpread, Placement, Priority};
 use bursar_sessions::lease_handle::{LedgerUpdate, NodeView};
+use jiff::Timestamp;
 use tokio::sync::oneshot;
 
 use prometheus_client::registry::Registry;
 
 use super::*;
+use crate::capacity;
 use crate::cdi;
 use crate::host::HostSurvey;
 
@@ -159,7 +163,7 @@ impl HostOps for FakeHost {
         LedgerUpdate {
             orphaned: disk.lease_answer.orphaned.clone(),
             // Each ended lease is reported once.
-            unreclaimed: std::mem::take(&mut disk.lease_answer.unreclaimed),
+            ended: std::mem::take(&mut disk.lease_answer.ended),
         }
     }
 
@@ -218,13 +222,24 @@ fn new_allocator(host: &FakeHost, cgroups: &tempfile::TempDir) -> NodeAllocator<
         managed_capacity: Bytes::gib(8),
         reserved: Bytes::ZERO,
     };
-    NodeAllocator::new(
+    let mut allocator = NodeAllocator::new(
         config,
         "boot-1".into(),
         host.clone(),
         PodCgroups::new(cgroups.path().to_owned()),
         NodeMetrics::new(&mut Registry::default()),
-    )
+    );
+    allocator.uvm = uvm_module(true);
+    let offered = capacity::managed_capacity(&allocator.offered());
+    allocator.ledger.set_managed_capacity(offered);
+    allocator
+}
+
+fn uvm_module(oversubscription: bool) -> UvmModule {
+    UvmModule {
+        oversubscription: Some(oversubscription),
+        ..UvmModule::default()
+    }
 }
 
 fn device_ids(range: std::ops::Range<u16>) -> DeviceIdSet {
@@ -260,26 +275,26 @@ impl TestNode {
         pod: &str,
         container: &str,
         resource: Resource,
-        tokens: DeviceIdSet,
+        ids: DeviceIdSet,
     ) -> AllocationId {
         let _ = std::fs::create_dir(self.cgroup(pod));
         let allocation = AllocationId::from_bits(self.next);
         self.next += 1;
         self.allocator
-            .allocate(allocation, resource, tokens.clone(), self.now);
+            .allocate(allocation, resource, ids.clone(), self.now);
         let (pod, container) = (pod.parse().unwrap(), container.to_owned());
         self.kubelet.push(CheckpointEntry {
             pod,
             container,
             resource,
-            tokens,
+            device_ids: ids,
             allocation,
         });
         allocation
     }
 
-    fn admit_device(&mut self, pod: &str, tokens: std::ops::Range<u16>) -> AllocationId {
-        self.admit(pod, "main", Resource::DeviceMemory, device_ids(tokens))
+    fn admit_device(&mut self, pod: &str, ids: std::ops::Range<u16>) -> AllocationId {
+        self.admit(pod, "main", Resource::DeviceMemory, device_ids(ids))
     }
 
     /// The kubelet starts the container with these device ids.
@@ -287,16 +302,16 @@ impl TestNode {
         &mut self,
         pod: &str,
         resource: Resource,
-        tokens: DeviceIdSet,
+        ids: DeviceIdSet,
     ) -> oneshot::Receiver<Result<BoundMemory, PrepareError>> {
         let pod: PodUid = pod.parse().unwrap();
         let holds = |held: &&CheckpointEntry| {
-            held.pod == pod && held.tokens == tokens && held.resource == resource
+            held.pod == pod && held.device_ids == ids && held.resource == resource
         };
         let of_pod = |held: &&CheckpointEntry| held.pod == pod && held.resource == resource;
         let containers = self.kubelet.iter().filter(of_pod);
         let identity = ContainerIdentity {
-            pod_device_ids: containers.map(|held| held.tokens.clone()).collect(),
+            pod_device_ids: containers.map(|held| held.device_ids.clone()).collect(),
             checkpoint_entries: self.kubelet.iter().filter(holds).cloned().collect(),
             pod,
             pod_name: None,
@@ -311,7 +326,7 @@ impl TestNode {
         };
         let bind = PrepareRequest {
             resource,
-            tokens,
+            device_ids: ids,
             identity,
             deadline: self.now + WAIT,
         };
@@ -322,9 +337,9 @@ impl TestNode {
     async fn start_device(
         &mut self,
         pod: &str,
-        tokens: std::ops::Range<u16>,
+        ids: std::ops::Range<u16>,
     ) -> oneshot::Receiver<Result<BoundMemory, PrepareError>> {
-        self.start(pod, Resource::DeviceMemory, device_ids(tokens))
+        self.start(pod, Resource::DeviceMemory, device_ids(ids))
             .await
     }
 
@@ -478,9 +493,9 @@ async fn mig_instance_gets_its_capability_nodes() {
 #[tokio::test]
 async fn container_without_room_waits_until_deadline_with_reason() {
     let mut node = TestNode::new().await;
-    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     node.admit_device("c", 20..28);
     let mut answer = node.start_device("c", 20..28).await;
@@ -494,14 +509,14 @@ async fn container_without_room_waits_until_deadline_with_reason() {
 #[tokio::test]
 async fn waits_are_listed_by_whether_room_can_end_them() {
     let mut node = TestNode::new().await;
-    for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..16), ("b", 16..32)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     let mut answers = Vec::new();
-    for (pod, tokens) in [("huge", 100..140), ("first", 32..40), ("second", 40..44)] {
-        node.admit_device(pod, tokens.clone());
-        answers.push(node.start_device(pod, tokens).await);
+    for (pod, ids) in [("huge", 100..140), ("first", 32..40), ("second", 40..44)] {
+        node.admit_device(pod, ids.clone());
+        answers.push(node.start_device(pod, ids).await);
         node.tick(1).await;
     }
     let mut pods_with = |set: fn(&mut QueuedClaim)| {
@@ -526,9 +541,9 @@ async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
     node.start_device("a", 0..16).await;
     let closed = ["GPU-b".parse().unwrap()].into();
     node.allocator.set_scrubbed_gpus(closed, node.now).await;
-    for (pod, tokens) in [("b", 16..32), ("c", 32..36)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("b", 16..32), ("c", 32..36)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     let waits = node.allocator.queued_claims().into_iter();
     let waits: Vec<_> = waits
@@ -540,9 +555,9 @@ async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
 #[tokio::test]
 async fn wait_names_the_pod_for_which_memory_is_set_aside() {
     let mut node = TestNode::new().await;
-    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     node.admit_device("c", 20..28);
     let _waits = node.start_device("c", 20..28).await;
@@ -589,9 +604,9 @@ async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
 #[tokio::test]
 async fn queued_claim_is_bound_when_a_pod_ends() {
     let mut node = TestNode::new().await;
-    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     node.admit_device("c", 20..28);
     let mut answer = node.start_device("c", 20..28).await;
@@ -607,9 +622,9 @@ async fn queued_claim_is_bound_when_a_pod_ends() {
 #[tokio::test]
 async fn cancelled_call_reserves_no_room() {
     let mut node = TestNode::new().await;
-    for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
-        node.admit_device(pod, tokens.clone());
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..16), ("b", 16..32)] {
+        node.admit_device(pod, ids.clone());
+        node.start_device(pod, ids).await;
     }
     node.admit_device("c", 0..8);
     drop(node.start_device("c", 0..8).await);
@@ -645,16 +660,33 @@ async fn init_container_is_torn_down_when_its_ids_are_reused() {
 }
 
 #[tokio::test]
+async fn names_of_claims_go_when_another_pod_gets_their_ids() {
+    let mut node = TestNode::new().await;
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..12));
+    node.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
+    node.start_device("a", 0..12).await;
+    node.start_device("a", 0..14).await;
+    // The kubelet gives the ids away before it removes the cgroup.
+    node.admit_device("b", 0..4);
+    node.start_device("b", 0..4).await;
+    node.end("a").await;
+    let allocations = node.allocator.ledger.allocations();
+    let known: BTreeSet<AllocationId> = allocations.map(|(id, _)| id).collect();
+    let named: BTreeSet<AllocationId> = node.allocator.container_names.keys().copied().collect();
+    assert_eq!(named, known);
+}
+
+#[tokio::test]
 async fn claim_ends_when_its_container_starts_with_other_ids() {
     let mut node = TestNode::new().await;
-    for (container, tokens) in [("main", 0..4), ("side", 4..8)] {
+    for (container, ids) in [("main", 0..4), ("side", 4..8)] {
         node.admit(
             "a",
             container,
             Resource::DeviceMemory,
-            device_ids(tokens.clone()),
+            device_ids(ids.clone()),
         );
-        node.start_device("a", tokens).await;
+        node.start_device("a", ids).await;
     }
     // The kubelet loses its checkpoint, and then the first container restarts.
     node.kubelet.clear();
@@ -704,17 +736,12 @@ async fn exports_of_init_container_are_charged_to_the_next() {
 async fn containers_of_a_pod_are_placed_together_across_restart() {
     let mut node = TestNode::new().await;
     let containers = [0..4, 4..8, 8..20, 20..32];
-    for (number, tokens) in containers.iter().enumerate() {
+    for (number, ids) in containers.iter().enumerate() {
         let name = format!("c{number}");
-        node.admit(
-            "a",
-            &name,
-            Resource::DeviceMemory,
-            device_ids(tokens.clone()),
-        );
+        node.admit("a", &name, Resource::DeviceMemory, device_ids(ids.clone()));
     }
-    for tokens in containers {
-        let mut answer = node.start_device("a", tokens).await;
+    for ids in containers {
+        let mut answer = node.start_device("a", ids).await;
         assert_eq!(try_answer(&mut answer), Some(Ok(())));
         node.restart().await;
     }
@@ -850,12 +877,42 @@ async fn container_is_not_restarted_while_its_gpu_drains() {
 async fn allocation_without_a_pod_is_collected() {
     let mut node = TestNode::new().await;
     node.admit_device("a", 0..10);
-    let none = BTreeSet::new();
+    let none = DeviceCheckpoint::default();
     for _ in 0..3 {
         node.now = node.now + Duration::from_secs(61);
         node.allocator.collect_garbage(Some(&none), node.now).await;
     }
     assert_eq!(node.allocator.view(node.now).unbound_allocations, 0);
+}
+
+#[tokio::test]
+async fn allocation_is_not_collected_while_an_entry_is_skipped() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    let checkpoint = DeviceCheckpoint {
+        entries: Vec::new(),
+        skipped: 1,
+    };
+    for _ in 0..3 {
+        node.now = node.now + Duration::from_secs(61);
+        let collected = node.allocator.collect_garbage(Some(&checkpoint), node.now);
+        collected.await;
+    }
+    assert_eq!(node.allocator.view(node.now).unbound_allocations, 1);
+}
+
+#[tokio::test]
+async fn pod_is_released_after_two_collections_without_cgroup() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..4);
+    std::fs::remove_dir(node.cgroup("a")).unwrap();
+    node.start_device("a", 0..4).await;
+    // The second collection follows a stall of the node task.
+    for (milliseconds, bound) in [(0, 1), (5, 1), (10_000, 0)] {
+        node.now = node.now + Duration::from_millis(milliseconds);
+        node.allocator.collect_garbage(None, node.now).await;
+        assert_eq!(node.placements().len(), bound, "{milliseconds}");
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -888,11 +945,11 @@ fn pod_history() -> Vec<KubeletStep> {
 impl TestNode {
     async fn apply(&mut self, act: &KubeletStep) {
         match act.clone() {
-            KubeletStep::Admit(pod, tokens) => drop(self.admit_device(pod, tokens)),
+            KubeletStep::Admit(pod, ids) => drop(self.admit_device(pod, ids)),
             // The kubelet retries while the pod exists; the test reads the result from the
             // placements.
-            KubeletStep::Start(pod, tokens) => {
-                let answer = self.start_device(pod, tokens).await;
+            KubeletStep::Start(pod, ids) => {
+                let answer = self.start_device(pod, ids).await;
                 // The call stays open, as the kubelet's would.
                 std::mem::forget(answer);
             }
@@ -903,10 +960,10 @@ impl TestNode {
     /// Repeats the kubelet's call for every container that has not started.
     async fn retry_all(&mut self, started: &[KubeletStep]) {
         for act in started {
-            if let KubeletStep::Start(pod, tokens) = act
+            if let KubeletStep::Start(pod, ids) = act
                 && self.cgroup(pod).exists()
                 && !started.iter().any(
-                    |later| matches!(later, KubeletStep::Start(p, t) if p == pod && t.end > tokens.end),
+                    |later| matches!(later, KubeletStep::Start(p, t) if p == pod && t.end > ids.end),
                 )
             {
                 self.apply(act).await;
@@ -971,13 +1028,13 @@ async fn deleted_checkpoint_is_rebuilt_with_the_same_bindings() {
 #[tokio::test]
 async fn pod_without_name_gets_the_one_that_kubelet_lists() {
     let mut node = TestNode::new().await;
-    let listed = |pod: &str, tokens| bursar_kubelet::pod_resources::ListedContainer {
+    let listed = |pod: &str, ids| bursar_kubelet::pod_resources::ListedContainer {
         name: bursar_kubelet::pod_resources::ContainerRef {
             namespace: "team".into(),
             pod: pod.into(),
             container: "main".into(),
         },
-        tokens: device_ids(tokens),
+        device_ids: device_ids(ids),
     };
     let names = |node: &TestNode| -> Vec<Option<String>> {
         let containers = node.allocator.containers();
@@ -1003,10 +1060,10 @@ async fn pod_without_name_gets_the_one_that_kubelet_lists() {
     assert_eq!(
         names(&node),
         [None],
-        "the tokens may have been the other's by then"
+        "the ids may have been the other's by then"
     );
     node.end("b").await;
-    let none = BTreeSet::new();
+    let none = DeviceCheckpoint::default();
     for _ in 0..2 {
         node.now = node.now + Duration::from_secs(61);
         node.allocator.collect_garbage(Some(&none), node.now).await;
@@ -1023,6 +1080,34 @@ async fn pod_without_name_gets_the_one_that_kubelet_lists() {
     assert_eq!(names(&node), [None]);
     node.allocator.resolve_missing_names(&lists, &node.kubelet);
     assert_eq!(names(&node), [Some("team/train".into())]);
+}
+
+#[tokio::test]
+async fn managed_memory_is_bound_only_while_it_can_be_evicted() {
+    let mut node = TestNode::new().await;
+    for (pod, ids) in [("a", 0..3), ("b", 3..5)] {
+        node.admit(pod, "main", Resource::ManagedMemory, device_ids(ids));
+    }
+    let start = (Resource::ManagedMemory, device_ids(0..3));
+    let mut bound = node.start("a", start.0, start.1.clone()).await;
+    assert_eq!(try_answer(&mut bound), Some(Ok(())));
+    let pinned = uvm_module(false);
+    node.allocator.set_uvm_module(pinned, node.now).await;
+    let mut waits = node.start("b", start.0, device_ids(3..5)).await;
+    assert_eq!(try_answer(&mut waits), None);
+    let not_concurrent = UvmModule {
+        not_concurrent: ["GPU-a".parse().unwrap()].into(),
+        ..uvm_module(true)
+    };
+    node.allocator
+        .set_uvm_module(not_concurrent, node.now)
+        .await;
+    assert_eq!(try_answer(&mut waits), None);
+    let mut again = node.start("a", start.0, start.1).await;
+    assert_eq!(try_answer(&mut again), Some(Ok(())), "it stays bound");
+    let evictable = uvm_module(true);
+    node.allocator.set_uvm_module(evictable, node.now).await;
+    assert_eq!(try_answer(&mut waits), Some(Ok(())));
 }
 
 #[tokio::test]
@@ -1052,8 +1137,8 @@ async fn container_gets_managed_memory_in_either_order() {
         if managed_first {
             order.reverse();
         }
-        for (resource, tokens) in order {
-            let mut answer = node.start("a", resource, tokens).await;
+        for (resource, ids) in order {
+            let mut answer = node.start("a", resource, ids).await;
             assert_eq!(try_answer(&mut answer), Some(Ok(())));
         }
         let served = BTreeMap::from([(device, Bytes::gib(3))]);
@@ -1086,8 +1171,8 @@ async fn managed_memory_belongs_to_one_container() {
     let two = node.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
     let other = node.admit("b", "two", Resource::DeviceMemory, device_ids(4..6));
     node.admit("a", "two", Resource::ManagedMemory, device_ids(0..3));
-    for (pod, tokens) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
-        node.start_device(pod, tokens).await;
+    for (pod, ids) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
+        node.start_device(pod, ids).await;
     }
     node.start("a", Resource::ManagedMemory, device_ids(0..3))
         .await;
@@ -1218,12 +1303,11 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
     node.host.state().lease_answer.orphaned = None;
     node.tick(1).await;
     assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
-    let mut turn = LedgerUpdate {
+    // The checkpoint counts this lease as orphaned, which the new agent's leases do not show.
+    let turn = LedgerUpdate {
         orphaned: Some(BTreeMap::new()),
-        ..LedgerUpdate::default()
+        ended: vec![(LeaseId(7), gpu, Bytes::mib(3_500))],
     };
-    // The ledger has accounted for this lease before.
-    turn.unreclaimed = vec![(LeaseId(7), gpu, Bytes::ZERO)];
     node.host.state().unreclaimed = Bytes::gib(16);
     node.host.state().failing_steps.insert("persist");
     node.host.state().lease_answer = turn;
@@ -1236,6 +1320,28 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
     node.host.state().failing_steps.clear();
     node.tick(1).await;
     assert_eq!(node.host.state().recorded, [LeaseId(7)]);
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(16));
+}
+
+#[tokio::test]
+async fn orphaned_lease_counts_once_when_fdstore_is_away() {
+    let mut node = TestNode::new().await;
+    let gpu: GpuUuid = "GPU-a".parse().unwrap();
+    let kept = BTreeMap::from([(LeaseId(7), Bytes::gib(4))]);
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
+    node.host.state().unreclaimed = Bytes::gib(16);
+    node.tick(1).await;
+    node.host.state().lease_answer = LedgerUpdate {
+        orphaned: None,
+        ended: vec![(LeaseId(7), gpu, Bytes::gib(4))],
+    };
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::new());
+    node.tick(1).await;
     assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
     node.host.state().unreclaimed = Bytes::ZERO;
     node.tick(1).await;
@@ -1274,10 +1380,11 @@ async fn unreadable_cdi_file_stays_while_kubelet_lists_it() {
     };
     assert_eq!(free(&node), 12 + 12, "what is in use is given to nobody");
     assert!(node.allocator.problems().rebuilt.is_some());
-    let none = BTreeSet::new();
+    let none = DeviceCheckpoint::default();
     node.tick(60).await;
     node.allocator.collect_garbage(Some(&none), node.now).await;
     assert!(node.host.state().cdi.contains_key(&allocation));
+    node.tick(10).await;
     node.allocator.collect_garbage(Some(&none), node.now).await;
     node.tick(1).await;
     assert!(!node.host.state().cdi.contains_key(&allocation));

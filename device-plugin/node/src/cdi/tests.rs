@@ -43,7 +43,7 @@ fn binding(id: u64) -> CdiBinding {
         allocation: AllocationId::from_bits(id),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         container: "main".to_owned(),
-        tokens: "0-9".parse().unwrap(),
+        device_ids: "0-9".parse().unwrap(),
         gpus: vec![gpu("GPU-aaaa", "nvidia0"), gpu("GPU-bbbb", "nvidia3")],
     }
 }

@@ -2,7 +2,7 @@
 //! memory model.
 //!
 //! [`Agent`] and [`Process`] do to a word what `sessions/container.rs` and the shim's
-//! `agent_client.rs` do, without sockets: a hello is a call under the agent's lock, as it is there.
+//! `agent_client.rs` do, without sockets. A hello is a call under the agent's lock, as it is there.
 //! Loom runs each model in all interleavings with at most [`PREEMPTIONS`] preemptions.
 
 use std::sync::atomic::Ordering;

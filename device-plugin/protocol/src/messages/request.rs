@@ -6,6 +6,10 @@ use super::token::{self, TokenRequest};
 use super::{Account, DecodeError, HeldCredit, Message};
 use crate::units::Units;
 
+/// Begins the function of a [`Request::Denied`] that the quota allowed and the driver refused. An
+/// agent that does not know it counts the function among the others.
+pub const REFUSED_BY_DRIVER: &str = "driver:";
+
 /// A message of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
@@ -32,7 +36,7 @@ pub enum Request {
         account: u8,
         /// The bytes that the program requested.
         bytes: u64,
-        /// The driver's function, for example `cuMemAlloc_v2`.
+        /// The driver's function, for example `cuMemAlloc_v2`, perhaps after [`REFUSED_BY_DRIVER`].
         function: String,
     },
     /// Asks the agent to write what the container's other processes use into the page.

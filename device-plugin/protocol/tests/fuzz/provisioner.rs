@@ -8,7 +8,10 @@ use crate::{parses, payloads};
 #[test]
 fn provisioner_requests_round_trip() {
     parses::<ProvisionerRequest>(&payloads(&[
-        ProvisionerRequest::Create { bytes: 1 << 30 },
+        ProvisionerRequest::Create {
+            bytes: 1 << 30,
+            lendable: 8 << 30,
+        },
         ProvisionerRequest::AwaitScrub { bytes: u64::MAX },
     ]));
 }
@@ -21,6 +24,7 @@ fn provisioner_responses_round_trip() {
             driver: 13_000,
             granularity: 2 << 20,
             total: 80 << 30,
+            concurrent_managed_access: true,
         },
         ProvisionerResponse::Created { bytes: 2 << 20 },
         ProvisionerResponse::Scrubbed,

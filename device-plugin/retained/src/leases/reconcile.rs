@@ -9,6 +9,9 @@ use bursar_sessions::lease_handle::{ChargedLeases, LedgerUpdate, NodeView};
 use super::record::{Content, LeaseRecord, StoredRecord};
 use super::{Effect, Lease, LeaseTable, Stage};
 
+/// The leases without an owner on each GPU, with their bytes.
+type OrphanedLeases = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
+
 /// The container that takes over a lease whose owner has ended.
 fn new_owner(node: &NodeView, record: &LeaseRecord) -> Option<AllocationId> {
     if node.containers.contains_key(&record.owner) {
@@ -31,12 +34,21 @@ impl LeaseTable {
     ) -> (LedgerUpdate, Vec<Effect>) {
         self.node = node;
         let mut effects = Vec::new();
-        let pods: BTreeSet<PodUid> = self
-            .node
-            .containers
-            .values()
-            .map(|container| container.pod.clone())
-            .collect();
+        self.hand_over_leases(&mut effects);
+        self.end_unused_leases();
+        let mut update = LedgerUpdate::default();
+        let mut orphaned = OrphanedLeases::new();
+        self.report_leases(charged, &mut update, &mut orphaned, &mut effects);
+        self.report_unreadable(charged, &mut orphaned, &mut effects);
+        update.orphaned = self.store_connected.then_some(orphaned);
+        (update, effects)
+    }
+
+    /// Removes the openers that have ended, and gives the leases of ended containers to the next
+    /// ones of their pods.
+    fn hand_over_leases(&mut self, effects: &mut Vec<Effect>) {
+        let containers = self.node.containers.values();
+        let pods: BTreeSet<&PodUid> = containers.map(|container| &container.pod).collect();
         for (id, lease) in &mut self.leases {
             lease.record.openers.retain(|opener| pods.contains(opener));
             if lease.stage == Stage::Live
@@ -50,6 +62,12 @@ impl LeaseTable {
                 }
                 effects.push(Effect::Update(*id, Box::new(lease.record.clone())));
             }
+        }
+    }
+
+    /// Ends the leases without an opener, and those whose memory is lost or must go.
+    fn end_unused_leases(&mut self) {
+        for lease in self.leases.values_mut() {
             let gpu = &lease.record.title.gpu;
             let generation = self.node.generations.get(gpu);
             let is_lost = self.drained.contains(gpu)
@@ -58,8 +76,16 @@ impl LeaseTable {
                 lease.stage = Stage::ReleasePending;
             }
         }
-        let mut update = LedgerUpdate::default();
-        let mut orphaned = BTreeMap::<GpuUuid, BTreeMap<LeaseId, Bytes>>::new();
+    }
+
+    /// Has each lease's bytes charged to its owner, or else reports them to the ledger.
+    fn report_leases(
+        &mut self,
+        charged: &ChargedLeases,
+        update: &mut LedgerUpdate,
+        orphaned: &mut OrphanedLeases,
+        effects: &mut Vec<Effect>,
+    ) {
         for (id, lease) in &mut self.leases {
             let LeaseRecord {
                 title,
@@ -70,31 +96,32 @@ impl LeaseTable {
             match (lease.stage, self.node.containers.contains_key(owner)) {
                 (Stage::ReleasePending, true) => effects.push(Effect::Charge(*id, *owner)),
                 (Stage::ReleasePending, false) => {
-                    // The ledger turns the bytes of a lease that it counted as orphaned into
-                    // unreclaimed bytes itself.
-                    let left = if lease.is_orphaned {
-                        Bytes::ZERO
-                    } else {
-                        *bytes
-                    };
-                    update.unreclaimed.push((*id, title.gpu.clone(), left));
+                    update.ended.push((*id, title.gpu.clone(), *bytes));
                     lease.stage = Stage::ReleaseReported;
                 }
                 (Stage::Creating | Stage::Live, false) => {
                     // While the fd store is away the ledger gets no list.
                     lease.is_charged = self.store_connected;
-                    lease.is_orphaned = self.store_connected;
                     let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
                     of_gpu.insert(*id, *bytes);
                 }
                 (Stage::Creating | Stage::Live, true) => {
                     let its = charged.get(owner);
                     lease.is_charged = its.is_some_and(|leases| leases.contains_key(id));
-                    lease.is_orphaned = false;
                 }
                 (Stage::ReleaseReported | Stage::Releasing, _) => {}
             }
         }
+    }
+
+    /// Reports the leases that only another version of the agent can read, unless a container is
+    /// charged for them. Those of drained GPUs end.
+    fn report_unreadable(
+        &self,
+        charged: &ChargedLeases,
+        orphaned: &mut OrphanedLeases,
+        effects: &mut Vec<Effect>,
+    ) {
         for (id, extent) in &self.unreadable {
             let Some((gpu, bytes)) = extent else { continue };
             if self.drained.contains(gpu) {
@@ -106,8 +133,6 @@ impl LeaseTable {
                 of_gpu.insert(*id, *bytes);
             }
         }
-        update.orphaned = self.store_connected.then_some(orphaned);
-        (update, effects)
     }
 
     /// Confirms that a lease's bytes are charged as orphaned exports; its descriptor may be closed.
@@ -170,7 +195,6 @@ impl LeaseTable {
                         record,
                         stage: Stage::Live,
                         is_charged: false,
-                        is_orphaned: false,
                     };
                     self.leases.insert(id, lease);
                 }

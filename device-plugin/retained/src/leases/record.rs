@@ -42,7 +42,7 @@ pub struct LeaseRecord {
     /// The pods that opened the lease and did not discard it. The lease lives as long as one of
     /// them.
     pub(crate) openers: BTreeSet<PodUid>,
-    /// What the memory holds.
+    /// The content of the memory.
     pub content: Content,
 }
 
@@ -53,7 +53,7 @@ impl LeaseRecord {
     }
 }
 
-/// What the memory of a lease holds.
+/// The content of a lease's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Content {

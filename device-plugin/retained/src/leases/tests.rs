@@ -236,7 +236,7 @@ fn lease_leaves_its_bytes_when_its_second_owner_ends() {
     let (update, _) = table.reconcile(with, &charged(next, LeaseId(1)));
     assert_eq!(update.orphaned, Some(BTreeMap::new()));
     let (update, _) = table.reconcile(NodeView::default(), &ChargedLeases::new());
-    assert_eq!(update.unreclaimed, [(LeaseId(1), gpu(), Bytes::gib(1))]);
+    assert_eq!(update.ended, [(LeaseId(1), gpu(), Bytes::gib(1))]);
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn lease_lives_until_its_last_opener_ends() {
     node.containers.remove(&A);
     let (update, effects) = table.reconcile(node.clone(), &ChargedLeases::new());
     assert_eq!(
-        (update.orphaned, update.unreclaimed, effects),
+        (update.orphaned, update.ended, effects),
         (
             Some(BTreeMap::from([(
                 gpu(),
@@ -313,14 +313,10 @@ fn lease_lives_until_its_last_opener_ends() {
     node.containers.remove(&B);
     let (update, effects) = table.reconcile(node.clone(), &ChargedLeases::new());
     assert_eq!(update.orphaned, Some(BTreeMap::new()));
-    assert_eq!(
-        update.unreclaimed,
-        [(LeaseId(1), gpu(), Bytes::ZERO)],
-        "the ledger lists it no more"
-    );
+    assert_eq!(update.ended, [(LeaseId(1), gpu(), Bytes::gib(1))]);
     assert_eq!(effects, []);
     assert_eq!(
-        table.reconcile(node, &ChargedLeases::new()).0.unreclaimed,
+        table.reconcile(node, &ChargedLeases::new()).0.ended,
         [],
         "reported once"
     );

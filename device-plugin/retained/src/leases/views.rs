@@ -32,7 +32,7 @@ impl LeaseTable {
         (lease.stage == Stage::Creating).then_some(&lease.record)
     }
 
-    /// The description of a lease that the fd store has.
+    /// The description of a lease that is live.
     pub(crate) fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
         (lease.stage == Stage::Live).then_some(&lease.record)
@@ -74,7 +74,7 @@ impl LeaseTable {
         unreadable.filter(|extent| extent.is_none()).count()
     }
 
-    /// The leases that the fd store has and an account is charged for. Empty while the fd store is
+    /// The live leases that an account is charged for. Empty while the fd store is
     /// away, because it may have closed their descriptors.
     pub(crate) fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
         let mut live: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();

@@ -17,8 +17,8 @@ use tracing::warn;
 use super::Provisioners;
 use crate::scrub_check::read_line;
 
-/// The least time for the samples. Before that the process starts, and allocates for at most a
-/// second and a half (`provisioner/src/balloon.rs`).
+/// The least time for the samples. Before that the process starts, and allocates for at most
+/// two and a half seconds (`provisioner/src/balloon.rs`).
 const LOOK_TIME: Duration = Duration::from_millis(650);
 
 /// How long the process may take to confirm what it has held.

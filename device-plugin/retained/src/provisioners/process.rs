@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use tracing::{info, warn};
 
 use super::{Job, JobResult, Program, ProvisionerError, Records};
-use crate::runtimes::{Failure, FailureClass, RuntimeRecord, refusal};
+use crate::runtimes::{Failure, FailureClass, ManagedAccess, RuntimeRecord, refusal};
 
 /// How long a provisioner may take to initialize the driver and its GPU.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -166,9 +166,9 @@ impl ProcessSupervisor {
         }
         self.update(RuntimeRecord::begin_start);
         match self.spawn() {
-            Ok(()) => {
+            Ok(managed_access) => {
                 (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
-                self.update(|record| record.succeed(Instant::now()));
+                self.update(|record| record.succeed(managed_access, Instant::now()));
                 Ok(())
             }
             Err((class, error)) => {
@@ -187,8 +187,9 @@ impl ProcessSupervisor {
         }
     }
 
-    /// Starts the process and waits until it has initialized the driver.
-    fn spawn(&mut self) -> Result<(), (FailureClass, ProvisionerError)> {
+    /// Starts the process and waits until it has initialized the driver. Returns how the GPU
+    /// accesses managed memory.
+    fn spawn(&mut self) -> Result<ManagedAccess, (FailureClass, ProvisionerError)> {
         let dead = |error: io::Error| {
             let reason = format!("{}: {error}", self.program.path.display());
             (FailureClass::Exit, ProvisionerError::Exited(reason))
@@ -210,9 +211,18 @@ impl ProcessSupervisor {
         let ready = receive(&socket, START_TIMEOUT, &self.ends);
         self.provisioner = Some(Provisioner { child, socket });
         let (class, error) = match ready {
-            Ok((ProvisionerResponse::Ready { .. }, _)) => {
+            Ok((
+                ProvisionerResponse::Ready {
+                    concurrent_managed_access,
+                    ..
+                },
+                _,
+            )) => {
                 info!(gpu = %self.gpu, pid, "provisioner started");
-                return Ok(());
+                return Ok(match concurrent_managed_access {
+                    true => ManagedAccess::Concurrent,
+                    false => ManagedAccess::Exclusive,
+                });
             }
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 let class = match refusal(code) {
@@ -376,7 +386,10 @@ mod tests {
 
     use super::*;
 
-    const CREATE: ProvisionerRequest = ProvisionerRequest::Create { bytes: 1 << 30 };
+    const CREATE: ProvisionerRequest = ProvisionerRequest::Create {
+        bytes: 1 << 30,
+        lendable: 1 << 30,
+    };
 
     /// A process that ends when it is killed or dropped.
     fn idle_process() -> Child {
@@ -399,6 +412,7 @@ mod tests {
                 runtimes: Arc::default(),
                 unfit: Arc::default(),
                 refused: Arc::default(),
+                without_concurrent_access: Arc::default(),
                 hung_balloons: Arc::default(),
             };
             records.runtimes.send_modify(|all| {

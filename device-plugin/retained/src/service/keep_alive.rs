@@ -38,7 +38,8 @@ impl State {
         self.keep_alive = KeepAlive::Creating(gpu.clone());
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
+            let created = provisioners.create(&gpu, KEEP_ALIVE_BYTES, KEEP_ALIVE_BYTES);
+            match created.await {
                 Ok(fd) => store_keep_alive(connection, gpu, fd).await,
                 // Without a keep-alive exports are only slower. The node's next tick tries again.
                 Err(_) => Completion::KeepAliveChanged(connection.number(), KeepAlive::None),
@@ -76,7 +77,11 @@ pub(super) async fn store_keep_alive(
     let lease = LeaseId(KEEP_ALIVE);
     // The fd store would refuse a second one, and the first one may be on another GPU.
     drop(connection.close(lease));
-    let keep_alive = match connection.put(lease, encode_gpu(&gpu), fd).await {
+    let stored = match connection.put(lease, encode_gpu(&gpu), fd).await {
+        Ok(sent) => sent.stored().await,
+        Err(error) => Err(error),
+    };
+    let keep_alive = match stored {
         Ok(()) => KeepAlive::Stored(Some(gpu)),
         Err(FdStoreError::Refused(_)) => KeepAlive::None,
         // The fd store lists what it has on the next connection.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bursar_host::clock;
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
-use bursar_protocol::fdstore::Blob;
+use bursar_protocol::fdstore::{Blob, Refusal};
 use bursar_protocol::messages::Account;
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
@@ -15,11 +15,21 @@ use tracing::{info, warn};
 
 use super::store::encode_record;
 use super::{Acks, Completion, GRANULARITY, State, reply_refused};
-use crate::fdstore_client::Connection;
+use crate::fdstore_client::{Connection, FdStoreError, SentDescriptor};
 use crate::leases::{Content, LeaseRecord, OpenRequest, Opened, WRITE_TOKEN_LIFETIME};
 use crate::provisioners::{ProvisionerError, Provisioners};
 use crate::scrub_check::Verdict;
 use crate::tokens::TokenAuthority;
+
+/// The memory of a new lease.
+pub(super) struct CreatedMemory {
+    /// The descriptor for the tenant.
+    fd: OwnedFd,
+    /// The descriptor for the fd store.
+    sent: SentDescriptor,
+    /// The number of the connection that has the descriptor.
+    connection: u64,
+}
 
 /// Why a lease was not created.
 pub(super) enum CreateError {
@@ -154,18 +164,16 @@ impl State {
         }
     }
 
-    /// Checks that the GPU may lend `bytes` more.
+    /// Checks that the GPU may lend `bytes` more. Returns how much it may lend.
     pub(super) fn check_gpu_limit(
         &self,
         gpu: &GpuUuid,
         bytes: Bytes,
-    ) -> Result<(), RetainedRefusal> {
-        let Some(most) = self.service.per_gpu else {
-            return Ok(());
-        };
+    ) -> Result<Bytes, RetainedRefusal> {
+        let most = self.service.per_gpu.unwrap_or(Bytes(u64::MAX));
         let free = most.0.saturating_sub(self.leases.lent_by(gpu).0);
         match bytes.0 <= free {
-            true => Ok(()),
+            true => Ok(Bytes(free)),
             false => Err(RetainedRefusal::GpuLimit { free }),
         }
     }
@@ -181,9 +189,10 @@ impl State {
         let Some(blob) = encode_record(&record) else {
             return reply_refused(reply, RetainedRefusal::TooMany);
         };
-        if let Err(why) = self.check_gpu_limit(&gpu, bytes) {
-            return reply_refused(reply, why);
-        }
+        let lendable = match self.check_gpu_limit(&gpu, bytes) {
+            Ok(lendable) => lendable,
+            Err(why) => return reply_refused(reply, why),
+        };
         let lease = self.service.lease_ids.assign();
         let sessions = &self.service.sessions;
         if let Err(Bytes(free)) = sessions.charge_lease(&record.owner, &gpu, lease, bytes) {
@@ -192,8 +201,8 @@ impl State {
         self.leases.begin_create(lease, record);
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            let created = match create_memory(&provisioners, &gpu, bytes).await {
-                Ok(fd) => store_memory(&connection, lease, blob, fd).await,
+            let created = match create_memory(&provisioners, &gpu, bytes, lendable).await {
+                Ok(fd) => send_memory(&connection, lease, blob, fd).await,
                 Err(why) => Err(why),
             };
             Completion::Created {
@@ -207,11 +216,25 @@ impl State {
     pub(super) fn finish_create(
         &mut self,
         lease: LeaseId,
-        created: Result<OwnedFd, CreateError>,
+        created: Result<CreatedMemory, CreateError>,
         reply: oneshot::Sender<Reply>,
     ) {
+        let current = self.connection.as_ref().map(Connection::number);
         match created {
-            Ok(fd) => {
+            Ok(CreatedMemory {
+                fd,
+                sent,
+                connection,
+            }) if Some(connection) == current => {
+                self.jobs.spawn(async move {
+                    match sent.stored().await {
+                        Err(FdStoreError::Refused(refusal)) => {
+                            Completion::NotStored(lease, refusal)
+                        }
+                        // The next connection lists the lease if the fd store has it.
+                        Ok(()) | Err(FdStoreError::Disconnected) => Completion::Nothing,
+                    }
+                });
                 let (record, effects) = self.leases.finish_create(lease);
                 let answer = record.and_then(|record| answer(lease, record));
                 let acks = reply.send(match answer {
@@ -236,12 +259,22 @@ impl State {
                 }
                 reply_refused(reply, why);
             }
-            Err(CreateError::Unknown) => {
+            // The fd store of an earlier connection may have been replaced. Its list was read
+            // without the lease.
+            Ok(_) | Err(CreateError::Unknown) => {
                 let effects = self.leases.release_uncertain(lease);
                 self.apply_effects(effects);
                 reply_refused(reply, RetainedRefusal::Unavailable);
             }
         }
+    }
+
+    /// Ends a lease whose descriptor the fd store refused. Its writer may have the memory mapped,
+    /// and cannot commit.
+    pub(super) fn end_unstored(&mut self, lease: LeaseId, refusal: Refusal) {
+        warn!(%lease, error = %refusal, "failed to store a lease in the fd store");
+        let effects = self.leases.release_uncertain(lease);
+        self.apply_effects(effects);
     }
 
     /// Replies with a lease's descriptor and current state.
@@ -291,8 +324,9 @@ async fn create_memory(
     provisioners: &Provisioners,
     gpu: &GpuUuid,
     bytes: Bytes,
+    lendable: Bytes,
 ) -> Result<OwnedFd, CreateError> {
-    match provisioners.create(gpu, bytes).await {
+    match provisioners.create(gpu, bytes, lendable).await {
         Ok(fd) => Ok(fd),
         Err(ProvisionerError::Driver { code, .. }) => {
             Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
@@ -305,20 +339,25 @@ async fn create_memory(
     }
 }
 
-/// Stores a lease's descriptor in the fd store. Returns the descriptor for the tenant.
-async fn store_memory(
+/// Sends a lease's descriptor to the fd store. The tenant gets the descriptor before the fd store's
+/// answer, which takes as long as waking two processes.
+pub(super) async fn send_memory(
     connection: &Connection,
     lease: LeaseId,
     blob: Blob,
     fd: OwnedFd,
-) -> Result<OwnedFd, CreateError> {
+) -> Result<CreatedMemory, CreateError> {
     let Ok(tenants) = fd.try_clone() else {
         return Err(CreateError::Unknown);
     };
     match connection.put(lease, blob, fd).await {
-        Ok(()) => Ok(tenants),
+        Ok(sent) => Ok(CreatedMemory {
+            fd: tenants,
+            sent,
+            connection: connection.number(),
+        }),
         Err(error) => {
-            warn!(%lease, %error, "failed to store a lease in the fd store");
+            warn!(%lease, %error, "failed to send a lease to the fd store");
             Err(CreateError::Unknown)
         }
     }

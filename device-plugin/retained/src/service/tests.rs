@@ -4,15 +4,17 @@ use std::process::{Command, Stdio};
 
 use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
 use bursar_host::checkpoint::Checkpoint;
+use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, PodUid};
 use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 use bursar_sessions::lease_handle::{LeaseHandle, NodeView};
 use tempfile::TempDir;
 
 use super::keep_alive::{encode_gpu, store_keep_alive};
+use super::requests::send_memory;
 use super::*;
 use crate::fdstore_client::FakeFdStore;
-use crate::leases::{Content, LeaseKey, LeaseRecord};
+use crate::leases::{Content, LeaseKey, LeaseRecord, Writer};
 use crate::scrub_check::{ScrubProcess, Verdict};
 
 /// A driver that cannot answer.
@@ -201,17 +203,18 @@ async fn drain_does_not_wait_for_the_retry_of_a_scrub_check() {
 fn gpu_lends_no_more_than_its_limit() {
     let mut fixture = Fixture::new();
     let check = |state: &State, gib| state.check_gpu_limit(&gpu(), Bytes::gib(gib));
-    assert_eq!(check(&fixture.state, 80), Ok(()), "there is no limit");
+    let unlimited = Ok(Bytes(u64::MAX));
+    assert_eq!(check(&fixture.state, 80), unlimited, "there is no limit");
     fixture.state.service.per_gpu = Some(Bytes::gib(4));
     let leases = &mut fixture.state.leases;
     leases.begin_create(LeaseId(7), lease_of_one_gib(gpu()));
     leases.begin_create(LeaseId(8), lease_of_one_gib("GPU-b".parse().unwrap()));
-    assert_eq!(check(&fixture.state, 3), Ok(()));
+    assert_eq!(check(&fixture.state, 3), Ok(Bytes::gib(3)));
     let free = Bytes::gib(3).0;
     let refused = Err(RetainedRefusal::GpuLimit { free });
     assert_eq!(check(&fixture.state, 4), refused);
     fixture.state.leases.abort_create(LeaseId(7));
-    assert_eq!(check(&fixture.state, 4), Ok(()));
+    assert_eq!(check(&fixture.state, 4), Ok(Bytes::gib(4)));
 }
 
 #[tokio::test]
@@ -292,4 +295,63 @@ async fn drained_gpu_is_held_until_a_lost_fd_store_lists_leases() {
     fixture.drain(gpu());
     fixture.finish_jobs().await;
     assert!(fixture.state.released_gpus().is_empty());
+}
+
+/// Creates lease 7, whose descriptor is sent to the store by the connection of this number. Returns
+/// the reply to its writer.
+async fn create_lease(
+    fixture: &mut Fixture,
+    store: &FakeFdStore,
+    connection: u64,
+) -> RetainedResponse {
+    let writer = Content::Writing(Writer {
+        process: Process { pid: 10, start: 1 },
+        image: 5,
+        token: 99,
+        until: BootTime(u64::MAX),
+    });
+    let record = LeaseRecord {
+        openers: BTreeSet::from(["a".parse().unwrap()]),
+        content: writer,
+        ..lease_of_one_gib(gpu())
+    };
+    fixture.state.leases.begin_create(LeaseId(7), record);
+    let memory = rustix::pipe::pipe().unwrap().0;
+    let connection = store.connect(connection);
+    let created = send_memory(&connection, LeaseId(7), Blob::default(), memory).await;
+    let (reply, replied) = oneshot::channel();
+    fixture.state.finish_create(LeaseId(7), created, reply);
+    replied.await.unwrap().response
+}
+
+#[tokio::test]
+async fn lease_ends_if_the_fd_store_refuses_its_descriptor() {
+    let mut fixture = Fixture::new();
+    let store = fixture.connect(encode_gpu(&gpu()));
+    store.0.lock().unwrap().insert(7, Blob::default());
+    let response = create_lease(&mut fixture, &store, 1).await;
+    assert!(matches!(response, RetainedResponse::Write { lease: 7, .. }));
+    assert!(fixture.state.leases.get(LeaseId(7)).is_some());
+    fixture.finish_jobs().await;
+    assert!(fixture.state.leases.get(LeaseId(7)).is_none());
+}
+
+#[tokio::test]
+async fn stored_lease_stays() {
+    let mut fixture = Fixture::new();
+    let store = fixture.connect(encode_gpu(&gpu()));
+    create_lease(&mut fixture, &store, 1).await;
+    fixture.finish_jobs().await;
+    assert!(fixture.state.leases.get(LeaseId(7)).is_some());
+    assert!(store.0.lock().unwrap().contains_key(&7));
+}
+
+#[tokio::test]
+async fn lease_of_an_earlier_connection_is_not_handed_out() {
+    let mut fixture = Fixture::new();
+    let store = fixture.connect(encode_gpu(&gpu()));
+    let response = create_lease(&mut fixture, &store, 0).await;
+    let refused = RetainedResponse::Refused(RetainedRefusal::Unavailable);
+    assert_eq!(response, refused);
+    assert!(fixture.state.leases.get(LeaseId(7)).is_none());
 }

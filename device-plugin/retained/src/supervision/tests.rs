@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::provisioners::Program;
-use crate::runtimes::{Failure, FailureClass};
+use crate::runtimes::{Failure, FailureClass, ManagedAccess};
 
 /// A node whose runtimes do what the plan says.
 struct Fixture {
@@ -54,7 +54,7 @@ impl Fixture {
         let mut node = Self::new(gpus);
         for name in gpus {
             let now = node.now;
-            node.record(name).succeed(now);
+            node.record(name).succeed(ManagedAccess::Concurrent, now);
         }
         node
     }
@@ -109,7 +109,7 @@ fn two_runtimes_start_at_a_time() {
     }
     assert!(node.starts().is_empty());
     let now = node.now;
-    node.record("GPU-b").succeed(now);
+    node.record("GPU-b").succeed(ManagedAccess::Concurrent, now);
     assert_eq!(node.starts(), ["GPU-c"]);
     // A tenant's request starts one without a decision; it counts.
     node.record("GPU-c").begin_start();
@@ -128,7 +128,7 @@ fn failed_start_waits_for_its_back_off_and_for_others() {
     node.now = retry_at;
     assert_eq!(node.starts(), ["GPU-b", "GPU-c"], "those without a failure");
     for gpu in ["GPU-b", "GPU-c"] {
-        node.record(gpu).succeed(now);
+        node.record(gpu).succeed(ManagedAccess::Concurrent, now);
     }
     assert_eq!(node.starts(), ["GPU-a"]);
 }
@@ -246,7 +246,8 @@ fn mig_runtime_lasts_from_first_lease_until_after_the_last() {
     node.lease("MIG-a");
     assert_eq!(node.starts(), ["MIG-a"]);
     let begun = node.now;
-    node.record("MIG-a").succeed(begun);
+    node.record("MIG-a")
+        .succeed(ManagedAccess::Concurrent, begun);
     node.now += 2 * IDLE_MIG;
     assert_eq!(node.plan(), Plan::default());
     node.leases.clear();
@@ -312,7 +313,7 @@ impl Fixture {
                 let now = self.now;
                 let record = self.record(NAMES[gpu]);
                 match (record.activity(), good) {
-                    (Activity::Starting, true) => record.succeed(now),
+                    (Activity::Starting, true) => record.succeed(ManagedAccess::Concurrent, now),
                     (Activity::Starting, false) => drop(record.fail(failure(), now)),
                     _ => {}
                 }

@@ -3,7 +3,7 @@
 use bursar_ledger::units::{AllocationId, GpuUuid};
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
-use bursar_protocol::messages::{self, Message, RejectReason, Response};
+use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 
 use super::super::container::leases::NotAuthorized;
 use super::super::stream::PeerStream;
@@ -14,8 +14,26 @@ use super::{
 use crate::lease_handle::Caller;
 
 impl Connection {
+    /// Answers the only request of a connection.
+    pub(super) async fn answer_once(
+        &self,
+        stream: &mut PeerStream,
+        process: Process,
+        request: Request,
+    ) -> Result<(), ConnectionError> {
+        match request {
+            Request::Query { version, account } => {
+                self.answer_query(stream, process.pid, version, &account)
+                    .await
+            }
+            Request::Retained(request) => self.answer_lease_request(stream, process, request).await,
+            Request::Token(request) => self.answer_token_request(stream, process, request).await,
+            _ => Err(ConnectionError::OutOfOrder),
+        }
+    }
+
     /// Answers a query for the container's usage.
-    pub(super) async fn answer_query(
+    async fn answer_query(
         &self,
         stream: &mut PeerStream,
         pid: u32,
@@ -40,7 +58,7 @@ impl Connection {
     }
 
     /// Passes a request about retained memory to the lease service, and returns the answer.
-    pub(super) async fn answer_lease_request(
+    async fn answer_lease_request(
         &self,
         stream: &mut PeerStream,
         process: Process,
@@ -83,7 +101,7 @@ impl Connection {
     }
 
     /// Passes a request about a memory token to the lease service, and returns the answer.
-    pub(super) async fn answer_token_request(
+    async fn answer_token_request(
         &self,
         stream: &mut PeerStream,
         process: Process,

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use bursar_host::clock;
 use bursar_protocol::messages::{Message, Request, Response};
+use bursar_protocol::units::Units;
 
 use super::super::container::recording::ChangeNumber;
 use super::super::rate_limit::{self, RateLimiter};
@@ -39,94 +40,131 @@ impl Connection {
             self.wait_turn().await;
             let received_at = Instant::now();
             if let Request::Credit { account, units } = message {
-                let is_pending = || {
-                    let container = lock(&self.container);
-                    container.is_reclaim_pending(pid, account, units, received_at, clock::now())
-                };
-                while self.run_charged(is_pending) {
-                    tokio::time::sleep(RECLAIM_POLL).await;
-                }
+                self.wait_reclaimed(pid, account, units, received_at).await;
             }
-            let answer = match message {
-                Request::Credit { account, units } => {
-                    let gpu = lock(&self.container).account_gpu(account);
-                    let _permits = self.grants.begin_all(gpu.as_slice()).await;
-                    let (change, answered) = self
-                        .run_charged(|| lock(&self.container).request_credit(pid, account, units));
-                    self.wait_recorded(Some(change)).await;
-                    answered.await.ok()
-                }
-                Request::Refresh => {
-                    let change = self.run_charged(|| {
-                        let mut container = lock(&self.container);
-                        container.handle_refresh(pid)
-                    });
-                    self.wait_recorded(change).await;
-                    Some(Response::Refreshed)
-                }
-                Request::Denied {
-                    account,
-                    bytes,
-                    function,
-                } => {
-                    lock(&self.container).record_denial(pid, account, bytes, &function);
-                    None
-                }
-                Request::ContextMade { account } => {
-                    let (answer, change) = self.run_charged(|| {
-                        let mut container = lock(&self.container);
-                        container.handle_context_made(pid, account)
-                    });
-                    self.wait_recorded(change).await;
-                    Some(answer)
-                }
-                Request::Poisoned {
-                    account,
-                    code,
-                    can_reexec,
-                } => {
-                    let (answer, change, has_news) = self.run_charged(|| {
-                        // Only for a fault does the agent read `/proc`.
-                        let is_fault = is_fault(code);
-                        let root = is_fault.then(|| self.root_process(pid)).flatten();
-                        let can_reexec = is_fault && can_reexec && self.is_main_process(pid);
-                        let now = clock::read_clocks();
-                        let mut container = lock(&self.container);
-                        let (answer, change) =
-                            container.handle_poisoned(pid, account, code, can_reexec, root, now);
-                        (answer, change, container.has_unreported_faults())
-                    });
-                    if has_news {
-                        self.fault_notifier.notify();
-                    }
-                    self.wait_recorded(change).await;
-                    Some(answer)
-                }
-                Request::Hello { .. }
-                | Request::Query { .. }
-                | Request::Retained(_)
-                | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
-            };
-            if let Some(answer) = answer {
-                // A peer that reads late does not make the answer late.
-                let took = received_at.elapsed();
-                let sent = stream.write_all(&answer.frame()).await;
-                sent.map_err(ConnectionError::NotTaken)?;
-                // A shim that waited too long refuses the allocation, and the program is out of
-                // memory.
-                if took > LATE_ANSWER
-                    && let Some(suppressed) = self.log_limiter.due("late", Instant::now())
-                {
-                    tracing::warn!(
-                        pid,
-                        ?took,
-                        ?answer,
-                        suppressed,
-                        "answered a tenant process late"
-                    );
-                }
+            if let Some(answer) = self.answer(pid, message).await? {
+                self.send_answer(stream, pid, &answer, received_at).await?;
             }
         }
+    }
+
+    /// Waits while the driver may still free the bytes of exited images that a request needs.
+    async fn wait_reclaimed(&self, pid: u32, account: u8, units: Units, received_at: Instant) {
+        let is_pending = || {
+            let container = lock(&self.container);
+            container.is_reclaim_pending(pid, account, units, received_at, clock::now())
+        };
+        while self.run_charged(is_pending) {
+            tokio::time::sleep(RECLAIM_POLL).await;
+        }
+    }
+
+    /// Handles a request. Returns no answer where the process expects none.
+    async fn answer(
+        &self,
+        pid: u32,
+        message: Request,
+    ) -> Result<Option<Response>, ConnectionError> {
+        Ok(match message {
+            Request::Credit { account, units } => self.grant_credit(pid, account, units).await,
+            Request::Refresh => {
+                let change = self.run_charged(|| {
+                    let mut container = lock(&self.container);
+                    container.handle_refresh(pid)
+                });
+                self.wait_recorded(change).await;
+                Some(Response::Refreshed)
+            }
+            Request::Denied {
+                account,
+                bytes,
+                function,
+            } => {
+                lock(&self.container).record_denial(pid, account, bytes, &function);
+                None
+            }
+            Request::ContextMade { account } => {
+                let (answer, change) = self.run_charged(|| {
+                    let mut container = lock(&self.container);
+                    container.handle_context_made(pid, account)
+                });
+                self.wait_recorded(change).await;
+                Some(answer)
+            }
+            Request::Poisoned {
+                account,
+                code,
+                can_reexec,
+            } => Some(self.answer_poisoned(pid, account, code, can_reexec).await),
+            Request::Hello { .. }
+            | Request::Query { .. }
+            | Request::Retained(_)
+            | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
+        })
+    }
+
+    /// Answers a request for credit, with a permit of the account's GPU until the checkpoint holds
+    /// the grant.
+    async fn grant_credit(&self, pid: u32, account: u8, units: Units) -> Option<Response> {
+        let gpu = lock(&self.container).account_gpu(account);
+        let _permits = self.grants.begin_all(gpu.as_slice()).await;
+        let (change, answered) =
+            self.run_charged(|| lock(&self.container).request_credit(pid, account, units));
+        self.wait_recorded(Some(change)).await;
+        answered.await.ok()
+    }
+
+    /// Records that a process image is poisoned, and decides what it does.
+    async fn answer_poisoned(
+        &self,
+        pid: u32,
+        account: u8,
+        code: i32,
+        can_reexec: bool,
+    ) -> Response {
+        let (answer, change, has_news) = self.run_charged(|| {
+            // Only for a fault does the agent read `/proc`.
+            let is_fault = is_fault(code);
+            let root = is_fault.then(|| self.root_process(pid)).flatten();
+            let can_reexec = is_fault && can_reexec && self.is_main_process(pid);
+            let now = clock::read_clocks();
+            let mut container = lock(&self.container);
+            let (answer, change) =
+                container.handle_poisoned(pid, account, code, can_reexec, root, now);
+            (answer, change, container.has_unreported_faults())
+        });
+        if has_news {
+            self.fault_notifier.notify();
+        }
+        self.wait_recorded(change).await;
+        answer
+    }
+
+    /// Sends an answer, and logs one that is late.
+    async fn send_answer(
+        &self,
+        stream: &mut PeerStream,
+        pid: u32,
+        answer: &Response,
+        received_at: Instant,
+    ) -> Result<(), ConnectionError> {
+        // A peer that reads late does not make the answer late.
+        let took = received_at.elapsed();
+        let sent = stream.write_all(&answer.frame()).await;
+        sent.map_err(ConnectionError::NotTaken)?;
+        // A shim that waited too long refuses the allocation, and the program is out of memory.
+        if took > LATE_ANSWER
+            && let Some(suppressed) = self.log_limiter.due("late", Instant::now())
+        {
+            tracing::warn!(
+                pid,
+                ?took,
+                ?answer,
+                suppressed,
+                "answered a tenant process late"
+            );
+        }
+        Ok(())
     }
 
     /// Waits until the checkpoint holds a change, if there is one.

@@ -16,7 +16,7 @@ pub(super) const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
 
 impl Container {
     /// Whether a request would be refused only for bytes of an image that exited a moment ago, or
-    /// whose kill is due: the driver is about to free them. A re-executed program requests its
+    /// whose kill is due. The driver is about to free them. A re-executed program requests its
     /// whole quota at once. A request that the agent received before the window waits no more.
     pub(in super::super) fn is_reclaim_pending(
         &self,
@@ -121,8 +121,8 @@ impl Container {
         live.saturating_add(self.credit.exited(covered))
     }
 
-    /// The idle credit that may be taken for a request: that of the account's other processes, and
-    /// that of all processes in accounts that share its quota.
+    /// The idle credit that may be taken for a request. It is that of the account's other
+    /// processes, and that of all processes in accounts that share its quota.
     pub(super) fn idle_credit_for(&self, pid: u32, account: usize) -> Units {
         let own = self.idle_credit_of_others(pid, account);
         let of_all = |account| self.idle_credit_of_others(NO_PID, account);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::POISON_SINCE;
-use bursar_protocol::messages::Response;
+use bursar_protocol::messages::{REFUSED_BY_DRIVER, Response};
 use bursar_protocol::units::Units;
 
 use bursar_ledger::units::Bytes;
@@ -136,6 +136,9 @@ impl Container {
         bytes: u64,
         function: &str,
     ) {
+        if let Some(function) = function.strip_prefix(REFUSED_BY_DRIVER) {
+            return self.record_driver_refusal(pid, account, bytes, function);
+        }
         let index = usize::from(account);
         if let Some(count) = self.denials.get_mut(index) {
             *count = count.saturating_add(1);
@@ -154,6 +157,21 @@ impl Container {
         if let Some(suppressed) = self.log_limiter.due(&key, Instant::now()) {
             let allocation = self.spec.allocation;
             tracing::info!(%allocation, pid, account, bytes, function, suppressed, "allocation denied");
+        }
+    }
+
+    /// Records that the driver refused an allocation of a process within its quota.
+    fn record_driver_refusal(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
+        self.driver_refusals = self.driver_refusals.saturating_add(1);
+        if let Some(suppressed) = self
+            .log_limiter
+            .due("refused by the driver", Instant::now())
+        {
+            let allocation = self.spec.allocation;
+            tracing::warn!(
+                %allocation, pid, account, bytes, function, suppressed,
+                "allocation refused by the driver within the quota"
+            );
         }
     }
 }

@@ -1,5 +1,4 @@
-//! Records the container's poisoned process images, fences them, and commits the decisions about
-//! them.
+//! Records the container's poisoned process images, and commits the decisions about them.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,6 @@ use bursar_ledger::BootTime;
 use bursar_ledger::units::{GpuUuid, PodUid};
 
 use bursar_protocol::END_SINCE;
-use bursar_protocol::fence::Fence;
 use bursar_protocol::messages::{Recovery, Response};
 
 use super::super::recovery::{
@@ -17,8 +15,8 @@ use super::super::recovery::{
     XidTarget, is_fault,
 };
 use super::super::{Account, Process};
+use super::Container;
 use super::recording::ChangeNumber;
-use super::{Container, ProcessState};
 
 /// The faults that wait for the fault task at most; the oldest of the container are dropped first.
 const MAX_UNREPORTED_FAULTS: usize = 64;
@@ -225,35 +223,6 @@ impl Container {
                 generation: state.generation,
             })
             .collect()
-    }
-
-    /// Whether the agent grants nothing more to a process's image.
-    pub(super) fn is_fenced(&self, pid: u32) -> bool {
-        let state = self.processes.get(&pid);
-        self.is_drained
-            || state.is_some_and(|state| state.has_broken_page || self.fence_of(state).is_some())
-    }
-
-    /// Writes into every process's page whether the agent has fenced it, and why.
-    pub(super) fn publish_fences(&self) {
-        for state in self.processes.values() {
-            if let Some(page) = &state.page {
-                page.set_fence(self.fence_of(state));
-            }
-        }
-    }
-
-    fn fence_of(
-        &self,
-        ProcessState {
-            process,
-            generation,
-            ..
-        }: &ProcessState,
-    ) -> Option<Fence> {
-        let fault = self.fault_log.fault_of(*process, *generation);
-        let poisoned = fault.map(|fault| Fence::Poisoned(fault.cuda_error.unwrap_or_default()));
-        poisoned.or(self.is_drained.then_some(Fence::Drained))
     }
 
     /// Records a fault of a process; the container's first GPU stands for an unknown one.

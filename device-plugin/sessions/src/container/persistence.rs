@@ -11,11 +11,12 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
+use super::super::recovery::FaultLog;
 use super::super::{Account, ContainerResolver, CreditAccounts, SessionSpec};
 use super::denials::{LogLimiter, SharedLogLimiter};
 use super::pages::PagePool;
 use super::recording::PendingChanges;
-use super::{Container, ProcessState, RestoredProcess, to_units};
+use super::{Container, ProcessState, RestoredProcess};
 
 impl Container {
     /// Restores a container from its checkpoint, with its live processes. Where the agent
@@ -27,6 +28,37 @@ impl Container {
         resolver: &dyn ContainerResolver,
         now: BootTime,
     ) -> (Container, Vec<RestoredProcess>) {
+        let content = checkpoint.read();
+        let is_lost = content
+            .as_ref()
+            .map_or(served_before, |content| content.incomplete);
+        let content = content.unwrap_or_default();
+        let mut container = Container::without_processes(spec, checkpoint);
+        container.is_checkpoint_lost = is_lost;
+        container.generation = match content.generation {
+            // Generations issued since the boot are lower, since a container has at most one image
+            // each microsecond. The wall clock may have been set back.
+            0 if is_lost => now.0.saturating_mul(1_000),
+            known => known,
+        };
+        container.fault_log = content.fault_log;
+        container.restore_quotas(&content.overrides);
+        container.restore_exited(&content.exited, &content.orphaned);
+        container.restore_leases(&content.leases);
+        let known = container.restore_processes(content.processes, resolver);
+        container.close_released_faults();
+        let [exited, _] = container.credit.exited_and_orphaned();
+        if !exited.is_empty() {
+            // This agent has not sampled the memory of the exited processes yet.
+            container.last_exit = Some(Instant::now());
+        }
+        // After this write, a checkpoint that is missing next time is a lost one.
+        container.write_checkpoint();
+        (container, known)
+    }
+
+    /// A container with the accounts of `spec` to which nothing is charged.
+    fn without_processes(spec: SessionSpec, checkpoint: SessionCheckpoint) -> Container {
         let accounts: Vec<_> = spec
             .gpus
             .iter()
@@ -39,45 +71,27 @@ impl Container {
             .map(|(_, quota)| quota)
             .chain([&spec.managed]);
         let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
-        let credit = CreditAccounts::new(requested.clone());
-        let denials = vec![0; accounts.len()];
-        let content = checkpoint.read();
-        let is_lost = content
-            .as_ref()
-            .map_or(served_before, |content| content.incomplete);
-        let content = content.unwrap_or_default();
-        let mut overrides: Vec<_> = content
-            .overrides
-            .iter()
-            .map(|units| units.map(Units))
-            .collect();
-        overrides.resize(accounts.len(), None);
-        let mut container = Container {
+        Container {
             spec,
-            accounts,
-            credit,
+            credit: CreditAccounts::new(requested.clone()),
             checkpoint,
             processes: BTreeMap::new(),
-            is_checkpoint_lost: is_lost,
+            is_checkpoint_lost: false,
             cgroup: None,
-            denials,
+            denials: vec![0; accounts.len()],
             context_sizes: None,
             denials_by_function: BTreeMap::new(),
             last_denied: None,
+            driver_refusals: 0,
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
             requested,
-            overrides,
+            overrides: vec![None; accounts.len()],
             evictable: Vec::new(),
             last_exit: None,
-            generation: match content.generation {
-                // Generations issued since the boot are lower, since a container has at most one
-                // image each microsecond. The wall clock may have been set back.
-                0 if is_lost => now.0.saturating_mul(1_000),
-                known => known,
-            },
-            fault_log: content.fault_log,
+            generation: 0,
+            fault_log: FaultLog::default(),
             unreported_faults: Vec::new(),
             is_drained: false,
             pages: PagePool::new(CreditPage::create),
@@ -86,22 +100,45 @@ impl Container {
             orphans_changed: watch::Sender::default(),
             closer: None,
             siblings: None,
-        };
-        for index in 0..container.accounts.len() {
-            container.apply_quota(index);
+            accounts,
         }
-        for (pid, units) in content.exited {
-            container.credit.restore_grant(pid, &to_units(&units));
-            container.credit.mark_exited(pid, &[]);
+    }
+
+    /// Applies the quotas that the operator had ordered.
+    fn restore_quotas(&mut self, overrides: &[Option<u32>]) {
+        for (quota, units) in self.overrides.iter_mut().zip(overrides) {
+            *quota = units.map(Units);
         }
-        for (pid, units) in content.orphaned {
-            container.credit.restore_grant(pid, &to_units(&units));
-            container.credit.mark_exited(pid, &to_units(&units));
+        for index in 0..self.accounts.len() {
+            self.apply_quota(index);
         }
-        for (lease, account, units) in content.leases {
-            let units = Units(units).min(Units::MAX);
-            container.credit.adopt_lease(lease, account, units);
+    }
+
+    /// Charges the bytes of images that had exited, and their `orphaned` exports.
+    fn restore_exited(&mut self, exited: &[(u32, Vec<u32>)], orphaned: &[(u32, Vec<u32>)]) {
+        for (pid, units) in exited {
+            self.credit.restore_grant(*pid, &to_units(units));
+            self.credit.mark_exited(*pid, &[]);
         }
+        for (pid, units) in orphaned {
+            self.credit.restore_grant(*pid, &to_units(units));
+            self.credit.mark_exited(*pid, &to_units(units));
+        }
+    }
+
+    fn restore_leases(&mut self, leases: &[(u64, usize, u32)]) {
+        for (lease, account, units) in leases {
+            let units = Units(*units).min(Units::MAX);
+            self.credit.adopt_lease(*lease, *account, units);
+        }
+    }
+
+    /// Charges the processes that lived, and returns those that still do.
+    fn restore_processes(
+        &mut self,
+        entries: Vec<ProcessEntry>,
+        resolver: &dyn ContainerResolver,
+    ) -> Vec<RestoredProcess> {
         let mut known = Vec::new();
         for ProcessEntry {
             process,
@@ -109,15 +146,13 @@ impl Container {
             generation,
             granted,
             exported,
-        } in content.processes
+        } in entries
         {
             let exported = to_units(&exported);
-            container
-                .credit
-                .restore_grant(process.pid, &to_units(&granted));
+            self.credit.restore_grant(process.pid, &to_units(&granted));
             if resolver.process(process.pid) != Some(process) {
-                container.credit.mark_exited(process.pid, &exported);
-                container.fault_log.record_exit(process, generation);
+                self.credit.mark_exited(process.pid, &exported);
+                self.fault_log.record_exit(process, generation);
                 continue;
             }
             let superseded = CancellationToken::new();
@@ -126,7 +161,7 @@ impl Container {
                 image,
                 superseded: superseded.clone(),
             });
-            container.processes.insert(
+            self.processes.insert(
                 process.pid,
                 ProcessState {
                     process,
@@ -143,15 +178,7 @@ impl Container {
                 },
             );
         }
-        container.close_released_faults();
-        let [exited, _] = container.credit.exited_and_orphaned();
-        if !exited.is_empty() {
-            // This agent has not sampled the memory of the exited processes yet.
-            container.last_exit = Some(Instant::now());
-        }
-        // After this write, a checkpoint that is missing next time is a lost one.
-        container.write_checkpoint();
-        (container, known)
+        known
     }
 
     /// Writes the accounts to the checkpoint, and returns whether the checkpoint now holds them.
@@ -214,4 +241,11 @@ impl Container {
         }
         written.is_ok()
     }
+}
+
+fn to_units(units: &[u32]) -> Vec<Units> {
+    units
+        .iter()
+        .map(|units| Units(*units).min(Units::MAX))
+        .collect()
 }

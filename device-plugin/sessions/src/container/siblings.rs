@@ -1,7 +1,7 @@
 //! Shares the quota of one claim among its containers.
 //!
-//! The kubelet gives an init container's tokens to the containers that follow it. Containers with
-//! the same tokens have one claim and never run together. Exports and leases of an earlier
+//! The kubelet gives an init container's device ids to the containers that follow it. Containers
+//! with the same device ids have one claim and never run together. Exports and leases of an earlier
 //! container may outlive it, and so count against the next one.
 
 use std::collections::BTreeMap;

@@ -2,9 +2,12 @@ use std::time::Duration;
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;
-use bursar_ledger::units::{LeaseId, PodUid};
+use bursar_ledger::units::{Bytes, LeaseId, PodUid};
 
+use bursar_protocol::VERSION;
+use bursar_protocol::credit::CreditWord;
 use bursar_protocol::credit_page::PageError;
+use bursar_protocol::messages::HeldCredit;
 
 use super::super::orphan_bound::OwnMemory;
 use super::credit::RECLAIM_WINDOW;
@@ -74,7 +77,7 @@ impl Fixture {
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: vec![("GPU-aaaa".parse().unwrap(), self.quota)],
             managed: Bytes::ZERO,
-            tokens: None,
+            device_ids: None,
         };
         let record = self.folder.path().join("record.json");
         Container::restore(
@@ -658,6 +661,18 @@ fn denials_are_counted_by_a_bounded_set_of_functions() {
     let denied = container.container_usage().denied;
     assert!(denied.len() <= 32, "{}", denied.len());
     assert_eq!(denied.iter().map(|(_, count)| count).sum::<u64>(), 103);
+}
+
+#[test]
+fn refusals_by_the_driver_are_counted_apart_from_denials() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for function in ["driver:cuMemAlloc_v2", "driver:"] {
+        container.record_denial(1, 0, MIB, function);
+    }
+    let usage = container.container_usage();
+    assert_eq!(usage.driver_refusals, 2);
+    assert_eq!((usage.denied, usage.last_denied), (Vec::new(), None));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use bursar_ledger::units::{Bytes, GpuUuid};
 
 use bursar_protocol::units::Units;
 
+use super::super::AccountUsage;
 use super::super::accounts::NO_PID;
 use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
@@ -23,6 +24,28 @@ impl Container {
     /// The pids of exited processes whose memory the account still charges.
     pub(crate) fn exited_pids(&self) -> Vec<u32> {
         self.credit.exited_pids()
+    }
+
+    /// Every account, for status and metrics.
+    pub(in super::super) fn account_usage(&self) -> Vec<AccountUsage> {
+        let usage = |(index, account): (usize, &Account)| AccountUsage {
+            allocation: self.spec.allocation,
+            account: account.clone(),
+            quota: Bytes(self.credit.quota(index).bytes()),
+            granted: Bytes(self.credit.granted(index).bytes()),
+            used: Bytes(
+                self.processes
+                    .iter()
+                    .map(|(pid, state)| self.used_by(*pid, state, index))
+                    .sum::<Units>()
+                    .bytes(),
+            ),
+            exited: Bytes(self.credit.exited(index).bytes()),
+            peak: Bytes(self.credit.peak(index).bytes()),
+            denied: self.denials.get(index).copied().unwrap_or(0),
+            processes: self.processes.len(),
+        };
+        self.accounts.iter().enumerate().map(usage).collect()
     }
 
     /// The usage at this moment.
@@ -70,6 +93,7 @@ impl Container {
             requests: self.requests,
             denied: self.denials_by_function.clone().into_iter().collect(),
             last_denied: self.last_denied.clone(),
+            driver_refusals: self.driver_refusals,
             unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
             poisoned_images: self.fault_log.poisoned,
             ordered_restarts: self.fault_log.restarted,
@@ -196,6 +220,17 @@ impl Container {
         if changed {
             self.write_checkpoint();
         }
+    }
+
+    /// Changes the requested quota of an account.
+    pub(in super::super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+            return;
+        };
+        if let Some(requested) = self.requested.get_mut(index) {
+            *requested = Units::within(quota.0);
+        }
+        self.apply_quota(index);
     }
 
     /// Applies the requested quota of an account, or a lower override.

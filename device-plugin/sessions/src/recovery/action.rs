@@ -3,7 +3,7 @@
 use bursar_crds::context_policy::{ContextAction, FaultAction};
 use serde::{Deserialize, Serialize};
 
-/// What the agent does about a poisoned image.
+/// The agent's reaction to a poisoned image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "RecordedAction", into = "RecordedAction")]
 pub enum RecoveryAction {
@@ -23,7 +23,7 @@ pub enum RecoveryAction {
     },
 }
 
-/// What the agent kills.
+/// The processes that the agent kills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KilledUnit {
     /// The process of the image alone.

@@ -3,10 +3,8 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::RecvTimeoutError;
 
-use tokio::task::JoinHandle;
-
 use super::*;
-use crate::reclaim::{BalloonTurn, prove_by_balloon};
+use crate::reclaim::{Attempt, BalloonTurn, prove_by_balloon};
 
 const CAPACITY: Bytes = Bytes::gib(16);
 
@@ -68,6 +66,15 @@ fn gpu() -> GpuUuid {
 
 /// Sessions with a served allocation on a GPU where ended pods left memory.
 async fn sessions_on(run_dir: &Path, gpu: FakeGpu) -> (Sessions, Arc<FakeGpu>) {
+    sessions_with_reserve(run_dir, gpu, Bytes::mib(512)).await
+}
+
+/// Sessions as in [`sessions_on`], whose balloons leave so much.
+async fn sessions_with_reserve(
+    run_dir: &Path,
+    gpu: FakeGpu,
+    reserved: Bytes,
+) -> (Sessions, Arc<FakeGpu>) {
     let driver = Arc::new(gpu);
     let sessions = Sessions::new(
         run_dir.to_owned(),
@@ -75,14 +82,14 @@ async fn sessions_on(run_dir: &Path, gpu: FakeGpu) -> (Sessions, Arc<FakeGpu>) {
         Arc::new(FakeResolver(true)),
     );
     let balloon = Arc::clone(&driver) as Arc<dyn Balloon>;
-    let sessions = sessions.with_balloon(balloon, Bytes::mib(512));
+    let sessions = sessions.with_balloon(balloon, reserved);
     sessions.serve(session_spec()).await.unwrap();
     sessions.bound_unreclaimed(BTreeMap::from([(self::gpu(), 1)]));
     (sessions, driver)
 }
 
 /// Holds a balloon, as the GPU's task does once it is due.
-async fn prove(sessions: &Sessions) -> Option<JoinHandle<()>> {
+async fn prove(sessions: &Sessions) -> Attempt {
     sessions.set_evictable(&gpu(), Bytes::gib(4), true);
     let turn = BalloonTurn::take(&sessions.shared, &gpu()).unwrap();
     let pause = sessions.shared.grants.pause(&gpu()).await.unwrap();
@@ -105,7 +112,11 @@ async fn only_held_memory_stays_unproven_beside_a_balloon() {
         };
         let (sessions, driver) = sessions_on(folder.path(), gpu).await;
         let before = sessions.balloons();
-        assert!(prove(&sessions).await.is_none());
+        let attempt = prove(&sessions).await;
+        assert!(
+            matches!(attempt, Attempt::Partial(bytes) if bytes.0 == CAPACITY.0 - held)
+                == (held > 0)
+        );
         assert_eq!(driver.balloons.load(Ordering::SeqCst), 1);
         let bound = proven(&sessions).unwrap();
         assert!((held..=most).contains(&bound.0), "{bound}");
@@ -124,8 +135,27 @@ async fn no_balloon_begins_late_in_the_pause_of_grants() {
         ..FakeGpu::default()
     };
     let (sessions, driver) = sessions_on(folder.path(), gpu).await;
-    assert!(prove(&sessions).await.is_none());
+    assert!(matches!(prove(&sessions).await, Attempt::NotBegun));
     assert_eq!(driver.balloons.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_credit_stays_when_no_balloon_can_begin() {
+    for (reserved, begins) in [(CAPACITY, false), (Bytes::mib(512), true)] {
+        let folder = tempfile::tempdir().unwrap();
+        let gpu = FakeGpu::default();
+        let (sessions, _driver) = sessions_with_reserve(folder.path(), gpu, reserved).await;
+        let (stream, page) = hello(folder.path());
+        let asking = stream.try_clone().unwrap();
+        let answer = ask(asking).recv_timeout(Duration::from_secs(20)).unwrap();
+        assert!(matches!(answer, Response::Granted { .. }), "{answer:?}");
+        let idle = || page.slot(0).unwrap().word().idle();
+        let before = idle();
+        assert!(before > 0);
+        let attempt = prove(&sessions).await;
+        assert_eq!(matches!(attempt, Attempt::NotBegun), !begins);
+        assert_eq!(idle(), if begins { 0 } else { before });
+    }
 }
 
 #[tokio::test]
@@ -136,7 +166,10 @@ async fn balloon_ends_with_the_pause_when_samples_hang() {
         ..FakeGpu::default()
     };
     let (sessions, driver) = sessions_on(folder.path(), gpu).await;
-    assert!(prove(&sessions).await.is_none(), "it lasts too long");
+    assert!(
+        matches!(prove(&sessions).await, Attempt::Ended),
+        "it lasts too long"
+    );
     assert_eq!(driver.balloons.load(Ordering::SeqCst), 1);
     assert!(!driver.is_held.load(Ordering::SeqCst));
 }
@@ -153,7 +186,7 @@ async fn node_has_one_balloon_and_then_waits_for_an_audit() {
     let turn = take(&other).unwrap();
     assert!(take(&gpu()).is_none(), "two at once");
     drop(turn);
-    assert!(prove(&sessions).await.is_none());
+    assert!(!matches!(prove(&sessions).await, Attempt::Hung(_)));
     assert!(take(&other).is_none(), "the audit has old figures");
     sessions.set_evictable(&other, Bytes::gib(4), true);
     assert!(take(&other).is_some());
@@ -236,13 +269,15 @@ async fn grants_go_on_when_a_balloon_hangs_or_panics() {
     let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     let (stream, _page) = hello(folder.path());
     let begun = Instant::now();
-    let hung = prove(&sessions).await;
-    assert!(hung.is_some() && begun.elapsed() < Duration::from_secs(20));
+    let Attempt::Hung(hung) = prove(&sessions).await else {
+        panic!("the balloon hangs");
+    };
+    assert!(begun.elapsed() < Duration::from_secs(20));
     assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
     let bytes = || sessions.balloons()[&self::gpu()].bytes;
     assert!(bytes() > Bytes::ZERO, "the audit knows it");
     drop(go_on);
-    hung.unwrap().await.unwrap();
+    hung.await.unwrap();
     assert_eq!(bytes(), Bytes::ZERO);
 
     let folder = tempfile::tempdir().unwrap();
@@ -252,7 +287,7 @@ async fn grants_go_on_when_a_balloon_hangs_or_panics() {
     };
     let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     let (stream, _page) = hello(folder.path());
-    assert!(prove(&sessions).await.is_none());
+    assert!(matches!(prove(&sessions).await, Attempt::Ended));
     assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
     assert_eq!(sessions.balloons()[&self::gpu()].bytes, Bytes::ZERO);
 }

@@ -15,6 +15,9 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::{Call, Shared};
 
+/// `KubeletPreStartContainerRPCTimeoutInSecs`: PreStartContainer's time limit.
+const PRE_START_LIMIT: Duration = Duration::from_secs(30);
+
 /// A connection. Cutting it ends its stream and fails the open calls.
 #[derive(Debug)]
 pub struct Client {
@@ -100,15 +103,15 @@ impl Client {
         first.ok_or_else(|| "no containers return in allocation response".to_owned())
     }
 
-    /// Calls PreStartContainer with a time limit, which gRPC sends to the plugin too.
-    pub async fn pre_start(&self, ids: Vec<String>, limit: Duration) -> Result<(), String> {
+    /// Calls PreStartContainer with [`PRE_START_LIMIT`], which gRPC sends to the plugin too.
+    pub async fn pre_start(&self, ids: Vec<String>) -> Result<(), String> {
         let mut request = tonic::Request::new(PreStartContainerRequest { devices_ids: ids });
-        request.set_timeout(limit);
+        request.set_timeout(PRE_START_LIMIT);
         let (mut api, start) = (self.api.clone(), Instant::now());
         let answer = self.unless_cut(api.pre_start_container(request)).await;
         answer
             .map(drop)
-            .map_err(|error| match start.elapsed() < limit {
+            .map_err(|error| match start.elapsed() < PRE_START_LIMIT {
                 true => error,
                 false => "rpc error: code = DeadlineExceeded".to_owned(),
             })

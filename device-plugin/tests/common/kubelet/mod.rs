@@ -57,8 +57,6 @@ pub struct Faults {
     pub serves_get: bool,
     /// The healthy devices of plugins beside the agent's, by resource.
     pub other_plugins: BTreeMap<String, usize>,
-    /// PreStartContainer's time limit: 30 s in the real kubelet.
-    pub pre_start_limit: Duration,
 }
 
 impl Default for Faults {
@@ -68,7 +66,6 @@ impl Default for Faults {
             streams: 0,
             serves_get: true,
             other_plugins: BTreeMap::new(),
-            pre_start_limit: Duration::from_secs(30),
         }
     }
 }
@@ -489,7 +486,6 @@ impl Shared {
 
     /// `callPreStartContainerIfNeeded`.
     async fn pre_start(&self, uid: &str, container: &str, resource: &str) -> Result<(), String> {
-        let limit = self.faults.lock().unwrap().pre_start_limit;
         let (ids, client) = {
             let mut manager = self.manager();
             if !manager.needs_pre_start(resource)? {
@@ -506,7 +502,7 @@ impl Shared {
         };
         self.note(Call::PreStartContainer(resource.to_owned()));
         let start = Instant::now();
-        let started = client.pre_start(ids, limit).await;
+        let started = client.pre_start(ids).await;
         self.times.lock().unwrap().pre_start.push(start.elapsed());
         started.map_err(|e| format!("device plugin PreStartContainer rpc failed with err: {e}"))
     }

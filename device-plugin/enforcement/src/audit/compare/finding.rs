@@ -34,7 +34,7 @@ pub enum Finding {
         allocation: Option<AllocationId>,
     },
     /// A process wrote another grant into its credit page.
-    ForgedPage {
+    TamperedPage {
         /// The allocation of its container.
         allocation: AllocationId,
         /// The process.
@@ -83,8 +83,8 @@ impl Finding {
     /// Every kind.
     pub const KINDS: [&'static str; 6] = [
         "over-quota",
-        "intruder",
-        "forged-page",
+        "untracked-process",
+        "tampered-page",
         "holder",
         "over-managed",
         "unaccounted",
@@ -94,16 +94,16 @@ impl Finding {
     pub fn kind(&self) -> &'static str {
         let [
             over_quota,
-            intruder,
-            forged_page,
+            untracked_process,
+            tampered_page,
             holder,
             over_managed,
             unaccounted,
         ] = Self::KINDS;
         match self {
             Self::OverQuota { .. } => over_quota,
-            Self::UntrackedProcess { .. } => intruder,
-            Self::ForgedPage { .. } => forged_page,
+            Self::UntrackedProcess { .. } => untracked_process,
+            Self::TamperedPage { .. } => tampered_page,
             Self::Holder { .. } => holder,
             Self::OverManaged { .. } => over_managed,
             Self::Unaccounted { .. } => unaccounted,

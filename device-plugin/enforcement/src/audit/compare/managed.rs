@@ -6,7 +6,7 @@ use bursar_sessions::{Account, AccountBalance, ContainerUsage, ProcessCredit};
 use super::finding::Finding;
 use super::{AttestedState, AuditResult, account_of};
 
-/// The free memory that the driver keeps on a GPU once managed memory was there: it takes 64 chunks
+/// The free memory that the driver keeps on a GPU once managed memory was there. It takes 64 chunks
 /// of 2 MiB at a time, and has them until the GPU's last context ends.
 pub(super) const MANAGED_CACHE: Bytes = Bytes::mib(128);
 

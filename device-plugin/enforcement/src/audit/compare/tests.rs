@@ -352,7 +352,10 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
             &LIMITS,
         )
     };
-    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
+    assert_eq!(
+        compared(&containers).findings[0].kind(),
+        "untracked-process"
+    );
     containers.agent_start = process(5).start + 1;
     let result = compared(&containers);
     assert_eq!(result.findings, []);
@@ -366,7 +369,10 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
         .processes
         .values_mut()
         .for_each(|(_, running)| running.has_shim = false);
-    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
+    assert_eq!(
+        compared(&containers).findings[0].kind(),
+        "untracked-process"
+    );
 }
 
 #[test]
@@ -402,7 +408,7 @@ fn reused_pid_is_not_the_session_that_had_it() {
     let books = [books(1, 1024, &[(5, 600)])];
     assert_eq!(
         finding_kinds(vec![again], &books, &attested_shims(&[(5, false)])),
-        ["intruder"]
+        ["untracked-process"]
     );
 }
 
@@ -442,7 +448,7 @@ fn reused_pid_is_charged_for_exited_process_up_to_its_bytes() {
             )
         };
         assert_eq!(again(600), [""; 0], "{number}");
-        assert_eq!(again(600 + 1024 + 1), ["intruder"], "{number}");
+        assert_eq!(again(600 + 1024 + 1), ["untracked-process"], "{number}");
     }
 }
 
@@ -564,7 +570,7 @@ fn unattributed_memory_is_a_finding_unless_books_know_it() {
     }];
     let result = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
     let kinds: Vec<_> = result.findings.iter().map(Finding::kind).collect();
-    assert_eq!(kinds, ["intruder"], "it may be that process's");
+    assert_eq!(kinds, ["untracked-process"], "it may be that process's");
     of_it.accounts[0].exited = Bytes::mib(300);
     of_it.accounts[0].exported = Bytes::mib(300);
     of_it.accounts[0].used = Bytes::mib(300);
@@ -581,11 +587,11 @@ fn unattributed_memory_is_a_finding_unless_books_know_it() {
 }
 
 #[test]
-fn forged_page_is_a_finding_without_any_gpu_sample() {
+fn tampered_page_is_a_finding_without_any_gpu_sample() {
     let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
     of_it.processes[1].tampered = true;
     let result = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
-    let expected = Finding::ForgedPage {
+    let expected = Finding::TamperedPage {
         allocation: AllocationId::from_bits(1),
         process: process(6),
     };
@@ -643,6 +649,6 @@ proptest! {
         let has = listed(1, 5, quota + 64 + 1024 + over);
         let found = finding_kinds(vec![has], &[books(1, quota, &members)], &attested_shims(&[(5, mapped)]));
         prop_assert!(found.contains(&"over-quota"));
-        prop_assert_eq!(found.contains(&"intruder"), !session);
+        prop_assert_eq!(found.contains(&"untracked-process"), !session);
     }
 }

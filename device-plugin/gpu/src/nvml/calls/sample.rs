@@ -16,12 +16,14 @@ use crate::memory_sample::{GpuMemorySample, ProcessMemory};
 const UTILIZATION_WINDOW: Duration = Duration::from_secs(2);
 
 /// Reads the memory first: a process whose memory it includes is listed then, or has ended. Reads
-/// it again after the list, without the memory that was freed meanwhile.
+/// it again after the list, without the memory that was freed meanwhile. The driver is asked twice
+/// each time, so that an answer has the memory of a process that allocates and frees all the while.
 pub(super) fn sample_memory(
     device: &Device<'_>,
     gpu: &GpuUuid,
 ) -> Result<GpuMemorySample, NvmlError> {
     let memory = device.memory_info()?;
+    let used_beside = device.memory_info()?.used;
     let compute = device.running_compute_processes()?;
     // NVML answers NotSupported for a GPU without graphics.
     let graphics = device.running_graphics_processes().unwrap_or_default();
@@ -33,12 +35,14 @@ pub(super) fn sample_memory(
         (process.pid, bytes)
     });
     let charges: ProcessMemory = charged.collect();
+    let used_beside = used_beside.max(device.memory_info()?.used);
     let used_after = Some(Bytes(device.memory_info()?.used));
     let contextless = contextless_memory(gpu, &charges);
     Ok(GpuMemorySample {
         used: Bytes(memory.used),
         capacity: Bytes(memory.total.saturating_sub(memory.reserved)),
         used_after,
+        used_beside: Bytes(used_beside),
         charges,
         contextless,
         sm_percents: None,

@@ -58,7 +58,7 @@ impl Account {
     }
 }
 
-/// What the next open of a key must find.
+/// The result that the next open of a key must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expected {
     /// Any content: the last commit or discard was not acknowledged.
@@ -77,6 +77,8 @@ struct Creation {
     until: BootTime,
     /// Whether the agent has the descriptor.
     created: bool,
+    /// Whether the agent has sent the descriptor to the fd store.
+    sent: bool,
     /// The connection on which the agent stores the descriptor.
     connection: u32,
 }
@@ -90,6 +92,10 @@ struct Model {
     /// The leases of the fd store, which serves connection number `connection` while
     /// `is_connected`.
     fd_store: BTreeMap<LeaseId, LeaseRecord>,
+    /// The descriptors that the agent has sent and the fd store has not read.
+    in_flight: Vec<(LeaseId, LeaseRecord)>,
+    /// The leases whose descriptor the fd store refused.
+    refused: BTreeSet<LeaseId>,
     connection: u32,
     is_connected: bool,
     creations: Vec<Creation>,
@@ -123,6 +129,8 @@ impl Model {
             },
             tenants: Vec::new(),
             fd_store: BTreeMap::new(),
+            in_flight: Vec::new(),
+            refused: BTreeSet::new(),
             connection: 0,
             is_connected: false,
             creations: Vec::new(),
@@ -168,6 +176,7 @@ impl Model {
                     .any(|open_lease| open_lease.lease == lease)
         };
         self.fd_store.contains_key(&lease)
+            || self.in_flight.iter().any(|(sent, _)| *sent == lease)
             || self.agent_fds.contains(&lease)
             || self.tenants.iter().any(mapped)
     }
@@ -202,12 +211,21 @@ impl Model {
                         self.crash_agent();
                         return false;
                     }
-                    if let Some(Effect::Drop(lease)) = self.table.confirm_charged(lease) {
-                        self.close(lease);
+                    if let Some(Effect::Drop(lease)) = self.table.confirm_charged(lease)
+                        && !self.close(lease)
+                    {
+                        return false;
                     }
                 }
-                Effect::Drop(lease) => self.close(lease),
+                Effect::Drop(lease) => {
+                    if !self.close(lease) {
+                        return false;
+                    }
+                }
                 Effect::Update(lease, record) => {
+                    if !self.deliver_puts() {
+                        return false;
+                    }
                     if self.is_connected
                         && let Some(held) = self.fd_store.get_mut(&lease)
                     {
@@ -219,11 +237,43 @@ impl Model {
         true
     }
 
-    fn close(&mut self, lease: LeaseId) {
+    /// Returns false if the agent crashes before it sends the message.
+    fn close(&mut self, lease: LeaseId) -> bool {
+        if !self.deliver_puts() {
+            return false;
+        }
         if self.is_connected {
             self.fd_store.remove(&lease);
             self.table.confirm_dropped(lease);
         }
+        true
+    }
+
+    /// Lets the fd store read the descriptors that were sent before another message. Returns false
+    /// if the agent crashes meanwhile.
+    fn deliver_puts(&mut self) -> bool {
+        while self.is_connected && !self.in_flight.is_empty() {
+            let (lease, record) = self.in_flight.remove(0);
+            if !self.one_in(50) {
+                self.fd_store.insert(lease, record);
+                continue;
+            }
+            self.count("refused descriptors");
+            self.refused.insert(lease);
+            // The agent learns of the refusal after the creation.
+            if self
+                .creations
+                .iter()
+                .any(|creation| creation.lease == lease)
+            {
+                continue;
+            }
+            let effects = self.table.release_uncertain(lease);
+            if !self.apply_effects(effects) {
+                return false;
+            }
+        }
+        true
     }
 
     fn crash_agent(&mut self) {
@@ -238,6 +288,15 @@ impl Model {
     fn reconnect(&mut self) {
         self.connection += 1;
         self.is_connected = true;
+        // The fd store reads the messages of an earlier agent before it serves this one. It may
+        // refuse a descriptor, and no agent learns of that.
+        for (lease, record) in std::mem::take(&mut self.in_flight) {
+            if self.one_in(50) {
+                self.refused.insert(lease);
+            } else {
+                self.fd_store.insert(lease, record);
+            }
+        }
         let held = self.fd_store.iter();
         let held = held
             .map(|(lease, record)| (*lease, StoredRecord::Read(record.clone())))
@@ -282,6 +341,13 @@ impl Model {
         self.orphaned = leases;
     }
 
+    /// Counts an ended lease as the node's ledger does.
+    fn end_lease(&mut self, lease: LeaseId, bytes: Bytes) {
+        if !self.orphaned.contains_key(&lease) {
+            self.leaked += bytes.0;
+        }
+    }
+
     fn charged_leases(&self) -> ChargedLeases {
         let accounts = self.accounts.iter();
         accounts
@@ -310,12 +376,13 @@ impl Model {
         if !self.apply_effects(effects) {
             return;
         }
+        for (lease, _, bytes) in &update.ended {
+            self.end_lease(*lease, *bytes);
+        }
         if let Some(orphaned) = update.orphaned {
             self.set_orphaned(&orphaned);
         }
-        let left: u64 = update.unreclaimed.iter().map(|(_, _, bytes)| bytes.0).sum();
-        self.leaked += left;
-        for (lease, _, _) in update.unreclaimed {
+        for (lease, _, _) in update.ended {
             if self.one_in(100) {
                 return self.crash_agent();
             }
@@ -338,7 +405,8 @@ impl Model {
             120..150 => self.end_process(),
             150..165 => self.exec_process(),
             165..500 => self.open(),
-            500..640 => self.advance_creation(),
+            500..600 => self.advance_creation(),
+            600..640 => drop(self.deliver_puts()),
             640..740 => self.commit(),
             740..760 => self.commit_stale(),
             760..785 => self.discard(),
@@ -423,6 +491,9 @@ impl Model {
         if self.table.is_store_connected() {
             self.reconcile();
         }
+        for (lease, _, bytes) in &update.ended {
+            self.end_lease(*lease, *bytes);
+        }
         let known = update.orphaned.is_some();
         let account = self.accounts.remove(&allocation).unwrap_or_default();
         self.stale
@@ -434,12 +505,7 @@ impl Model {
         } else {
             self.leaked += account.leases.values().sum::<u64>();
         }
-        self.leaked += update
-            .unreclaimed
-            .iter()
-            .map(|(_, _, bytes)| bytes.0)
-            .sum::<u64>();
-        for (lease, _, _) in update.unreclaimed {
+        for (lease, _, _) in update.ended {
             if let Some(effect) = self.table.confirm_charged(lease)
                 && !self.apply_effects(vec![effect])
             {
@@ -629,6 +695,9 @@ impl Model {
             }
             Ok(Opened::Write(lease)) => {
                 promised(None);
+                if !self.deliver_puts() {
+                    return;
+                }
                 if self.is_connected && self.fd_store.contains_key(&lease) {
                     self.newest_writers.insert(title.clone(), (lease, token));
                     let token = Some((token, self.now + WRITE_TOKEN_LIFETIME));
@@ -668,6 +737,7 @@ impl Model {
             token,
             until: self.now + WRITE_TOKEN_LIFETIME,
             created: false,
+            sent: false,
             connection: self.connection,
         });
     }
@@ -686,21 +756,21 @@ impl Model {
             }
             return;
         }
+        let is_current = self.is_connected && self.connection == creation.connection;
+        if is_current && !creation.sent {
+            self.creations[at].sent = true;
+            // The record is as at the begin of the creation, except for a writer that ended.
+            if let Some(record) = self.table.creating(creation.lease) {
+                self.in_flight.push((creation.lease, record.clone()));
+            }
+            return;
+        }
         self.creations.remove(at);
         self.agent_fds.remove(&creation.lease);
-        if !self.is_connected || self.connection != creation.connection {
+        if !is_current {
             let effects = self.table.release_uncertain(creation.lease);
             self.apply_effects(effects);
             return;
-        }
-        // The record is as at the begin of the creation, except for a writer that ended.
-        let Some(record) = self.table.creating(creation.lease) else {
-            return;
-        };
-        let record = record.clone();
-        self.fd_store.insert(creation.lease, record);
-        if self.one_in(200) {
-            return self.crash_agent();
         }
         let (made, effects) = self.table.finish_create(creation.lease);
         let is_his = made.is_some();
@@ -715,7 +785,10 @@ impl Model {
             });
         }
         self.count("made");
-        self.apply_effects(effects);
+        if self.apply_effects(effects) && self.refused.contains(&creation.lease) {
+            let effects = self.table.release_uncertain(creation.lease);
+            self.apply_effects(effects);
+        }
     }
 
     fn commit(&mut self) {
@@ -747,6 +820,9 @@ impl Model {
         self.expected
             .insert(open_lease.title.clone(), Expected::Anything);
         if !self.apply_effects(effects) || self.one_in(100) || !self.is_connected {
+            return;
+        }
+        if self.refused.contains(&open_lease.lease) {
             return;
         }
         let content = self
@@ -860,6 +936,7 @@ impl Model {
     fn crash_fd_store(&mut self) {
         self.count("fd store deaths");
         self.fd_store.clear();
+        self.in_flight.clear();
         self.expected.clear();
         self.is_connected = false;
         self.connection += 1;
@@ -954,6 +1031,7 @@ impl Model {
             "over quota",
             "agent deaths",
             "fd store deaths",
+            "refused descriptors",
             "provisioner deaths",
             "process deaths",
         ] {
@@ -1009,6 +1087,7 @@ impl Model {
         while !self.creations.is_empty() {
             self.advance_creation();
         }
+        self.deliver_puts();
         self.tick();
         self.prove_free();
         self.check_invariants();

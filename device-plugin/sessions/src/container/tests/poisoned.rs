@@ -286,7 +286,7 @@ fn xid_names_the_gpu_of_a_container_with_several() {
             (second.clone(), Bytes::gib(1)),
         ],
         managed: Bytes::ZERO,
-        tokens: None,
+        device_ids: None,
     };
     let record = SessionCheckpoint::open(folder.path().join("record.json")).unwrap();
     let (mut container, _) =

@@ -19,7 +19,7 @@ fn container(folder: &tempfile::TempDir, allocation: &str, quota: Bytes) -> Cont
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         gpus: vec![(gpu(), quota)],
         managed: Bytes::ZERO,
-        tokens: None,
+        device_ids: None,
     };
     let record = folder.path().join(format!("{allocation}.json"));
     Container::restore(

@@ -1,0 +1,52 @@
+//! Describes what the attestation knows of a container and its processes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use bursar_host::host_memory::ContainerRoom;
+use bursar_ledger::units::{AllocationId, PodUid};
+
+use super::super::evaluate::EnforcementGap;
+
+/// A pod with containers that have GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AttestationTarget {
+    /// The pod's UID.
+    pub pod: PodUid,
+    /// The pod's cgroup.
+    pub cgroup: PathBuf,
+}
+
+/// A running container with a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AttestedContainer {
+    /// The container's allocation.
+    pub allocation: AllocationId,
+    /// The container's pod.
+    pub pod: PodUid,
+    /// The name of the container's cgroup.
+    pub cgroup: String,
+    /// The gap in its enforcement; none where it has none.
+    pub gap: Option<EnforcementGap>,
+    /// The container's processes, by pid.
+    pub processes: BTreeMap<u32, AttestedProcess>,
+    /// The host memory that the container can still have; none where its limits are unknown.
+    pub host_room: Option<ContainerRoom>,
+}
+
+/// A process of a container with a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttestedProcess {
+    /// The start time, in clock ticks since boot.
+    pub start: u64,
+    /// Whether the process has executed no program since it was forked.
+    pub forked: bool,
+    /// Whether the process has the shim mapped.
+    pub has_shim: bool,
+    /// The addresses at which the process has device nodes of the driver mapped.
+    pub device_mappings: BTreeSet<u64>,
+    /// The bytes of its mappings of managed memory, which no process can have more of.
+    pub managed_mapped: u64,
+    /// Whether the process has changed since its mappings were read.
+    pub is_stale: bool,
+}

@@ -1,0 +1,170 @@
+//! Reads what one audit compares, in the order that the comparison requires.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use bursar_config::Config;
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
+use bursar_node::allocator::BoundContainer;
+use bursar_sessions::{BalloonState, ContainerUsage};
+use tokio::time::Instant;
+
+use super::super::collect::{identify, is_running};
+use super::super::compare::{AttestedState, GpuSample, has_managed};
+use super::{Auditor, NVML_TIMEOUT, STALE_AFTER};
+use crate::attestation::AttestedContainer;
+
+/// The figures that an audit has read of the node.
+pub(super) struct Readings {
+    pub(super) begun: Instant,
+    pub(super) gpus: BTreeSet<GpuUuid>,
+    pub(super) healthy: BTreeSet<GpuUuid>,
+    pub(super) containers: Arc<[BoundContainer]>,
+    pub(super) attested: Vec<AttestedContainer>,
+    /// The pods whose probe has not ended for a while.
+    pub(super) hanging: BTreeSet<PodUid>,
+    pub(super) books: Vec<ContainerUsage>,
+    pub(super) seen: Vec<GpuSample>,
+    /// The GPUs that had a balloon about the time of their sample, each with its bytes.
+    pub(super) balloons: BTreeMap<GpuUuid, Bytes>,
+    pub(super) known: AttestedState,
+}
+
+impl Readings {
+    /// The GPUs without a usable answer of NVML.
+    pub(super) fn silent_gpus(&self) -> BTreeSet<GpuUuid> {
+        let answered = |gpu: &GpuUuid| self.seen.iter().any(|seen| seen.gpu == *gpu);
+        let is_silent = |gpu: &&GpuUuid| !answered(gpu) || self.balloons.contains_key(*gpu);
+        self.gpus.iter().filter(is_silent).cloned().collect()
+    }
+}
+
+impl Auditor {
+    /// Reads the driver's figures, the containers' processes and the accounts, in the order that
+    /// [`compare`](super::super::compare) requires.
+    pub(super) async fn read(&mut self, config: &Config) -> Readings {
+        let begun = Instant::now();
+        let (gpus, healthy, containers) = self.audited_parts();
+        let exited = self.sessions.exited_pids();
+        let balloons = self.sessions.balloons();
+        let nvml = self.nvml.clone();
+        let answers = self
+            .sample_requests
+            .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
+            .await;
+        self.pods.attest(config, &containers).await;
+        let attested = self.pods.attested();
+        let hanging = self.pods.without_answer_for(STALE_AFTER, begun);
+        let books = self.sessions.container_usage();
+        let mut seen: Vec<GpuSample> = answers
+            .into_iter()
+            .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
+            .collect();
+        // A balloon may have begun or ended about the time of the sample.
+        let balloons = balloons_between(&balloons, &self.sessions.balloons());
+        for seen in &mut seen {
+            if let Some(bytes) = balloons.get(&seen.gpu) {
+                seen.exclude_balloon(*bytes);
+            }
+        }
+        self.add_unreclaimed(&mut seen);
+        let mut known = attested_state(&attested, exited, self.agent_start);
+        // Checked after the accounts were read: attested processes may have ended with their
+        // sessions.
+        known
+            .processes
+            .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
+        known.managed_gpus = self.managed_gpus(&seen, &books, &known);
+        Readings {
+            begun,
+            gpus,
+            healthy,
+            containers,
+            attested,
+            hanging,
+            books,
+            seen,
+            balloons,
+            known,
+        }
+    }
+
+    /// The node's GPUs, those of them that are healthy, and the containers with device memory.
+    fn audited_parts(&self) -> (BTreeSet<GpuUuid>, BTreeSet<GpuUuid>, Arc<[BoundContainer]>) {
+        let snapshot = self.snapshots.borrow();
+        let states = || snapshot.inventory.gpus().iter();
+        let gpus = states().map(|state| state.gpu.uuid.clone()).collect();
+        let healthy = states().filter(|state| state.health.is_healthy());
+        let healthy = healthy.map(|state| state.gpu.uuid.clone()).collect();
+        (gpus, healthy, snapshot.containers.clone())
+    }
+
+    /// Adds the bytes of ended pods and of leases without an owner to the samples. The agent reads
+    /// these after the accounts, so that memory of an ending pod is in one of both.
+    fn add_unreclaimed(&self, seen: &mut [GpuSample]) {
+        for gpu in &self.snapshots.borrow().view.gpus {
+            let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
+            of_it.into_iter().for_each(|seen| {
+                seen.unreclaimed_or_retained =
+                    Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
+            });
+        }
+    }
+
+    /// Updates the GPUs on which the driver may keep free memory for managed memory. They are those
+    /// of containers with managed memory, and those that had some since the driver last listed no
+    /// process there.
+    fn managed_gpus(
+        &mut self,
+        seen: &[GpuSample],
+        books: &[ContainerUsage],
+        known: &AttestedState,
+    ) -> BTreeSet<GpuUuid> {
+        let idle = seen.iter().filter(|seen| seen.processes.is_empty());
+        for seen in idle {
+            self.managed_gpus.remove(&seen.gpu);
+        }
+        let users = books.iter().filter(|books| has_managed(books, known));
+        let gpus = users.flat_map(|books| books.gpus().cloned());
+        self.managed_gpus.extend(gpus);
+        self.managed_gpus.clone()
+    }
+}
+
+/// The GPUs that had a balloon at any time between two states, each with the most that it had at
+/// either.
+fn balloons_between(
+    before: &BTreeMap<GpuUuid, BalloonState>,
+    after: &BTreeMap<GpuUuid, BalloonState>,
+) -> BTreeMap<GpuUuid, Bytes> {
+    let balloons = after.iter().filter_map(|(gpu, now)| {
+        let before = before.get(gpu).copied().unwrap_or_default();
+        let most = now.bytes.max(before.bytes);
+        now.was_held_since(before).then(|| (gpu.clone(), most))
+    });
+    balloons.collect()
+}
+
+fn attested_state(
+    attested: &[AttestedContainer],
+    exited: BTreeSet<u32>,
+    since: u64,
+) -> AttestedState {
+    let named = |attested: &AttestedContainer| {
+        let name = (attested.pod.clone(), attested.cgroup.clone());
+        (name, attested.allocation)
+    };
+    let processes = attested.iter().flat_map(|attested| {
+        let processes = attested.processes.iter();
+        processes.map(|(pid, running)| (attested.allocation, pid, running))
+    });
+    AttestedState {
+        allocations: attested.iter().map(named).collect(),
+        processes: processes
+            .map(|(of, pid, running)| (*pid, (of, running.clone())))
+            .collect(),
+        exited_pids: exited,
+        managed_gpus: BTreeSet::new(),
+        agent_start: since,
+    }
+}
