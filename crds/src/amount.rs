@@ -10,7 +10,7 @@ use crate::quantity::{QuantityError, format_bytes, parse_bytes};
 /// An amount of memory, written as a Kubernetes quantity: `160Gi`, `512Mi`, `0`.
 ///
 /// The schema takes whole bytes only (`isInteger`), zero or more, with an optional suffix of Ki to
-/// Pi or k to P; a plain number is a number of bytes.
+/// Pi or k to P. A plain number is a number of bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Amount(pub Quantity);

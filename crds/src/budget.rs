@@ -212,8 +212,11 @@ pub enum Overflow {
     Unknown,
 }
 
-/// A quota of a running pod that is lower than its request.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// Quotas of a running pod that are lower than its requests.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[x_kube(validation = Rule::new(
+    "has(self.deviceMemory) || has(self.managedMemory)"
+).message("set deviceMemory, managedMemory or both"))]
 #[serde(rename_all = "camelCase")]
 pub struct Override {
     /// The pod's name.
@@ -221,8 +224,14 @@ pub struct Override {
     pub pod: String,
     /// The quota of each container of the pod, per GPU, in bytes: `8Gi`. A container with a lower
     /// request keeps its request: an override raises nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
-    pub device_memory: Amount,
+    pub device_memory: Option<Amount>,
+    /// The quota of managed memory of each container of the pod that requests managed memory, in
+    /// bytes: `4Gi`. A container with a lower request keeps its request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
+    pub managed_memory: Option<Amount>,
 }
 
 /// The namespace's use and the budget's state. The operator writes it on change only.

@@ -152,7 +152,8 @@ fn an_override_is_whole_bytes_as_well() {
         budget.spec.overrides = ["1Gi", amount]
             .map(|amount| Override {
                 pod: format!("pod-{amount}"),
-                device_memory: amount.into(),
+                device_memory: Some(amount.into()),
+                ..Override::default()
             })
             .to_vec();
         budget
@@ -167,6 +168,33 @@ fn an_override_is_whole_bytes_as_well() {
             message.contains("whole number of bytes"),
             "{text}: {message}"
         );
+    }
+}
+
+#[test]
+fn an_override_lowers_device_or_managed_memory() {
+    let lowered = |json: &str| {
+        let mut budget = budget("16Gi", None);
+        budget.spec.overrides = vec![serde_json::from_str(json).unwrap()];
+        budget
+    };
+    for text in [
+        r#"{"pod":"p","managedMemory":"4Gi"}"#,
+        r#"{"pod":"p","deviceMemory":"8Gi","managedMemory":0}"#,
+    ] {
+        let result = lowered(text).validate_cel();
+        assert!(result.is_ok(), "{text}: {result:?}");
+    }
+    for (text, reason) in [
+        (r#"{"pod":"p"}"#, "set deviceMemory, managedMemory or both"),
+        (
+            r#"{"pod":"p","managedMemory":"0.5"}"#,
+            "whole number of bytes",
+        ),
+        (r#"{"pod":"p","managedMemory":4}"#, "write 4Gi, not 4"),
+    ] {
+        let message = refusal(&lowered(text));
+        assert!(message.contains(reason), "{text}: {message}");
     }
 }
 

@@ -50,7 +50,7 @@ pub mod gpu_node {
     /// The agent can write CDI files where the container runtime reads them.
     pub const CDI_READY: &str = "CdiReady";
     /// The node has no more device ids than the kubelet can handle.
-    pub const WITHIN_TOKEN_LIMIT: &str = "WithinTokenLimit";
+    pub const WITHIN_DEVICE_ID_LIMIT: &str = "WithinDeviceIdLimit";
     /// The agent's checkpoint is intact and can be written.
     pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
     /// The state directory has the agent's newest records; does not count for `Ready`.
@@ -104,7 +104,7 @@ pub mod gpu_node {
     /// The node's container runtime does not inject CDI devices.
     pub const CDI_UNSUPPORTED: &str = "CdiUnsupported";
     /// The node has more device ids than the kubelet can handle; a larger quantum helps.
-    pub const TOO_MANY_TOKENS: &str = "TooManyTokens";
+    pub const TOO_MANY_DEVICE_IDS: &str = "TooManyDeviceIds";
     /// The checkpoint was malformed, and the agent has rebuilt it from the node's state.
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
     /// The checkpoint cannot be written (full disk, read-only).

@@ -20,7 +20,7 @@ pub struct ContextPolicy {
     pub action: Option<ContextAction>,
 
     /// How many restarts, in place or not, a container has within the window before its pod is
-    /// evicted, and how many of its processes end alone before the container is restarted.
+    /// evicted. Also how many of its processes end alone before the container is restarted.
     #[serde(default = "default_max_restarts")]
     #[schemars(range(min = 0, max = 100))]
     pub max_restarts: i32,

@@ -43,7 +43,7 @@ pub const MAX_POD_ENTRIES: usize = 3_584;
 pub const MAX_POD_NAMES: usize = 512;
 /// The most pods for which one GPU has memory set aside.
 pub const MAX_SET_ASIDE: usize = 4;
-/// The most lowered quotas in one object.
+/// The most lowered quotas in one object; the operator writes no more, and logs how many it omits.
 pub const MAX_QUOTAS: usize = 64;
 /// The most ordered restarts in one object; the operator adds others when some are done.
 pub const MAX_RESTARTS: usize = 16;
@@ -333,7 +333,7 @@ pub struct GpuNodeStatus {
     /// Use and fault counters of each namespace's pods on this node; at most 32.
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
-    /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
+    /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinDeviceIdLimit,
     /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,
     /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu.
     #[schemars(schema_with = "schema::conditions")]

@@ -1,9 +1,9 @@
 //! Reads and writes Kubernetes quantities as bytes.
 //!
-//! Source: `k8s.io/apimachinery/pkg/api/resource/quantity.go`: a signed decimal number with a
-//! binary suffix (`Ki` to `Ei`), a decimal one (`k` to `E`, and `m`, `u`, `n`), or an exponent
-//! (`1e9`). Amounts of memory are whole and not negative, so anything else is an error here, never
-//! rounded.
+//! Source: `k8s.io/apimachinery/pkg/api/resource/quantity.go`. A quantity is a signed decimal
+//! number. It may have a binary suffix (`Ki` to `Ei`), a decimal one (`k` to `E`, and `m`, `u`,
+//! `n`), or an exponent (`1e9`). Amounts of memory are whole and not negative, so anything else is
+//! an error here, never rounded.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 

@@ -32,7 +32,7 @@ pub struct Args {
     /// Whether a pod that waits for a GPU may be evicted so that it is scheduled on a node with
     /// room
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
-    pub move_waiters: bool,
+    pub relocate_pending_pods: bool,
     /// Seconds for which a PodDisruptionBudget may block the eviction of a pod of lower priority
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=120))]
     pub disruption_grace: u64,
@@ -73,7 +73,7 @@ impl Args {
     pub fn placement_options(&self) -> PlacementOptions {
         PlacementOptions {
             quantum: self.quantum,
-            move_waiters: self.move_waiters,
+            relocate_pending_pods: self.relocate_pending_pods,
             disruption_grace: Duration::from_secs(self.disruption_grace),
             drain_for_nvidia: self.drain_for_nvidia,
         }
@@ -100,7 +100,7 @@ mod tests {
             "--listen=[::]:9401",
             "--probes=[::]:9403",
             "--quantum=512Mi",
-            "--move-waiters=false",
+            "--relocate-pending-pods=false",
             "--disruption-grace=5",
             "--drain-for-nvidia=false",
             "--lease=bursar-system/bursar-operator",
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(election.identity, "bursar-operator-0");
         let placement_options = PlacementOptions {
             quantum: Quantum::Mib512,
-            move_waiters: false,
+            relocate_pending_pods: false,
             disruption_grace: Duration::from_secs(5),
             drain_for_nvidia: false,
         };

@@ -14,13 +14,14 @@ use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
-use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, PostParams};
 use kube::{Client, ResourceExt as _};
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::clock::Clock;
 use crate::error::error_chain;
 
 /// How long other replicas leave an unchanged Lease to its holder.
@@ -76,7 +77,7 @@ pub(crate) struct Candidate {
     name: String,
     identity: String,
     /// The wall clock, for times that people read.
-    clock: fn() -> Timestamp,
+    clock: Clock,
 }
 
 /// A version of the Lease, and when the replica first saw it.
@@ -110,7 +111,7 @@ fn may_take(lease: &Lease, identity: &str, seen: &mut Option<Seen>, now: Instant
 
 impl Candidate {
     /// A candidate with the rights of `client`.
-    pub(crate) fn new(client: Client, election: Election, clock: fn() -> Timestamp) -> Self {
+    pub(crate) fn new(client: Client, election: Election, clock: Clock) -> Self {
         let Election { lease, identity } = election;
         Self {
             leases: Api::namespaced(client, &lease.namespace),
@@ -122,31 +123,29 @@ impl Candidate {
 
     /// Waits until this replica has the Lease. Returns `false` when `shutdown` came first.
     pub(crate) async fn acquire(&self, shutdown: &CancellationToken) -> bool {
-        let (mut seen, mut failing, mut waiting) = (None, false, false);
+        let (mut seen, mut failing, mut waiting) = (None, None, false);
         loop {
             let attempt = timeout(TIMEOUT, self.try_acquire(&mut seen));
             let attempt = tokio::select! {
                 () = shutdown.cancelled() => return false,
                 attempt = attempt => attempt,
             };
-            match attempt {
-                Ok(Ok(true)) => {
+            match outcome(attempt) {
+                Ok(true) => {
                     info!(lease = self.name, identity = self.identity, "leading");
                     return true;
                 }
-                Ok(Ok(false)) => {
+                Ok(false) => {
                     if !waiting {
                         info!(lease = self.name, identity = self.identity, "standing by");
                     }
-                    (failing, waiting) = (false, true);
+                    (failing, waiting) = (None, true);
                 }
-                Ok(Err(error)) => {
-                    if !failing {
-                        warn!(error = %error_chain(&error), "failed to take the Lease; retrying");
+                Err(cause) => {
+                    if is_news(&mut failing, &cause) {
+                        warn!(error = cause, "failed to take the Lease; retrying");
                     }
-                    failing = true;
                 }
-                Err(_) => failing = true,
             }
             tokio::select! {
                 () = shutdown.cancelled() => return false,
@@ -176,7 +175,7 @@ impl Candidate {
     /// Renews the Lease until `shutdown`, or until the replica has lost the Lease.
     pub(crate) async fn hold(&self, shutdown: &CancellationToken) {
         let mut renewed = Instant::now();
-        let mut failing = false;
+        let mut failing = None;
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
@@ -184,19 +183,17 @@ impl Candidate {
             }
             let begun = Instant::now();
             let deadline = (begun + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
-            match timeout_at(deadline, self.renew()).await {
-                Ok(Ok(true)) => (renewed, failing) = (begun, false),
-                Ok(Ok(false)) => {
+            match outcome(timeout_at(deadline, self.renew()).await) {
+                Ok(true) => (renewed, failing) = (begun, None),
+                Ok(false) => {
                     warn!(lease = self.name, "another replica has the Lease; exiting");
                     return;
                 }
-                Ok(Err(error)) => {
-                    if !failing {
-                        warn!(error = %error_chain(&error), "failed to renew the Lease; retrying");
+                Err(cause) => {
+                    if is_news(&mut failing, &cause) {
+                        warn!(error = cause, "failed to renew the Lease; retrying");
                     }
-                    failing = true;
                 }
-                Err(_) => failing = true,
             }
             if renewed.elapsed() >= RENEWAL_DEADLINE {
                 warn!(
@@ -231,9 +228,8 @@ impl Candidate {
             }
             self.replace(&lease).await.map(drop)
         };
-        let released: Result<kube::Result<()>, _> = timeout(TIMEOUT, release).await;
-        if let Ok(Err(error)) = released {
-            warn!(error = %error_chain(&error), "failed to give up the Lease");
+        if let Err(cause) = outcome(timeout(TIMEOUT, release).await) {
+            warn!(error = cause, "failed to give up the Lease");
         }
     }
 
@@ -266,6 +262,19 @@ impl Candidate {
     }
 }
 
+/// The result of an attempt, or why it failed.
+fn outcome<T>(attempt: Result<kube::Result<T>, Elapsed>) -> Result<T, String> {
+    match attempt {
+        Ok(answer) => answer.map_err(|error| error_chain(&error)),
+        Err(_) => Err("the API server did not answer in time".to_owned()),
+    }
+}
+
+/// Whether the attempt before failed not at all or for another cause. Records the cause.
+fn is_news(failing: &mut Option<String>, cause: &str) -> bool {
+    failing.replace(cause.to_owned()).as_deref() != Some(cause)
+}
+
 /// Whether a write took the Lease. A conflict means that another replica was faster.
 fn taken(written: kube::Result<Lease>) -> kube::Result<bool> {
     match written {
@@ -282,6 +291,7 @@ mod tests {
 
     use axum::body::Body;
     use axum::http::{Method, Request, Response, StatusCode};
+    use k8s_openapi::jiff::Timestamp;
     use serde_json::{Value, json};
     use tower::service_fn;
 
@@ -429,6 +439,24 @@ mod tests {
         let stop = CancellationToken::new();
         stop.cancel();
         assert!(!api.candidate("b").acquire(&stop).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn failure_is_news_when_a_timeout_precedes_it() {
+        let api = FakeLeases::default();
+        *api.refuses.lock().unwrap() = true;
+        let candidate = api.candidate("a");
+        let silent = timeout(TIMEOUT, std::future::pending::<kube::Result<bool>>()).await;
+        let refused = || async { Ok(candidate.try_acquire(&mut None).await) };
+        let mut failing = None;
+        for (attempt, expected) in [
+            (silent, true),
+            (refused().await, true),
+            (refused().await, false),
+        ] {
+            let cause = outcome(attempt).unwrap_err();
+            assert_eq!(is_news(&mut failing, &cause), expected, "{cause}");
+        }
     }
 
     #[test]

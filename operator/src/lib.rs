@@ -18,10 +18,12 @@
 //! | [`api`] | calls the API server |
 //! | [`serve`] | answers probes and metric scrapes |
 //! | [`quanta`] | counts memory in whole quanta |
+//! | [`clock`] | names the type of the wall clock |
 
 pub mod api;
 pub mod budget;
 pub mod cli;
+pub mod clock;
 pub mod cluster;
 mod error;
 pub mod leader;

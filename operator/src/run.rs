@@ -5,7 +5,6 @@ use std::sync::Arc;
 use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
-use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use kube::runtime::reflector;
 use tokio::sync::{mpsc, watch};
@@ -16,6 +15,7 @@ use tracing::info;
 use crate::api::write::ApiWriter;
 use crate::budget::fault_evictions;
 use crate::budget::reconcile::Reconciler;
+use crate::clock::Clock;
 use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
 use crate::cluster::watch_liveness::WatchLiveness;
@@ -27,9 +27,6 @@ use crate::nodes::namespace_label;
 use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
 use crate::serve::probes::{ReplicaSources, Sources};
-
-/// Reads the wall clock for timestamps that people read. Decisions use the monotonic clock.
-pub type Clock = fn() -> Timestamp;
 
 /// Budgets queued for the reconciler. When the queue is full, the watches wait.
 const QUEUE_LENGTH: usize = 256;
@@ -62,13 +59,8 @@ pub async fn run(
 ) -> Result<(), OperatorError> {
     let sources = ReplicaSources::default();
     let mut tasks = JoinSet::new();
-    tasks.spawn({
-        let (sources, shutdown) = (sources.clone(), shutdown.clone());
-        async move {
-            bursar_http::serve(listeners, sources, shutdown).await;
-            "http-server"
-        }
-    });
+    let server = bursar_http::serve(listeners, sources.clone(), shutdown.clone());
+    spawn(&mut tasks, "http-server", server);
     let candidate =
         election.map(|election| Arc::new(Candidate::new(client.clone(), election, clock)));
     let leads = match &candidate {
@@ -87,9 +79,8 @@ pub async fn run(
         );
         if let Some(candidate) = candidate.clone() {
             let shutdown = shutdown.clone();
-            tasks.spawn(async move {
+            spawn(&mut tasks, "leader-election", async move {
                 candidate.hold(&shutdown).await;
-                "leader-election"
             });
         }
     }
@@ -116,7 +107,6 @@ fn spawn_work(
     let index = ClusterIndex::new(quantum).with_default_action(default_action);
     let (index_sender, index) = watch::channel(index);
     let liveness = WatchLiveness::default();
-    let drains_for_nvidia = options.drain_for_nvidia;
     let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());
     let (work_sender, mut work) = mpsc::channel(QUEUE_LENGTH);
     let (responses, own_writes) = own_writes::channel();
@@ -127,56 +117,43 @@ fn spawn_work(
         liveness,
     });
     let writer = ApiWriter::new(client, metrics.clone(), responses);
-    let placement = placement::controller::run(
-        writer.clone(),
-        index.clone(),
-        options,
-        clock,
-        metrics.clone(),
+    let updates = update_index(
+        changes,
+        index_sender,
+        work_sender,
+        DEBOUNCE,
         shutdown.clone(),
     );
+    spawn(tasks, "watches", updates);
+    let reconciler = Reconciler::new(writer.clone(), index.clone(), metrics.clone(), clock);
+    let queue = poll_fn(move |context| work.poll_recv(context));
+    spawn(tasks, "budget-reconciler", reconciler.run(budgets, queue));
     let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
-    let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
-    let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
-    let fault_evictions = fault_evictions::run(writer.clone(), index.clone(), shutdown.clone());
-    let reconciler = Reconciler::new(writer, index, metrics, clock);
-
-    tasks.spawn({
-        let shutdown = shutdown.clone();
-        async move {
-            update_index(changes, index_sender, work_sender, DEBOUNCE, shutdown).await;
-            "watches"
-        }
-    });
-    tasks.spawn(async move {
-        reconciler
-            .run(budgets, poll_fn(move |context| work.poll_recv(context)))
-            .await;
-        "budget-reconciler"
-    });
-    tasks.spawn(async move {
-        node_orders.await;
-        "node-orders"
-    });
-    if drains_for_nvidia {
-        tasks.spawn(async move {
-            drains.await;
-            "drains for NVIDIA's operators"
-        });
+    spawn(tasks, "node-orders", node_orders);
+    if options.drain_for_nvidia {
+        let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
+        spawn(tasks, "drains for NVIDIA's operators", drains);
     }
-    tasks.spawn(async move {
-        namespace_labels.await;
-        "namespace-labels"
-    });
-    tasks.spawn(async move {
-        fault_evictions.await;
-        "fault-evictions"
-    });
-    tasks.spawn(async move {
-        placement.await;
-        "placement"
-    });
+    let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
+    spawn(tasks, "namespace-labels", namespace_labels);
+    let fault_evictions = fault_evictions::run(writer.clone(), index.clone(), shutdown.clone());
+    spawn(tasks, "fault-evictions", fault_evictions);
+    let placement =
+        placement::controller::run(writer, index, options, clock, metrics, shutdown.clone());
+    spawn(tasks, "placement", placement);
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
+}
+
+/// Spawns a task that returns its name.
+fn spawn(
+    tasks: &mut JoinSet<&'static str>,
+    name: &'static str,
+    work: impl Future<Output = ()> + Send + 'static,
+) {
+    tasks.spawn(async move {
+        work.await;
+        name
+    });
 }
 
 /// Joins the tasks. The first one that ends stops the others.

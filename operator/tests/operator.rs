@@ -22,8 +22,9 @@ use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
+use bursar_operator::clock::Clock;
 use bursar_operator::placement::PlacementOptions;
-use bursar_operator::run::{self, Clock, OperatorError};
+use bursar_operator::run::{self, OperatorError};
 use bursar_sim_api::SimApiServer;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
@@ -69,7 +70,7 @@ impl Running {
             listeners,
             PlacementOptions {
                 quantum: Quantum::Gib1,
-                move_waiters: true,
+                relocate_pending_pods: true,
                 disruption_grace: Duration::from_secs(60),
                 drain_for_nvidia: true,
             },

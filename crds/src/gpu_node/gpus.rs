@@ -51,7 +51,7 @@ pub struct GpuStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 63))]
     pub only_for: Option<String>,
-    /// The waiting pods for which free memory is set aside, and how much: the pod of the
+    /// The waiting pods for which free memory is set aside, and how much. They are the pod of the
     /// reservation, and the first pod of the node's queue.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 4), extend("x-kubernetes-list-type" = "atomic"))]

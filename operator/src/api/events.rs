@@ -9,7 +9,6 @@ use kube::{Client, Resource as _};
 use tracing::{debug, info};
 
 use super::error::{ApiError, with_timeout};
-use crate::budget::PodEviction;
 use crate::error::error_chain;
 
 /// The longest note that the API server accepts (`events.k8s.io/v1`).
@@ -82,13 +81,12 @@ pub(crate) async fn publish_transitions(
 }
 
 /// Publishes the eviction of a pod for its budget.
-pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction: &PodEviction) {
-    let PodEviction {
-        pod,
-        uid,
-        reason,
-        message: note,
-    } = eviction;
+pub(crate) async fn publish_eviction(
+    client: &Client,
+    (namespace, pod, uid): (&str, &str, &str),
+    reason: &str,
+    note: &str,
+) {
     info!(namespace, pod, uid, reason, note, "evicted pod");
     let about = pod_reference(namespace, pod, uid);
     let event = event(EventType::Warning, "Evict", reason, note);
@@ -101,15 +99,10 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction:
 /// The API server has not stored the Event, or did not answer.
 pub(crate) async fn announce_eviction(
     client: &Client,
-    namespace: &str,
-    eviction: &PodEviction,
+    (namespace, pod, uid): (&str, &str, &str),
+    reason: &str,
+    note: &str,
 ) -> Result<(), ApiError> {
-    let PodEviction {
-        pod,
-        uid,
-        reason,
-        message: note,
-    } = eviction;
     info!(namespace, pod, uid, reason, note, "evicting pod");
     let about = pod_reference(namespace, pod, uid);
     let event = event(EventType::Warning, "Evict", reason, note);

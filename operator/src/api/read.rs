@@ -5,7 +5,8 @@ use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt as _};
 
 use super::error::{ApiError, with_timeout};
-use crate::cluster::pod_request::{PodRequest, SlimPod};
+use crate::cluster::pod_request::PodRequest;
+use crate::cluster::slim_pod::SlimPod;
 
 /// How many pods one page of a list holds.
 const PAGE_SIZE: u32 = 500;

@@ -14,7 +14,6 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
 
 use super::plan::plan_without_budget;
 use super::state::BudgetState;
@@ -24,8 +23,6 @@ use crate::api::events::announce_eviction;
 use crate::api::job_disruption;
 use crate::api::write::{ApiWriter, EvictionResult};
 use crate::cluster::ClusterIndex;
-use crate::cluster::pod_request::JobRef;
-use crate::error::error_chain;
 
 /// The interval between two plans, and so the delay before a refused or failed eviction is retried.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -58,7 +55,12 @@ pub async fn run(
                     Step::Evict { pod, by_force } => {
                         evict(&writer, state, &namespace, &pod, by_force).await;
                     }
-                    Step::ReadJob(job) => read_job(&writer, state, &namespace, job).await,
+                    Step::ReadJob(job) => {
+                        let client = writer.client();
+                        let answer =
+                            job_disruption::ignores_disruption(client, &namespace, &job).await;
+                        state.record_job(job, answer);
+                    }
                     // Only a budget has these.
                     Step::ApplyQuota(..) | Step::LabelNamespace | Step::ApplyStatus(_) => {}
                 }
@@ -73,6 +75,8 @@ fn steps(state: &mut BudgetState, mut inputs: BudgetInputs, now: Instant) -> Vec
     plan_without_budget(&inputs).steps
 }
 
+/// Evicts a pod. After a failure the next round evicts the pod again. Other evictions do not wait
+/// for it.
 async fn evict(
     writer: &ApiWriter,
     state: &mut BudgetState,
@@ -84,19 +88,8 @@ async fn evict(
     if state.was_evicted(&pod.uid, now) {
         return;
     }
-    let evicted = announced_eviction(writer, state, namespace, pod, by_force).await;
-    let changed = state.eviction_outcome_changed(evicted.is_ok());
-    match evicted {
-        Ok(EvictionResult::Accepted) => state.record_eviction(&pod.uid, now),
-        Ok(EvictionResult::BlockedByPdb) => state.record_refusal(&pod.uid, now),
-        // The next round evicts the pod again. Other evictions do not wait for it.
-        Err(error) => {
-            state.record_failed_eviction(&pod.uid, now);
-            if changed {
-                warn!(error = %error_chain(&error), "failed to evict a pod; retrying");
-            }
-        }
-    }
+    let answer = announced_eviction(writer, state, namespace, pod, by_force).await;
+    state.record_eviction(&pod.uid, &answer, now);
 }
 
 /// Publishes the pod's Event unless that is done, and requests the eviction.
@@ -108,16 +101,9 @@ async fn announced_eviction(
     by_force: bool,
 ) -> Result<EvictionResult, ApiError> {
     if !state.is_announced(&pod.uid) {
-        announce_eviction(writer.client(), namespace, pod).await?;
+        let subject = (namespace, &*pod.pod, &*pod.uid);
+        announce_eviction(writer.client(), subject, pod.reason, &pod.message).await?;
         state.record_announcement(&pod.uid);
     }
     writer.evict(namespace, &pod.pod, &pod.uid, by_force).await
-}
-
-async fn read_job(writer: &ApiWriter, state: &mut BudgetState, namespace: &str, job: JobRef) {
-    match job_disruption::ignores_disruption(writer.client(), namespace, &job).await {
-        Ok(ignores_disruption) => state.record_job(job, ignores_disruption),
-        // The next round reads the Job again.
-        Err(error) => debug!(error = %error_chain(&error), "failed to read a Job; retrying"),
-    }
 }

@@ -5,9 +5,9 @@
 //!     --> evict pods whose fault eviction is recorded in the status
 //! ```
 //!
-//! The status comes before the quotas: it first says that the quotas of a new spec are not in
-//! force, so that no pod is evicted by the age of the former ones. A failed label or quota blocks
-//! no other step, and the next status names it.
+//! The status comes before the quotas. It first says that the quotas of a new spec are not in
+//! force. So no pod is evicted by the age of the former ones. A failed label or quota blocks no
+//! other step, and the next status names it.
 //!
 //! Each step follows from the observed state and never from an earlier step. After a crash at any
 //! step the next plan repairs the rest. A plan with nothing to do is empty.

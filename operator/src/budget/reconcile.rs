@@ -8,35 +8,32 @@
 //!                                                            (a failed status ends the steps)
 //! ```
 
+mod steps;
+
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bursar_crds::resources::ENFORCED;
-use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
+use bursar_crds::GpuMemoryBudget;
 use futures::{Stream, StreamExt as _};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::runtime::controller::{Action, Config, Error as ControllerError, applier};
 use kube::runtime::reflector::{ObjectRef, Store};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tracing::{debug, error, info, warn};
-
-use crate::api::error::ApiError;
-use crate::api::job_disruption;
-use crate::api::read;
-use crate::api::write::{ApiWriter, EvictionResult};
-use crate::budget::BudgetInputs;
-use crate::budget::{Step, plan};
-use crate::cluster::{ClusterIndex, Key};
-use crate::error::error_chain;
-use crate::run::Clock;
-use crate::serve::metrics::{Metrics, ReconcileOutcome};
+use tracing::{error, info, warn};
 
 use super::state::BudgetState;
-use crate::api::events::{publish_eviction, publish_transitions};
+use crate::api::error::ApiError;
+use crate::api::read;
+use crate::api::write::ApiWriter;
+use crate::budget::{BudgetInputs, plan};
+use crate::clock::Clock;
+use crate::cluster::{ClusterIndex, Key};
+use crate::error::error_chain;
+use crate::serve::metrics::{Metrics, ReconcileOutcome};
 
 /// How many budgets are reconciled at a time.
 const CONCURRENCY: u16 = 8;
@@ -156,94 +153,6 @@ impl Reconciler {
             Vec::new()
         });
         inputs
-    }
-
-    /// Applies one step. `budget` comes from the watch; `current` has the last written status.
-    async fn apply_step(
-        &self,
-        key: &Key,
-        budget: &GpuMemoryBudget,
-        current: &GpuMemoryBudget,
-        inputs: &BudgetInputs,
-        step: Step,
-    ) -> Result<(), ApiError> {
-        let Key { namespace, .. } = key;
-        match step {
-            Step::ApplyQuota(kind, desired) => {
-                let (name, observed) = (kind.name(), inputs.quota(kind));
-                if let Some(wrong) = observed.filter(|observed| desired.needs_replacement(observed))
-                {
-                    self.writer
-                        .delete_quota(namespace, name, &wrong.uid)
-                        .await?;
-                }
-                let patch = desired.patch(kind, namespace, budget, observed);
-                self.writer.apply_quota(namespace, name, &patch).await
-            }
-            Step::LabelNamespace => self.writer.label_namespace(namespace, Some(ENFORCED)).await,
-            Step::ReadJob(job) => {
-                match job_disruption::ignores_disruption(self.writer.client(), namespace, &job)
-                    .await
-                {
-                    Ok(ignores_disruption) => {
-                        self.with_state(key, |state| state.record_job(job, ignores_disruption))
-                    }
-                    // The next reconcile reads the Job again.
-                    Err(error) => {
-                        debug!(error = %error_chain(&error), "failed to read a Job; retrying")
-                    }
-                }
-                Ok(())
-            }
-            Step::Evict { pod, by_force } => {
-                let now = Instant::now();
-                if self.with_state(key, |state| state.was_evicted(&pod.uid, now)) {
-                    return Ok(());
-                }
-                let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
-                let evicted = evict.await;
-                let changed =
-                    self.with_state(key, |state| state.eviction_outcome_changed(evicted.is_ok()));
-                match evicted {
-                    Ok(EvictionResult::Accepted) => {
-                        self.with_state(key, |state| state.record_eviction(&pod.uid, now));
-                        let client = self.writer.client();
-                        publish_eviction(client, namespace, &pod).await;
-                    }
-                    Ok(EvictionResult::BlockedByPdb) => {
-                        self.with_state(key, |state| state.record_refusal(&pod.uid, now));
-                    }
-                    // The next reconcile evicts the pod again. Other steps do not wait for it.
-                    Err(error) => {
-                        self.with_state(key, |state| state.record_failed_eviction(&pod.uid, now));
-                        if changed {
-                            warn!(error = %error_chain(&error), "failed to evict a pod; retrying");
-                        }
-                    }
-                }
-                Ok(())
-            }
-            Step::ApplyStatus(desired) => {
-                if let Some(written) = self.writer.apply_status(budget, &desired).await? {
-                    let before = current.status.as_ref();
-                    self.record_status(key, budget, written.clone());
-                    publish_transitions(self.writer.client(), budget, before, &written).await;
-                }
-                Ok(())
-            }
-        }
-    }
-
-    /// Stores the written status, and drops the state of deleted budgets.
-    fn record_status(&self, key: &Key, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
-        let mut memories = self.lock_states();
-        let index = self.index.borrow();
-        memories.retain(|key, _| index.has_budget(key));
-        memories.entry(key.clone()).or_default().record_status(
-            budget,
-            index.budget_lists(),
-            status,
-        );
     }
 
     fn succeeded(&self, key: &Key) {

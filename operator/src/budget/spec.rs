@@ -104,10 +104,14 @@ impl ParsedSpec {
 
 fn invalid_overrides(spec: &GpuMemoryBudgetSpec) -> impl Iterator<Item = InvalidSpec> {
     let overrides = spec.overrides.iter().enumerate();
-    overrides.filter_map(|(index, lowered)| {
-        let field = format!("overrides[{index}].deviceMemory");
-        parse_bytes(&field, &lowered.device_memory).err()
-    })
+    let amounts = overrides.flat_map(|(index, lowered)| {
+        [
+            ("deviceMemory", &lowered.device_memory),
+            ("managedMemory", &lowered.managed_memory),
+        ]
+        .map(|(field, amount)| (format!("overrides[{index}].{field}"), amount))
+    });
+    amounts.filter_map(|(field, amount)| parse_bytes(&field, amount.as_ref()?).err())
 }
 
 struct Parser {

@@ -48,9 +48,10 @@ pub(super) struct BudgetState {
 }
 
 impl BudgetState {
-    /// Completes a budget and its inputs by what earlier reconciles have left: the last written
-    /// status, if the watch has not delivered it yet, and how long faults and refusals have lasted.
-    /// The inputs also get the failed step. `list` is the number of the list that `budget` is from.
+    /// Completes a budget and its inputs by what earlier reconciles have left. That is the last
+    /// written status, if the watch has not delivered it yet, and how long faults and refusals have
+    /// lasted. The inputs also get the failed step. `list` is the number of the list that `budget`
+    /// is from.
     ///
     /// # Errors
     /// The rest of the back-off after a failed write.
@@ -103,11 +104,8 @@ impl BudgetState {
 
     /// The policies of the Jobs of `pods`. All others are dropped.
     fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
-        let jobs: BTreeSet<_> = pods
-            .iter()
-            .filter_map(|(_, pod)| pod.job.as_ref())
-            .collect();
-        let uids: BTreeSet<_> = jobs.into_iter().map(|job| &job.uid).collect();
+        let jobs = pods.iter().filter_map(|(_, pod)| pod.job.as_ref());
+        let uids: BTreeSet<_> = jobs.map(|job| &job.uid).collect();
         self.jobs.retain(|uid, _| uids.contains(uid));
         self.jobs.clone()
     }
@@ -169,6 +167,8 @@ pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::error::ApiError;
+    use crate::api::write::EvictionResult;
 
     #[test]
     fn written_status_is_forgotten_after_a_new_list() {
@@ -187,12 +187,12 @@ mod tests {
     fn refusal_lasts_from_the_first_while_eviction_is_retried() {
         let (mut state, start) = (BudgetState::default(), Instant::now());
         let at = |second| start + Duration::from_secs(second);
-        state.record_refusal("p", at(0));
-        state.record_refusal("p", at(30));
+        state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(0));
+        state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(30));
         let refused = &mut state.refused;
         assert_eq!(lasting(refused, at(70))["p"], Duration::from_secs(70));
         assert!(lasting(refused, at(90)).is_empty());
-        state.record_refusal("p", at(500));
+        state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(500));
         let refused = &mut state.refused;
         assert_eq!(lasting(refused, at(501))["p"], Duration::from_secs(1));
     }
@@ -201,8 +201,12 @@ mod tests {
     fn failed_eviction_is_in_vain_but_not_refused() {
         let (mut state, start) = (BudgetState::default(), Instant::now());
         let at = |second| start + Duration::from_secs(second);
-        state.record_failed_eviction("p", at(0));
-        state.record_refusal("p", at(30));
+        let failed = Err(ApiError::TimedOut {
+            verb: "write",
+            object: "the eviction".to_owned(),
+        });
+        state.record_eviction("p", &failed, at(0));
+        state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(30));
         let (refused, in_vain) = (&mut state.refused, &mut state.evicted_in_vain);
         assert_eq!(lasting(refused, at(40))["p"], Duration::from_secs(10));
         assert_eq!(lasting(in_vain, at(40))["p"], Duration::from_secs(40));

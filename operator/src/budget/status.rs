@@ -3,7 +3,7 @@
 use bursar_crds::budget::{
     ContextsStatus, DeviceMemoryStatus, FaultEviction, ManagedMemoryStatus, QuantaAmount,
 };
-use bursar_crds::conditions::{budget as names, update_conditions};
+use bursar_crds::conditions::{ConditionUpdate, budget as names, update_conditions};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -26,23 +26,12 @@ pub(super) fn desired_status(
     let generation = budget.metadata.generation;
     let counted = |quanta: Quanta| quanta.counted(inputs.quantum);
     let allowed = |of: fn(&ParsedSpec) -> Quanta| counted(parsed.as_ref().map_or(Quanta::ZERO, of));
-    let (guarantee, limit) = (
-        allowed(|parsed| parsed.guaranteed),
-        allowed(|parsed| parsed.limit),
-    );
+    let guarantee = allowed(|parsed| parsed.guaranteed);
+    let limit = allowed(|parsed| parsed.limit);
     let managed_limit = allowed(|parsed| parsed.managed);
     let before = budget.status.as_ref();
-    let same_terms = before.filter(|status| {
-        status.device_memory.guaranteed == guarantee
-            && status.device_memory.limit == limit
-            && status.managed_memory.limit == managed_limit
-    });
-    let in_force = statements
-        .iter()
-        .any(|statements| statements.type_ == names::ENFORCED && statements.holds == Some(true));
-    let enforced_since = same_terms
-        .and_then(|status| status.enforced_since.clone())
-        .or_else(|| inputs.quotas_synced_at().filter(|_| in_force));
+    let terms = (&guarantee, &limit, &managed_limit);
+    let enforced_since = enforced_since(before, terms, &statements, inputs);
     let RequestedUsage {
         pods,
         borrowed_pods,
@@ -95,4 +84,24 @@ pub(super) fn desired_status(
             now,
         ),
     }
+}
+
+/// Since when the quotas have enforced these terms: the guaranteed amount, the limit and the limit
+/// of managed memory. Other terms start anew.
+fn enforced_since(
+    before: Option<&GpuMemoryBudgetStatus>,
+    terms: (&QuantaAmount, &QuantaAmount, &QuantaAmount),
+    statements: &[ConditionUpdate],
+    inputs: &BudgetInputs,
+) -> Option<Time> {
+    let same_terms = before.filter(|status| {
+        let (device, managed) = (&status.device_memory, &status.managed_memory);
+        (&device.guaranteed, &device.limit, &managed.limit) == terms
+    });
+    let in_force = statements
+        .iter()
+        .any(|statement| statement.type_ == names::ENFORCED && statement.holds == Some(true));
+    same_terms
+        .and_then(|status| status.enforced_since.clone())
+        .or_else(|| inputs.quotas_synced_at().filter(|_| in_force))
 }

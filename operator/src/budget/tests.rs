@@ -467,7 +467,8 @@ fn contradictory_spec_is_invalid_and_names_the_remedy() {
 fn invalid_override_is_named_and_affects_nothing_else() {
     let odd = budget(
         json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overrides": [
-        { "pod": "a", "deviceMemory": "1Gi" }, { "pod": "b", "deviceMemory": "0.5" }] }),
+        { "pod": "a", "deviceMemory": "1Gi" }, { "pod": "b", "deviceMemory": "0.5" },
+        { "pod": "c", "managedMemory": "0.5" }] }),
     );
     let inputs = in_force(&odd, using(20, 0, 0));
     let status = desired_status(&odd, &inputs, &at(1));
@@ -482,7 +483,8 @@ fn invalid_override_is_named_and_affects_nothing_else() {
     }
     assert_eq!(
         condition(&status, names::ACCEPTED).message,
-        "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest applies"
+        "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes, \
+         spec.overrides[2].managedMemory: `0.5` is not a whole number of bytes; the rest applies"
     );
     assert_eq!(status.device_memory.limit.quanta, 24);
     let summary = crate::cluster::BudgetSummary::of(&odd, Quantum::Gib1);

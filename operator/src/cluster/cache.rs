@@ -37,10 +37,10 @@ pub type CacheEntry<V> = (Key, Option<V>);
 
 /// Maps each object of `event` to its projection.
 pub fn project<K: ResourceExt, V>(
-    event: Event<K>,
+    event: &Event<K>,
     slim: impl Fn(&K) -> Option<V>,
 ) -> Event<CacheEntry<V>> {
-    let entry = |object: K| (Key::of(&object), slim(&object));
+    let entry = |object: &K| (Key::of(object), slim(object));
     match event {
         Event::Init => Event::Init,
         Event::InitApply(object) => Event::InitApply(entry(object)),

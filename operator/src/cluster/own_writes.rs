@@ -21,8 +21,8 @@ use kube::runtime::watcher::Event;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::cluster::Key;
-use crate::cluster::pod_request::SlimPod;
-use crate::placement::node::SlimNode;
+use crate::cluster::slim_node::SlimNode;
+use crate::cluster::slim_pod::SlimPod;
 
 macro_rules! kinds {
     ($($kind:ident: $object:ty, $what:literal;)*) => {
@@ -35,7 +35,7 @@ macro_rules! kinds {
         /// The receiving end of [`WriteSender`].
         #[derive(Debug)]
         pub struct WriteReceiver {
-            $(#[doc = $what] pub $kind: UnboundedReceiver<WriteResponse<$object>>,)*
+            $(#[doc = $what] pub $kind: Responses<$object>,)*
         }
 
         /// Creates the channels. They are unbounded, because the rate of writes bounds them.
@@ -53,6 +53,9 @@ kinds! {
     quotas: ResourceQuota, "Quotas.";
     namespaces: PartialObjectMeta<Namespace>, "Namespaces.";
 }
+
+/// Receives the responses to writes of one kind.
+pub type Responses<K> = UnboundedReceiver<WriteResponse<K>>;
 
 /// The API server's response to a write.
 #[derive(Debug)]
@@ -79,7 +82,7 @@ pub(crate) async fn send_response<K, E>(
 /// Merges `written` responses into the events of `watch`.
 pub(crate) fn merge_with_watch<K, W>(
     watch: impl Stream<Item = Event<K>> + Send,
-    mut written: UnboundedReceiver<WriteResponse<W>>,
+    mut written: Responses<W>,
     as_watched: fn(W) -> K,
 ) -> impl Stream<Item = Event<K>> + Send
 where

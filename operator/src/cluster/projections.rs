@@ -9,9 +9,9 @@ use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
 use crate::budget::ParsedSpec;
+use crate::cluster::nvidia_labels::Maintenance;
+use crate::cluster::slim_node::SlimNode;
 use crate::cluster::unknown_values::unknown_in_node;
-use crate::nodes::nvidia_labels::Maintenance;
-use crate::placement::node::SlimNode;
 use crate::quanta::Quanta;
 
 /// The longest name of a GPU in `spec.drain`.
@@ -239,7 +239,7 @@ pub struct NodeSummary {
     /// The kubelet withdraws the offer when the agent's stream ends. The node lifecycle controller
     /// withdraws `Ready` when the kubelet is silent.
     pub is_alive: bool,
-    /// What NVIDIA's operators need of the node's GPUs.
+    /// The maintenance of the node's GPUs by NVIDIA's operators.
     pub maintenance: Maintenance,
 }
 

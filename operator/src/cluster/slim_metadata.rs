@@ -42,7 +42,7 @@ pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta,
 mod tests {
     use serde_json::json;
 
-    use crate::cluster::pod_request::SlimPod;
+    use crate::cluster::slim_pod::SlimPod;
 
     #[test]
     fn metadata_is_kept_without_managed_fields() {

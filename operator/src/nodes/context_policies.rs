@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::write::ApiWriter;
-use crate::cluster::ClusterIndex;
+use crate::cluster::{ClusterIndex, NodeOrders};
 use crate::error::error_chain;
 
 /// The interval between two comparisons, and so the delay before a failed write is retried.
@@ -39,12 +39,7 @@ pub async fn run(
     mut index: watch::Receiver<ClusterIndex>,
     shutdown: CancellationToken,
 ) {
-    let mut failing = false;
-    // What the operator last applied to each node. Server-side apply leaves other entries alone.
-    let mut applied = BTreeMap::new();
-    // The node of the last write. The next round starts after it, so that failing nodes block no
-    // others.
-    let mut last = String::new();
+    let mut writes = Writes::default();
     let mut has_more = true;
     let mut pause = INTERVAL;
     while shutdown.run_until_cancelled(sleep(pause)).await.is_some() {
@@ -52,59 +47,84 @@ pub async fn run(
         if !has_more && !index.has_changed().unwrap_or(false) {
             continue;
         }
-        let mut nodes = {
-            let index = index.borrow_and_update();
-            if !index.unlisted_kinds().is_empty() {
-                continue;
-            }
-            index.forget_deleted_nodes(&mut applied);
-            index.outdated_node_orders(&applied)
+        let Some(nodes) = writes.outdated_nodes(&index.borrow_and_update()) else {
+            continue;
         };
-        nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= last));
         let mut failed = false;
         has_more = nodes.len() > MAX_WRITES;
-        for (node, uid, (orders, restarts)) in nodes.into_iter().take(MAX_WRITES) {
-            last.clone_from(&node);
-            match writer
-                .apply_context_policies(&node, &uid, &orders, &restarts)
-                .await
-            {
-                Ok(()) => {
-                    let namespaces = orders.len();
-                    info!(node, namespaces, ?restarts, "applied context policies");
-                    if namespaces == MAX_CONTEXTS {
-                        warn!(
-                            node,
-                            namespaces,
-                            "context policies truncated; other namespaces have the default"
-                        );
-                    }
-                    applied.insert(node, (orders, restarts));
-                }
-                Err(error) => {
-                    failed = true;
-                    // A failed write may still have been applied, so the owner of the current
-                    // entries is unknown.
-                    applied.remove(&node);
-                    if !failing {
-                        warn!(error = %error_chain(&error), "failed to apply context policies; retrying");
-                    }
-                }
-            }
+        for (node, uid, orders) in nodes.into_iter().take(MAX_WRITES) {
+            failed |= !writes.apply(&writer, node, &uid, orders).await;
             // A shutdown ends the round after the current write.
-            if shutdown
-                .run_until_cancelled(sleep(WRITE_PACE))
-                .await
-                .is_none()
-            {
+            let pace = shutdown.run_until_cancelled(sleep(WRITE_PACE));
+            if pace.await.is_none() {
                 return;
             }
         }
-        failing = failed;
+        writes.failing = failed;
         if has_more && !failed {
             // The pace of the writes is pause enough.
             pause = Duration::ZERO;
         }
         has_more |= failed;
+    }
+}
+
+/// The writes so far.
+#[derive(Default)]
+struct Writes {
+    /// The last entries that the operator applied to each node. Server-side apply leaves others.
+    applied: BTreeMap<String, NodeOrders>,
+    /// The node of the last write. The next round starts after it, so that failing nodes block no
+    /// others.
+    last: String,
+    /// Whether a write of the last round failed. Only the first failure of a row is logged.
+    failing: bool,
+}
+
+impl Writes {
+    /// The nodes that need a write, those with restart requests first. `None` until all kinds are
+    /// listed.
+    fn outdated_nodes(
+        &mut self,
+        index: &ClusterIndex,
+    ) -> Option<Vec<(String, String, NodeOrders)>> {
+        if !index.unlisted_kinds().is_empty() {
+            return None;
+        }
+        index.forget_deleted_nodes(&mut self.applied);
+        let mut nodes = index.outdated_node_orders(&self.applied);
+        nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= self.last));
+        Some(nodes)
+    }
+
+    /// Writes the orders of one node. Returns whether that succeeded.
+    async fn apply(
+        &mut self,
+        writer: &ApiWriter,
+        node: String,
+        uid: &str,
+        (policies, restarts): NodeOrders,
+    ) -> bool {
+        self.last.clone_from(&node);
+        let write = writer.apply_context_policies(&node, uid, &policies, &restarts);
+        if let Err(error) = write.await {
+            // A failed write may still have been applied, so the owner of the current entries is
+            // unknown.
+            self.applied.remove(&node);
+            if !self.failing {
+                warn!(error = %error_chain(&error), "failed to apply context policies; retrying");
+            }
+            return false;
+        }
+        let namespaces = policies.len();
+        info!(node, namespaces, ?restarts, "applied context policies");
+        if namespaces == MAX_CONTEXTS {
+            warn!(
+                node,
+                namespaces, "context policies truncated; other namespaces have the default"
+            );
+        }
+        self.applied.insert(node, (policies, restarts));
+        true
     }
 }

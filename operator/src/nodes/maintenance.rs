@@ -30,7 +30,7 @@ pub async fn run(
     mut index: watch::Receiver<ClusterIndex>,
     shutdown: CancellationToken,
 ) {
-    // What the operator applied last to each GpuNode, by UID.
+    // The last spec that the operator applied to each GpuNode, by UID.
     let mut applied: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut failing = false;
     while shutdown

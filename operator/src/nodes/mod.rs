@@ -4,5 +4,3 @@
 pub mod context_policies;
 pub mod maintenance;
 pub mod namespace_label;
-pub mod nvidia_labels;
-pub(crate) mod ssa_diff;

@@ -12,9 +12,9 @@ use super::apply::Executor;
 use super::history::History;
 use super::plan::{PlacementOptions, plan};
 use crate::api::write::ApiWriter;
+use crate::clock::Clock;
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
-use crate::run::Clock;
 use crate::serve::metrics::Metrics;
 
 /// The interval between two plans. It also drives steps that wait for time.

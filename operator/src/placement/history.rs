@@ -6,6 +6,7 @@
 mod evictions;
 mod freeing;
 mod relocations;
+mod reservations;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -18,9 +19,10 @@ use crate::quanta::Quanta;
 use evictions::EvictionAttempt;
 use freeing::Termination;
 use relocations::{OwnerRelocations, RELOCATIONS_TTL};
+use reservations::ReservationBackoff;
 
-pub(super) use evictions::EvictionOutcome;
 pub(super) use relocations::RelocationRecord;
+pub(super) use reservations::RESERVATION_TIMEOUT;
 
 /// The time since the operator started.
 pub type Uptime = Duration;
@@ -28,10 +30,6 @@ pub type Uptime = Duration;
 /// The desired labels of a node. A label without a value is removed.
 pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
 
-/// How long a reservation may take. Its pod then gets no reservation for as long, doubled with each
-/// further failure up to [`MAX_RESERVATION_BACKOFF`].
-pub(super) const RESERVATION_TIMEOUT: Duration = Duration::from_secs(300);
-const MAX_RESERVATION_BACKOFF: Duration = Duration::from_secs(3600);
 /// Label writes per second, and the burst after a pause.
 const LABEL_RATE: f64 = 20.0;
 
@@ -63,23 +61,14 @@ pub struct History {
     pub(super) reservations: BTreeMap<String, Vec<Reservation>>,
     /// The last applied quota overrides of each node.
     pub(super) quotas: BTreeMap<String, Vec<QuotaOverride>>,
+    /// How many quota overrides the last apply omitted on each node, for lack of room.
+    pub(super) omitted_quotas: BTreeMap<String, usize>,
     /// Since when a node's labels have been out of date.
     pub(super) outdated_labels: BTreeMap<String, Uptime>,
     /// The labels last written to such a node, and when.
     pub(super) written_labels: BTreeMap<String, (NodeLabels, Uptime)>,
     /// The tokens for label writes, and when they were last refilled.
     label_tokens: (f64, Uptime),
-}
-
-/// The failed reservations of one pod.
-#[derive(Clone, Debug, Default)]
-struct ReservationBackoff {
-    /// The number of failures by GPU.
-    failures: BTreeMap<String, u32>,
-    /// The number of failures, each of which may be of several GPUs.
-    attempts: u32,
-    /// The end of the back-off.
-    until: Uptime,
 }
 
 /// Since when a pod has been pending.
@@ -90,26 +79,18 @@ struct PendingSince {
     last_considered: Option<Uptime>,
 }
 
-impl ReservationBackoff {
-    /// Counts failed reservations of some GPUs once. They stay visible for a while after their
-    /// removal.
-    fn record_failure(&mut self, gpus: &BTreeSet<&str>, now: Uptime) {
-        if self.until > now {
-            return;
-        }
-        for gpu in gpus {
-            *self.failures.entry((*gpu).to_owned()).or_default() += 1;
-        }
-        let alone = RESERVATION_TIMEOUT * 2_u32.pow(self.attempts.min(8));
-        self.attempts += 1;
-        self.until = now + alone.min(MAX_RESERVATION_BACKOFF);
-    }
-}
-
 impl History {
     /// Updates the history from a snapshot, and drops what is gone.
     pub(super) fn observe(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
         self.restore(snapshot, now);
+        self.observe_pending(snapshot, now);
+        self.observe_reservations(snapshot, now);
+        self.observe_holders(snapshot, now);
+        self.observe_terminations(snapshot, now);
+        self.forget_gone(snapshot, now);
+    }
+
+    fn observe_pending(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
         let on_nodes = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.pending);
         let unplaced = snapshot.pods.iter().filter(|(_, (_, pod))| {
             matches!(
@@ -135,38 +116,13 @@ impl History {
             });
             self.pending.insert(pod.to_owned(), wait);
         }
-        let reservations = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
-            let name = |reserved: &Reservation| {
-                (
-                    (*node).to_owned(),
-                    reserved.gpu.clone(),
-                    reserved.waiter.clone(),
-                )
-            };
-            gpus.reservations.iter().map(name)
-        });
-        self.reserved_since = reservations
-            .map(|key| {
-                let since = self.reserved_since.get(&key).copied().unwrap_or(now);
-                (key, since)
-            })
-            .collect();
-        let mut failed: BTreeMap<&String, BTreeSet<&str>> = BTreeMap::new();
-        for ((_, gpu, waiter), since) in &self.reserved_since {
-            if now.saturating_sub(*since) >= RESERVATION_TIMEOUT {
-                failed.entry(waiter).or_default().insert(gpu);
-            }
-        }
-        for (waiter, gpus) in failed {
-            let backoff = self.reservation_backoffs.entry(waiter.clone());
-            backoff.or_default().record_failure(&gpus, now);
-        }
-        self.observe_holders(snapshot, now);
-        self.observe_terminations(snapshot, now);
-        self.reservation_backoffs
-            .retain(|pod, _| snapshot.pods.contains_key(pod.as_str()));
-        self.evictions
-            .retain(|pod, _| snapshot.pods.contains_key(pod.as_str()));
+    }
+
+    /// Drops what concerns pods, Jobs and nodes that are gone, and what is too old.
+    fn forget_gone(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
+        let has_pod = |pod: &String| snapshot.pods.contains_key(pod.as_str());
+        self.reservation_backoffs.retain(|pod, _| has_pod(pod));
+        self.evictions.retain(|pod, _| has_pod(pod));
         self.relocations
             .retain(|_, relocations| now.saturating_sub(relocations.last) < RELOCATIONS_TTL);
         self.assumed.retain(|(_, _, until)| *until > now);
@@ -178,9 +134,10 @@ impl History {
             })
             .collect();
         self.jobs.retain(|job, _| jobs.contains(job));
-        let known = |node: &String| snapshot.gpu_nodes.contains_key(node.as_str());
-        self.reservations.retain(|node, _| known(node));
-        self.quotas.retain(|node, _| known(node));
+        let has_node = |node: &String| snapshot.gpu_nodes.contains_key(node.as_str());
+        self.reservations.retain(|node, _| has_node(node));
+        self.quotas.retain(|node, _| has_node(node));
+        self.omitted_quotas.retain(|node, _| has_node(node));
     }
 
     /// Whether the same plan would result later while nothing changes.
@@ -208,21 +165,6 @@ impl History {
         }
     }
 
-    /// Whether a pod gets no reservation for now.
-    pub(super) fn in_backoff(&self, pod: &str, now: Uptime) -> bool {
-        self.reservation_backoffs
-            .get(pod)
-            .is_some_and(|backoff| backoff.until > now)
-    }
-
-    /// How many reservations of a GPU failed for a pod.
-    pub(super) fn failed_reservations(&self, pod: &str, gpu: &str) -> u32 {
-        let backoff = self.reservation_backoffs.get(pod);
-        backoff
-            .and_then(|backoff| backoff.failures.get(gpu).copied())
-            .unwrap_or(0)
-    }
-
     /// How many label writes the rate allows now.
     pub(super) fn available_label_writes(&mut self, now: Uptime) -> usize {
         let (saved, at) = self.label_tokens;
@@ -242,21 +184,11 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::error::ApiError;
+    use crate::api::write::EvictionResult;
 
     const fn at(second: u64) -> Uptime {
         Duration::from_secs(second)
-    }
-
-    #[test]
-    fn failed_reservations_of_a_pod_blame_each_gpu_once() {
-        let mut backoff = ReservationBackoff::default();
-        let both = BTreeSet::from(["GPU-a", "GPU-b"]);
-        backoff.record_failure(&both, at(300));
-        backoff.record_failure(&both, at(301));
-        assert_eq!(backoff.until, at(600));
-        backoff.record_failure(&BTreeSet::from(["GPU-c"]), at(600));
-        assert_eq!(backoff.until, at(1_200), "the second failure");
-        assert!(backoff.failures.values().eq([&1, &1, &1]));
     }
 
     #[test]
@@ -278,13 +210,17 @@ mod tests {
     #[test]
     fn refusal_lasts_from_the_first_until_eviction_succeeds() {
         let mut history = History::default();
+        let failed = Err(ApiError::TimedOut {
+            verb: "write",
+            object: "the eviction".to_owned(),
+        });
         assert_eq!(history.refused_for("p", at(1)), None);
-        history.record_eviction("p", EvictionOutcome::BlockedByPdb, at(1));
-        history.record_eviction("p", EvictionOutcome::Failed, at(7));
-        history.record_eviction("p", EvictionOutcome::BlockedByPdb, at(13));
+        history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(1));
+        history.record_eviction("p", &failed, at(7));
+        history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(13));
         assert_eq!(history.refused_for("p", at(21)), Some(at(20)));
         assert!(!history.may_evict("p", at(14)) && history.may_evict("p", at(18)));
-        history.record_eviction("p", EvictionOutcome::Accepted, at(22));
+        history.record_eviction("p", &Ok(EvictionResult::Accepted), at(22));
         assert!(history.eviction_accepted("p", at(23)));
         assert_eq!(history.refused_for("p", at(23)), None);
     }
@@ -292,11 +228,11 @@ mod tests {
     #[test]
     fn refusal_for_one_waiter_expires_before_a_later_one() {
         let mut history = History::default();
-        history.record_eviction("p", EvictionOutcome::BlockedByPdb, at(1));
+        history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(1));
         assert_eq!(history.refused_for("p", at(20)), Some(at(19)));
         assert_eq!(history.refused_for("p", at(7200)), None);
         assert!(history.was_refused("p"));
-        history.record_eviction("p", EvictionOutcome::BlockedByPdb, at(7200));
+        history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(7200));
         assert_eq!(history.refused_for("p", at(7201)), Some(at(1)));
     }
 

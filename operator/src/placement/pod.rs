@@ -8,9 +8,8 @@ use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{
-    self, Container, PodRequest, PriorityKind, SlimPod, gpu_request,
-};
+use crate::cluster::pod_request::{self, PodRequest, PriorityKind, gpu_request};
+use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
 use crate::quanta::Quanta;
 
 /// The annotation with the least number of GPUs over which a container's memory is spread.
@@ -35,6 +34,8 @@ pub struct PodFacts {
     pub request: Quanta,
     /// The requesting containers and sidecars, with their requests.
     pub containers: Vec<(String, Quanta)>,
+    /// The containers and sidecars that request managed memory.
+    pub managed_containers: Vec<String>,
     /// Whether an init container that ends requests more than each container after it.
     pub has_larger_init: bool,
     /// The priority that admission set.
@@ -106,9 +107,9 @@ pub struct Constraints {
     pub affinity: Option<NodeSelector>,
     /// The pod's tolerations.
     pub tolerations: Vec<Toleration>,
-    /// The pod has constraints that the operator does not evaluate: persistent or ephemeral
-    /// volumes, resource claims, required affinity to other pods, topology spread, host ports or
-    /// another scheduler. No node passes for such a pod.
+    /// The pod has constraints that the operator does not evaluate. They are persistent or
+    /// ephemeral volumes, resource claims, required affinity to other pods, topology spread, host
+    /// ports or another scheduler. No node passes for such a pod.
     pub unsupported: bool,
 }
 
@@ -119,43 +120,23 @@ impl PodFacts {
         if request.device == Quanta::ZERO {
             return None;
         }
-        let (meta, spec, status) = (&pod.metadata, &pod.spec, &pod.status);
+        let (meta, spec) = (&pod.metadata, &pod.spec);
         let annotation = |name| meta.annotations.as_ref().and_then(|all| all.get(name));
         let mirrored = annotation(MIRROR_ANNOTATION);
-        let resource = quantum.device_memory();
-        let sidecar = |policy: &Option<String>| policy.as_deref() == Some("Always");
-        let sidecars = spec
-            .init_containers
-            .iter()
-            .filter(|container| sidecar(&container.restart_policy));
-        let containers = spec
-            .containers
-            .iter()
-            .chain(sidecars)
-            .map(|container| (container.name.clone(), gpu_request(container, resource)))
-            .filter(|(_, quanta)| *quanta != Quanta::ZERO)
-            .collect();
-        let asks = |container: &Container| gpu_request(container, resource);
-        let ends = spec.init_containers.iter();
-        let ends = ends.filter(|container| !sidecar(&container.restart_policy));
-        let has_larger_init = ends.map(asks).max() > spec.containers.iter().map(asks).max();
         Some(Self {
             uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
             kind: request.kind,
             request: request.device,
-            containers,
-            has_larger_init,
+            containers: requesting_containers(spec, quantum.device_memory()).collect(),
+            managed_containers: requesting_containers(spec, quantum.managed_memory())
+                .map(|(name, _)| name)
+                .collect(),
+            has_larger_init: has_larger_init(spec, quantum),
             priority: spec.priority.unwrap_or(0),
             preempts: spec.preemption_policy.as_deref() != Some("Never"),
-            placement: match &spec.node_name {
-                Some(node) if !node.is_empty() => Placement::Node(node.clone()),
-                _ => Placement::Unscheduled {
-                    unschedulable_since: unschedulable_since(&status.conditions),
-                    nominated: status.nominated_node_name.clone(),
-                },
-            },
+            placement: Placement::of(pod),
             terminating: meta.deletion_timestamp.is_some(),
-            pending: matches!(status.phase.as_deref(), None | Some("Pending")),
+            pending: matches!(pod.status.phase.as_deref(), None | Some("Pending")),
             min_gpus: annotation(GPUS_ANNOTATION)
                 .and_then(|gpus| gpus.parse::<NonZeroU16>().ok())
                 .map_or(1, NonZeroU16::get),
@@ -164,31 +145,12 @@ impl PodFacts {
                 selector: spec.node_selector.clone(),
                 affinity: spec.affinity.node_affinity.required.clone(),
                 tolerations: spec.tolerations.clone(),
-                unsupported: !spec.affinity.pod_affinity.required.is_empty()
-                    || !spec.affinity.pod_anti_affinity.required.is_empty()
-                    || spec
-                        .topology_spread_constraints
-                        .iter()
-                        .any(|spread| spread.when_unsatisfiable == "DoNotSchedule")
-                    || spec.volumes.iter().any(|volume| {
-                        volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some()
-                    })
-                    || !spec.resource_claims.is_empty()
-                    || spec
-                        .containers
-                        .iter()
-                        .chain(&spec.init_containers)
-                        .flat_map(|container| &container.ports)
-                        .any(|port| port.host_port.is_some_and(|port| port != 0))
-                    || spec
-                        .scheduler_name
-                        .as_ref()
-                        .is_some_and(|name| name != SCHEDULER),
+                unsupported: has_unsupported_constraints(spec),
             },
         })
     }
 
-    /// Whether the memory of the containers is all that the pod needs, wherever they are: no init
+    /// Whether the memory of the containers is all that the pod needs, wherever they are. No init
     /// container needs more than they have together, or than one of them has.
     pub(super) fn is_sum_of_containers(&self) -> bool {
         let containers = self.containers.iter().map(|(_, quanta)| *quanta);
@@ -208,6 +170,59 @@ impl Placed for PodFacts {
     fn node(&self) -> Option<&str> {
         self.node()
     }
+}
+
+impl Placement {
+    fn of(pod: &SlimPod) -> Self {
+        match &pod.spec.node_name {
+            Some(node) if !node.is_empty() => Self::Node(node.clone()),
+            _ => Self::Unscheduled {
+                unschedulable_since: unschedulable_since(&pod.status.conditions),
+                nominated: pod.status.nominated_node_name.clone(),
+            },
+        }
+    }
+}
+
+/// The containers and sidecars that request a resource, with their requests.
+fn requesting_containers<'a>(
+    spec: &'a PodSpec,
+    resource: &'a str,
+) -> impl Iterator<Item = (String, Quanta)> + 'a {
+    let sidecars = spec.init_containers.iter().filter(|one| one.is_sidecar());
+    let running = spec.containers.iter().chain(sidecars);
+    running.filter_map(move |container| {
+        let quanta = gpu_request(container, resource);
+        (quanta != Quanta::ZERO).then(|| (container.name.clone(), quanta))
+    })
+}
+
+/// Whether an init container that ends requests more than each container after it.
+fn has_larger_init(spec: &PodSpec, quantum: Quantum) -> bool {
+    let request = |container: &Container| gpu_request(container, quantum.device_memory());
+    let ending = spec.init_containers.iter().filter(|one| !one.is_sidecar());
+    ending.map(request).max() > spec.containers.iter().map(request).max()
+}
+
+/// Whether a pod has constraints on nodes that the operator does not evaluate.
+fn has_unsupported_constraints(spec: &PodSpec) -> bool {
+    let affinity = &spec.affinity;
+    let mut spreads = spec.topology_spread_constraints.iter();
+    let mut volumes = spec.volumes.iter();
+    let mut ports = spec
+        .containers
+        .iter()
+        .chain(&spec.init_containers)
+        .flat_map(|container| &container.ports);
+    let scheduler = spec.scheduler_name.as_ref();
+    !affinity.pod_affinity.required.is_empty()
+        || !affinity.pod_anti_affinity.required.is_empty()
+        || spreads.any(|spread| spread.when_unsatisfiable == "DoNotSchedule")
+        || volumes
+            .any(|volume| volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some())
+        || !spec.resource_claims.is_empty()
+        || ports.any(|port| port.host_port.is_some_and(|port| port != 0))
+        || scheduler.is_some_and(|name| name != SCHEDULER)
 }
 
 /// When the scheduler found no node; the epoch where the condition has no time.
@@ -311,6 +326,21 @@ mod tests {
         let annotations = json!({ "annotations": { "kubernetes.io/config.mirror": "5e1f" } });
         let facts = facts(annotations, json!({ "nodeName": "n1" }), json!({}));
         assert_eq!((facts.uid.as_str(), facts.owner), ("5e1f", Owner::Node));
+    }
+
+    #[test]
+    fn containers_with_managed_memory_are_named() {
+        let container = |name: &str, managed: &str| {
+            let requests = json!({ "bursar.dev/gpu-memory-gib": "4", "bursar.dev/managed-memory-gib": managed });
+            json!({ "name": name, "restartPolicy": "Always", "resources": { "requests": requests } })
+        };
+        let spec = json!({
+            "containers": [container("covered", "0"), container("more", "8")],
+            "initContainers": [container("sidecar", "1")],
+        });
+        let facts = facts(json!({}), spec, json!({}));
+        assert_eq!(facts.containers.len(), 3);
+        assert_eq!(facts.managed_containers, ["more", "sidecar"]);
     }
 
     #[test]

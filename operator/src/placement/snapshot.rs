@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use bursar_crds::GpuMemoryBudget;
+use bursar_crds::budget::Override;
 use bursar_crds::gpu_node::Reservation;
-use bursar_crds::{Amount, GpuMemoryBudget};
 use kube::runtime::watcher::Event;
 
 use super::node::{Gpu, GpuFacts, NodeFacts, VerifiedGpus};
@@ -27,14 +28,14 @@ pub enum PlacementEvent {
     Overrides(Event<CacheEntry<QuotaOverrides>>),
 }
 
-/// The overridden quotas by pod name.
-pub type QuotaOverrides = BTreeMap<String, Amount>;
+/// The overrides of quotas by pod name.
+pub type QuotaOverrides = BTreeMap<String, Override>;
 
 /// The quota overrides of `budget`. `None` when there are none.
 pub fn quota_overrides(budget: &GpuMemoryBudget) -> Option<QuotaOverrides> {
     let specified = budget.spec.overrides.iter();
     let overrides: QuotaOverrides = specified
-        .map(|one| (one.pod.clone(), one.device_memory.clone()))
+        .map(|one| (one.pod.clone(), one.clone()))
         .collect();
     (!overrides.is_empty()).then_some(overrides)
 }

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use bursar_crds::GpuMemoryBudget;
 use kube::runtime::reflector::Store;
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
@@ -145,18 +146,7 @@ impl Metrics {
         let look_seconds = Histogram::new(BUCKETS);
         let writes = Family::<WriteLabels, Counter>::default();
         let watch_failures = Family::<KindLabels, Counter>::default();
-        // A counter that exists from the start differs from a missing one.
-        for result in ["unchanged", "written", "error"] {
-            drop(looks.get_or_create(&ResultLabels { result }));
-        }
-        for what in WriteKind::ALL.map(WriteKind::as_str) {
-            for result in ["ok", "error"] {
-                drop(writes.get_or_create(&WriteLabels { what, result }));
-            }
-        }
-        for kind in kinds::ALL {
-            drop(watch_failures.get_or_create(&KindLabels { kind }));
-        }
+        let steps = Family::<StepLabels, Counter>::default();
         let mut registry = Registry::default();
         registry.register(
             "bursar_operator_build",
@@ -183,12 +173,6 @@ impl Metrics {
             "Failures of watches",
             watch_failures.clone(),
         );
-        let steps = Family::<StepLabels, Counter>::default();
-        for step in placement::plan::STEPS {
-            for result in ["done", "error"] {
-                drop(steps.get_or_create(&StepLabels { step, result }));
-            }
-        }
         registry.register(
             "bursar_operator_placement_steps",
             "Placement steps: labels, reservations, preemptions, relocations, quota overrides",
@@ -196,13 +180,36 @@ impl Metrics {
         );
         registry.register_collector(Box::new(BudgetCollector(budgets)));
         registry.register_collector(Box::new(ClusterCollector { index, liveness }));
-        Self {
+        let metrics = Self {
             registry: Arc::new(registry),
             reconciles: looks,
             reconcile_seconds: look_seconds,
             writes,
             watch_failures,
             steps,
+        };
+        metrics.create_counters();
+        metrics
+    }
+
+    /// Creates each counter, because a counter that exists from the start differs from a missing
+    /// one.
+    fn create_counters(&self) {
+        for result in ["unchanged", "written", "error"] {
+            drop(self.reconciles.get_or_create(&ResultLabels { result }));
+        }
+        for what in WriteKind::ALL.map(WriteKind::as_str) {
+            for result in ["ok", "error"] {
+                drop(self.writes.get_or_create(&WriteLabels { what, result }));
+            }
+        }
+        for kind in kinds::ALL {
+            drop(self.watch_failures.get_or_create(&KindLabels { kind }));
+        }
+        for step in placement::plan::STEPS {
+            for result in ["done", "error"] {
+                drop(self.steps.get_or_create(&StepLabels { step, result }));
+            }
         }
     }
 
@@ -253,6 +260,15 @@ impl Metrics {
             .get_or_create(&KindLabels { kind })
             .inc();
     }
+}
+
+/// Begins a family of gauges.
+fn gauges<'e>(
+    encoder: &'e mut DescriptorEncoder<'_>,
+    name: &'static str,
+    help: &str,
+) -> Result<MetricEncoder<'e>, std::fmt::Error> {
+    encoder.encode_descriptor(name, help, None, MetricType::Gauge)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bursar_operator::run::Clock;
+use bursar_operator::clock::Clock;
 use bursar_sim_api::SimApiServer;
 use futures::future::join_all;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};

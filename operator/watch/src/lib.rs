@@ -9,8 +9,8 @@
 //!
 //! The `watcher` of kube resumes from its last `resourceVersion` for ever. After a restore of etcd
 //! that version lies in the future, and the API server answers such a watch with silence. This
-//! watch reads the newest revision before it resumes, compares each revision that it receives,
-//! and lists again every 10 to 30 minutes in any case.
+//! watch reads the newest revision before it resumes, and compares each revision that it receives.
+//! It lists again every 10 to 30 minutes in any case.
 //!
 //! Its pauses grow until a watch has made progress. A list alone resets nothing, because each
 //! attempt begins with one.

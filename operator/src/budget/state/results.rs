@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
+use tracing::{debug, warn};
 
 use super::BudgetState;
 use crate::api::error::ApiError;
+use crate::api::write::EvictionResult;
 use crate::cluster::pod_request::JobRef;
 use crate::error::error_chain;
 
@@ -30,30 +32,37 @@ impl BudgetState {
         self.evicted.contains_key(uid)
     }
 
-    /// Records the request for a pod's eviction.
-    pub(in crate::budget) fn record_eviction(&mut self, uid: &str, now: Instant) {
-        self.evicted.insert(uid.to_owned(), now);
+    /// Records the answer to the request for a pod's eviction, and logs the first failure of a row.
+    /// The operator evicts the pod again later, unless the API server accepted the eviction.
+    pub(in crate::budget) fn record_eviction(
+        &mut self,
+        uid: &str,
+        answer: &Result<EvictionResult, ApiError>,
+        now: Instant,
+    ) {
+        let failed_before = std::mem::replace(&mut self.last_eviction_failed, answer.is_err());
+        match answer {
+            Ok(EvictionResult::Accepted) => drop(self.evicted.insert(uid.to_owned(), now)),
+            Ok(EvictionResult::BlockedByPdb) => {
+                record_request(&mut self.refused, uid, now);
+                record_request(&mut self.evicted_in_vain, uid, now);
+            }
+            // A failure allows no deletion.
+            Err(error) => {
+                record_request(&mut self.evicted_in_vain, uid, now);
+                if !failed_before {
+                    warn!(error = %error_chain(error), "failed to evict a pod; retrying");
+                }
+            }
+        }
     }
 
-    /// Records whether a Job ignores disruption.
-    pub(in crate::budget) fn record_job(&mut self, job: JobRef, ignores_disruption: bool) {
-        self.jobs.insert(job.uid, ignores_disruption);
-    }
-
-    /// Records that PodDisruptionBudgets refused a pod's eviction.
-    pub(in crate::budget) fn record_refusal(&mut self, uid: &str, now: Instant) {
-        record_request(&mut self.refused, uid, now);
-        record_request(&mut self.evicted_in_vain, uid, now);
-    }
-
-    /// Records that the request for a pod's eviction failed. A failure allows no deletion.
-    pub(in crate::budget) fn record_failed_eviction(&mut self, uid: &str, now: Instant) {
-        record_request(&mut self.evicted_in_vain, uid, now);
-    }
-
-    /// Records whether an eviction succeeded. Returns whether that differs from the last one.
-    pub(in crate::budget) fn eviction_outcome_changed(&mut self, succeeded: bool) -> bool {
-        std::mem::replace(&mut self.last_eviction_failed, !succeeded) == succeeded
+    /// Records whether a Job ignores disruption. After a failure the operator reads the Job again.
+    pub(in crate::budget) fn record_job(&mut self, job: JobRef, answer: Result<bool, ApiError>) {
+        match answer {
+            Ok(ignores_disruption) => drop(self.jobs.insert(job.uid, ignores_disruption)),
+            Err(error) => debug!(error = %error_chain(&error), "failed to read a Job; retrying"),
+        }
     }
 
     /// Records that `status` replaced the status of `budget`.

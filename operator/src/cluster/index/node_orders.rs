@@ -8,9 +8,9 @@ use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, RestartRequest};
 
 use super::{ClusterIndex, NodeOrders};
 use crate::budget::{Remedy, action_of, remedy};
+use crate::cluster::nvidia_labels::due_drain;
 use crate::cluster::projections::{GpuNodeSummary, OpenFault};
-use crate::nodes::nvidia_labels::due_drain;
-use crate::nodes::ssa_diff::needs_apply;
+use crate::cluster::ssa_diff::needs_apply;
 
 /// The bytes that all policies on all nodes may take. The API server stores the whole object at
 /// each write of an agent.

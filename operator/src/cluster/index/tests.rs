@@ -10,10 +10,11 @@ use serde_json::json;
 use super::node_orders::{POLICY_BYTES, max_on_every_node};
 use super::*;
 use crate::budget::{BudgetInputs, Cohort, QuotaKind, QuotaSpec, Scope};
+use crate::cluster::aggregates::CohortMember;
+use crate::cluster::nvidia_labels::Maintenance;
 use crate::cluster::pod_request::PriorityKind;
 use crate::cluster::projections::OpenFault;
 use crate::cluster::{Capacity, ExclusionReason};
-use crate::nodes::nvidia_labels::Maintenance;
 use crate::quanta::Quanta;
 
 fn key(namespace: &str, name: &str) -> Key {

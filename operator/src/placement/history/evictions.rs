@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use super::{History, Uptime};
+use crate::api::error::ApiError;
+use crate::api::write::EvictionResult;
 
 /// How long a watch may take to show that a pod is terminating.
 const WATCH_LAG: Duration = Duration::from_secs(10);
@@ -22,17 +24,6 @@ pub(super) struct EvictionAttempt {
     pub(super) refused: Option<Uptime>,
     /// The API server accepted it.
     pub(super) accepted: bool,
-}
-
-/// The result of an eviction request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) enum EvictionOutcome {
-    /// The pod terminates or is gone.
-    Accepted,
-    /// A PodDisruptionBudget refused the eviction.
-    BlockedByPdb,
-    /// The request failed otherwise.
-    Failed,
 }
 
 impl History {
@@ -63,23 +54,23 @@ impl History {
         attempt.is_some_and(|attempt| attempt.refused.is_some())
     }
 
-    /// Records an eviction attempt.
+    /// Records the answer to an eviction request.
     pub(in super::super) fn record_eviction(
         &mut self,
         pod: &str,
-        outcome: EvictionOutcome,
+        answer: &Result<EvictionResult, ApiError>,
         now: Uptime,
     ) {
         let refused = self.refused_for(pod, now);
         let refused = refused.map(|lasted| now.saturating_sub(lasted));
         let attempt = EvictionAttempt {
             last: now,
-            refused: match outcome {
-                EvictionOutcome::Accepted => None,
-                EvictionOutcome::BlockedByPdb => Some(refused.unwrap_or(now)),
-                EvictionOutcome::Failed => refused,
+            refused: match answer {
+                Ok(EvictionResult::Accepted) => None,
+                Ok(EvictionResult::BlockedByPdb) => Some(refused.unwrap_or(now)),
+                Err(_) => refused,
             },
-            accepted: outcome == EvictionOutcome::Accepted,
+            accepted: matches!(answer, Ok(EvictionResult::Accepted)),
         };
         self.evictions.insert(pod.to_owned(), attempt);
     }

@@ -42,7 +42,7 @@ pub struct PlacementOptions {
     /// The quantum, which is part of the labels' names.
     pub quantum: Quantum,
     /// Whether pending pods may be evicted to be scheduled on another node.
-    pub move_waiters: bool,
+    pub relocate_pending_pods: bool,
     /// How long a PodDisruptionBudget may refuse the eviction of a victim.
     pub disruption_grace: Duration,
     /// Whether GPUs are drained while NVIDIA's operators change the driver or MIG instances.
@@ -81,6 +81,8 @@ pub(super) enum Step {
         node: NodeRef,
         /// The new quota overrides.
         quotas: Vec<QuotaOverride>,
+        /// How many further overrides the object has no room for.
+        omitted: usize,
     },
     /// Evict victims on the GPUs that are reserved for a pod.
     Preempt {

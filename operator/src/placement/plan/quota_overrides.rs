@@ -3,23 +3,33 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::gpu_node::{DEVICE, MAX_QUOTAS, QuotaOverride};
+use bursar_crds::budget::Override;
+use bursar_crds::gpu_node::{DEVICE, MANAGED, MAX_QUOTAS, QuotaOverride};
 
 use super::{Step, gpu_node_ref};
-use crate::nodes::ssa_diff::needs_apply;
+use crate::cluster::ssa_diff::needs_apply;
 use crate::placement::history::History;
 use crate::placement::pod::PodFacts;
 use crate::placement::snapshot::Snapshot;
 
-/// The nodes whose overrides differ from the budgets'.
+/// The nodes whose overrides differ from the budgets', or whose number of omitted ones changed.
 pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
     let mut desired = desired(snapshot);
     let mut steps = Vec::new();
     for (node, gpus) in &snapshot.gpu_nodes {
-        let quotas = desired.remove(*node).unwrap_or_default();
-        if needs_apply(&gpus.quotas, &quotas, history.quotas.get(*node)) {
+        let mut quotas = desired.remove(*node).unwrap_or_default();
+        let omitted = quotas.len().saturating_sub(MAX_QUOTAS);
+        quotas.truncate(MAX_QUOTAS);
+        let before = history.omitted_quotas.get(*node).copied();
+        if needs_apply(&gpus.quotas, &quotas, history.quotas.get(*node))
+            || omitted != before.unwrap_or_default()
+        {
             let node = gpu_node_ref(snapshot, node);
-            steps.push(Step::OverrideQuotas { node, quotas });
+            steps.push(Step::OverrideQuotas {
+                node,
+                quotas,
+                omitted,
+            });
         }
     }
     steps
@@ -37,11 +47,11 @@ fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOverride>> {
         .map(|(key, pod)| ((key.namespace.as_str(), key.name.as_str()), *pod))
         .collect();
     for (budget, pods) in &snapshot.overrides {
-        for (name, amount) in *pods {
+        for (name, lowered) in *pods {
             let pod = by_name.get(&(budget.namespace.as_str(), name.as_str()));
             if let Some((pod, node)) = pod.and_then(|pod| Some((pod, pod.node()?))) {
                 let orders = desired.entry(node.to_owned()).or_default();
-                orders.extend(pod_overrides(snapshot, pod, node, amount));
+                orders.extend(pod_overrides(snapshot, pod, node, lowered));
             }
         }
     }
@@ -49,18 +59,44 @@ fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOverride>> {
         orders.sort_by(|a, b| {
             (&a.pod_uid, &a.container, &a.account).cmp(&(&b.pod_uid, &b.container, &b.account))
         });
-        orders.truncate(MAX_QUOTAS);
     }
     desired
 }
 
-/// One override for each container and GPU of the pod, because the amount is per GPU.
+/// The overrides of the pod's containers.
 fn pod_overrides(
     snapshot: &Snapshot<'_>,
     pod: &PodFacts,
     node: &str,
-    amount: &Amount,
+    lowered: &Override,
 ) -> Vec<QuotaOverride> {
+    let mut orders = Vec::new();
+    let mut order = |container: &str, account: &str, quota: &Amount| {
+        orders.push(QuotaOverride {
+            pod_uid: pod.uid.clone(),
+            container: container.to_owned(),
+            account: account.to_owned(),
+            quota: quota.clone(),
+        });
+    };
+    if let Some(quota) = &lowered.device_memory {
+        let accounts = device_accounts(snapshot, pod, node);
+        for (container, _) in &pod.containers {
+            for account in &accounts {
+                order(container, account, quota);
+            }
+        }
+    }
+    if let Some(quota) = &lowered.managed_memory {
+        for container in &pod.managed_containers {
+            order(container, MANAGED, quota);
+        }
+    }
+    orders
+}
+
+/// The accounts of the pod's device memory: one for each GPU, because the amount is per GPU.
+fn device_accounts<'a>(snapshot: &'a Snapshot<'_>, pod: &PodFacts, node: &str) -> Vec<&'a str> {
     let gpus = snapshot
         .gpu_nodes
         .get(node)
@@ -69,19 +105,10 @@ fn pod_overrides(
     // A full list may omit the pod. The agent ignores an order for a GPU on which the pod has no
     // memory.
     let pod_gpus = pod_gpus.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.omits_pods);
-    let mut accounts: Vec<&str> = pod_gpus.map(|gpu| gpu.uuid.as_str()).collect();
-    if accounts.len() < 2 {
+    let accounts: Vec<&str> = pod_gpus.map(|gpu| gpu.uuid.as_str()).collect();
+    match accounts.len() {
         // With one GPU the account `device` suffices.
-        accounts = vec![DEVICE];
+        0 | 1 => vec![DEVICE],
+        _ => accounts,
     }
-    let order = |container: &str, account: &str| QuotaOverride {
-        pod_uid: pod.uid.clone(),
-        container: container.to_owned(),
-        account: account.to_owned(),
-        quota: amount.clone(),
-    };
-    pod.containers
-        .iter()
-        .flat_map(|(container, _)| accounts.iter().map(|account| order(container, account)))
-        .collect()
 }

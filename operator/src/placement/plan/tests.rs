@@ -1,5 +1,5 @@
-//! Simulates a small cluster that applies plans: GPUs, pods, an agent that binds by reservation and
-//! priority, and a scheduler that counts quanta and honours nominations.
+//! Simulates a small cluster that applies plans. It has GPUs, pods, an agent that binds by
+//! reservation and priority, and a scheduler that counts quanta and honours nominations.
 
 mod guarantees;
 mod node_reports;
@@ -20,12 +20,13 @@ use kube::runtime::watcher::Event;
 use proptest::prelude::*;
 
 use super::*;
+use crate::api::write::EvictionResult;
 use crate::cluster::pod_request::PriorityKind;
 use crate::placement::PlacementEvent;
-use crate::placement::history::EvictionOutcome;
 use crate::placement::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
 use crate::placement::node_usage::PodRequests;
 use crate::placement::pod::{Constraints, Owner, Placement, PodFacts};
+use crate::placement::snapshot::QuotaOverrides;
 
 /// How many random clusters each property is checked on. In at least a fifth of them a pod has to
 /// be evicted.
@@ -41,7 +42,7 @@ fn cases(full: u32) -> u32 {
 
 const OPTIONS: PlacementOptions = PlacementOptions {
     quantum: Quantum::Gib1,
-    move_waiters: true,
+    relocate_pending_pods: true,
     disruption_grace: Duration::from_secs(60),
     drain_for_nvidia: true,
 };
@@ -196,7 +197,7 @@ struct FakeCluster {
     only_for: BTreeMap<String, String>,
     quotas: BTreeMap<String, Vec<QuotaOverride>>,
     moves: BTreeMap<String, Vec<Relocation>>,
-    lowered: BTreeMap<String, String>,
+    lowered: QuotaOverrides,
     /// The pods whose eviction a PodDisruptionBudget refuses.
     kept: Vec<String>,
     /// The pods of all accepted evictions.
@@ -272,7 +273,7 @@ impl FakeCluster {
         self
     }
 
-    /// What the pod still needs on this node, in shares.
+    /// The shares that the pod still needs on this node.
     fn shares(&self, node: &str, pod: &FakePod) -> Vec<u64> {
         let capacities: Vec<u64> = self.nodes[node].values().copied().collect();
         pod.shares(&capacities)
@@ -321,6 +322,7 @@ impl FakeCluster {
                 .filter(|(asks, _)| *asks > 0)
                 .map(|(asks, name)| (name.to_owned(), Quanta::new(asks)))
                 .collect(),
+                managed_containers: vec!["main".to_owned()],
                 has_larger_init: false,
                 priority: pod.priority,
                 preempts: pod.priority != BORROWED,
@@ -433,9 +435,7 @@ impl FakeCluster {
             ))));
         }
         if !self.lowered.is_empty() {
-            let lowered = self.lowered.iter();
-            let lowered = lowered.map(|(pod, amount)| (pod.clone(), amount.as_str().into()));
-            let budget = (key("n", "default"), Some(lowered.collect()));
+            let budget = (key("n", "default"), Some(self.lowered.clone()));
             placement_index.apply(PlacementEvent::Overrides(Event::Apply(budget)));
         }
         placement_index
@@ -468,8 +468,13 @@ impl FakeCluster {
                     .insert(node.name.clone(), reservations.clone());
                 history.reservations.insert(node.name, reservations);
             }
-            Step::OverrideQuotas { node, quotas } => {
+            Step::OverrideQuotas {
+                node,
+                quotas,
+                omitted,
+            } => {
                 self.quotas.insert(node.name.clone(), quotas.clone());
+                history.omitted_quotas.insert(node.name.clone(), omitted);
                 history.quotas.insert(node.name, quotas);
             }
             Step::Preempt {
@@ -494,13 +499,13 @@ impl FakeCluster {
                     let uid = &victim.pod.uid;
                     let kept = self.kept.contains(uid) && !victim.force;
                     let answer = match kept {
-                        true => EvictionOutcome::BlockedByPdb,
-                        false => EvictionOutcome::Accepted,
+                        true => EvictionResult::BlockedByPdb,
+                        false => EvictionResult::Accepted,
                     };
                     if !kept {
                         self.end(uid, &waiter.uid, &node, &victim.gpu);
                     }
-                    history.record_eviction(uid, answer, now);
+                    history.record_eviction(uid, &Ok(answer), now);
                 }
             }
             Step::Relocate {
@@ -517,7 +522,7 @@ impl FakeCluster {
                 let told = moves.iter().map(|(moved, _)| moved.clone()).collect();
                 self.moves.insert(from.name.clone(), told);
                 history.set_relocations(from.name, moves);
-                history.record_eviction(&pod.uid, EvictionOutcome::Accepted, now);
+                history.record_eviction(&pod.uid, &Ok(EvictionResult::Accepted), now);
                 history.record_relocation(&owner, &to, room, now);
                 self.moved.push(pod.uid.clone());
                 self.pods.get_mut(&pod.uid).unwrap().ending = true;

@@ -9,10 +9,9 @@ use kube::ResourceExt as _;
 use kube::runtime::reflector::Store;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
-use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-use super::{AmountLabels, ConditionLabels, StatusLabels};
+use super::{AmountLabels, ConditionLabels, StatusLabels, gauges};
 
 /// Exports the budgets' statuses at each scrape.
 #[derive(Debug)]
@@ -20,77 +19,94 @@ pub(super) struct BudgetCollector(pub(super) Store<GpuMemoryBudget>);
 
 impl Collector for BudgetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let encoder = &mut encoder;
         let budgets = self.0.state();
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_memory_bytes",
-            "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (namespace, status) in statuses(&budgets) {
-            for (resource, amount, counted) in amounts(status) {
-                let bytes = counted.bytes.bytes().unwrap_or(0);
-                let labels = AmountLabels {
-                    namespace: namespace.clone(),
-                    resource,
-                    amount,
-                };
-                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-                gauge.encode(family.encode_family(&labels)?)?;
-            }
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_info",
-            "Cohort of a budget; always 1",
-            None,
-            MetricType::Gauge,
-        )?;
-        for budget in budgets.iter().filter(|budget| budget.status.is_some()) {
-            let labels = [
-                ("namespace", budget.namespace().unwrap_or_default()),
-                ("cohort", budget.spec.cohort.clone()),
-            ];
-            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
-        }
-        let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
-        for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
-            let labels = StatusLabels {
-                condition: condition.type_.clone(),
-                status: condition.status.clone(),
-            };
-            *counts.entry(labels).or_default() += 1;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_budgets",
-            "Budgets by condition and its status",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (labels, budgets) in counts {
-            ConstGauge::new(budgets).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_budget_condition",
-            "1 while a condition of a budget is True, 0 while it is False, -1 while it is Unknown",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (namespace, status) in statuses(&budgets) {
-            for condition in &status.conditions {
-                let labels = ConditionLabels {
-                    namespace: namespace.clone(),
-                    condition: condition.type_.clone(),
-                };
-                let value: i64 = match condition.status.as_str() {
-                    "True" => 1,
-                    "False" => 0,
-                    _ => -1,
-                };
-                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
-            }
-        }
-        Ok(())
+        encode_memory(encoder, &budgets)?;
+        encode_cohorts(encoder, &budgets)?;
+        encode_condition_counts(encoder, &budgets)?;
+        encode_conditions(encoder, &budgets)
     }
+}
+
+fn encode_memory(
+    encoder: &mut DescriptorEncoder<'_>,
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> Result<(), std::fmt::Error> {
+    let help = "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak";
+    let mut family = gauges(encoder, "bursar_budget_memory_bytes", help)?;
+    for (namespace, status) in statuses(budgets) {
+        for (resource, amount, counted) in amounts(status) {
+            let bytes = counted.bytes.bytes().unwrap_or(0);
+            let labels = AmountLabels {
+                namespace: namespace.clone(),
+                resource,
+                amount,
+            };
+            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+            gauge.encode(family.encode_family(&labels)?)?;
+        }
+    }
+    Ok(())
+}
+
+fn encode_cohorts(
+    encoder: &mut DescriptorEncoder<'_>,
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> Result<(), std::fmt::Error> {
+    let help = "Cohort of a budget; always 1";
+    let mut family = gauges(encoder, "bursar_budget_info", help)?;
+    for budget in budgets.iter().filter(|budget| budget.status.is_some()) {
+        let labels = [
+            ("namespace", budget.namespace().unwrap_or_default()),
+            ("cohort", budget.spec.cohort.clone()),
+        ];
+        ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn encode_condition_counts(
+    encoder: &mut DescriptorEncoder<'_>,
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> Result<(), std::fmt::Error> {
+    let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
+    for condition in statuses(budgets).flat_map(|(_, status)| &status.conditions) {
+        let labels = StatusLabels {
+            condition: condition.type_.clone(),
+            status: condition.status.clone(),
+        };
+        *counts.entry(labels).or_default() += 1;
+    }
+    let help = "Budgets by condition and its status";
+    let mut family = gauges(encoder, "bursar_operator_budgets", help)?;
+    for (labels, budgets) in counts {
+        ConstGauge::new(budgets).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn encode_conditions(
+    encoder: &mut DescriptorEncoder<'_>,
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> Result<(), std::fmt::Error> {
+    let help =
+        "1 while a condition of a budget is True, 0 while it is False, -1 while it is Unknown";
+    let mut family = gauges(encoder, "bursar_budget_condition", help)?;
+    for (namespace, status) in statuses(budgets) {
+        for condition in &status.conditions {
+            let labels = ConditionLabels {
+                namespace: namespace.clone(),
+                condition: condition.type_.clone(),
+            };
+            let value: i64 = match condition.status.as_str() {
+                "True" => 1,
+                "False" => 0,
+                _ => -1,
+            };
+            ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+        }
+    }
+    Ok(())
 }
 
 fn statuses(

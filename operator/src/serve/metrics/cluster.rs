@@ -2,11 +2,10 @@
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
-use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
-use super::{CohortLabels, KindLabels, StatusLabels};
+use super::{CohortLabels, KindLabels, StatusLabels, gauges};
 use crate::cluster::ClusterIndex;
 use crate::cluster::watch_liveness::WatchLiveness;
 
@@ -22,81 +21,95 @@ pub(super) struct ClusterCollector {
 
 impl Collector for ClusterCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_watch_age_seconds",
-            "Time since a watch last made progress",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (kind, age) in self.liveness.ages() {
-            let gauge = ConstGauge::new(age.as_secs_f64());
-            gauge.encode(family.encode_family(&KindLabels { kind })?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_nodes",
-            "GpuNodes by condition and its status",
-            None,
-            MetricType::Gauge,
-        )?;
-        for ((condition, status), nodes) in self.index.borrow().nodes_by_condition() {
-            let labels = StatusLabels {
-                condition: condition.to_owned(),
-                status: status.to_owned(),
-            };
-            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_cohort_memory_bytes",
-            "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes, and \
-             the most that one GPU has free",
-            None,
-            MetricType::Gauge,
-        )?;
+        let encoder = &mut encoder;
         let index = self.index.borrow();
-        // The sums are partial until all kinds are listed.
-        let known = index.unlisted_kinds().is_empty();
-        for (cohort, guaranteed, allocatable) in index.cohorts().filter(|_| known) {
-            for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {
-                let labels = CohortLabels {
-                    cohort: cohort.to_owned(),
-                    amount,
-                };
-                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-                gauge.encode(family.encode_family(&labels)?)?;
-            }
-        }
-        for (cohort, bytes) in index.largest_free() {
-            let labels = CohortLabels {
-                cohort: cohort.to_owned(),
-                amount: "largest_free",
-            };
-            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-            gauge.encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_nodes_left_out",
-            "Nodes whose memory counts in no cohort",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (reason, nodes) in index.excluded_nodes() {
-            let labels = [("reason", reason)];
-            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "bursar_operator_unreadable",
-            "1 for each object that cannot be parsed or has an unknown value",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (kind, key) in index.unreadable().take(MAX_UNREADABLE) {
-            let labels = [
-                ("kind", kind),
-                ("namespace", key.namespace.as_str()),
-                ("name", key.name.as_str()),
-            ];
-            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
+        encode_watch_ages(encoder, &self.liveness)?;
+        encode_conditions(encoder, &index)?;
+        encode_cohorts(encoder, &index)?;
+        encode_excluded_nodes(encoder, &index)?;
+        encode_unreadable(encoder, &index)
     }
+}
+
+fn encode_watch_ages(
+    encoder: &mut DescriptorEncoder<'_>,
+    liveness: &WatchLiveness,
+) -> Result<(), std::fmt::Error> {
+    let help = "Time since a watch last made progress";
+    let mut family = gauges(encoder, "bursar_operator_watch_age_seconds", help)?;
+    for (kind, age) in liveness.ages() {
+        let gauge = ConstGauge::new(age.as_secs_f64());
+        gauge.encode(family.encode_family(&KindLabels { kind })?)?;
+    }
+    Ok(())
+}
+
+fn encode_conditions(
+    encoder: &mut DescriptorEncoder<'_>,
+    index: &ClusterIndex,
+) -> Result<(), std::fmt::Error> {
+    let help = "GpuNodes by condition and its status";
+    let mut family = gauges(encoder, "bursar_operator_nodes", help)?;
+    for ((condition, status), nodes) in index.nodes_by_condition() {
+        let labels = StatusLabels {
+            condition: condition.to_owned(),
+            status: status.to_owned(),
+        };
+        ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn encode_cohorts(
+    encoder: &mut DescriptorEncoder<'_>,
+    index: &ClusterIndex,
+) -> Result<(), std::fmt::Error> {
+    let help = "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes, \
+                and the most that one GPU has free";
+    let mut family = gauges(encoder, "bursar_cohort_memory_bytes", help)?;
+    // The sums are partial until all kinds are listed.
+    let known = index.unlisted_kinds().is_empty();
+    let sums = index.cohorts().filter(|_| known);
+    let sums = sums.flat_map(|(cohort, guaranteed, allocatable)| {
+        [("guaranteed", guaranteed), ("allocatable", allocatable)]
+            .map(|(amount, bytes)| (cohort, amount, bytes))
+    });
+    let largest_free = index.largest_free().into_iter();
+    let largest_free = largest_free.map(|(cohort, bytes)| (cohort, "largest_free", bytes));
+    for (cohort, amount, bytes) in sums.chain(largest_free) {
+        let cohort = cohort.to_owned();
+        let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+        gauge.encode(family.encode_family(&CohortLabels { cohort, amount })?)?;
+    }
+    Ok(())
+}
+
+fn encode_excluded_nodes(
+    encoder: &mut DescriptorEncoder<'_>,
+    index: &ClusterIndex,
+) -> Result<(), std::fmt::Error> {
+    let help = "Nodes whose memory counts in no cohort";
+    let mut family = gauges(encoder, "bursar_operator_nodes_left_out", help)?;
+    for (reason, nodes) in index.excluded_nodes() {
+        let labels = [("reason", reason)];
+        ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn encode_unreadable(
+    encoder: &mut DescriptorEncoder<'_>,
+    index: &ClusterIndex,
+) -> Result<(), std::fmt::Error> {
+    let help = "1 for each object that cannot be parsed or has an unknown value";
+    let mut family = gauges(encoder, "bursar_operator_unreadable", help)?;
+    for (kind, key) in index.unreadable().take(MAX_UNREADABLE) {
+        let labels = [
+            ("kind", kind),
+            ("namespace", key.namespace.as_str()),
+            ("name", key.name.as_str()),
+        ];
+        ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
 }

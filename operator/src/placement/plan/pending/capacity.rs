@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
+use super::reservations::by_waiter;
 use super::shares::Shares;
-use super::{JobAssumption, PendingPod, Planner, by_waiter};
+use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::Key;
 use crate::placement::node::GpuFacts;
 use crate::placement::plan::victims::Candidate;

@@ -5,6 +5,7 @@ mod preempt;
 mod relocate;
 mod reservations;
 mod shares;
+mod supply;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,10 +16,11 @@ use bursar_crds::gpu_node::Reservation;
 use super::{PlacementOptions, PodRef, Step, gpu_node_ref};
 use crate::cluster::Key;
 use crate::placement::history::{History, Uptime};
-use crate::placement::node::{Gpu, GpuFacts};
+use crate::placement::node::GpuFacts;
 use crate::placement::pod::{Owner, Placement, PodFacts};
 use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
+use reservations::by_waiter;
 use shares::{MAX_CONTAINERS, Shares};
 
 /// How long a pod waits on its node before it preempts. Pods that are terminating anyway may
@@ -275,40 +277,6 @@ impl<'a> Planner<'a> {
         self.jobs.insert(job.uid.clone(), read);
         assumption == JobAssumption::IgnoresDisruption
     }
-}
-
-/// The reservation of a GPU for a pod that needs an amount there. It includes what the pod already
-/// has there, as the agent counts.
-fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu, quanta: Quanta) -> Option<Reservation> {
-    Some(Reservation {
-        gpu: gpu.uuid.clone(),
-        waiter: pending.pod.uid.clone(),
-        quanta: i32::try_from(quanta.plus(held_on(gpu, &pending.pod.uid)).count()).ok()?,
-    })
-}
-
-/// The amount that the pod of a reservation still lacks on the GPU.
-fn lacking(reservation: &Reservation, gpu: &Gpu) -> Quanta {
-    let reserved = Quanta::new(reservation.quanta.unsigned_abs().into());
-    reserved.minus(held_on(gpu, &reservation.waiter))
-}
-
-/// The memory of a pod on a GPU.
-fn held_on(gpu: &Gpu, pod: &str) -> Quanta {
-    gpu.pods.get(pod).copied().unwrap_or_default()
-}
-
-/// The reservations of each pod, in the order of their first ones.
-fn by_waiter<'r>(reservations: impl IntoIterator<Item = &'r Reservation>) -> Vec<Vec<Reservation>> {
-    let mut groups: Vec<Vec<Reservation>> = Vec::new();
-    for reservation in reservations {
-        let is_same = |group: &&mut Vec<Reservation>| group[0].waiter == reservation.waiter;
-        match groups.iter_mut().find(is_same) {
-            Some(group) => group.push(reservation.clone()),
-            None => groups.push(vec![reservation.clone()]),
-        }
-    }
-    groups
 }
 
 fn pod_ref(key: &Key, facts: &PodFacts) -> PodRef {

@@ -34,7 +34,7 @@ impl<'a> Planner<'a> {
             .gpu_nodes
             .get(at)?
             .has_possibly_started(pending.pod);
-        if !self.options.move_waiters || refused || too_often || started {
+        if !self.options.relocate_pending_pods || refused || too_often || started {
             return None;
         }
         let (to, _) = self.snapshot.nodes.iter().find(|(name, node)| {

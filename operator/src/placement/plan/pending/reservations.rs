@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::{JobAssumption, Planner, ReservationsByNode, by_waiter, lacking, reservation_for};
-use crate::nodes::ssa_diff::needs_apply;
+use super::{JobAssumption, PendingPod, Planner, ReservationsByNode};
+use crate::cluster::ssa_diff::needs_apply;
+use crate::placement::node::Gpu;
 use crate::placement::plan::{Step, gpu_node_ref};
 use crate::placement::pod::Placement;
 use crate::quanta::Quanta;
@@ -133,4 +134,44 @@ impl<'a> Planner<'a> {
         }
         steps
     }
+}
+
+/// The reservation of a GPU for a pod that needs an amount there. It includes what the pod already
+/// has there, as the agent counts.
+pub(super) fn reservation_for(
+    pending: &PendingPod<'_>,
+    gpu: &Gpu,
+    quanta: Quanta,
+) -> Option<Reservation> {
+    Some(Reservation {
+        gpu: gpu.uuid.clone(),
+        waiter: pending.pod.uid.clone(),
+        quanta: i32::try_from(quanta.plus(held_on(gpu, &pending.pod.uid)).count()).ok()?,
+    })
+}
+
+/// The amount that the pod of a reservation still lacks on the GPU.
+pub(super) fn lacking(reservation: &Reservation, gpu: &Gpu) -> Quanta {
+    let reserved = Quanta::new(reservation.quanta.unsigned_abs().into());
+    reserved.minus(held_on(gpu, &reservation.waiter))
+}
+
+/// The memory of a pod on a GPU.
+fn held_on(gpu: &Gpu, pod: &str) -> Quanta {
+    gpu.pods.get(pod).copied().unwrap_or_default()
+}
+
+/// The reservations of each pod, in the order of their first ones.
+pub(super) fn by_waiter<'r>(
+    reservations: impl IntoIterator<Item = &'r Reservation>,
+) -> Vec<Vec<Reservation>> {
+    let mut groups: Vec<Vec<Reservation>> = Vec::new();
+    for reservation in reservations {
+        let is_same = |group: &&mut Vec<Reservation>| group[0].waiter == reservation.waiter;
+        match groups.iter_mut().find(is_same) {
+            Some(group) => group.push(reservation.clone()),
+            None => groups.push(vec![reservation.clone()]),
+        }
+    }
+    groups
 }

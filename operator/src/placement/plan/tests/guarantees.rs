@@ -10,11 +10,11 @@ use serde_json::json;
 
 use super::*;
 use crate::budget::{self, ObservedQuota};
+use crate::cluster::nvidia_labels::Maintenance;
 use crate::cluster::pod_request::PodRequest;
 use crate::cluster::{
     BudgetSummary, Capacity, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent,
 };
-use crate::nodes::nvidia_labels::Maintenance;
 
 /// The last second at which pods are created, and the time without an event after which the cluster
 /// is at rest.

@@ -1,6 +1,8 @@
 //! Tests labels, quota overrides and entries of other writers.
 
 use bursar_crds::Amount;
+use bursar_crds::budget::Override;
+use bursar_crds::gpu_node::MAX_QUOTAS;
 
 use super::*;
 
@@ -97,17 +99,23 @@ fn labels_of_another_quantum_are_removed() {
     assert_eq!(cluster.writes, 1);
 }
 
+fn lowered(device: Option<&str>, managed: Option<&str>) -> Override {
+    Override {
+        device_memory: device.map(Amount::from),
+        managed_memory: managed.map(Amount::from),
+        ..Override::default()
+    }
+}
+
 #[test]
 fn override_reaches_the_pods_node_and_is_lifted_with_it() {
     let mut cluster =
         FakeCluster::default()
             .node("a", &[16])
             .pod("p", 8, GUARANTEED, Some(("a", Some(0))));
-    cluster.lowered = [
-        ("p".to_owned(), "4Gi".to_owned()),
-        ("other".to_owned(), "1Gi".to_owned()),
-    ]
-    .into();
+    cluster.lowered = [("p", "4Gi"), ("other", "1Gi")]
+        .map(|(pod, quota)| (pod.to_owned(), lowered(Some(quota), None)))
+        .into();
     let mut history = History::default();
     cluster.run(&mut history, 0, 2);
     let order = QuotaOverride {
@@ -123,6 +131,63 @@ fn override_reaches_the_pods_node_and_is_lifted_with_it() {
 }
 
 #[test]
+fn overrides_beyond_the_limit_are_counted_on_each_change() {
+    let many = MAX_QUOTAS + 3;
+    let mut cluster = FakeCluster::default().node("a", &[128]);
+    for number in 0..many {
+        cluster = cluster.pod(
+            &format!("p{number:02}"),
+            1,
+            GUARANTEED,
+            Some(("a", Some(0))),
+        );
+    }
+    let mut history = History::default();
+    for (lowered_pods, omitted) in [(MAX_QUOTAS + 2, 2), (many, 3), (MAX_QUOTAS, 0)] {
+        cluster.lowered = (0..lowered_pods)
+            .map(|number| (format!("p{number:02}"), lowered(Some("0"), None)))
+            .collect();
+        let mut counted = Vec::new();
+        for second in 0..3 {
+            let now = Duration::from_secs(second);
+            for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
+                if let Step::OverrideQuotas { omitted, .. } = step {
+                    counted.push(omitted);
+                }
+                cluster.act(step, &mut history, now);
+            }
+        }
+        assert_eq!(counted, [omitted]);
+        assert_eq!(cluster.quotas["a"].len(), MAX_QUOTAS);
+    }
+}
+
+#[test]
+fn override_of_managed_memory_names_its_own_account() {
+    let mut cluster =
+        FakeCluster::default()
+            .node("a", &[16, 16])
+            .pod("p", 8, GUARANTEED, Some(("a", Some(0))));
+    let mut history = History::default();
+    let mut orders = |lowered: Override| {
+        cluster.lowered = [("p".to_owned(), lowered)].into();
+        cluster.run(&mut history, 0, 2);
+        let orders = cluster.quotas["a"].iter();
+        let orders = orders.map(|order| (order.account.clone(), order.quota.clone()));
+        orders.collect::<Vec<_>>()
+    };
+    let order = |account: &str, quota: &str| (account.to_owned(), Amount::from(quota));
+    assert_eq!(
+        orders(lowered(None, Some("2Gi"))),
+        [order("managed", "2Gi")]
+    );
+    assert_eq!(
+        orders(lowered(Some("4Gi"), Some("3Gi"))),
+        [order("device", "4Gi"), order("managed", "3Gi")]
+    );
+}
+
+#[test]
 fn override_covers_each_gpu_when_the_agent_lists_one_of_two() {
     // The pod is on two GPUs, and the agent's list of the second is full.
     let cluster = (0..=MAX_PODS).fold(
@@ -132,7 +197,7 @@ fn override_covers_each_gpu_when_the_agent_lists_one_of_two() {
         |cluster, number| cluster.pod(&format!("o{number}"), 1, GUARANTEED, Some(("a", Some(1)))),
     );
     let mut cluster = cluster;
-    cluster.lowered = [("p".to_owned(), "4Gi".to_owned())].into();
+    cluster.lowered = [("p".to_owned(), lowered(Some("4Gi"), None))].into();
     cluster.run(&mut History::default(), 0, 2);
     let orders = cluster.quotas["a"].iter();
     let orders: Vec<_> = orders

@@ -160,8 +160,8 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
     }
 }
 
-/// For each waiter only borrowers are evicted, from as many GPUs of one node as it has shares and
-/// none in vain, whatever befalls the operators.
+/// For each waiter only borrowers are evicted, whatever befalls the operators. They are from as
+/// many GPUs of one node as the waiter has shares, and none is evicted in vain.
 fn who_goes_goes_for_what_one_waiter_lacks(
     mut live: FakeCluster,
     thieves: Vec<u64>,

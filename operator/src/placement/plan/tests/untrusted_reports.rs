@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::budget;
-use crate::cluster::pod_request::{PodRequest, SlimPod};
+use crate::cluster::pod_request::PodRequest;
+use crate::cluster::slim_node::SlimNode;
+use crate::cluster::slim_pod::SlimPod;
 use crate::cluster::{BudgetSummary, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent};
-use crate::placement::node::SlimNode;
 
 /// The pods by UID: namespace, node, quanta, whether it borrows, and whether it waits.
 const PODS: [(&str, &str, &str, u64, bool, bool); 7] = [

@@ -12,7 +12,7 @@ const DRIVER_UPGRADE: &str = "nvidia.com/gpu-driver-upgrade-state";
 /// MIG manager's state of a reconfiguration (`mig-parted`, `deployments/container`).
 const MIG_CONFIG: &str = "nvidia.com/mig.config.state";
 
-/// What NVIDIA's operators need of a node's GPUs.
+/// The maintenance of a node's GPUs by NVIDIA's operators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Maintenance {
     /// Nothing: pods may use the GPUs.

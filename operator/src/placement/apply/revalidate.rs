@@ -1,0 +1,90 @@
+//! Reads pods and nodes again before a step, because the plan may be out of date.
+
+use bursar_crds::GpuNode;
+use kube::api::Api;
+use tracing::debug;
+
+use super::{Executor, pod_text};
+use crate::api::error::{ApiError, with_timeout};
+use crate::cluster::slim_pod::SlimPod;
+use crate::placement::node::GpuFacts;
+use crate::placement::plan::PodRef;
+use crate::placement::pod::{Placement, PodFacts};
+
+impl Executor {
+    pub(super) async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApiError> {
+        let nodes = Api::<GpuNode>::all(self.client.clone());
+        with_timeout("read", format!("GpuNode {node}"), nodes.get_opt(node)).await
+    }
+
+    /// Whether a pod that may be relocated still waits on its node.
+    ///
+    /// A relocation would destroy the work of a started pod. The pod's status may be late, because
+    /// the kubelet updates it only between two container starts.
+    pub(super) async fn still_waits(&self, pod: &PodRef, node: &str) -> Result<bool, ApiError> {
+        let waiting = self.revalidate_pod(pod, node).await?;
+        let waiting = waiting.zip(self.gpu_node(node).await?);
+        let waits = waiting.is_some_and(|((facts, _), current)| {
+            !GpuFacts::of(&current, self.options.quantum).has_possibly_started(&facts)
+        });
+        if !waits {
+            debug!(
+                waiter = pod.key.name,
+                "pod waits no longer; skipping the step"
+            );
+        }
+        Ok(waits)
+    }
+
+    /// Reads the pod again. Returns its facts and resource version if the plan still holds for it.
+    async fn revalidate_pod(
+        &self,
+        waiter: &PodRef,
+        node: &str,
+    ) -> Result<Option<(PodFacts, String)>, ApiError> {
+        let pods = Api::<SlimPod>::namespaced(self.client.clone(), &waiter.key.namespace);
+        let read = pods.get_opt(&waiter.key.name);
+        let found = with_timeout("read", pod_text(&waiter.key), read).await?;
+        let Some(found) = found else { return Ok(None) };
+        let facts = PodFacts::of(&found, self.options.quantum).filter(|pod| {
+            let is_on_node = match &pod.placement {
+                Placement::Node(at) => at == node,
+                Placement::Unscheduled { nominated, .. } => {
+                    nominated.as_ref().is_none_or(|at| at == node)
+                }
+            };
+            is_on_node && pod.uid == waiter.uid && pod.pending && !pod.terminating
+        });
+        Ok(facts.zip(found.metadata.resource_version))
+    }
+
+    /// Reads node and pod again. Returns the pod's version if all GPUs are still reserved for it,
+    /// because another operator may have chosen others.
+    pub(super) async fn revalidate(
+        &self,
+        waiter: &PodRef,
+        node: &str,
+        gpus: &[String],
+    ) -> Result<Option<String>, ApiError> {
+        let Some(current) = self.gpu_node(node).await? else {
+            return Ok(None);
+        };
+        let is_reserved = |gpu: &String| {
+            let mut reserved = current.spec.reservations.iter();
+            let mut all = current.status.iter().flat_map(|status| &status.gpus);
+            reserved.any(|one| one.gpu == *gpu && one.waiter == waiter.uid)
+                && all.any(|one| one.uuid == *gpu && one.reserved_for.as_ref() == Some(&waiter.uid))
+        };
+        let version = match gpus.iter().all(is_reserved) {
+            true => self.revalidate_pod(waiter, node).await?,
+            false => None,
+        };
+        if version.is_none() {
+            debug!(
+                waiter = waiter.key.name,
+                "pod needs these GPUs no longer; skipping the step"
+            );
+        }
+        Ok(version.map(|(_, version)| version))
+    }
+}
