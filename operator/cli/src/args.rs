@@ -65,6 +65,34 @@ pub struct Global {
     pub no_headers: bool,
 }
 
+impl Global {
+    /// The options that choose cluster and user, as they stand behind another command.
+    pub fn connection(&self) -> String {
+        let kubeconfig = self.kubeconfig.as_ref();
+        let kubeconfig = kubeconfig.map(|path| path.display().to_string());
+        let mut options = String::new();
+        for (option, value) in [
+            ("--context", self.context.as_ref()),
+            ("--kubeconfig", kubeconfig.as_ref()),
+            ("--as", self.as_user.as_ref()),
+        ] {
+            options.extend(value.map(|value| format!(" {option} {}", quoted(value))));
+        }
+        let groups = self.as_group.iter().map(|group| quoted(group));
+        options.extend(groups.map(|group| format!(" --as-group {group}")));
+        options
+    }
+}
+
+/// A word as a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@=".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    }
+}
+
 /// The output format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
@@ -141,7 +169,10 @@ pub enum Command {
         /// The quota of each of its containers on each GPU, such as 4Gi
         #[arg(required_unless_present = "reset")]
         amount: Option<String>,
-        /// Lift the quota: the pod's request is its quota again
+        /// The quota is that of managed memory, of each container that requests it
+        #[arg(long, conflicts_with = "reset")]
+        managed: bool,
+        /// Lift the quotas: the pod's requests are its quotas again
         #[arg(long, conflicts_with = "amount")]
         reset: bool,
         /// Print the patch and change nothing
@@ -338,10 +369,35 @@ mod tests {
     }
 
     #[test]
+    fn connection_is_repeated_as_a_shell_reads_it() {
+        let words = [
+            "kubectl-bursar",
+            "drain",
+            "n",
+            "--context=it's prod",
+            "--kubeconfig=/a/b",
+            "--as=me",
+            "--as-group=ml",
+        ];
+        let cli = Cli::try_parse_from(words).unwrap();
+        assert_eq!(
+            cli.global.connection(),
+            r" --context 'it'\''s prod' --kubeconfig /a/b --as me --as-group ml"
+        );
+        assert_eq!(Global::default().connection(), "");
+    }
+
+    #[test]
     fn resize_needs_an_amount_or_reset() {
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a"]).is_err());
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "4Gi"]).is_ok());
         assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "--reset"]).is_ok());
+        let parse = |rest: &[&str]| {
+            let words = ["kubectl-bursar", "resize", "a", "--managed"];
+            Cli::try_parse_from(words.iter().chain(rest))
+        };
+        assert!(parse(&["4Gi"]).is_ok());
+        assert!(parse(&[]).is_err() && parse(&["--reset"]).is_err());
     }
 
     #[test]

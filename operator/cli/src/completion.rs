@@ -1,6 +1,6 @@
 //! Completes command lines: scripts for shells, and words for kubectl.
 
-use clap::{Command, CommandFactory as _};
+use clap::{Arg, Command, CommandFactory as _};
 
 use crate::args::{Cli, CompletionShell};
 
@@ -23,8 +23,8 @@ pub fn script(shell: CompletionShell) -> String {
         }
     };
     let mut script = Vec::new();
-    // clap_complete 4.6.11 labels the commands of a program whose name has a hyphen so in its
-    // script for bash that no flag of a command is completed.
+    // clap_complete 4.6.11 labels the commands of a program whose name has a hyphen in its script
+    // for bash. With these labels no flag of a command is completed.
     let name = match shell {
         clap_complete::Shell::Bash => "kubectl_bursar",
         _ => PROGRAM,
@@ -42,8 +42,11 @@ pub fn complete(words: &[String]) -> String {
     let root = Cli::command();
     let mut command = &root;
     let mut positional = 0;
-    for word in before {
-        if let Some(sub) = command.find_subcommand(word) {
+    let mut words = before.iter();
+    while let Some(word) = words.next() {
+        if takes_next_word(&root, command, word) {
+            words.next();
+        } else if let Some(sub) = command.find_subcommand(word) {
             command = sub;
         } else if !word.starts_with('-') {
             positional += 1;
@@ -57,6 +60,18 @@ pub fn complete(words: &[String]) -> String {
     lines.dedup();
     lines.push(NO_FILES.to_owned());
     lines.join("\n") + "\n"
+}
+
+/// Whether a word is an option whose value is the next word, such as `-n` and `--context`.
+fn takes_next_word(root: &Command, command: &Command, word: &str) -> bool {
+    let mut all = command.get_arguments().chain(root.get_arguments());
+    let names = |argument: &Arg| match word.strip_prefix("--") {
+        Some(long) => argument.get_long() == Some(long),
+        None => argument
+            .get_short()
+            .is_some_and(|short| word == format!("-{short}")),
+    };
+    all.any(|argument| names(argument) && argument.get_action().takes_values())
 }
 
 fn candidates(root: &Command, command: &Command, positional: usize, last: &str) -> Vec<String> {
@@ -95,6 +110,21 @@ mod tests {
         assert_eq!(of(&["top", "name"]), ["namespaces", ":4"]);
         assert_eq!(of(&["doctor", "--pre"]), ["--preflight", ":4"]);
         assert_eq!(of(&["gpus", "--kubec"]), ["--kubeconfig", ":4"]);
+    }
+
+    #[test]
+    fn value_of_an_option_is_no_argument() {
+        for option in [
+            &["-n", "ml"][..],
+            &["--context", "top"],
+            &["--as=me"],
+            &["-A"],
+        ] {
+            let words = [&["explain"][..], option, &["p"]].concat();
+            assert_eq!(of(&words), ["pod", ":4"], "{option:?}");
+            let words = [option, &["explain", "p"]].concat();
+            assert_eq!(of(&words), ["pod", ":4"], "{option:?}");
+        }
     }
 
     #[test]

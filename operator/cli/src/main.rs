@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use bursar_cli::args::{Cli, Command, Output};
 use bursar_cli::run::{self, FAILED, Session};
-use bursar_cli::table::Terminal;
+use bursar_cli::table::{Terminal, terminal_width};
 use bursar_cli::{completion, connect, read, version};
 use clap::Parser as _;
 
@@ -66,13 +66,10 @@ fn terminal(cli: &Cli) -> Terminal {
     let is_terminal = std::io::stdout().is_terminal();
     let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
     let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
-    let width = size
-        .map(|size| usize::from(size.ws_col))
-        .filter(|width| *width > 0);
     Terminal {
         colour: is_terminal && !is_dumb && !no_colour,
-        width: width.filter(|_| is_terminal),
+        width: terminal_width(),
+        clears: is_terminal && !is_dumb && cli.global.output.is_table(),
         wide: cli.global.output == Output::Wide,
         no_headers: cli.global.no_headers,
     }

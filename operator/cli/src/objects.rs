@@ -45,8 +45,20 @@ pub struct Meta {
     pub deletion_timestamp: Option<Timestamp>,
     /// The labels.
     pub labels: BTreeMap<String, String>,
+    /// The annotations that Bursar reads.
+    #[serde(skip_serializing)]
+    pub annotations: Annotations,
     /// The owners.
     pub owner_references: Vec<Owner>,
+}
+
+/// An object's annotations, without those that nothing here reads.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct Annotations {
+    /// The least number of GPUs that each container of a pod is spread over.
+    #[serde(rename = "bursar.dev/gpus")]
+    pub gpus: String,
 }
 
 /// The reference to an owner.
@@ -121,7 +133,7 @@ pub struct Quota {
 pub struct QuotaStatus {
     /// The most that pods may request.
     pub hard: Amounts,
-    /// What pods request.
+    /// The memory that pods request.
     pub used: Amounts,
 }
 

@@ -3,9 +3,8 @@
 mod metrics;
 
 use std::collections::BTreeSet;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
-use bursar_crds::{GpuMemoryBudget, GpuNode};
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use kube::api::ListParams;
@@ -16,7 +15,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::objects::{Named, Pod};
-use crate::snapshot::{Kind, Snapshot, Unreadable};
+use crate::snapshot::{ABSENT, Kind, Snapshot, Unreadable};
+use crate::table::clean;
 
 pub use metrics::read_metrics;
 
@@ -34,13 +34,12 @@ pub struct Wanted<'a> {
     pub selector: Option<&'a str>,
 }
 
-/// The reason why objects could not be read, for people.
+/// The reason why objects could not be read, for people. A tenant's pod may have written it: the
+/// API server passes on the answer of a pod behind its proxy.
 pub fn reason(error: &kube::Error) -> String {
-    match error {
+    clean(match error {
         kube::Error::Api(status) if status.code == 403 => "forbidden".to_owned(),
-        kube::Error::Api(status) if status.code == 404 => {
-            "the API server does not have it".to_owned()
-        }
+        kube::Error::Api(status) if status.code == 404 => ABSENT.to_owned(),
         kube::Error::Api(status) => status.message.clone(),
         other => {
             // The cause that helps is the last: a refused connection, an unknown authority.
@@ -50,7 +49,7 @@ pub fn reason(error: &kube::Error) -> String {
             }
             cause.to_string()
         }
-    }
+    })
 }
 
 /// An error with its causes, for people: the API server's message in place of its whole answer.
@@ -63,7 +62,7 @@ pub fn message(error: &anyhow::Error) -> String {
         }
         parts.push(cause.to_string());
     }
-    parts.join(": ")
+    clean(parts.join(": "))
 }
 
 /// Whether an error says that no API server answered, or that it does not know the user.
@@ -135,7 +134,7 @@ pub async fn read(client: &Client, wanted: &Wanted<'_>) -> Result<Snapshot, kube
     let results = futures::future::join_all(reads).await;
     let mut snapshot = snapshot
         .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
+        .unwrap_or_else(PoisonError::into_inner);
     for (kind, result) in kinds.iter().zip(results) {
         match result {
             Ok(()) => {}
@@ -202,51 +201,46 @@ fn sort(snapshot: &mut Snapshot) {
     snapshot.events.sort_by_key(|event| event.time());
 }
 
+/// The namespace that a kind is read from; `None` is all namespaces.
+fn namespace_of<'a>(kind: Kind, wanted: &Wanted<'a>) -> Option<&'a str> {
+    match kind {
+        Kind::Leases => Some("kube-node-lease"),
+        Kind::Budgets | Kind::Pods | Kind::Quotas => wanted.namespace,
+        Kind::AgentEvents | Kind::OperatorEvents => wanted.namespace,
+        _ => None,
+    }
+}
+
 async fn read_kind(
     client: &Client,
     kind: Kind,
     wanted: &Wanted<'_>,
     snapshot: &Mutex<Snapshot>,
 ) -> Result<(), kube::Error> {
-    let tenants = matches!(kind, Kind::Budgets | Kind::Pods | Kind::Quotas);
-    let is_event = matches!(kind, Kind::AgentEvents | Kind::OperatorEvents);
-    let namespace = match kind {
-        Kind::Leases => Some("kube-node-lease"),
-        _ if tenants || is_event => wanted.namespace,
-        _ => None,
-    };
-    let path = list_path(kind, namespace);
+    let path = list_path(kind, namespace_of(kind, wanted));
     let selectors = (kind.labels(), kind.fields());
-    let with = |change: &dyn Fn(&mut Snapshot)| {
-        change(
-            &mut snapshot
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner),
-        );
-    };
+    let lock = || snapshot.lock().unwrap_or_else(PoisonError::into_inner);
     macro_rules! into {
         ($field:ident) => {{
             let mut found = Vec::new();
             let read = list(client, &path, selectors, |object| found.push(object)).await;
-            with(&|snapshot| snapshot.$field.extend(found.iter().cloned()));
+            lock().$field.extend(found);
             read
         }};
     }
     match kind {
         Kind::GpuNodes => {
-            let (found, bad) = list_lenient::<GpuNode>(client, &path, kind).await?;
-            with(&|snapshot| {
-                snapshot.gpu_nodes.extend(found.iter().cloned());
-                snapshot.unreadable.extend(bad.iter().cloned());
-            });
+            let (found, bad) = list_lenient(client, &path, kind).await?;
+            let mut snapshot = lock();
+            snapshot.gpu_nodes.extend(found);
+            snapshot.unreadable.extend(bad);
             Ok(())
         }
         Kind::Budgets => {
-            let (found, bad) = list_lenient::<GpuMemoryBudget>(client, &path, kind).await?;
-            with(&|snapshot| {
-                snapshot.budgets.extend(found.iter().cloned());
-                snapshot.unreadable.extend(bad.iter().cloned());
-            });
+            let (found, bad) = list_lenient(client, &path, kind).await?;
+            let mut snapshot = lock();
+            snapshot.budgets.extend(found);
+            snapshot.unreadable.extend(bad);
             Ok(())
         }
         Kind::Pods => {
@@ -257,10 +251,7 @@ async fn read_kind(
                 }
             })
             .await;
-            let mut snapshot = snapshot
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
-            snapshot.pods = found;
+            lock().pods = found;
             read
         }
         Kind::OwnPods => into!(own_pods),
@@ -298,6 +289,22 @@ async fn list_lenient<T: DeserializeOwned>(
     Ok((found, bad))
 }
 
+/// Lists the objects of a kind as the API server has them, without a loss of fields or values that
+/// this version does not know.
+///
+/// # Errors
+/// When the API server refuses.
+pub async fn objects(
+    client: &Client,
+    kind: Kind,
+    namespace: Option<&str>,
+) -> Result<Vec<Value>, kube::Error> {
+    let mut found = Vec::new();
+    let (path, selectors) = (list_path(kind, namespace), (kind.labels(), kind.fields()));
+    list(client, &path, selectors, |object| found.push(object)).await?;
+    Ok(found)
+}
+
 /// Parses one object of Bursar's.
 ///
 /// # Errors
@@ -307,7 +314,7 @@ pub fn parse<T: DeserializeOwned>(kind: Kind, object: Value) -> Result<T, Unread
     serde_json::from_value(object).map_err(|error| Unreadable {
         kind,
         name: named.metadata.key(),
-        error: error.to_string(),
+        error: clean(error.to_string()),
     })
 }
 

@@ -8,10 +8,11 @@ mod show;
 
 use std::io::Write;
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use kube::Client;
 use serde_json::Value;
 
+use crate::act::resize::Resized;
 use crate::args::{Command, Global, Output};
 use crate::read::{self, Wanted};
 use crate::snapshot::{Kind, Snapshot};
@@ -22,7 +23,7 @@ pub const AMISS: u8 = 1;
 /// The command line is wrong, or the API server refused.
 pub const FAILED: u8 = 2;
 
-/// What a command needs besides its arguments.
+/// The tools of a command besides its arguments.
 pub struct Session<'a, W: Write> {
     /// The API server.
     pub client: Client,
@@ -76,6 +77,26 @@ impl<W: Write> Session<'_, W> {
         Ok(self.out.write_all(text.as_bytes())?)
     }
 
+    /// The objects of a kind as the API server has them, for an output that shows them whole.
+    async fn whole(&self, kind: Kind, namespace: Option<&str>) -> anyhow::Result<Vec<Value>> {
+        match self.global.output {
+            Output::Json | Output::Yaml => read::objects(&self.client, kind, namespace)
+                .await
+                .with_context(|| format!("failed to read {}", kind.name())),
+            Output::Table | Output::Wide | Output::Name => Ok(Vec::new()),
+        }
+    }
+
+    /// Prints below a table the objects that could not be parsed.
+    fn print_unreadable(&mut self, snapshot: &Snapshot) -> anyhow::Result<()> {
+        if self.global.output.is_table() {
+            for note in snapshot.unreadable_notes() {
+                writeln!(self.out, "{note}")?;
+            }
+        }
+        Ok(())
+    }
+
     /// Prints below a table what could not be read.
     fn print_unread(&mut self, snapshot: &Snapshot) -> anyhow::Result<()> {
         if self.global.output.is_table() {
@@ -107,9 +128,17 @@ impl<W: Write> Session<'_, W> {
             Command::Resize {
                 pod,
                 amount,
+                managed,
                 dry_run,
-                ..
-            } => self.resize(pod, amount.as_deref(), *dry_run).await,
+                reset: _,
+            } => {
+                let resized = match managed {
+                    true => Resized::Managed,
+                    false => Resized::Device,
+                };
+                let quota = amount.as_deref().map(|amount| (resized, amount));
+                self.resize(pod, quota, *dry_run).await
+            }
             Command::Events { since } => self.events(*since).await,
             Command::Support { file } => self.support(file).await,
             Command::Uninstall { notify: true, .. } => self.notify_of_uninstall().await,

@@ -134,6 +134,9 @@ pub struct Unreadable {
     pub error: String,
 }
 
+/// The reason for a kind that the API server does not serve, such as that of a missing CRD.
+pub(crate) const ABSENT: &str = "the API server does not have it";
+
 /// The objects that a command has read.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
@@ -145,6 +148,8 @@ pub struct Snapshot {
     pub server_version: Option<String>,
     /// The reason for each kind that could not be read, whole or in part.
     pub unread: BTreeMap<Kind, String>,
+    /// The kinds of [`Self::allow_absent`] that the API server does not serve.
+    pub absent: BTreeSet<Kind>,
     /// Objects that could not be parsed.
     pub unreadable: Vec<Unreadable>,
     /// The GpuNodes, by name.
@@ -185,8 +190,41 @@ impl Snapshot {
         !self.unread.contains_key(&kind)
     }
 
-    /// A sentence for each kind that could not be read, without repetitions.
+    /// Counts those of these kinds that the API server does not serve as read.
+    pub fn allow_absent(&mut self, kinds: &[Kind]) {
+        for kind in kinds {
+            if self.unread.get(kind).is_some_and(|reason| reason == ABSENT) {
+                self.unread.remove(kind);
+                self.absent.insert(*kind);
+            }
+        }
+    }
+
+    /// A sentence for each kind that could not be read, in whole or in part, without repetitions.
     pub fn unread_notes(&self) -> Vec<String> {
+        let mut notes = self.unread_kinds();
+        notes.extend(self.unreadable_notes());
+        notes
+    }
+
+    /// A sentence for each kind with objects that could not be parsed.
+    pub fn unreadable_notes(&self) -> Vec<String> {
+        let kinds: BTreeSet<Kind> = self.unreadable.iter().map(|object| object.kind).collect();
+        let note = |kind: Kind| {
+            let mut of_kind = self.unreadable.iter().filter(|object| object.kind == kind);
+            let Unreadable { name, error, .. } = of_kind.next()?;
+            let more = match of_kind.count() {
+                0 => String::new(),
+                more => format!(", and {more} more"),
+            };
+            let kind = kind.name();
+            Some(format!("could not parse {kind} {name}: {error}{more}"))
+        };
+        kinds.into_iter().filter_map(note).collect()
+    }
+
+    /// A sentence for each kind that could not be read, without repetitions.
+    pub fn unread_kinds(&self) -> Vec<String> {
         let mut notes: Vec<String> = Vec::new();
         for (kind, reason) in &self.unread {
             let note = format!("could not read {}: {reason}", kind.name());

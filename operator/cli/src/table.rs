@@ -1,6 +1,7 @@
 //! Renders tables: aligned columns, fitted to the terminal's width, with colours on request.
 
 use std::fmt::Write as _;
+use std::io::IsTerminal as _;
 
 /// Spaces between columns.
 const GAP: usize = 3;
@@ -12,10 +13,20 @@ pub struct Terminal {
     pub colour: bool,
     /// The columns of characters; `None` for a file or a pipe, where nothing is cut.
     pub width: Option<usize>,
+    /// Whether `-w` clears the screen before it prints again.
+    pub clears: bool,
     /// Whether the columns of `-o wide` are shown.
     pub wide: bool,
     /// Whether the header is left out.
     pub no_headers: bool,
+}
+
+/// The width of standard output; `None` where it is no terminal.
+pub fn terminal_width() -> Option<usize> {
+    let out = std::io::stdout();
+    let size = rustix::termios::tcgetwinsize(&out).ok();
+    let width = size.map(|size| usize::from(size.ws_col));
+    width.filter(|width| *width > 0 && out.is_terminal())
 }
 
 /// How a cell is shown on a terminal.
@@ -51,6 +62,15 @@ impl Style {
     }
 }
 
+/// Replaces the control characters of a text that a tenant or a server may shape. A terminal would
+/// take them for commands.
+pub(crate) fn clean(text: String) -> String {
+    match text.contains(char::is_control) {
+        true => text.replace(char::is_control, " "),
+        false => text,
+    }
+}
+
 /// A cell.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
@@ -61,10 +81,7 @@ pub struct Cell {
 impl Cell {
     /// A cell with a style. Control characters of names and messages do not reach the terminal.
     pub fn new(text: impl Into<String>, style: Style) -> Self {
-        let mut text: String = text.into();
-        if text.contains(char::is_control) {
-            text = text.replace(char::is_control, " ");
-        }
+        let text = clean(text.into());
         Self { text, style }
     }
 

@@ -5,20 +5,20 @@ use std::collections::BTreeSet;
 use bursar_crds::resources::{BUDGET_LABEL, PREFIX};
 
 use crate::amounts::count;
-use crate::objects::Node;
-use crate::snapshot::Snapshot;
+use crate::objects::{Meta, Node};
+use crate::snapshot::{Kind, Snapshot};
 use crate::table::{Style, Terminal};
 
 /// Objects of one kind that stay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remainder {
-    /// What stays.
+    /// The objects that stay.
     pub text: String,
     /// The command that removes it.
     pub command: String,
 }
 
-/// What would stay, in the order of the commands that remove it.
+/// The objects that would stay, in the order of the commands that remove them.
 pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
     let mut found = Vec::new();
     let mut add = |number: usize, noun: &str, what: &str, command: &str| {
@@ -48,13 +48,12 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         "of budgets",
         "kubectl delete resourcequota -A -l bursar.dev/quota",
     );
-    let installed = !snapshot.daemon_sets.is_empty() || !snapshot.deployments.is_empty();
-    add(
-        usize::from(installed),
-        "release",
-        "of the chart",
-        "helm uninstall bursar --namespace bursar-system",
-    );
+    let workloads = snapshot.daemon_sets.iter().chain(&snapshot.deployments);
+    let releases: BTreeSet<(&str, &str)> = workloads.map(|one| release(&one.metadata)).collect();
+    for (release, namespace) in releases {
+        let command = format!("helm uninstall {release} --namespace {namespace}");
+        add(1, "release", "of the chart", &command);
+    }
     let labelled = snapshot
         .namespaces
         .iter()
@@ -85,7 +84,9 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         "",
         "kubectl delete gpunodes --all",
     );
-    if !snapshot.gpu_nodes.is_empty() || !snapshot.budgets.is_empty() {
+    // A list that the API server answers, even an empty one, shows that it has the CRD.
+    let has_crd = |kind| snapshot.has_all(kind) && !snapshot.absent.contains(&kind);
+    if has_crd(Kind::GpuNodes) || has_crd(Kind::Budgets) {
         found.push(Remainder {
             text: "the CRDs, which the chart keeps".to_owned(),
             command: "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev"
@@ -97,6 +98,15 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         });
     }
     found
+}
+
+/// The name and the namespace of the release that a workload belongs to.
+fn release(workload: &Meta) -> (&str, &str) {
+    let release = workload.labels.get("app.kubernetes.io/instance");
+    (
+        release.map_or("bursar", String::as_str),
+        &workload.namespace,
+    )
 }
 
 /// The labels of Bursar on a node.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use crate::snapshot::Snapshot;
+use crate::table::clean;
 
 /// The version of this program.
 pub const CLIENT: &str = env!("CARGO_PKG_VERSION");
@@ -56,7 +57,7 @@ fn list(versions: &Versions<'_>) -> String {
     if list.is_empty() {
         "not found".to_owned()
     } else {
-        list.join(", ")
+        clean(list.join(", "))
     }
 }
 
@@ -64,7 +65,7 @@ fn list(versions: &Versions<'_>) -> String {
 pub fn render(snapshot: &Snapshot) -> String {
     let mut text = format!("kubectl bursar   {CLIENT}\n");
     let server = snapshot.server_version.as_deref().unwrap_or("not known");
-    text.push_str(&format!("Kubernetes       {server}\n"));
+    text.push_str(&format!("Kubernetes       {}\n", clean(server.to_owned())));
     text.push_str(&format!(
         "chart            {}\n",
         chart(snapshot).unwrap_or("not found")

@@ -11,6 +11,9 @@ use crate::show::retained::rows;
 use crate::show::{gpus, name};
 use crate::snapshot::Snapshot;
 
+/// The field manager of the operator's drains for NVIDIA's operators.
+const OPERATOR: &str = "bursar-operator-drain";
+
 /// Why the GPUs of a command cannot be found.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuArgumentError {
@@ -80,13 +83,64 @@ pub fn drain_patch(node: &GpuNode, gpus: &[&GpuStatus]) -> Option<Value> {
     (after != before).then(|| patch(node, &after))
 }
 
+/// The UUIDs of the drains that the arguments name. A drain outlives its GPU's place in the status,
+/// and that of a GPU with MIG instances never had one.
+///
+/// # Errors
+/// When an argument names neither a drain nor a GPU, or several.
+pub fn drained(node: &GpuNode, arguments: &[String]) -> Result<Vec<String>, GpuArgumentError> {
+    let mut found = Vec::new();
+    for argument in arguments {
+        let drains = node.spec.drain.iter();
+        let matching: Vec<&String> = match node.spec.drain.contains(argument) {
+            true => vec![argument],
+            false => drains.filter(|uuid| uuid.starts_with(argument)).collect(),
+        };
+        match matching.as_slice() {
+            [] => {
+                let gpus = selected(node, std::slice::from_ref(argument))?;
+                found.extend(gpus.iter().map(|gpu| gpu.uuid.clone()));
+            }
+            [uuid] => found.push((*uuid).clone()),
+            _ => {
+                let (node, argument) = (name(node).to_owned(), argument.clone());
+                return Err(GpuArgumentError::Ambiguous { node, argument });
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The command that ends the drain of a GPU. `None` where the operator drains it, which would do so
+/// again at once.
+pub fn undrain_command(node: &GpuNode, gpu: &GpuStatus) -> Option<String> {
+    let entry = format!("v:{}", json!(gpu.uuid));
+    let mut managers = node.metadata.managed_fields.iter().flatten();
+    let is_of_operator = managers.any(|fields| {
+        let spec = fields.fields_v1.as_ref().map(|fields| &fields.0["f:spec"]);
+        fields.manager.as_deref() == Some(OPERATOR)
+            && spec.is_some_and(|spec| spec["f:drain"].get(&entry).is_some())
+    });
+    // A GPU stands for its MIG instances, which the status lists in its place.
+    let gpus = node.status.iter().flat_map(|status| &status.gpus);
+    let gpus: BTreeSet<&str> = gpus.map(|gpu| gpu.uuid.as_str()).collect();
+    let drains = node.spec.drain.iter().map(String::as_str);
+    let of_parents: Vec<&str> = drains.filter(|uuid| !gpus.contains(uuid)).collect();
+    let uuids = match node.spec.drain.contains(&gpu.uuid) || of_parents.is_empty() {
+        true => gpu.uuid.clone(),
+        false => of_parents.join(" "),
+    };
+    let command = || format!("kubectl bursar undrain {} {uuids}", name(node));
+    (!is_of_operator).then(command)
+}
+
 /// The patch that ends the drain of these GPUs, or of all; `None` if none is drained.
-pub fn undrain_patch(node: &GpuNode, gpus: Option<&[&GpuStatus]>) -> Option<Value> {
+pub fn undrain_patch(node: &GpuNode, gpus: Option<&[String]>) -> Option<Value> {
     let before: BTreeSet<&str> = node.spec.drain.iter().map(String::as_str).collect();
     let mut after = before.clone();
     match gpus {
         None => after.clear(),
-        Some(gpus) => after.retain(|uuid| !gpus.iter().any(|gpu| gpu.uuid == *uuid)),
+        Some(gpus) => after.retain(|uuid| !gpus.iter().any(|gpu| gpu == uuid)),
     }
     (after != before).then(|| patch(node, &after))
 }
@@ -95,7 +149,7 @@ fn patch(node: &GpuNode, drain: &BTreeSet<&str>) -> Value {
     json!({ "metadata": { "resourceVersion": node.metadata.resource_version }, "spec": { "drain": drain } })
 }
 
-/// What a drain costs, as a sentence.
+/// The cost of a drain, as a sentence.
 pub fn cost(snapshot: &Snapshot, node: &GpuNode, gpus: &[&GpuStatus]) -> String {
     let names = snapshot.pods_by_uid();
     let uids: BTreeSet<&str> = gpus

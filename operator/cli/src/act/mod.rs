@@ -1,8 +1,8 @@
 //! Changes objects: drains, undrains, resizes, and tells pods about an uninstall.
 //!
-//! Each change of an object is a patch with the version of the object that it was made from, so
-//! that a change by another client is not undone. The agent reports in the status of the same
-//! objects, so that a conflict is ordinary: the change is then made from the newer object.
+//! Each change of an object is a patch with the version of the object that it was made from. So a
+//! change by another client is not undone. The agent reports in the status of the same objects, so
+//! that a conflict is ordinary: the change is then made from the newer object.
 
 pub mod drain;
 pub mod notify;

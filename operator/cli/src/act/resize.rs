@@ -1,13 +1,56 @@
 //! Decides the override that a resize adds or takes out.
 
-use bursar_crds::gpu_node::QuotaState;
+use bursar_crds::budget::Override;
+use bursar_crds::gpu_node::{MANAGED, QuotaState};
 use bursar_crds::quantity::{QuantityError, parse_bytes};
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::{Amount, GpuMemoryBudget, GpuNode};
 use serde_json::{Value, json};
 
 use crate::amounts::memory;
-use crate::objects::Pod;
+use crate::objects::{Container, Pod, Request};
 use crate::show::bytes;
+
+/// The memory whose quota a resize lowers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resized {
+    /// Device memory, of each container on each GPU.
+    Device,
+    /// Managed memory of each container that requests it.
+    Managed,
+}
+
+impl Resized {
+    /// The largest request of the containers that run with the pod: others get no quota override.
+    fn largest_request(self, pod: &Pod) -> Option<u64> {
+        let request = match self {
+            Self::Device => Container::device_memory,
+            Self::Managed => Container::managed_memory,
+        };
+        pod.running_containers()
+            .filter_map(request)
+            .map(Request::bytes)
+            .max()
+    }
+
+    /// The words behind an amount in sentences.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Device => "",
+            Self::Managed => " of managed memory",
+        }
+    }
+
+    fn amount_of(self, lowered: &mut Override) -> &mut Option<Amount> {
+        match self {
+            Self::Device => &mut lowered.device_memory,
+            Self::Managed => &mut lowered.managed_memory,
+        }
+    }
+
+    fn is_of_account(self, account: &str) -> bool {
+        (account == MANAGED) == (self == Self::Managed)
+    }
+}
 
 /// Why a pod cannot be resized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,6 +61,11 @@ pub enum ResizeError {
     /// The pod requests no GPU memory.
     #[error("pod {0} requests no GPU memory")]
     NoMemory(String),
+    /// The pod's managed memory has no quota of its own.
+    #[error(
+        "pod {0} requests no managed memory, so what it has counts as GPU memory: leave out --managed"
+    )]
+    NoManaged(String),
     /// An override raises nothing.
     #[error(
         "pod {pod} requests {request}, and a quota cannot be more: write less, or create another pod"
@@ -30,42 +78,46 @@ pub enum ResizeError {
     },
 }
 
-/// The patch of the budget; `None` if the budget has the override already.
+/// The patch of the budget for one amount, or without an amount for none; `None` if the budget has
+/// the override already.
 ///
 /// # Errors
 /// When the pod cannot have that quota.
 pub fn patch(
     budget: &GpuMemoryBudget,
     pod: &Pod,
-    amount: Option<&str>,
+    quota: Option<(Resized, &str)>,
 ) -> Result<Option<Value>, ResizeError> {
-    let largest = pod
-        .gpu_containers()
-        .map(|(_, request)| request.bytes())
-        .max();
-    let largest = largest.ok_or_else(|| ResizeError::NoMemory(pod.key()))?;
+    let resized = quota.map_or(Resized::Device, |(resized, _)| resized);
+    let largest = resized.largest_request(pod).ok_or_else(|| match resized {
+        Resized::Device => ResizeError::NoMemory(pod.key()),
+        Resized::Managed => ResizeError::NoManaged(pod.key()),
+    })?;
     let name = &pod.metadata.name;
     let mut overrides = budget.spec.overrides.clone();
-    overrides.retain(|other| other.pod != *name);
-    let mut overrides: Vec<Value> = overrides.iter().map(|other| json!(other)).collect();
-    let before = budget
-        .spec
-        .overrides
-        .iter()
-        .find(|other| other.pod == *name);
-    match amount {
+    let before = overrides.extract_if(.., |other| other.pod == *name).last();
+    match quota {
         None if before.is_none() => return Ok(None),
         None => {}
-        Some(amount) => {
+        Some((resized, amount)) => {
             let wanted = parse_bytes(amount)?;
             if wanted > largest {
                 let (pod, request) = (pod.key(), memory(largest));
                 return Err(ResizeError::AboveRequest { pod, request });
             }
-            if before.is_some_and(|before| bytes(&before.device_memory) == wanted) {
+            let mut lowered = before.unwrap_or_else(|| Override {
+                pod: name.clone(),
+                ..Override::default()
+            });
+            let amount_before = resized.amount_of(&mut lowered);
+            if amount_before
+                .as_ref()
+                .is_some_and(|before| bytes(before) == wanted)
+            {
                 return Ok(None);
             }
-            overrides.push(json!({ "pod": name, "deviceMemory": amount }));
+            *amount_before = Some(amount.into());
+            overrides.push(lowered);
         }
     }
     let version = &budget.metadata.resource_version;
@@ -75,7 +127,7 @@ pub fn patch(
 }
 
 /// The state of a pod's quotas on its node, as a sentence; `None` while it is not as wanted.
-pub fn state(node: &GpuNode, pod: &Pod, amount: Option<u64>) -> Option<String> {
+pub fn state(node: &GpuNode, pod: &Pod, quota: Option<(Resized, u64)>) -> Option<String> {
     let uid = &pod.metadata.uid;
     let orders = node.spec.quotas.iter();
     let mut orders = orders.filter(|order| order.pod_uid == *uid);
@@ -83,19 +135,20 @@ pub fn state(node: &GpuNode, pod: &Pod, amount: Option<u64>) -> Option<String> {
     if status.observed_generation < node.metadata.generation {
         return None;
     }
-    let Some(amount) = amount else {
+    let Some((resized, amount)) = quota else {
         let is_lifted = orders.next().is_none();
         return is_lifted.then(|| format!("{} has its request as its quota again.", pod.key()));
     };
     // Until the operator has written the new amount, the status is that of an earlier override.
-    let is_ordered = orders.any(|order| bytes(&order.quota) == amount);
+    let is_ordered =
+        orders.any(|order| resized.is_of_account(&order.account) && bytes(&order.quota) == amount);
     let of_pod: Vec<_> = status
         .quotas
         .iter()
-        .filter(|quota| quota.pod_uid == *uid)
+        .filter(|quota| quota.pod_uid == *uid && resized.is_of_account(&quota.account))
         .collect();
     // A quota is less where the container's request is, or its part on one of several GPUs.
-    let is_new = |quota: &bursar_crds::Amount| bytes(quota) <= amount;
+    let is_new = |quota: &Amount| bytes(quota) <= amount;
     if !is_ordered
         || of_pod.is_empty()
         || !of_pod
@@ -105,13 +158,13 @@ pub fn state(node: &GpuNode, pod: &Pod, amount: Option<u64>) -> Option<String> {
         return None;
     }
     let pending = of_pod.iter().find(|one| one.state == QuotaState::Pending);
+    let quota = format!("{}{}", memory(amount), resized.suffix());
     Some(match pending {
         Some(one) => format!(
-            "{} has a quota of {}, and uses {}: it gets no more memory until it has freed enough.",
+            "{} has a quota of {quota}, and uses {}: it gets no more memory until it has freed enough.",
             pod.key(),
-            memory(amount),
             memory(one.used.as_ref().map_or(0, bytes)),
         ),
-        None => format!("{} has a quota of {}.", pod.key(), memory(amount)),
+        None => format!("{} has a quota of {quota}.", pod.key()),
     })
 }

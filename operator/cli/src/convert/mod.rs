@@ -7,7 +7,7 @@
 //! | several GPUs | the sum, and the annotation `bursar.dev/gpus` |
 //! | a quota of `limits.nvidia.com/gpumem` | a `GpuMemoryBudget` |
 //!
-//! What has no counterpart is refused by its name.
+//! Fields without a counterpart are refused by their names.
 
 mod pod;
 mod quota;
@@ -19,7 +19,7 @@ use serde_yaml_ng::Value;
 /// The most bytes of a file.
 pub const MAX_BYTES: u64 = 4 << 20;
 
-/// What the user says of the cluster.
+/// The user's answers about the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Assumptions {
     /// The memory of one GPU in bytes.
@@ -43,7 +43,7 @@ pub enum ConvertError {
         object: String,
         /// The field.
         field: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
     /// A value is not what the field takes.
@@ -55,7 +55,7 @@ pub enum ConvertError {
         field: String,
         /// The value.
         value: String,
-        /// What the field takes.
+        /// The values that the field takes.
         expected: &'static str,
     },
     /// A share needs the memory of a GPU.
@@ -75,7 +75,7 @@ pub enum ConvertError {
 pub struct Converted {
     /// The documents as YAML.
     pub yaml: String,
-    /// What the user should know, a line each.
+    /// Notes for the user, a line each.
     pub notes: Vec<String>,
 }
 
@@ -98,6 +98,14 @@ impl Document {
             object: self.name.clone(),
             field: field.into(),
             remedy,
+        }
+    }
+
+    fn share_of_unknown(&self, field: impl Into<String>, replicas: bool) -> ConvertError {
+        ConvertError::ShareOfUnknown {
+            object: self.name.clone(),
+            field: field.into(),
+            replicas,
         }
     }
 

@@ -77,17 +77,15 @@ fn convert_template(
     document: &mut Document,
 ) -> Result<(), ConvertError> {
     let shared = pod_request(template, assumptions, document)?;
-    let mut most_gpus = 0;
-    let mut converted = false;
+    let mut converted = Vec::new();
     for list in ["initContainers", "containers"] {
         for container in elements(template, &["spec", list]) {
             let gpus = convert_container(container, shared.as_ref(), assumptions, document)?;
-            converted |= gpus.is_some();
-            most_gpus = most_gpus.max(gpus.unwrap_or(0));
+            converted.extend(gpus.map(|gpus| (name(container), gpus)));
         }
     }
     // KAI has the request on the pod, whose first container gets it.
-    if let Some(request) = shared.filter(|_| !converted)
+    if let Some(request) = shared.filter(|_| converted.is_empty())
         && let Some(container) = elements(template, &["spec", "containers"]).next()
     {
         let gpus = request.gpus.unwrap_or(1);
@@ -96,13 +94,12 @@ fn convert_template(
             request.memory.unwrap_or(0).saturating_mul(gpus),
             assumptions,
         );
-        most_gpus = gpus;
-        converted = true;
+        converted.push((name(container), gpus));
     }
-    if !converted {
+    let Some(most_gpus) = converted.iter().map(|(_, gpus)| *gpus).max() else {
         document.note("requests no shared GPU: left as it is");
         return Ok(());
-    }
+    };
     if most_gpus > 1 {
         insert(
             template,
@@ -110,9 +107,19 @@ fn convert_template(
             GPUS,
             most_gpus.to_string().into(),
         );
+        for (container, _) in converted.iter().filter(|(_, gpus)| *gpus < most_gpus) {
+            document.note(format!(
+                "container {container}: spread over {most_gpus} GPUs as well: the annotation \
+                 {GPUS} holds for all containers of a pod"
+            ));
+        }
     }
     strip(template, document);
     Ok(())
+}
+
+fn name(container: &Value) -> String {
+    container["name"].as_str().unwrap_or_default().to_owned()
 }
 
 /// The value of a path of fields, if there is one.
@@ -164,23 +171,13 @@ fn pod_request(
             return Err(document.no_counterpart(format!("annotation {name}"), remedy));
         }
     }
-    let mut take = |name: &str| {
-        annotations.remove(name).map(|value| {
-            value.as_str().map_or_else(
-                || {
-                    value
-                        .as_f64()
-                        .map_or_else(String::new, |number| number.to_string())
-                },
-                str::to_owned,
-            )
-        })
-    };
-    let (fraction, memory, count) = (
-        take("gpu-fraction"),
-        take("gpu-memory"),
-        take("gpu-fraction-num-devices"),
-    );
+    // A number of devices alone requests no memory.
+    if !annotations.contains_key("gpu-fraction") && !annotations.contains_key("gpu-memory") {
+        return Ok(None);
+    }
+    let fraction = take(annotations, "gpu-fraction");
+    let memory = take(annotations, "gpu-memory");
+    let count = take(annotations, "gpu-fraction-num-devices");
     let mut request = Request::default();
     if let Some(text) = &fraction {
         let expected = "a number between 0 and 1";
@@ -192,11 +189,7 @@ fn pod_request(
         }
         let all = assumptions
             .gpu_memory
-            .ok_or_else(|| ConvertError::ShareOfUnknown {
-                object: document.name.clone(),
-                field: "annotation gpu-fraction".to_owned(),
-                replicas: false,
-            })?;
+            .ok_or_else(|| document.share_of_unknown("annotation gpu-fraction", false))?;
         request.memory = Some((all as f64 * part).ceil() as u64);
     }
     if let Some(text) = &memory {
@@ -215,19 +208,27 @@ fn pod_request(
         })?;
         request.gpus = Some(count);
     }
-    Ok((request.memory.is_some()).then_some(request))
+    Ok(Some(request))
 }
 
-/// Rewrites a container; `None` if it requests no GPU, else the number of GPUs.
-fn convert_container(
+/// Takes an annotation out, as a text.
+fn take(annotations: &mut Mapping, name: &str) -> Option<String> {
+    let value = annotations.remove(name)?;
+    let number = || value.as_f64().map(|number| number.to_string());
+    let text = value.as_str().map(str::to_owned);
+    Some(text.or_else(number).unwrap_or_default())
+}
+
+/// Takes out what a container requests of shared GPUs. Also returns the name of the resource that
+/// counts the GPUs.
+fn take_request(
     container: &mut Value,
-    shared: Option<&Request>,
+    container_name: &str,
     assumptions: Assumptions,
-    document: &mut Document,
-) -> Result<Option<u64>, ConvertError> {
+    document: &Document,
+) -> Result<(Request, Option<String>), ConvertError> {
     let mut found = Request::default();
     let mut share = None;
-    let container_name = container["name"].as_str().unwrap_or_default().to_owned();
     for part in ["limits", "requests"] {
         let Some(resources) = mapping(container, &["resources", part]) else {
             continue;
@@ -252,14 +253,9 @@ fn convert_container(
                     if count > 100 {
                         return Err(document.wrong(&field, count.to_string(), "at most 100"));
                     }
-                    let all =
-                        assumptions
-                            .gpu_memory
-                            .ok_or_else(|| ConvertError::ShareOfUnknown {
-                                object: document.name.clone(),
-                                field: field.clone(),
-                                replicas: false,
-                            })?;
+                    let all = assumptions
+                        .gpu_memory
+                        .ok_or_else(|| document.share_of_unknown(&field, false))?;
                     found.memory = Some(all / 100 * count);
                 }
                 "nvidia.com/gpucores" | "nvidia.com/priority" => {
@@ -280,7 +276,25 @@ fn convert_container(
             all.remove(part);
         }
     }
+    Ok((found, share))
+}
+
+/// Rewrites a container; `None` if it requests no GPU, else the number of GPUs.
+fn convert_container(
+    container: &mut Value,
+    shared: Option<&Request>,
+    assumptions: Assumptions,
+    document: &mut Document,
+) -> Result<Option<u64>, ConvertError> {
+    let container_name = name(container);
+    let (mut found, share) = take_request(container, &container_name, assumptions, document)?;
     if found.gpus.is_none() && found.memory.is_none() {
+        return Ok(None);
+    }
+    if found.gpus == Some(0) {
+        document.note(format!(
+            "container {container_name}: requests 0 GPUs: left out"
+        ));
         return Ok(None);
     }
     if let Some(shared) = shared {
@@ -315,11 +329,8 @@ fn replicas(
     assumptions: Assumptions,
     document: &mut Document,
 ) -> Result<Option<u64>, ConvertError> {
-    let missing = |replicas| ConvertError::ShareOfUnknown {
-        object: document.name.clone(),
-        field: format!("container {container_name}: {resource}"),
-        replicas,
-    };
+    let field = format!("container {container_name}: {resource}");
+    let missing = |replicas| document.share_of_unknown(&field, replicas);
     let all = assumptions
         .gpu_memory
         .ok_or_else(|| missing(assumptions.replicas.is_none()))?;

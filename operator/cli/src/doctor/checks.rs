@@ -6,6 +6,7 @@ use bursar_crds::context_policy::ContextAction;
 use bursar_crds::gpu_node::{GpuState, HealthStatus};
 
 use super::{Finding, Level, preflight};
+use crate::act::drain;
 use crate::amounts::{count, since};
 use crate::show::{budgets, condition, gpus, name};
 use crate::snapshot::{Kind, Snapshot};
@@ -60,7 +61,7 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
                     Level::Fail,
                     "free space, or set node.cdiDir to the folder that the runtime reads",
                 ),
-                names::TOO_MANY_TOKENS => (Level::Fail, "set a larger quantum"),
+                names::TOO_MANY_DEVICE_IDS => (Level::Fail, "set a larger quantum"),
                 names::NOT_SCRUBBED => (
                     Level::Warn,
                     "see MemoryScrubbed in docs/reference/README.md",
@@ -132,7 +133,9 @@ fn lost(snapshot: &Snapshot) -> Vec<Finding> {
                     Level::Warn,
                     "Drained",
                     format!("{gpu_name} {progress}{age}"),
-                    format!("kubectl bursar undrain {} {}", name(node), gpu.uuid),
+                    drain::undrain_command(node, gpu).unwrap_or_else(|| {
+                        "wait until NVIDIA's operators are done with it; see maintenance.drainForNvidia".to_owned()
+                    }),
                 ));
             } else if gpu.state == GpuState::Lost || gpu.health.status == HealthStatus::Unhealthy {
                 let remedy = gpus::fault(node, gpu).map_or("see dmesg on the node", gpus::remedy);

@@ -5,6 +5,8 @@ mod versions;
 
 use std::collections::BTreeMap;
 
+use bursar_crds::GpuNode;
+
 use super::{Finding, Level, preflight};
 use crate::amounts::count;
 use crate::objects::{Pod, Workload};
@@ -48,6 +50,7 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
         ));
         return findings;
     }
+    findings.extend(crds(snapshot));
     findings.extend(steering(snapshot));
     findings.extend(pod_security(snapshot));
     findings.extend(operator(snapshot));
@@ -57,6 +60,21 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
     findings.extend(relays(snapshot));
     findings.extend(scraped(snapshot));
     findings
+}
+
+/// CRDs that the API server does not have, without which agents and operator cannot write.
+fn crds(snapshot: &Snapshot) -> Vec<Finding> {
+    let crds = [Kind::GpuNodes, Kind::Budgets].into_iter();
+    let missing = crds.filter(|kind| snapshot.absent.contains(kind));
+    let finding = |kind: Kind| {
+        Finding::new(
+            Level::Fail,
+            "CrdMissing",
+            format!("the API server has no {}.bursar.dev", kind.name()),
+            "set crds.install to true, or apply the chart's CRDs before the release",
+        )
+    };
+    missing.map(finding).collect()
 }
 
 fn pod_security(snapshot: &Snapshot) -> Option<Finding> {
@@ -86,6 +104,7 @@ fn pod_security(snapshot: &Snapshot) -> Option<Finding> {
             format!("the DaemonSet of the agent in {own} has no pods"),
             format!("{remedy}; or see the DaemonSet's events"),
         ),
+        _ if !snapshot.has_all(Kind::Namespaces) => return None,
         _ => Finding::ok(
             "PodSecurity",
             format!("namespace {own} allows privileged pods"),
@@ -137,34 +156,8 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
             format!("kubectl -n {own} describe pod {}", agent.metadata.name),
         ));
     }
-    for node in &snapshot.gpu_nodes {
-        let node_name = name(node);
-        let known = snapshot.node(node_name);
-        if known.is_none() && snapshot.has_all(Kind::Nodes) {
-            findings.push(Finding::new(
-                Level::Warn,
-                "StaleGpuNode",
-                format!("GpuNode {node_name} has no node"),
-                format!("kubectl delete gpunode {node_name}"),
-            ));
-            continue;
-        }
-        let boot = node
-            .status
-            .as_ref()
-            .and_then(|status| status.boot_id.as_deref());
-        let is_old = boot.zip(known).is_some_and(|(boot, known)| {
-            !known.status.node_info.boot_id.is_empty() && known.status.node_info.boot_id != boot
-        });
-        if snapshot.agent_on(node_name).is_none() || is_old {
-            findings.push(Finding::new(
-                Level::Fail,
-                "StaleGpuNode",
-                format!("{node_name}: no agent has written the GpuNode since the node's last boot, or none runs there"),
-                "see agent.nodeSelector and agent.tolerations, and the DaemonSet's events",
-            ));
-        }
-    }
+    let gpu_nodes = snapshot.gpu_nodes.iter();
+    findings.extend(gpu_nodes.filter_map(|node| stale_gpu_node(snapshot, node)));
     if findings.is_empty() {
         findings.push(match agents.count() {
             0 => Finding::new(
@@ -177,6 +170,33 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
         });
     }
     findings
+}
+
+/// Whether no agent writes a GpuNode, and why.
+fn stale_gpu_node(snapshot: &Snapshot, node: &GpuNode) -> Option<Finding> {
+    let node_name = name(node);
+    let known = snapshot.node(node_name);
+    if known.is_none() && snapshot.has_all(Kind::Nodes) {
+        return Some(Finding::new(
+            Level::Warn,
+            "StaleGpuNode",
+            format!("GpuNode {node_name} has no node"),
+            format!("kubectl delete gpunode {node_name}"),
+        ));
+    }
+    let status = node.status.as_ref();
+    let boot = status.and_then(|status| status.boot_id.as_deref());
+    let is_old = boot.zip(known).is_some_and(|(boot, known)| {
+        !known.status.node_info.boot_id.is_empty() && known.status.node_info.boot_id != boot
+    });
+    (snapshot.agent_on(node_name).is_none() || is_old).then(|| {
+        Finding::new(
+            Level::Fail,
+            "StaleGpuNode",
+            format!("{node_name}: no agent has written the GpuNode since the node's last boot, or none runs there"),
+            "see agent.nodeSelector and agent.tolerations, and the DaemonSet's events",
+        )
+    })
 }
 
 fn fd_stores(snapshot: &Snapshot) -> Option<Finding> {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::snapshot::Snapshot;
-use crate::table::{Style, Terminal};
+use crate::table::{Style, Terminal, clean};
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -51,9 +51,9 @@ pub struct Finding {
     pub level: Level,
     /// The check as one word.
     pub check: &'static str,
-    /// What was found.
+    /// The finding.
     pub text: String,
-    /// What to do.
+    /// The remedy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -90,7 +90,7 @@ const MAX_OF_CHECK: usize = 10;
 pub fn examine(snapshot: &Snapshot) -> Vec<Finding> {
     let mut findings = installation::examine(snapshot);
     findings.extend(checks::examine(snapshot));
-    findings.extend(snapshot.unread_notes().into_iter().map(|note| Finding {
+    findings.extend(snapshot.unread_kinds().into_iter().map(|note| Finding {
         level: Level::Skip,
         check: "Rights",
         text: note,
@@ -121,13 +121,13 @@ pub fn render(findings: &[Finding], terminal: Terminal) -> String {
             continue;
         }
         let word = format!("{:<4}", finding.level.word());
-        let said = finding.text.replace(char::is_control, " ");
+        let said = clean(finding.text.clone());
         text.push_str(&format!(
             "{}  {said}\n",
             finding.level.style().paint(&word, terminal)
         ));
         if let Some(remedy) = &finding.remedy {
-            text.push_str(&format!("        {remedy}\n"));
+            text.push_str(&format!("        {}\n", clean(remedy.clone())));
         }
     }
     if left_out > 0 {
@@ -142,11 +142,15 @@ pub fn render(findings: &[Finding], terminal: Terminal) -> String {
     let (failures, warnings) = (number(Level::Fail), number(Level::Warn));
     let plural = |count: usize| if count == 1 { "" } else { "s" };
     text.push_str(&format!(
-        "{failures} failure{}, {warnings} warning{}\n",
+        "{failures} failure{}, {warnings} warning{}",
         plural(failures),
         plural(warnings)
     ));
-    text
+    match number(Level::Skip) {
+        0 => {}
+        skipped => text.push_str(&format!(", {skipped} could not be looked at")),
+    }
+    text + "\n"
 }
 
 /// The findings in the documented `v1` shape.

@@ -108,7 +108,7 @@ impl Cause {
         }
     }
 
-    /// What to do, where it does not depend on the object.
+    /// The remedy, where it does not depend on the object.
     pub fn remedy(self) -> Option<&'static str> {
         Some(match self {
             Self::NoBudget => "an admin creates a GpuMemoryBudget named `default` in the namespace",
@@ -128,10 +128,7 @@ impl Cause {
             Self::TooFewGpus => {
                 "ask for fewer GPUs with the annotation bursar.dev/gpus, or add a node with as many"
             }
-            Self::Fragmentation => {
-                "wait until a pod ends; or ask for less; or spread the container over GPUs with the \
-                 annotation bursar.dev/gpus"
-            }
+            Self::Fragmentation => "wait until a pod ends; or ask for less",
             Self::DisruptionBudget => "let the disruption budget allow a disruption",
             Self::GpuDrained => {
                 "an admin runs `kubectl bursar undrain` when the work on the GPU is done"

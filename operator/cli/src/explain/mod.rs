@@ -4,8 +4,10 @@
 //! have published, or that it is not known.
 
 pub mod cause;
+mod gpu;
 mod pending;
 mod pod;
+mod room;
 mod running;
 mod waiting;
 pub mod workload;
@@ -15,7 +17,8 @@ use serde_json::{Value, json};
 
 pub use self::cause::Cause;
 pub use self::pod::explain as explain_pod;
-use crate::table::{Style, Terminal};
+pub use self::waiting::victim;
+use crate::table::{Style, Terminal, clean};
 
 /// Whether an object's pods run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -52,7 +55,7 @@ pub struct Explanation {
     pub causes: Vec<Cause>,
     /// The lines below the first sentence.
     pub lines: Vec<Line>,
-    /// What could not be read.
+    /// The kinds that could not be read.
     pub not_read: Vec<String>,
 }
 
@@ -116,7 +119,7 @@ impl Explanation {
             Verdict::Amiss | Verdict::Waits => Style::Warning,
             Verdict::Fails => Style::Bad,
         };
-        let mut text = style.paint(&clean(&self.headline), terminal);
+        let mut text = style.paint(&clean(self.headline.clone()), terminal);
         text.push('\n');
         let widest = self
             .lines
@@ -126,7 +129,7 @@ impl Explanation {
             .unwrap_or(0);
         for Line { label, text: said } in &self.lines {
             let wrapped = wrap(
-                &clean(said),
+                &clean(said.clone()),
                 terminal.width.map(|width| width.saturating_sub(widest + 4)),
             );
             for (number, part) in wrapped.iter().enumerate() {
@@ -147,11 +150,6 @@ impl Explanation {
                 "verdict": self.verdict, "headline": self.headline, "causes": causes,
                 "lines": self.lines, "notRead": self.not_read })
     }
-}
-
-/// Replaces control characters of messages, which tenants may shape.
-fn clean(text: &str) -> String {
-    text.replace(char::is_control, " ")
 }
 
 /// Breaks a text at spaces into lines of at most `width` characters.

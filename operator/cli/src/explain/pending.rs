@@ -1,12 +1,13 @@
 //! Explains a pod for which the scheduler has found no node.
 
-use bursar_crds::GpuNode;
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::gpu_node::GpuStatus;
+use bursar_crds::{GpuNode, GpuNodeStatus};
 
-use super::waiting::{reservation, unusable};
+use super::gpu::unusable;
+use super::room::{Room, Wanted, free_bytes};
+use super::waiting::reservation;
 use super::{Cause, Explanation, Verdict};
-use crate::amounts::{memory, since};
+use crate::amounts::{count, memory, since};
 use crate::objects::Pod;
 use crate::show::gpus::GpuMemory;
 use crate::show::{bytes, condition, name, quanta, quantum_bytes};
@@ -34,10 +35,15 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
         "" => explanation.say("scheduler", "has not looked at the pod yet"),
         message => explanation.say("scheduler", message),
     }
-    let wanted = largest_request(pod);
-    nodes(explanation, snapshot, wanted);
-    let is_known = explanation.causes.contains(&Cause::LargerThanNodes);
-    if message.contains("Insufficient bursar.dev/") && !is_known {
+    let has_room = nodes(explanation, snapshot, pod);
+    let causes = [Cause::LargerThanNodes, Cause::TooFewGpus];
+    let is_known = causes
+        .iter()
+        .any(|cause| explanation.causes.contains(cause));
+    // The nodes' GPUs say nothing of managed memory.
+    let lacks_managed = message.contains("Insufficient bursar.dev/managed-memory");
+    let is_full = message.contains("Insufficient bursar.dev/") && (lacks_managed || !has_room);
+    if (is_full || lacks_everywhere(message)) && !is_known {
         explanation.add(Cause::NoNodeWithRoom);
     }
     without_gpu_nodes(explanation, snapshot);
@@ -57,23 +63,35 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     }
 }
 
-/// The most that one container of a pod requests.
-pub(super) fn largest_request(pod: &Pod) -> u64 {
-    pod.gpu_containers()
-        .map(|(_, request)| request.bytes())
-        .max()
-        .unwrap_or(0)
+/// Whether the scheduler counts every node as one without enough GPU memory:
+/// `0/2 nodes are available: 2 Insufficient bursar.dev/gpu-memory-gib.`
+fn lacks_everywhere(message: &str) -> bool {
+    let nodes = message
+        .strip_prefix("0/")
+        .and_then(|rest| rest.split_once(' '));
+    nodes.is_some_and(|(all, reasons)| {
+        let lack = format!("{all} Insufficient bursar.dev/");
+        reasons
+            .split([':', ','])
+            .any(|reason| reason.trim_start().starts_with(&lack))
+    })
 }
 
-/// States for each node with GPUs why a container does not fit there.
-fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, wanted: u64) {
-    let (mut said, mut are_too_small) = (0, true);
+/// States for each node with GPUs what it has for the largest container, and whether any has room
+/// for all. What keeps the pod from one node is no cause while GPU memory does not keep it from
+/// another.
+fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) -> bool {
+    let wanted = Wanted::of(pod);
+    let (mut said, mut are_too_small, mut has_room) = (0, true, false);
+    let mut aside = Explanation::new(String::new());
     for node in &snapshot.gpu_nodes {
-        let Some(text) = obstacle(explanation, snapshot, node, wanted) else {
+        let Some(Obstacle { text, room }) = obstacle(&mut aside, snapshot, node, wanted) else {
             continue;
         };
         said += 1;
-        are_too_small &= is_too_small(node, wanted);
+        are_too_small &= room == Some(Room::TooSmall);
+        let holds_all = free_bytes(node) >= pod.device_memory();
+        has_room |= holds_all && matches!(room, Some(Room::Now(_)));
         if said <= MAX_NODES {
             explanation.say("node", format!("{}: {text}", name(node)));
         }
@@ -81,30 +99,34 @@ fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, wanted: u64) {
     if said > MAX_NODES {
         explanation.say("node", format!("and {} more", said - MAX_NODES));
     }
+    if !has_room {
+        aside
+            .causes
+            .into_iter()
+            .for_each(|cause| explanation.add(cause));
+    }
     if said > 0 && are_too_small {
         explanation.add(Cause::LargerThanNodes);
     }
+    has_room
 }
 
-/// Whether all GPUs of a node together have less than `wanted` bytes for pods, and no GPU that is
-/// away has as much alone.
-fn is_too_small(node: &GpuNode, wanted: u64) -> bool {
-    let Some(status) = &node.status else {
-        return false;
-    };
-    let all = quanta(status.device_memory.allocatable, quantum_bytes(node));
-    let may_come_back =
-        |gpu: &GpuStatus| bytes(&gpu.memory) >= wanted && unusable(node, gpu).is_some();
-    !status.gpus.is_empty() && all < wanted && !status.gpus.iter().any(may_come_back)
+/// The room of a node for a container.
+pub(super) struct Obstacle {
+    /// The text behind the node's name.
+    pub(super) text: String,
+    /// The room on its GPUs; `None` where no agent offers them.
+    room: Option<Room>,
 }
 
-/// Why a node has no GPU for a container of `wanted` bytes; `None` for a node without GPUs.
+/// Why a node has no GPU for a container; `None` for a node without GPUs.
 pub(super) fn obstacle(
     explanation: &mut Explanation,
     snapshot: &Snapshot,
     node: &GpuNode,
-    wanted: u64,
-) -> Option<String> {
+    wanted: Wanted,
+) -> Option<Obstacle> {
+    let without_agent = |text| Some(Obstacle { text, room: None });
     let status = node.status.as_ref()?;
     let found = condition(&status.conditions, names::GPUS_FOUND);
     if let Some(found) = found.filter(|found| found.status == "False") {
@@ -113,50 +135,68 @@ pub(super) fn obstacle(
             names::DRIVER_MISSING | names::DRIVER_FAILED
         ) {
             explanation.add(Cause::DriverMissing);
-            return Some(format!("{}: {}", found.reason, found.message));
+            return without_agent(format!("{}: {}", found.reason, found.message));
         }
         if status.gpus.is_empty() {
             return None;
         }
     }
     if let Some(text) = dead_agent(explanation, snapshot, name(node)) {
-        return Some(text);
+        return without_agent(text);
+    }
+    if status.gpus.is_empty() {
+        return None;
     }
     let mut away = Vec::new();
     for gpu in &status.gpus {
-        if bytes(&gpu.memory) >= wanted
+        if bytes(&gpu.memory) >= wanted.bytes.div_ceil(wanted.gpus.into())
             && let Some((cause, text)) = unusable(node, gpu)
         {
             explanation.add(cause);
             away.push(text);
         }
     }
+    away.insert(0, room_text(explanation, node, status, wanted));
+    let (text, room) = (away.join("; "), Some(wanted.room(node)));
+    Some(Obstacle { text, room })
+}
+
+/// Describes the room of a node for a container, and the cause where that is not enough.
+fn room_text(
+    explanation: &mut Explanation,
+    node: &GpuNode,
+    status: &GpuNodeStatus,
+    wanted: Wanted,
+) -> String {
     let quantum = quantum_bytes(node);
     let free = quanta(status.device_memory.free, quantum);
-    let largest = status
-        .gpus
-        .iter()
-        .map(|gpu| GpuMemory::of(node, gpu).largest)
-        .max()
-        .unwrap_or(0);
-    let text = if largest >= wanted {
-        format!("has {} free on one GPU", memory(largest))
-    } else if free >= wanted {
-        explanation.add(Cause::Fragmentation);
-        format!(
-            "has {} free in all, and at most {} on one GPU",
-            memory(free),
-            memory(largest)
-        )
-    } else if is_too_small(node, wanted) {
-        let all = quanta(status.device_memory.allocatable, quantum);
-        format!("has {} in all", memory(all))
-    } else {
-        explanation.add(Cause::NoNodeWithRoom);
-        format!("has {} free", memory(free))
-    };
-    away.insert(0, text);
-    Some(away.join("; "))
+    let gpus = status.gpus.iter();
+    let largest = gpus.map(|gpu| GpuMemory::of(node, gpu).largest).max();
+    let largest = largest.unwrap_or(0);
+    match wanted.room(node) {
+        Room::Now(1) => format!("has {} free on one GPU", memory(largest)),
+        Room::Now(gpus) => format!("has room on {gpus} GPUs"),
+        Room::TooFewGpus(gpus) => {
+            explanation.add(Cause::TooFewGpus);
+            format!("has {}", count(gpus, "GPU"))
+        }
+        Room::TooSmall => {
+            let all = quanta(status.device_memory.allocatable, quantum);
+            format!("has {} in all", memory(all))
+        }
+        Room::Later(_) if free >= wanted.bytes => {
+            explanation.add(Cause::Fragmentation);
+            format!(
+                "has {} free in all, and at most {} on one GPU",
+                memory(free),
+                memory(largest)
+            )
+        }
+        Room::Later(_) => {
+            explanation.add(Cause::NoNodeWithRoom);
+            format!("has {} free", memory(free))
+        }
+    }
 }
 
 /// Whether the agent of a node does not work, and why.

@@ -1,5 +1,6 @@
 //! Explains a pod by its phase.
 
+use super::room::Wanted;
 use super::{Cause, Explanation, Verdict, pending, running, waiting};
 use crate::amounts::memory;
 use crate::objects::{Event, Pod};
@@ -23,6 +24,13 @@ pub fn explain(snapshot: &Snapshot, pod: &Pod) -> Explanation {
         waiting::explain(&mut explanation, snapshot, pod);
     } else {
         running::explain(&mut explanation, snapshot, pod);
+    }
+    if explanation.causes.contains(&Cause::Fragmentation)
+        && !Wanted::of(pod).is_spread(snapshot)
+        && let Some(remedy) = Cause::Fragmentation.remedy()
+    {
+        let spread = "spread the container over GPUs with the annotation bursar.dev/gpus";
+        explanation.say("remedy", format!("{remedy}; or {spread}"));
     }
     explanation.remedies();
     explanation
@@ -74,7 +82,7 @@ fn ended(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
         "GpuMemoryReclaimed",
         "GpuMemoryBudgetExceeded",
         "GpuFault",
-        "GpuMemoryWaiterMoved",
+        "RelocatedForGpuMemory",
     ] {
         if let Some(event) = newest(snapshot, pod, reason) {
             explanation.say("evicted", format!("{reason}: {}", event.message));

@@ -4,9 +4,9 @@ use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::context_policy::FaultAction;
 use k8s_openapi::jiff::Timestamp;
 
+use super::gpu::{gpu_name, unusable};
 use super::pending::dead_agent;
 use super::pod::newest;
-use super::waiting::{gpu_name, unusable};
 use super::{Cause, Explanation, Verdict};
 use crate::agent_metrics::ContainerKey;
 use crate::amounts::{count, memory, since};

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::GpuNode;
-use bursar_crds::gpu_node::{GpuState, GpuStatus, HealthStatus, MemoryResource};
+use bursar_crds::gpu_node::{GpuStatus, MemoryResource};
 
-use super::pending::{largest_request, obstacle};
+use super::gpu::{gpu_name, unusable};
+use super::pending::obstacle;
 use super::pod::newest;
+use super::room::{Room, Wanted};
 use super::{Cause, Explanation, Verdict};
 use crate::amounts::{count, memory, since};
-use crate::objects::{Event, Pod};
+use crate::objects::{Event, ObjectRef, Pod};
 use crate::show::gpus::{self, GpuMemory};
 use crate::show::{name, quanta, quantum_bytes};
 use crate::snapshot::{Kind, Snapshot};
@@ -36,27 +38,6 @@ fn waits_by_event(snapshot: &Snapshot, pod: &Pod) -> bool {
     let waits = newest(snapshot, pod, "WaitingForGpuMemory").and_then(|event| event.time());
     let bound = newest(snapshot, pod, "GpuMemoryBound").and_then(|event| event.time());
     !runs && waits > bound
-}
-
-/// `GPU 0`, or `GPU 0/1` for a MIG instance.
-pub(super) fn gpu_name(node: &GpuNode, gpu: &GpuStatus) -> String {
-    format!("GPU {}", gpus::index(node, gpu))
-}
-
-/// Why the agent binds no pod to the GPU, if so. An XID that only a reset mends drains the GPU too.
-pub(super) fn unusable(node: &GpuNode, gpu: &GpuStatus) -> Option<(Cause, String)> {
-    let (name, reason) = (gpu_name(node, gpu), &gpu.health.reason);
-    match gpu.state {
-        GpuState::Draining => Some(match gpus::drain_progress(gpu) {
-            Some(progress) => (Cause::GpuDrained, format!("{name} {progress}")),
-            None => (Cause::GpuLost, format!("{name} awaits a reset ({reason})")),
-        }),
-        GpuState::Lost => Some((Cause::GpuLost, format!("{name} is lost ({reason})"))),
-        _ if gpu.health.status == HealthStatus::Unhealthy => {
-            Some((Cause::GpuLost, format!("{name} is unhealthy ({reason})")))
-        }
-        _ => None,
-    }
 }
 
 pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
@@ -96,7 +77,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
         explanation.say("node", format!("{free} of managed memory is free"));
         return;
     }
-    let wanted = largest_request(pod);
+    let wanted = Wanted::of(pod);
     gpus_of_node(explanation, snapshot, node, pod, wanted);
     reservation(explanation, snapshot, pod);
     elsewhere(explanation, snapshot, node, wanted);
@@ -108,7 +89,7 @@ fn gpus_of_node(
     snapshot: &Snapshot,
     node: &GpuNode,
     pod: &Pod,
-    wanted: u64,
+    wanted: Wanted,
 ) {
     let Some(status) = &node.status else { return };
     let mut parts = Vec::new();
@@ -127,23 +108,25 @@ fn gpus_of_node(
         });
     }
     let parts = parts.join(", ");
-    let has_room = |gpu: &GpuStatus| {
-        unusable(node, gpu).is_none() && GpuMemory::of(node, gpu).largest >= wanted
-    };
-    if status.gpus.iter().any(has_room) {
+    let room = wanted.room(node);
+    let free = quanta(status.device_memory.free, quantum_bytes(node));
+    match room {
         // The pod waits for something else, which the agent's message names.
-        explanation.say("node", parts);
-        return;
+        Room::Now(_) => {
+            explanation.say("node", parts);
+            return;
+        }
+        Room::TooFewGpus(_) => explanation.add(Cause::TooFewGpus),
+        _ if free >= wanted.bytes => explanation.add(Cause::Fragmentation),
+        _ => explanation.add(Cause::NoNodeWithRoom),
     }
-    if quanta(status.device_memory.free, quantum_bytes(node)) >= wanted {
-        explanation.add(Cause::Fragmentation);
-    } else {
-        explanation.add(Cause::NoNodeWithRoom);
-    }
-    explanation.say(
-        "node",
-        format!("no GPU has {} for it: {parts}", memory(wanted)),
-    );
+    let amount = memory(wanted.bytes);
+    let missing = match room {
+        Room::Later(gpus @ 2..) => format!("no {gpus} GPUs have their shares of {amount} for it"),
+        Room::TooFewGpus(gpus) => format!("{gpus} of the {} GPUs for it are there", wanted.gpus),
+        _ => format!("no GPU has {amount} for it"),
+    };
+    explanation.say("node", format!("{missing}: {parts}"));
 }
 
 /// The pods for which the GPU's free memory is set aside: ` (held for this pod)`.
@@ -203,13 +186,19 @@ pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, po
 const VICTIM_EVICTED: &str = "GpuMemoryVictimEvicted";
 const VICTIM_PROTECTED: &str = "GpuMemoryVictimProtected";
 
+/// The victim that an Event of the operator names.
+pub fn victim(event: &Event) -> Option<&ObjectRef> {
+    let names_victim = [VICTIM_EVICTED, VICTIM_PROTECTED].contains(&event.reason.as_str());
+    names_victim.then_some(&event.related)
+}
+
 /// States the victims that the operator has published on the pod, as far as they are not gone.
 fn victims(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     // The newest Event of each victim: its eviction follows its protection.
     let mut newest: BTreeMap<&str, &Event> = BTreeMap::new();
     for event in snapshot.events_on(&pod.metadata.uid) {
-        if [VICTIM_EVICTED, VICTIM_PROTECTED].contains(&event.reason.as_str()) {
-            newest.insert(&event.related.uid, event);
+        if let Some(victim) = victim(event) {
+            newest.insert(&victim.uid, event);
         }
     }
     let known = snapshot.pods_by_uid();
@@ -258,8 +247,8 @@ fn victim_text(snapshot: &Snapshot, event: &Event, victim: Option<&Pod>) -> Stri
 }
 
 /// States what the other nodes have.
-fn elsewhere(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: u64) {
-    // What keeps the pod from another node is no cause of its wait on this one.
+fn elsewhere(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: Wanted) {
+    // An obstacle on another node is no cause of the pod's wait on this one.
     let mut aside = Explanation::new(String::new());
     let others = snapshot
         .gpu_nodes
@@ -270,7 +259,7 @@ fn elsewhere(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode,
             Some(format!(
                 "{} {}",
                 name(other),
-                obstacle(&mut aside, snapshot, other, wanted)?
+                obstacle(&mut aside, snapshot, other, wanted)?.text
             ))
         })
         .collect();

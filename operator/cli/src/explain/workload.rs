@@ -1,10 +1,12 @@
 //! Explains a workload: pods that were refused at their creation, and pods that do not run.
 
+use std::cmp::Reverse;
+
 use bursar_crds::GpuMemoryBudget;
 
 use super::{Cause, Explanation, Verdict, explain_pod};
 use crate::amounts::{count, memory};
-use crate::objects::{Event, Pod, Workload};
+use crate::objects::{Condition, Event, Pod, Workload};
 use crate::show::budgets;
 use crate::snapshot::Snapshot;
 
@@ -40,6 +42,13 @@ impl Controlled<'_> {
         spec.replicas.unwrap_or(1)
     }
 
+    /// Why a Job has failed. The controller creates no more pods of it.
+    fn failure(&self) -> Option<&Condition> {
+        let mut conditions = self.workload.status.conditions.iter();
+        let failed = |one: &&Condition| one.type_ == "Failed" && one.status == "True";
+        conditions.find(failed).filter(|_| self.kind == "job")
+    }
+
     /// The pods that have succeeded. The status follows the pods, and outlives them.
     fn succeeded(&self) -> i64 {
         let pods = self.pods.iter();
@@ -67,37 +76,40 @@ pub fn explain(snapshot: &Snapshot, controlled: &Controlled<'_>) -> Explanation 
     let missing = wanted
         .saturating_sub(i64::try_from(alive.len()).unwrap_or(i64::MAX))
         .max(0);
-    let verdict = if missing > 0 {
+    let failure = controlled.failure();
+    let verdict = if missing > 0 || failure.is_some() {
         Verdict::Fails
     } else {
         Verdict::Runs
     };
     explanation.conclude(
         verdict,
-        match missing {
-            0 => format!("{key} has {runs} of {} running.", pods(wanted)),
-            _ => format!(
+        match (failure, missing) {
+            (Some(failure), _) => {
+                let Condition {
+                    reason, message, ..
+                } = failure;
+                format!("{key} has failed: {reason}: {message}")
+            }
+            (None, 0) => format!("{key} has {runs} of {} running.", pods(wanted)),
+            (None, _) => format!(
                 "{key} has {} of {}: {missing} not created.",
                 alive.len(),
                 pods(wanted)
             ),
         },
     );
-    if missing > 0 {
+    if missing > 0 && failure.is_none() {
         refusal(&mut explanation, snapshot, controlled);
     }
-    let mut worst: Option<Explanation> = None;
-    for pod in &controlled.pods {
-        // The workload has replaced a pod that ended, unless pods are missing.
-        if pod.has_ended() && missing == 0 {
-            continue;
-        }
-        let of_pod = explain_pod(snapshot, pod);
-        if of_pod.verdict > worst.as_ref().map_or(Verdict::Runs, |worst| worst.verdict) {
-            worst = Some(of_pod);
-        }
-    }
-    if let Some(worst) = worst {
+    // The workload has replaced a pod that ended, unless pods are missing.
+    let is_current = |pod: &&&Pod| !pod.has_ended() || missing > 0 || failure.is_some();
+    let current = controlled.pods.iter().filter(is_current);
+    let failing = current
+        .map(|pod| explain_pod(snapshot, pod))
+        .filter(|pod| pod.verdict > Verdict::Runs);
+    // The first pod of the gravest verdict.
+    if let Some(worst) = failing.min_by_key(|pod| Reverse(pod.verdict)) {
         explanation.verdict = explanation.verdict.max(worst.verdict);
         explanation.say("pod", worst.headline);
         worst

@@ -28,7 +28,7 @@ pub struct NodeSpec {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeStatus {
-    /// What pods may request together.
+    /// The memory that pods may request together.
     pub allocatable: Amounts,
     /// The conditions.
     pub conditions: Vec<Condition>,

@@ -158,8 +158,17 @@ pub const QUANTA: [Quantum; 3] = [Quantum::Gib1, Quantum::Mib512, Quantum::Mib25
 impl Container {
     /// The device memory that the container requests.
     pub fn device_memory(&self) -> Option<Request> {
+        self.request(Quantum::device_memory)
+    }
+
+    /// The managed memory that the container requests.
+    pub fn managed_memory(&self) -> Option<Request> {
+        self.request(Quantum::managed_memory)
+    }
+
+    fn request(&self, resource: fn(Quantum) -> &'static str) -> Option<Request> {
         QUANTA.into_iter().find_map(|quantum| {
-            let text = self.resources.limits.get(quantum.device_memory())?;
+            let text = self.resources.limits.get(resource(quantum))?;
             let quanta = bursar_crds::quantity::parse_bytes(text).ok()?;
             let quanta = i64::try_from(quanta).ok().filter(|quanta| *quanta > 0)?;
             Some(Request { quanta, quantum })
@@ -168,18 +177,31 @@ impl Container {
 }
 
 impl Pod {
-    /// The containers that request device memory, with their requests.
-    pub fn gpu_containers(&self) -> impl Iterator<Item = (&Container, Request)> {
-        let all = self
-            .spec
+    /// The init containers, and then the containers.
+    pub fn all_containers(&self) -> impl Iterator<Item = &Container> {
+        self.spec
             .init_containers
             .iter()
-            .chain(&self.spec.containers);
-        all.filter_map(|container| Some((container, container.device_memory()?)))
+            .chain(&self.spec.containers)
     }
 
-    /// The device memory that the pod requests, as the scheduler and quotas count it: its
-    /// containers and sidecars together, or the largest init container with the sidecars before it.
+    /// The containers that run with the pod: sidecars, and then the containers.
+    pub fn running_containers(&self) -> impl Iterator<Item = &Container> {
+        let init_containers = self.spec.init_containers.iter();
+        init_containers
+            .filter(|container| container.restart_policy == "Always")
+            .chain(&self.spec.containers)
+    }
+
+    /// The containers that request device memory, with their requests.
+    pub fn gpu_containers(&self) -> impl Iterator<Item = (&Container, Request)> {
+        self.all_containers()
+            .filter_map(|container| Some((container, container.device_memory()?)))
+    }
+
+    /// The device memory that the pod requests, as the scheduler and quotas count it. That is of
+    /// its containers and sidecars together, or of the largest init container with the sidecars
+    /// before it.
     ///
     /// Source: `k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`.
     pub fn device_memory(&self) -> u64 {

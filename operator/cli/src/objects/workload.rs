@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Meta;
 use super::pod::PodSpec;
+use super::{Condition, Meta};
 
 /// An object that creates pods: a ReplicaSet, Deployment, StatefulSet, DaemonSet or Job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -47,6 +47,8 @@ pub struct Template {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct WorkloadStatus {
+    /// The conditions, such as that of a failed Job.
+    pub conditions: Vec<Condition>,
     /// Existing pods.
     pub replicas: i64,
     /// Ready pods.

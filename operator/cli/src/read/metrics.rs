@@ -52,7 +52,8 @@ pub async fn read_metrics(
             }
             Ok(Err(error)) => reason(&error),
             Err(_) => format!(
-                "the agent of {node} did not answer within {} s",
+                "the agent of {node} did not answer within {} s; networkPolicy.metricsPeers has to \
+                 admit the API server",
                 AGENT_TIMEOUT.as_secs()
             ),
         };

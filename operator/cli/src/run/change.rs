@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{AMISS, Session};
-use crate::act::{self, drain, resize};
+use crate::act::resize::{self, Resized};
+use crate::act::{self, drain};
 use crate::args::DrainArgs;
 use crate::objects::Pod;
 use crate::read::{self, list_path};
@@ -88,17 +89,27 @@ impl<W: Write> Session<'_, W> {
         }
         writeln!(
             self.out,
-            "Undo: kubectl bursar undrain {name} {}",
-            uuids.join(" ")
+            "Undo: kubectl bursar undrain {name} {}{}",
+            uuids.join(" "),
+            self.global.connection()
         )?;
-        if *no_wait {
-            return Ok(0);
+        match *no_wait {
+            true => Ok(0),
+            false => self.wait_until_drained(name, &uuids, *seconds).await,
         }
+    }
+
+    async fn wait_until_drained(
+        &mut self,
+        name: &str,
+        uuids: &[String],
+        seconds: i64,
+    ) -> anyhow::Result<u8> {
         let start = Instant::now();
-        let most = Duration::from_secs(u64::try_from(*seconds).unwrap_or(0));
+        let most = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         loop {
             let left = match self.look(name, most.saturating_sub(start.elapsed())).await {
-                Ok(node) => drain::not_drained(&node, &uuids),
+                Ok(node) => drain::not_drained(&node, uuids),
                 Err(error) => vec![format!(
                     "could not read its GpuNode: {}",
                     read::reason(&error)
@@ -133,7 +144,7 @@ impl<W: Write> Session<'_, W> {
         let patch_of = |node: &GpuNode| {
             let selected = match wanted {
                 [] => None,
-                wanted => Some(drain::selected(node, wanted)?),
+                wanted => Some(drain::drained(node, wanted)?),
             };
             Ok(drain::undrain_patch(node, selected.as_deref()))
         };
@@ -155,7 +166,7 @@ impl<W: Write> Session<'_, W> {
     pub(super) async fn resize(
         &mut self,
         name: &str,
-        amount: Option<&str>,
+        quota: Option<(Resized, &str)>,
         dry_run: bool,
     ) -> anyhow::Result<u8> {
         let namespace = self.namespace();
@@ -167,23 +178,34 @@ impl<W: Write> Session<'_, W> {
         let budget: GpuMemoryBudget = act::get(&self.client, &path, "default").await.with_context(|| {
             format!("failed to read GpuMemoryBudget {namespace}/default, which has the quotas of running pods")
         })?;
-        let patch = resize::patch(&budget, &pod, amount)?;
+        let patch = resize::patch(&budget, &pod, quota)?;
         if dry_run {
             let kind = format!("gpumemorybudget -n {namespace}");
             return self.print_patch(&kind, "default", patch.as_ref());
         }
         act::change(&self.client, &path, "default", |budget| {
-            Ok(resize::patch(budget, &pod, amount)?)
+            Ok(resize::patch(budget, &pod, quota)?)
         })
         .await
         .with_context(|| format!("failed to change GpuMemoryBudget {namespace}/default"))?;
-        let bytes = amount.map(parse_bytes).transpose()?;
+        let quota = match quota {
+            Some((resized, amount)) => Some((resized, parse_bytes(amount)?)),
+            None => None,
+        };
+        self.wait_until_resized(&pod, quota).await
+    }
+
+    async fn wait_until_resized(
+        &mut self,
+        pod: &Pod,
+        quota: Option<(Resized, u64)>,
+    ) -> anyhow::Result<u8> {
         let start = Instant::now();
         loop {
             let left = RESIZE_TIMEOUT.saturating_sub(start.elapsed());
             let unread = match self.look(&pod.spec.node_name, left).await {
                 Ok(node) => {
-                    if let Some(text) = resize::state(&node, &pod, bytes) {
+                    if let Some(text) = resize::state(&node, pod, quota) {
                         writeln!(self.out, "{text}")?;
                         return Ok(0);
                     }

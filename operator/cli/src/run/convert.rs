@@ -6,6 +6,7 @@ use anyhow::{Context as _, bail};
 
 use crate::args::ConvertArgs;
 use crate::convert::{self, Assumptions};
+use crate::table::clean;
 
 /// Rewrites a manifest. Needs no cluster.
 ///
@@ -40,7 +41,7 @@ pub fn convert(arguments: &ConvertArgs, out: &mut impl Write) -> anyhow::Result<
     };
     let converted = convert::convert(&text, assumptions)?;
     for note in &converted.notes {
-        eprintln!("{note}");
+        eprintln!("{}", clean(note.clone()));
     }
     out.write_all(converted.yaml.as_bytes())?;
     Ok(0)

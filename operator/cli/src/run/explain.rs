@@ -12,9 +12,25 @@ use crate::act;
 use crate::args::WorkloadKind;
 use crate::explain::workload::Controlled;
 use crate::explain::{self, Explanation, Verdict};
-use crate::objects::{Event, Pod, Workload};
+use crate::objects::{Event, ObjectRef, Pod, Workload};
 use crate::read::{self, list_path};
+use crate::show::gpus;
 use crate::snapshot::{Kind, Snapshot};
+
+/// The most victims that are read.
+const MAX_VICTIMS: usize = 20;
+
+/// Whether a text can be the name of a pod or a namespace.
+fn is_name(text: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+    text.starts_with(|c: char| c.is_ascii_alphanumeric()) && text.chars().all(is_allowed)
+}
+
+/// Drops the Events about a victim.
+fn forget_victim(snapshot: &mut Snapshot, uid: &str) {
+    let is_about = |event: &Event| explain::victim(event).is_some_and(|of| of.uid == uid);
+    snapshot.events.retain(|event| !is_about(event));
+}
 
 impl<W: Write> Session<'_, W> {
     pub(super) async fn explain(&mut self, kind: WorkloadKind, name: &str) -> anyhow::Result<u8> {
@@ -29,14 +45,15 @@ impl<W: Write> Session<'_, W> {
             Kind::OwnPods,
         ];
         let mut snapshot = self.read(&kinds, Some(&namespace)).await?;
-        // Pods in the way are of other namespaces, which only an admin may read.
-        let mut pods = self.read(&[Kind::Pods], None).await?;
-        if !pods.has_all(Kind::Pods) {
-            pods = self.read(&[Kind::Pods], Some(&namespace)).await?;
-            let reason = "forbidden in other namespaces".to_owned();
-            snapshot.unread.insert(Kind::Pods, reason);
+        if gpus::needs_pods(&snapshot) {
+            let mut pods = self.read(&[Kind::Pods], None).await?;
+            if !pods.has_all(Kind::Pods) {
+                pods = self.read(&[Kind::Pods], Some(&namespace)).await?;
+                let reason = "forbidden in other namespaces".to_owned();
+                snapshot.unread.insert(Kind::Pods, reason);
+            }
+            snapshot.pods = pods.pods;
         }
-        snapshot.pods = pods.pods;
         let explanation = match kind {
             WorkloadKind::Pod => self.explain_pod(&mut snapshot, &namespace, name).await?,
             _ => {
@@ -74,6 +91,7 @@ impl<W: Write> Session<'_, W> {
             .with_context(|| format!("failed to read pod {namespace}/{name}"))?;
         self.add_events(snapshot, namespace, &pod.metadata.uid)
             .await?;
+        self.add_victims(snapshot, &[&pod]).await;
         self.add_metrics(snapshot, &[&pod]).await?;
         Ok(explain::explain_pod(snapshot, &pod))
     }
@@ -126,13 +144,14 @@ impl<W: Write> Session<'_, W> {
             self.add_events(snapshot, namespace, &pod.metadata.uid)
                 .await?;
         }
-        self.add_metrics(snapshot, &pods.iter().collect::<Vec<_>>())
-            .await?;
+        let all: Vec<&Pod> = pods.iter().collect();
+        self.add_victims(snapshot, &all).await;
+        self.add_metrics(snapshot, &all).await?;
         let controlled = Controlled {
             kind: word,
             workload: &workload,
             creators,
-            pods: pods.iter().collect(),
+            pods: all,
         };
         Ok(explain::workload::explain(snapshot, &controlled))
     }
@@ -166,6 +185,49 @@ impl<W: Write> Session<'_, W> {
             ),
         }
         Ok(())
+    }
+
+    /// Adds the victims that Events on these pods name. Only an admin may read those of other
+    /// namespaces.
+    async fn add_victims(&self, snapshot: &mut Snapshot, pods: &[&Pod]) {
+        let of_pods = |event: &&Event| {
+            let uid = &event.involved_object.uid;
+            pods.iter().any(|pod| pod.metadata.uid == *uid)
+        };
+        let mut events: Vec<_> = snapshot.events.iter().filter(of_pods).collect();
+        events.sort_by_key(|event| std::cmp::Reverse(event.time()));
+        let victims = events.into_iter().filter_map(|event| {
+            let ObjectRef {
+                namespace,
+                name,
+                uid,
+                ..
+            } = explain::victim(event)?;
+            // A tenant may write such an Event, and must not choose the path of a request.
+            let is_pod = is_name(namespace) && is_name(name) && !uid.is_empty();
+            is_pod.then(|| (namespace.clone(), name.clone(), uid.clone()))
+        });
+        let mut seen = BTreeSet::new();
+        let mut victims: Vec<_> = victims
+            .filter(|victim| seen.insert(victim.clone()))
+            .collect();
+        if victims.len() > MAX_VICTIMS {
+            victims.truncate(MAX_VICTIMS);
+            let reason = format!("only the {MAX_VICTIMS} newest in the way were read");
+            snapshot.unread.insert(Kind::Pods, reason);
+        }
+        for (namespace, name, uid) in victims {
+            let path = list_path(Kind::Pods, Some(&namespace));
+            match act::get::<Pod>(&self.client, &path, &name).await {
+                Ok(pod) if pod.metadata.uid == uid => snapshot.pods.push(pod),
+                // The victim is gone. Another pod may have its name.
+                Ok(_) => forget_victim(snapshot, &uid),
+                Err(kube::Error::Api(status)) if status.code == 404 => {
+                    forget_victim(snapshot, &uid);
+                }
+                Err(error) => drop(snapshot.unread.insert(Kind::Pods, read::reason(&error))),
+            }
+        }
     }
 
     /// Adds the metrics of the agents on the nodes of these pods.

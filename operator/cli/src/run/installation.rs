@@ -30,23 +30,19 @@ const EXAMINED: [Kind; 10] = [
 ];
 
 impl<W: Write> Session<'_, W> {
-    /// Reads these kinds with the API server's version and clock. A kind that the cluster need not
-    /// have counts as read.
+    /// Reads these kinds with the API server's version and clock. A kind that the API server may
+    /// lack counts as read; `doctor` judges whether it should have it.
     async fn read_installation(&self, kinds: &[Kind]) -> anyhow::Result<Snapshot> {
         let mut snapshot = self.read(kinds, None).await?;
         let (server, clock) = read::server(&self.client).await.map_err(unreachable)?;
         snapshot.server_version = Some(server);
         snapshot.now = clock.unwrap_or(snapshot.now);
-        let absent = "the API server does not have it";
-        for optional in [Kind::PodMonitors, Kind::MutatingPolicies] {
-            if snapshot
-                .unread
-                .get(&optional)
-                .is_some_and(|reason| reason == absent)
-            {
-                snapshot.unread.remove(&optional);
-            }
-        }
+        snapshot.allow_absent(&[
+            Kind::PodMonitors,
+            Kind::MutatingPolicies,
+            Kind::GpuNodes,
+            Kind::Budgets,
+        ]);
         Ok(snapshot)
     }
 
@@ -105,6 +101,26 @@ impl<W: Write> Session<'_, W> {
             .as_ref()
             .map(|configuration| &configuration["data"]);
         let mut files = support::files(&snapshot, data);
+        let left_out = self.add_logs(&snapshot, &mut files).await?;
+        for reason in &left_out {
+            writeln!(self.out, "{reason}")?;
+        }
+        write!(self.out, "{}", support::listing(&files))?;
+        self.print_unread(&snapshot)?;
+        if file.as_os_str() != "-" {
+            std::fs::write(file, support::archive(&files)?)
+                .with_context(|| format!("failed to write {}", file.display()))?;
+            writeln!(self.out, "wrote {}", file.display())?;
+        }
+        Ok(0)
+    }
+
+    /// Adds the logs of Bursar's own pods. Returns why others are left out.
+    async fn add_logs(
+        &self,
+        snapshot: &Snapshot,
+        files: &mut Vec<support::File>,
+    ) -> anyhow::Result<Vec<String>> {
         let (logged, too_many) = support::logged(&snapshot.own_pods);
         let too_many = too_many.iter().map(|pod| {
             let (pod, most) = (&pod.metadata.name, logged.len());
@@ -131,17 +147,7 @@ impl<W: Write> Session<'_, W> {
         if !left_out.is_empty() {
             files.push(support::File::left_out(&left_out));
         }
-        for reason in &left_out {
-            writeln!(self.out, "{reason}")?;
-        }
-        write!(self.out, "{}", support::listing(&files))?;
-        self.print_unread(&snapshot)?;
-        if file.as_os_str() != "-" {
-            std::fs::write(file, support::archive(&files)?)
-                .with_context(|| format!("failed to write {}", file.display()))?;
-            writeln!(self.out, "wrote {}", file.display())?;
-        }
-        Ok(0)
+        Ok(left_out)
     }
 
     pub(super) async fn uninstall(&mut self) -> anyhow::Result<u8> {
@@ -157,15 +163,7 @@ impl<W: Write> Session<'_, W> {
         ];
         let mut snapshot = self.read(&kinds, None).await?;
         // Once the CRDs are gone, so are their objects.
-        for kind in [Kind::GpuNodes, Kind::Budgets] {
-            if snapshot
-                .unread
-                .get(&kind)
-                .is_some_and(|reason| reason == "the API server does not have it")
-            {
-                snapshot.unread.remove(&kind);
-            }
-        }
+        snapshot.allow_absent(&[Kind::GpuNodes, Kind::Budgets]);
         let text = uninstall::render(&snapshot, self.terminal);
         self.out.write_all(text.as_bytes())?;
         Ok(

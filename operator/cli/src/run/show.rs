@@ -7,34 +7,58 @@ use anyhow::Context as _;
 use tokio::time::sleep;
 
 use super::{FAILED, Session, required};
-use crate::args::{TopArgs, TopKind};
-use crate::read::Wanted;
-use crate::show::{budgets, events, gpus, retained, top};
-use crate::snapshot::Kind;
+use crate::args::{Output, TopArgs, TopKind};
+use crate::read::{self, Wanted};
+use crate::show::{self, budgets, events, gpus, retained, top};
+use crate::snapshot::{Kind, Snapshot};
+use crate::table::terminal_width;
 
 /// How often `-w` prints.
 const WATCH: Duration = Duration::from_secs(2);
 
 impl<W: Write> Session<'_, W> {
-    async fn pause(&mut self, watch: bool) -> anyhow::Result<bool> {
-        if watch {
-            self.out.flush()?;
-            sleep(WATCH).await;
-            // Home, and clear to the end of the screen.
-            write!(
-                self.out,
-                "{}",
-                if self.terminal.width.is_some() {
-                    "\u{1b}[H\u{1b}[J"
-                } else {
-                    ""
-                }
-            )?;
+    /// Prints once, or every two seconds until the program is stopped. A later read that fails, as
+    /// while an API server restarts, ends no watch.
+    async fn repeat(
+        &mut self,
+        watch: bool,
+        mut print: impl AsyncFnMut(&mut Self) -> anyhow::Result<u8>,
+    ) -> anyhow::Result<u8> {
+        let code = print(self).await?;
+        if !watch || code != 0 {
+            return Ok(code);
         }
-        Ok(watch)
+        loop {
+            self.pause().await?;
+            match print(self).await {
+                Err(failure) if failure.is::<std::io::Error>() => return Err(failure),
+                Err(failure) => eprintln!("kubectl bursar: {}", read::message(&failure)),
+                Ok(_) => {}
+            }
+        }
+    }
+
+    async fn pause(&mut self) -> anyhow::Result<()> {
+        self.out.flush()?;
+        sleep(WATCH).await;
+        if self.terminal.width.is_some() {
+            self.terminal.width = terminal_width().or(self.terminal.width);
+        }
+        let separator = match self.global.output {
+            Output::Yaml => "---\n",
+            // Home, and clear to the end of the screen.
+            _ if self.terminal.clears => "\u{1b}[H\u{1b}[J",
+            _ => "",
+        };
+        Ok(self.out.write_all(separator.as_bytes())?)
     }
 
     pub(super) async fn top(&mut self, arguments: &TopArgs) -> anyhow::Result<u8> {
+        let print = async |session: &mut Self| session.print_top(arguments).await;
+        self.repeat(arguments.watch, print).await
+    }
+
+    async fn print_top(&mut self, arguments: &TopArgs) -> anyhow::Result<u8> {
         let mut kinds = vec![Kind::Pods, Kind::GpuNodes];
         match arguments.what {
             TopKind::Namespaces => kinds.push(Kind::Budgets),
@@ -43,85 +67,92 @@ impl<W: Write> Session<'_, W> {
             }
             TopKind::Pods => {}
         }
-        loop {
-            let selector = arguments.selector.as_deref();
-            let snapshot = match arguments.what {
-                TopKind::Pods => {
-                    self.read_wanted(Wanted {
-                        kinds: &kinds,
-                        namespace: self.scope().as_deref(),
-                        selector,
-                    })
-                    .await?
-                }
-                TopKind::Namespaces => self.read_namespaces(&kinds, Kind::Pods, selector).await?,
-            };
-            match arguments.what {
-                TopKind::Pods => self.print(
-                    |terminal| top::render_pods(&snapshot, terminal),
-                    || top::pods_json(&snapshot),
-                    || top::pod_names(&snapshot),
-                )?,
-                TopKind::Namespaces => self.print(
-                    |terminal| top::render_namespaces(&snapshot, terminal),
-                    || top::namespaces_json(&snapshot),
-                    || {
-                        top::namespaces(&snapshot)
-                            .iter()
-                            .map(|row| format!("namespace/{}", row.namespace))
-                            .collect()
-                    },
-                )?,
+        let selector = arguments.selector.as_deref();
+        let snapshot = match arguments.what {
+            TopKind::Pods => {
+                self.read_wanted(Wanted {
+                    kinds: &kinds,
+                    namespace: self.scope().as_deref(),
+                    selector,
+                })
+                .await?
             }
-            self.print_unread(&snapshot)?;
-            if !snapshot.has_all(Kind::Pods) && snapshot.pods.is_empty() {
-                return Ok(FAILED);
-            }
-            if !self.pause(arguments.watch).await? {
-                return Ok(0);
-            }
+            TopKind::Namespaces => self.read_namespaces(&kinds, Kind::Pods, selector).await?,
+        };
+        match arguments.what {
+            TopKind::Pods => self.print(
+                |terminal| top::render_pods(&snapshot, terminal),
+                || top::pods_json(&snapshot),
+                || top::pod_names(&snapshot),
+            )?,
+            TopKind::Namespaces => self.print(
+                |terminal| top::render_namespaces(&snapshot, terminal),
+                || top::namespaces_json(&snapshot),
+                || {
+                    top::namespaces(&snapshot)
+                        .iter()
+                        .map(|row| format!("namespace/{}", row.namespace))
+                        .collect()
+                },
+            )?,
         }
+        self.print_unread(&snapshot)?;
+        let is_refused = !snapshot.has_all(Kind::Pods) && snapshot.pods.is_empty();
+        Ok(if is_refused { FAILED } else { 0 })
     }
 
     pub(super) async fn gpus(&mut self, node: Option<&str>, watch: bool) -> anyhow::Result<u8> {
-        loop {
-            let snapshot = self.read(&[Kind::GpuNodes, Kind::Pods], None).await?;
-            required(&snapshot, Kind::GpuNodes)?;
-            if let Some(node) = node {
-                let found = snapshot.gpu_node(node);
-                let found = found.with_context(|| {
-                    format!("failed to find GpuNode {node}: no agent has written one")
-                })?;
-                let text = gpus::without_gpus(found).filter(|_| self.global.output.is_table());
-                if let Some(text) = text {
-                    writeln!(self.out, "{text}")?;
-                }
-            }
-            self.print(
-                |terminal| gpus::render(&snapshot, node, terminal),
-                || gpus::json(&snapshot, node),
-                || gpus::names(&snapshot, node),
-            )?;
-            if !self.pause(watch).await? {
-                return Ok(0);
+        self.repeat(watch, async |session: &mut Self| {
+            session.print_gpus(node).await
+        })
+        .await
+    }
+
+    async fn print_gpus(&mut self, node: Option<&str>) -> anyhow::Result<u8> {
+        let mut snapshot = self.read(&[Kind::GpuNodes], None).await?;
+        required(&snapshot, Kind::GpuNodes)?;
+        if gpus::needs_pods(&snapshot) {
+            snapshot.pods = self.read(&[Kind::Pods], None).await?.pods;
+        }
+        if let Some(node) = node {
+            let found = snapshot.gpu_node(node);
+            let found = found.with_context(|| not_found(&snapshot, node))?;
+            let text = gpus::without_gpus(found).filter(|_| self.global.output.is_table());
+            if let Some(text) = text {
+                writeln!(self.out, "{text}")?;
             }
         }
+        let mut whole = self.whole(Kind::GpuNodes, None).await?;
+        whole.retain(|object| node.is_none_or(|node| object["metadata"]["name"] == node));
+        self.print(
+            |terminal| gpus::render(&snapshot, node, terminal),
+            || show::list(&whole),
+            || gpus::names(&snapshot, node),
+        )?;
+        self.print_unreadable(&snapshot)?;
+        Ok(0)
     }
 
     pub(super) async fn budgets(&mut self, watch: bool) -> anyhow::Result<u8> {
-        loop {
-            let kinds = [Kind::Budgets, Kind::GpuNodes, Kind::Nodes];
-            let snapshot = self.read_namespaces(&kinds, Kind::Budgets, None).await?;
-            required(&snapshot, Kind::Budgets)?;
-            self.print(
-                |terminal| budgets::render(&snapshot, terminal),
-                || budgets::json(&snapshot),
-                || budgets::names(&snapshot),
-            )?;
-            if !self.pause(watch).await? {
-                return Ok(0);
-            }
-        }
+        self.repeat(watch, async |session: &mut Self| {
+            session.print_budgets().await
+        })
+        .await
+    }
+
+    async fn print_budgets(&mut self) -> anyhow::Result<u8> {
+        let kinds = [Kind::Budgets, Kind::GpuNodes, Kind::Nodes];
+        let snapshot = self.read_namespaces(&kinds, Kind::Budgets, None).await?;
+        required(&snapshot, Kind::Budgets)?;
+        let namespace = snapshot.namespace.as_deref();
+        let whole = self.whole(Kind::Budgets, namespace).await?;
+        self.print(
+            |terminal| budgets::render(&snapshot, terminal),
+            || show::list(&whole),
+            || budgets::names(&snapshot),
+        )?;
+        self.print_unreadable(&snapshot)?;
+        Ok(0)
     }
 
     pub(super) async fn retained(&mut self) -> anyhow::Result<u8> {
@@ -159,5 +190,17 @@ impl<W: Write> Session<'_, W> {
             },
         )?;
         Ok(0)
+    }
+}
+
+/// Why a node has no GpuNode to show.
+fn not_found(snapshot: &Snapshot, node: &str) -> String {
+    let mut unreadable = snapshot.unreadable.iter();
+    match unreadable.find(|object| object.kind == Kind::GpuNodes && object.name == node) {
+        Some(object) => format!(
+            "failed to parse GpuNode {node}: {}; use the kubectl bursar of the chart's version",
+            object.error
+        ),
+        None => format!("failed to find GpuNode {node}: no agent has written one"),
     }
 }

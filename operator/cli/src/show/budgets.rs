@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use bursar_crds::budget::DeviceMemoryStatus;
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, conditions};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use serde_json::{Value, json};
 
 use super::{bytes, condition, name, quanta, quantum_bytes};
 use crate::amounts::{memory, part, since};
@@ -157,11 +156,6 @@ fn cohorts(snapshot: &Snapshot) -> BTreeMap<&str, Cohort> {
         }
     }
     cohorts
-}
-
-/// The budgets as a list, as the API server has them.
-pub fn json(snapshot: &Snapshot) -> Value {
-    json!({ "apiVersion": "v1", "kind": "List", "items": snapshot.budgets })
 }
 
 /// The names of the budgets, as `kubectl get -o name` prints them.

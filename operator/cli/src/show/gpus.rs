@@ -3,12 +3,11 @@
 use bursar_crds::context_policy::FaultAction;
 use bursar_crds::gpu_node::{Fault, FaultKind, GpuState, GpuStatus, HealthStatus};
 use bursar_crds::{GpuNode, conditions};
-use serde_json::{Value, json};
 
 use super::{bytes, condition, model, name, quanta, quantum_bytes};
 use crate::amounts::{count, memory, part};
 use crate::snapshot::Snapshot;
-use crate::table::{Cell, Style, Table, Terminal, column, expendable, wide};
+use crate::table::{Cell, Style, Table, Terminal, clean, column, expendable, wide};
 
 /// The index of a GPU on its node. A MIG instance has its number behind that of its GPU.
 pub fn index(node: &GpuNode, gpu: &GpuStatus) -> String {
@@ -26,9 +25,9 @@ pub fn index(node: &GpuNode, gpu: &GpuStatus) -> String {
 /// The memory of a GPU in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// What the GPU offers to pods.
+    /// The memory that the GPU offers to pods.
     pub capacity: u64,
-    /// What is bound to pods.
+    /// The memory that is bound to pods.
     pub bound: u64,
     /// The memory without a binding, also that which is set aside for waiting pods.
     pub free: u64,
@@ -76,7 +75,7 @@ pub fn fault<'a>(node: &'a GpuNode, gpu: &GpuStatus) -> Option<&'a Fault> {
     of_gpu.next()
 }
 
-/// What an admin has to do about a fault of a GPU.
+/// The remedy of an admin for a fault of a GPU.
 pub fn remedy(fault: &Fault) -> &'static str {
     match fault.action {
         Some(FaultAction::ResetGpu) => "drain and reset the GPU",
@@ -93,9 +92,22 @@ pub struct HeldFor<'a> {
     pub uid: &'a str,
     /// The pod's `namespace/name`, or its UID where the name is not known.
     pub pod: String,
-    /// The bytes that are set aside. `None` where the status has no amount: an older agent reports
+    /// The bytes that are set aside. `None` where the status has no amount. An older agent reports
     /// none, and a GPU without free memory has none to set aside for its reservation.
     pub bytes: Option<u64>,
+}
+
+/// Whether only the pods have the name of one for which memory is held. An older agent reports no
+/// names, and a GPU without free memory none for its reservation.
+pub fn needs_pods(snapshot: &Snapshot) -> bool {
+    let nodes = snapshot.gpu_nodes.iter();
+    let statuses = nodes.filter_map(|node| node.status.as_ref());
+    let mut gpus = statuses.flat_map(|status| &status.gpus);
+    gpus.any(|gpu| {
+        let is_listed = |uid: &String| gpu.set_aside.iter().any(|pod| pod.uid == *uid);
+        gpu.set_aside.iter().any(|pod| pod.name.is_empty())
+            || gpu.reserved_for.as_ref().is_some_and(|uid| !is_listed(uid))
+    })
 }
 
 /// The pods for which free memory of a GPU is set aside: for a reservation of the operator, or by
@@ -260,7 +272,7 @@ pub fn without_gpus(node: &GpuNode) -> Option<String> {
         return None;
     }
     let found = condition(&status.conditions, conditions::gpu_node::GPUS_FOUND);
-    Some(found.map_or_else(
+    Some(clean(found.map_or_else(
         || format!("{} has no GPUs.", name(node)),
         |found| {
             format!(
@@ -270,10 +282,10 @@ pub fn without_gpus(node: &GpuNode) -> Option<String> {
                 found.message
             )
         },
-    ))
+    )))
 }
 
-/// What all shown GPUs have together.
+/// The sums of all shown GPUs.
 #[derive(Default)]
 struct Sum {
     /// The nodes with GPUs.
@@ -319,12 +331,6 @@ impl Sum {
         text.push('\n');
         text
     }
-}
-
-/// The GpuNodes as a list, as the API server has them.
-pub fn json(snapshot: &Snapshot, only: Option<&str>) -> Value {
-    let items: Vec<&GpuNode> = shown(snapshot, only).collect();
-    json!({ "apiVersion": "v1", "kind": "List", "items": items })
 }
 
 /// The names of the GpuNodes.

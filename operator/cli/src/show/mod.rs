@@ -8,6 +8,7 @@ pub mod top;
 
 use bursar_crds::{Amount, GpuNode};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use serde_json::{Value, json};
 
 /// The bytes of an amount; 0 for one that cannot be parsed.
 pub(crate) fn bytes(amount: &Amount) -> u64 {
@@ -31,6 +32,11 @@ pub(crate) fn quanta(count: i32, quantum: u64) -> u64 {
 /// The name of a GpuNode.
 pub(crate) fn name(node: &GpuNode) -> &str {
     node.metadata.name.as_deref().unwrap_or_default()
+}
+
+/// A list of objects, as `kubectl get` writes it.
+pub fn list(objects: &[Value]) -> Value {
+    json!({ "apiVersion": "v1", "kind": "List", "items": objects })
 }
 
 /// A condition of this type.

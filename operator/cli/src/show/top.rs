@@ -71,7 +71,7 @@ pub enum State {
     NotKnown,
 }
 
-/// What the GpuNodes say of each pod, by UID.
+/// The reports of the GpuNodes on each pod, by UID.
 #[derive(Default)]
 struct Index<'a> {
     gpus: BTreeMap<&'a str, Vec<String>>,
@@ -235,7 +235,7 @@ pub fn render_pods(snapshot: &Snapshot, terminal: Terminal) -> String {
         table.push(cells(row));
     }
     let mut text = table.render(terminal);
-    if table.is_empty() && !terminal.no_headers {
+    if table.is_empty() && !terminal.no_headers && snapshot.has_all(Kind::Pods) {
         text.push_str("No pod has GPU memory.\n");
     }
     text

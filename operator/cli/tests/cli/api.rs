@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use crate::fake_api::FakeApi;
-use crate::fixtures::{budget, event, gpu, gpu_node, node, own_pod, pod, waiting_pod};
+use crate::fixtures::{
+    budget, event, gpu, gpu_node, node, own_pod, pod, victim_event, waiting_pod,
+};
 
 const METRICS: &str = "/api/v1/namespaces/bursar-system/pods/bursar-agent-n:9400/proxy/metrics";
 
@@ -227,6 +229,14 @@ async fn pod_that_a_tenant_labels_as_an_agent_is_not_asked() {
     }
 }
 
+#[test]
+fn answer_of_a_proxied_pod_is_shown_without_escapes() {
+    let answer = kube::core::Status::failure("gone\u{1b}[2J\nOK", "InternalError").with_code(500);
+    let error = kube::Error::Api(Box::new(answer));
+    assert_eq!(read::reason(&error), "gone [2J OK");
+    assert_eq!(read::message(&error.into()), "gone [2J OK");
+}
+
 #[tokio::test]
 async fn top_asks_an_agent_without_named_port_at_the_charts() {
     let api = small();
@@ -268,8 +278,14 @@ async fn tenant_gets_its_pods_and_what_it_may_not_read() {
     let (code, _) = run(&api, "explain pod gone").await;
     let message = "failed to read pod ml/gone: NotFound by the test";
     assert_eq!(code, Err(message.to_owned()));
-    let (code, text) = run(&api, "top -A").await;
-    assert_eq!(code, Ok(FAILED), "{text}");
+    for line in ["top -A", "top ns -A"] {
+        let (code, text) = run(&api, line).await;
+        assert_eq!(code, Ok(FAILED), "{text}");
+        assert!(
+            !text.contains("No pod") && !text.contains("No namespace"),
+            "{text}"
+        );
+    }
 }
 
 #[tokio::test]
@@ -302,6 +318,69 @@ async fn explain_fails_for_waiting_pods_and_missing_ones() {
     assert_eq!(code, Ok(AMISS), "{text}");
     assert!(
         text.contains("1 not created") && text.contains("exceeded quota: gpu-memory-budget-limit"),
+        "{text}"
+    );
+}
+
+/// The lists of all pods so far.
+fn lists_of_all_pods(api: &FakeApi) -> usize {
+    let queries = api.queries();
+    let of_pods = queries
+        .iter()
+        .filter(|query| query.starts_with("/api/v1/pods?") && !query.contains("labelSelector"));
+    of_pods.count()
+}
+
+#[tokio::test]
+async fn gpus_lists_pods_only_for_names_that_nodes_lack() {
+    let api = small();
+    let (code, text) = run(&api, "gpus").await;
+    assert_eq!((code, lists_of_all_pods(&api)), (Ok(0), 0), "{text}");
+    let mut held = gpu("GPU-1", 0, 79, &[]);
+    held["reservedFor"] = json!("ml-p");
+    let node = gpu_node("n", vec![held]);
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", vec![node]);
+    let (_, text) = run(&api, "gpus").await;
+    assert!(text.contains("held for ml/p"), "{text}");
+    assert_eq!(lists_of_all_pods(&api), 1);
+}
+
+#[tokio::test]
+async fn explain_reads_the_victims_and_not_all_pods() {
+    let api = small();
+    let waits = "waiting for 80 GiB on one GPU: largest free 71 GiB (GPU-1)";
+    let own = vec![waiting_pod("ml", "w", "n", 80, waits)];
+    api.put("/api/v1/namespaces/ml/pods", own);
+    let evicted = |victim: &str| {
+        let said = format!("{victim} is evicted from GPU-1 of n for this pod");
+        victim_event("w", "GpuMemoryVictimEvicted", &said, victim, 5)
+    };
+    let victims = ["search/v", "search/gone", "search/v/proxy"].map(evicted);
+    // A tenant writes an Event without a UID, which most other Events have not either.
+    let mut forged = evicted("search/forged");
+    forged["related"]["uid"] = json!("");
+    let events = [&victims[..], &[forged]].concat();
+    api.put("/api/v1/namespaces/ml/events", events);
+    let of_search = "/api/v1/namespaces/search/pods";
+    api.put(of_search, vec![pod("search", "v", "n", 40)]);
+    let mut node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[("search-v", 40)])]);
+    node["spec"]["reservations"] = json!([{ "gpu": "GPU-1", "waiter": "ml-w", "quanta": 79 }]);
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", vec![node]);
+    let (code, text) = run(&api, "explain pod w").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(text.contains("search/v (40 GiB, priority 0)"), "{text}");
+    assert!(!text.contains("gone"), "{text}");
+    assert_eq!(lists_of_all_pods(&api), 0);
+    let requests = api.requests();
+    assert!(
+        !requests.iter().any(|path| path.ends_with("/v/proxy")),
+        "{requests:?}"
+    );
+    api.forbid(&format!("{of_search}/v"));
+    let (_, text) = run(&api, "explain pod w").await;
+    assert!(text.contains("could not read pods: forbidden"), "{text}");
+    assert!(
+        text.contains("search/v is evicted") && !text.contains("gone"),
         "{text}"
     );
 }
@@ -352,14 +431,14 @@ async fn dry_run_prints_the_patch_and_writes_nothing() {
 #[tokio::test]
 async fn changes_are_patched_with_the_version() {
     let api = small();
-    let (code, text) = run(&api, "drain n 0 --yes --no-wait").await;
+    let (code, text) = run(&api, "drain n 0 --yes --no-wait --context c").await;
     assert_eq!(code, Ok(0), "{text}");
     assert!(
         text.contains("1 pod has memory there, whose processes will be killed: ml/p."),
         "{text}"
     );
     assert!(
-        text.contains("Undo: kubectl bursar undrain n GPU-1"),
+        text.contains("Undo: kubectl bursar undrain n GPU-1 --context c\n"),
         "{text}"
     );
     let (code, text) = run(&api, "undrain n").await;
@@ -607,6 +686,14 @@ async fn unreadable_node_hides_no_other() {
     let (code, text) = run(&api, "gpus").await;
     assert_eq!(code, Ok(0), "{text}");
     assert!(text.contains("1 GPU on 1 node"), "{text}");
+    assert!(text.contains("could not parse gpunodes bad: "), "{text}");
+    let (code, _) = run(&api, "gpus bad").await;
+    assert!(
+        code.unwrap_err()
+            .starts_with("failed to parse GpuNode bad: ")
+    );
+    let (_, text) = run(&api, "top --no-usage").await;
+    assert!(text.contains("could not parse gpunodes bad: "), "{text}");
     api.put(
         "/apis/apps/v1/daemonsets",
         vec![
@@ -617,6 +704,70 @@ async fn unreadable_node_hides_no_other() {
     let (code, text) = run(&api, "doctor").await;
     assert_eq!(code, Ok(AMISS), "{text}");
     assert!(text.contains("gpunodes bad cannot be parsed"), "{text}");
+}
+
+#[tokio::test]
+async fn json_has_the_objects_as_the_api_server_has_them() {
+    let api = small();
+    let mut newer = gpu_node("newer", vec![gpu("GPU-1", 0, 79, &[])]);
+    newer["status"]["gpus"][0]["state"] = json!("Hibernating");
+    newer["status"]["ofLater"] = json!({ "field": 1 });
+    let mut bad = gpu_node("bad", vec![]);
+    bad["status"]["gpus"] = json!("none");
+    let nodes = vec![newer, bad];
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", nodes.clone());
+    let list = |text: &str| serde_json::from_str::<Value>(text).unwrap()["items"].clone();
+    let (code, text) = run(&api, "gpus -o json").await;
+    assert_eq!((code, list(&text)), (Ok(0), json!(nodes)));
+    let (_, text) = run(&api, "gpus newer -o json").await;
+    assert_eq!(list(&text), json!([nodes[0]]));
+    let mut budget = budget("ml", 64, 64, 8, 0);
+    budget["spec"]["ofLater"] = json!(true);
+    for path in ["", "/namespaces/ml"] {
+        let path = format!("/apis/bursar.dev/v1alpha1{path}/gpumemorybudgets");
+        api.put(&path, vec![budget.clone()]);
+    }
+    for line in ["budgets -o json", "budgets -n ml -o json"] {
+        let (_, text) = run(&api, line).await;
+        assert_eq!(list(&text), json!([budget]), "{line}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_goes_on_after_a_read_that_fails() {
+    for (output, clears, separator) in [
+        ("yaml", false, "---\n"),
+        ("table", true, "\u{1b}[H\u{1b}[J"),
+        ("table", false, "\nNODE "),
+    ] {
+        let api = small();
+        let words = ["kubectl-bursar", "gpus", "-w", "-o", output];
+        let cli = Cli::try_parse_from(words).unwrap();
+        let mut out = Vec::new();
+        let mut session = Session {
+            client: api.client(),
+            global: &cli.global,
+            terminal: Terminal {
+                width: Some(120),
+                clears,
+                ..Terminal::default()
+            },
+            out: &mut out,
+        };
+        {
+            let mut watch = std::pin::pin!(session.run(&cli.command));
+            let mut runs_on = async |seconds| {
+                let ended = tokio::time::timeout(Duration::from_secs(seconds), &mut watch).await;
+                assert!(ended.is_err(), "{output}: {ended:?}");
+            };
+            runs_on(3).await;
+            api.forbid("/apis/bursar.dev/v1alpha1/gpunodes");
+            runs_on(5).await;
+        }
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains(separator), "{output}: {text}");
+        assert_eq!(text.contains('\u{1b}'), clears, "{output}: {text}");
+    }
 }
 
 /// 1,000 nodes, and 10,000 pods of which each requests GPU memory.

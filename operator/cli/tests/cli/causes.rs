@@ -139,6 +139,31 @@ fn pods_of_a_workload_that_ended_are_not_missing() {
     );
 }
 
+#[test]
+fn failed_job_has_its_reason_instead_of_missing_pods() {
+    let failed = condition("Failed", "True", "BackoffLimitExceeded", "too many retries");
+    let job: Workload = parse(
+        json!({ "metadata": { "namespace": "ml", "name": "w", "uid": "w" },
+        "spec": { "completions": 1 }, "status": { "failed": 7, "conditions": [failed] } }),
+    );
+    let pods: Vec<Pod> = vec![parse(ended("w-1", "Failed"))];
+    let controlled = Controlled {
+        kind: "job",
+        workload: &job,
+        creators: vec!["w".to_owned()],
+        pods: pods.iter().collect(),
+    };
+    let explanation = workload::explain(&running(), &controlled);
+    assert_eq!(explanation.verdict, Verdict::Fails);
+    let text = explanation.render(Terminal::default());
+    assert!(
+        text.starts_with("ml/w has failed: BackoffLimitExceeded: too many retries\n"),
+        "{text}"
+    );
+    assert!(text.contains("ml/w-1 has failed"), "{text}");
+    assert!(!text.contains("no event tells why"), "{text}");
+}
+
 fn explain_web(snapshot: &Snapshot) -> Explanation {
     let workload: Workload = parse(
         json!({ "metadata": { "namespace": "ml", "name": "web", "uid": "d-1" }, "spec": { "replicas": 1 } }),
@@ -292,6 +317,107 @@ fn pod_is_larger_than_nodes_only_if_all_are_too_small() {
     assert_eq!(of(gpu("GPU-2", 0, 24, &[])), [Cause::LargerThanNodes]);
     let full = gpu("GPU-2", 0, 79, &[("other", 70)]);
     assert_eq!(of(full), [Cause::NoNodeWithRoom]);
+}
+
+/// A pod of `gib` on the annotated number of GPUs, which the scheduler has found no node for.
+fn spread(gib: i64, gpus: Option<&str>, message: &str, of_node: Vec<Value>) -> Explanation {
+    let mut pod = pod("ml", "p", "", gib);
+    if let Some(gpus) = gpus {
+        pod["metadata"]["annotations"] = json!({ "bursar.dev/gpus": gpus });
+    }
+    pod["status"]["conditions"] = json!([{ "type": "PodScheduled", "status": "False",
+        "reason": "Unschedulable", "message": message }]);
+    let mut snapshot = small(vec![pod], gpu("GPU-1", 0, 79, &[]));
+    snapshot.gpu_nodes = vec![parse(gpu_node("n", of_node))];
+    explained(&snapshot, "ml", "p")
+}
+
+#[test]
+fn pod_over_several_gpus_is_compared_with_all_of_them() {
+    let cpu = "0/1 nodes are available: 1 Insufficient cpu.";
+    let two = |bound: i32| {
+        let gpus = [("GPU-1", 0), ("GPU-2", 1)];
+        gpus.map(|(uuid, index)| gpu(uuid, index, 80, &[("other", bound)]))
+            .to_vec()
+    };
+    // A container that is larger than each GPU is spread without an annotation.
+    for gpus in [None, Some("2")] {
+        let fits = spread(100, gpus, cpu, two(0));
+        assert_eq!(fits.causes, [], "{fits:#?}");
+        let text = fits.render(Terminal::default());
+        assert!(text.contains("n: has room on 2 GPUs"), "{text}");
+    }
+    let mut lopsided = two(0);
+    lopsided[1] = gpu("GPU-2", 1, 80, &[("other", 60)]);
+    let waits = spread(60, Some("2"), cpu, lopsided.clone());
+    has(&waits, Cause::Fragmentation);
+    let text = waits.render(Terminal::default());
+    assert!(!text.contains("spread the container"), "{text}");
+    has(&spread(60, Some("3"), cpu, two(0)), Cause::TooFewGpus);
+    // A program opens one MIG instance.
+    let instances = ["MIG-1", "MIG-2"].map(|uuid| gpu(uuid, 0, 39, &[]));
+    let larger = spread(48, None, cpu, instances.to_vec());
+    assert_eq!(larger.causes, [Cause::LargerThanNodes]);
+}
+
+#[test]
+fn waiting_pod_over_two_gpus_is_not_told_to_spread() {
+    let text = "waiting for 60 GiB on 2 GPUs: largest free 79 GiB (GPU-1)";
+    let mut snapshot = waiting(text, gpu("GPU-1", 0, 79, &[]));
+    snapshot.pods[0].metadata.annotations.gpus = "2".to_owned();
+    let gpus = vec![
+        gpu("GPU-1", 0, 79, &[]),
+        gpu("GPU-2", 1, 79, &[("other", 70)]),
+    ];
+    snapshot.gpu_nodes = vec![parse(gpu_node("n", gpus))];
+    let explanation = explained(&snapshot, "ml", "p");
+    has(&explanation, Cause::Fragmentation);
+    let text = explanation.render(Terminal::default());
+    assert!(
+        text.contains("no 2 GPUs have their shares of 50 GiB for it: GPU 0 has 79 GiB"),
+        "{text}"
+    );
+    assert!(!text.contains("spread the container"), "{text}");
+}
+
+#[test]
+fn full_node_is_no_cause_while_another_has_room() {
+    let of = |message: &str, full: Value| {
+        let mut snapshot = pending(message, gpu("GPU-1", 0, 79, &[]));
+        snapshot.gpu_nodes.push(parse(gpu_node("full", vec![full])));
+        snapshot.own_pods.push(parse(own_pod("agent", "full")));
+        explained(&snapshot, "ml", "p")
+    };
+    let mut drained = gpu("GPU-2", 0, 79, &[]);
+    drained["state"] = json!("Draining");
+    drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
+    let taint = "0/2 nodes are available: 1 Insufficient bursar.dev/gpu-memory-gib, 1 node(s) had \
+                 untolerated taint {a: b}. preemption: 0/2 nodes are available.";
+    for full in [gpu("GPU-2", 0, 79, &[("other", 70)]), drained] {
+        let explanation = of(taint, full.clone());
+        assert_eq!(explanation.causes, [], "{explanation:#?}");
+        let text = explanation.render(Terminal::default());
+        assert!(text.contains("does not keep the pod from a node"), "{text}");
+        // Pods that are on their way to a node count for the scheduler before they are bound.
+        let all = "0/2 nodes are available: 2 Insufficient bursar.dev/gpu-memory-gib.";
+        assert_eq!(of(all, full).causes, [Cause::NoNodeWithRoom]);
+    }
+}
+
+#[test]
+fn room_for_one_container_is_no_room_for_all_or_managed_memory() {
+    let taint = "1 node(s) had untolerated taint {a: b}";
+    let managed =
+        format!("0/2 nodes are available: {taint}, 1 Insufficient bursar.dev/managed-memory-gib.");
+    let snapshot = pending(&managed, gpu("GPU-1", 0, 79, &[]));
+    has(&explained(&snapshot, "ml", "p"), Cause::NoNodeWithRoom);
+    let device =
+        format!("0/2 nodes are available: {taint}, 1 Insufficient bursar.dev/gpu-memory-gib.");
+    let mut snapshot = pending(&device, gpu("GPU-1", 0, 79, &[]));
+    let mut second = snapshot.pods[0].spec.containers[0].clone();
+    second.name = "second".to_owned();
+    snapshot.pods[0].spec.containers.push(second);
+    has(&explained(&snapshot, "ml", "p"), Cause::NoNodeWithRoom);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Checks the patches of `drain`, `undrain` and `resize`, and the archive of `support`.
 
-use bursar_cli::act::{drain, resize};
+use bursar_cli::act::drain;
+use bursar_cli::act::resize::{self, Resized};
 use bursar_cli::support;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::json;
@@ -60,6 +61,7 @@ fn drain_keeps_other_drains_and_the_version() {
     drained.spec.drain.push("GPU-5e1c".to_owned());
     let first = drain::selected(&drained, &words(&["0"])).unwrap();
     assert_eq!(drain::drain_patch(&drained, &first), None);
+    let first = drain::drained(&drained, &words(&["0"])).unwrap();
     let patch = drain::undrain_patch(&drained, Some(&first)).unwrap();
     assert_eq!(patch["spec"]["drain"], json!(["GPU-other"]));
     assert_eq!(
@@ -67,6 +69,43 @@ fn drain_keeps_other_drains_and_the_version() {
         json!([])
     );
     assert_eq!(drain::undrain_patch(&two_gpus(), None), None);
+}
+
+#[test]
+fn drain_ends_when_its_gpu_has_left_the_status() {
+    let mut node: GpuNode = parse(gpu_node("n", vec![]));
+    node.spec.drain = words(&["GPU-5e1c", "GPU-5eff"]);
+    let drained = |arguments: &[&str]| drain::drained(&node, &words(arguments));
+    assert_eq!(drained(&["GPU-5e1c"]), Ok(words(&["GPU-5e1c"])));
+    assert_eq!(drained(&["GPU-5ef"]), Ok(words(&["GPU-5eff"])));
+    assert!(matches!(
+        drained(&["GPU-5e"]),
+        Err(drain::GpuArgumentError::Ambiguous { .. })
+    ));
+    assert!(matches!(
+        drained(&["GPU-7"]),
+        Err(drain::GpuArgumentError::NoGpus(_))
+    ));
+}
+
+#[test]
+fn undrain_is_offered_for_the_entry_that_drains() {
+    let instance = gpu("MIG-1", 0, 39, &[]);
+    let mut node: GpuNode = parse(gpu_node("n", vec![instance]));
+    let command = |node: &GpuNode| {
+        let gpus = &node.status.as_ref().unwrap().gpus;
+        drain::undrain_command(node, &gpus[0])
+    };
+    node.spec.drain = words(&["GPU-1"]);
+    let of_parent = "kubectl bursar undrain n GPU-1";
+    assert_eq!(command(&node).as_deref(), Some(of_parent));
+    node.spec.drain = words(&["GPU-1", "MIG-1"]);
+    let of_instance = "kubectl bursar undrain n MIG-1";
+    assert_eq!(command(&node).as_deref(), Some(of_instance));
+    let by_operator = json!([{ "manager": "bursar-operator-drain",
+        "fieldsV1": { "f:spec": { "f:drain": { ".": {}, "v:\"MIG-1\"": {} } } } }]);
+    node.metadata.managed_fields = Some(parse(by_operator));
+    assert_eq!(command(&node), None);
 }
 
 #[test]
@@ -108,7 +147,9 @@ fn resize_changes_only_the_pods_own_override() {
     let mut budget: GpuMemoryBudget = parse(budget("ml", 64, 64, 8, 0));
     budget.spec.overrides = vec![parse(json!({ "pod": "other", "deviceMemory": "1Gi" }))];
     let pod = parse(pod("ml", "p", "n", 8));
-    let patch = resize::patch(&budget, &pod, Some("4Gi")).unwrap().unwrap();
+    let patch = resize::patch(&budget, &pod, Some((Resized::Device, "4Gi")))
+        .unwrap()
+        .unwrap();
     assert_eq!(
         patch["spec"]["overrides"],
         json!([{ "pod": "other", "deviceMemory": "1Gi" }, { "pod": "p", "deviceMemory": "4Gi" }])
@@ -118,19 +159,64 @@ fn resize_changes_only_the_pods_own_override() {
         .spec
         .overrides
         .push(parse(json!({ "pod": "p", "deviceMemory": "4Gi" })));
-    assert_eq!(resize::patch(&budget, &pod, Some("4096Mi")), Ok(None));
+    assert_eq!(
+        resize::patch(&budget, &pod, Some((Resized::Device, "4096Mi"))),
+        Ok(None)
+    );
     let reset = resize::patch(&budget, &pod, None).unwrap().unwrap();
     assert_eq!(
         reset["spec"]["overrides"],
         json!([{ "pod": "other", "deviceMemory": "1Gi" }])
     );
     assert!(matches!(
-        resize::patch(&budget, &pod, Some("9Gi")),
+        resize::patch(&budget, &pod, Some((Resized::Device, "9Gi"))),
         Err(resize::ResizeError::AboveRequest { .. })
     ));
     assert!(matches!(
-        resize::patch(&budget, &pod, Some("much")),
+        resize::patch(&budget, &pod, Some((Resized::Device, "much"))),
         Err(resize::ResizeError::Amount(_))
+    ));
+}
+
+#[test]
+fn resize_of_one_memory_keeps_the_others_quota() {
+    let mut budget: GpuMemoryBudget = parse(budget("ml", 64, 64, 8, 0));
+    let mut requesting = pod("ml", "p", "n", 8);
+    requesting["spec"]["containers"][0]["resources"]["limits"]["bursar.dev/managed-memory-gib"] =
+        json!("16");
+    let requesting = parse(requesting);
+    let managed = |amount| Some((Resized::Managed, amount));
+    budget.spec.overrides = vec![parse(json!({ "pod": "p", "deviceMemory": "4Gi" }))];
+    let patch = resize::patch(&budget, &requesting, managed("12Gi"));
+    let both = json!([{ "pod": "p", "deviceMemory": "4Gi", "managedMemory": "12Gi" }]);
+    assert_eq!(patch.unwrap().unwrap()["spec"]["overrides"], both);
+    budget.spec.overrides = parse(both);
+    assert_eq!(
+        resize::patch(&budget, &requesting, managed("12Gi")),
+        Ok(None)
+    );
+    let patch = resize::patch(&budget, &requesting, Some((Resized::Device, "2Gi")));
+    let both = json!([{ "pod": "p", "deviceMemory": "2Gi", "managedMemory": "12Gi" }]);
+    assert_eq!(patch.unwrap().unwrap()["spec"]["overrides"], both);
+    let reset = resize::patch(&budget, &requesting, None).unwrap().unwrap();
+    assert_eq!(reset["spec"]["overrides"], json!([]));
+    assert!(matches!(
+        resize::patch(&budget, &requesting, managed("17Gi")),
+        Err(resize::ResizeError::AboveRequest { .. })
+    ));
+    let covered = parse(pod("ml", "p", "n", 8));
+    assert!(matches!(
+        resize::patch(&budget, &covered, managed("1Gi")),
+        Err(resize::ResizeError::NoManaged(_))
+    ));
+    // An init container that ends gets no quota override.
+    let mut initial = pod("ml", "p", "n", 8);
+    let mut starting = initial["spec"]["containers"][0].clone();
+    starting["resources"]["limits"]["bursar.dev/managed-memory-gib"] = json!("16");
+    initial["spec"]["initContainers"] = json!([starting]);
+    assert!(matches!(
+        resize::patch(&budget, &parse(initial), managed("1Gi")),
+        Err(resize::ResizeError::NoManaged(_))
     ));
 }
 
@@ -138,7 +224,7 @@ fn resize_changes_only_the_pods_own_override() {
 fn resize_waits_for_the_agents_state() {
     let pod = parse(pod("ml", "p", "n", 8));
     let mut node = two_gpus();
-    let four = Some(4_u64 << 30);
+    let four = Some((Resized::Device, 4_u64 << 30));
     assert_eq!(resize::state(&node, &pod, four), None);
     node.spec.quotas = vec![parse(
         json!({ "podUid": "ml-p", "container": "main", "account": "device", "quota": "4Gi" }),
@@ -149,7 +235,24 @@ fn resize_waits_for_the_agents_state() {
         resize::state(&node, &pod, four).unwrap(),
         "ml/p has a quota of 4 GiB."
     );
-    assert_eq!(resize::state(&node, &pod, Some(6 << 30)), None);
+    assert_eq!(
+        resize::state(&node, &pod, Some((Resized::Device, 6 << 30))),
+        None
+    );
+    // The quota of the other memory says nothing.
+    assert_eq!(
+        resize::state(&node, &pod, Some((Resized::Managed, 4 << 30))),
+        None
+    );
+    node.spec.quotas[0].account = "managed".to_owned();
+    let mut managed = state("Applied");
+    managed[0]["account"] = json!("managed");
+    node.status.as_mut().unwrap().quotas = parse(managed);
+    assert_eq!(
+        resize::state(&node, &pod, Some((Resized::Managed, 4 << 30))).unwrap(),
+        "ml/p has a quota of 4 GiB of managed memory."
+    );
+    node.spec.quotas[0].account = "device".to_owned();
     node.status.as_mut().unwrap().quotas = parse(state("Pending"));
     assert!(
         resize::state(&node, &pod, four)

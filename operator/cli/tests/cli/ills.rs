@@ -138,6 +138,28 @@ fn versions_and_rights_to_run_are_found() {
         "NotInstalled",
         Level::Fail,
     );
+    for kind in [Kind::GpuNodes, Kind::Budgets] {
+        finds(
+            &with(|all| all.absent = [kind, Kind::PodMonitors].into()),
+            "CrdMissing",
+            Level::Fail,
+        );
+    }
+}
+
+#[test]
+fn namespace_that_was_not_read_is_not_called_fine() {
+    let findings = with(|all| {
+        all.namespaces.clear();
+        all.unread.insert(Kind::Namespaces, "forbidden".to_owned());
+    });
+    let checks: Vec<&str> = findings.iter().map(|finding| finding.check).collect();
+    assert!(!checks.contains(&"PodSecurity"), "{findings:#?}");
+    let text = render(&findings, Terminal::default());
+    assert!(
+        text.ends_with("0 failures, 0 warnings, 1 could not be looked at\n"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -191,6 +213,19 @@ fn lost_gpus_and_pods_without_enforcement_are_found() {
         }),
         "NotEnforced",
         Level::Warn,
+    );
+}
+
+#[test]
+fn path_of_a_tenant_reaches_the_terminal_without_escapes() {
+    let findings = status(|status| {
+        status["notEnforced"] = json!([{ "podUid": "u", "namespace": "ml", "pod": "p", "container": "c",
+            "reason": "ForeignDriver", "message": "/tmp/\u{1b}]0;owned\u{7}\u{1b}[2J/libcuda.so.1" }])
+    });
+    let text = render(&findings, Terminal::default());
+    assert!(
+        text.contains("/tmp/ ]0;owned  [2J/libcuda.so.1\n"),
+        "{text}"
     );
 }
 
@@ -292,6 +327,13 @@ fn metrics_fd_stores_relays_and_clocks_are_found() {
         "NotScraped",
         Level::Warn,
     );
+    let another = json!({ "namespaceSelector": { "matchLabels": { "team": "none" } } });
+    let beside_another = with(|all| {
+        let peers = all.network_policies[0]["spec"]["ingress"][0]["from"].as_array_mut();
+        peers.unwrap().insert(0, another);
+    });
+    let is_scraped = |found: &Finding| found.check == "NotScraped" && found.level == Level::Ok;
+    assert!(beside_another.iter().any(is_scraped));
     finds(
         &with(|all| {
             all.namespaces.pop();

@@ -79,6 +79,22 @@ fn amounts_of_hami_become_quanta() {
 }
 
 #[test]
+fn request_of_no_gpu_becomes_no_memory() {
+    for limits in [
+        "nvidia.com/gpu: 0",
+        "nvidia.com/gpu: \"0\", nvidia.com/gpumem: 0",
+    ] {
+        let (said, value) = converted(&pod("", "", limits), NOTHING);
+        assert_eq!(quanta(&value), None, "{limits}");
+        assert!(
+            said.notes[0].contains("requests 0 GPUs"),
+            "{:?}",
+            said.notes
+        );
+    }
+}
+
+#[test]
 fn several_gpus_become_a_sum_and_the_annotation() {
     let (_, value) = converted(
         &pod("", "", "nvidia.com/gpu: 2, nvidia.com/gpumem: 8000"),
@@ -86,6 +102,26 @@ fn several_gpus_become_a_sum_and_the_annotation() {
     );
     assert_eq!(quanta(&value), Some(16));
     assert_eq!(value["metadata"]["annotations"]["bursar.dev/gpus"], "2");
+}
+
+#[test]
+fn container_spread_for_another_one_is_noted() {
+    let container = |name: &str, gpus: u32| {
+        format!(
+            "{{ name: {name}, resources: {{ limits: {{ nvidia.com/gpu: {gpus}, nvidia.com/gpumem: 8000 }} }} }}"
+        )
+    };
+    let (large, small) = (container("large", 2), container("small", 1));
+    let manifest =
+        format!("kind: Pod\nmetadata: {{ name: a }}\nspec: {{ containers: [{large}, {small}] }}\n");
+    let (said, value) = converted(&manifest, NOTHING);
+    assert_eq!(value["metadata"]["annotations"]["bursar.dev/gpus"], "2");
+    assert_eq!(said.notes.len(), 1, "{:?}", said.notes);
+    assert!(
+        said.notes[0].contains("container small: spread over 2 GPUs"),
+        "{:?}",
+        said.notes
+    );
 }
 
 #[test]
@@ -273,6 +309,7 @@ fn manifests_without_shared_gpus_stay_as_they_are() {
     for manifest in [
         "kind: Service\nmetadata:\n  name: a\nspec:\n  ports: []\n",
         "kind: Pod\nmetadata:\n  name: a\nspec:\n  containers:\n  - name: a\n    image: i\n",
+        "kind: Pod\nmetadata:\n  name: a\n  annotations:\n    gpu-fraction-num-devices: '2'\nspec:\n  containers:\n  - name: a\n    image: i\n",
     ] {
         assert_eq!(convert(manifest, NOTHING).unwrap().yaml, manifest);
     }

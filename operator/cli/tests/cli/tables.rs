@@ -1,16 +1,17 @@
 //! Compares tables with recorded ones.
 
 use bursar_cli::show::{budgets, events, gpus, retained, top};
-use bursar_cli::snapshot::Snapshot;
+use bursar_cli::snapshot::{Kind, Snapshot};
 use bursar_cli::table::Terminal;
 use bursar_cli::{uninstall, version};
 use serde_json::json;
 
-use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, node, parse, pod, tenant};
+use crate::fixtures::{NOW, cluster, condition, golden, gpu, gpu_node, node, parse, pod, tenant};
 
 const PLAIN: Terminal = Terminal {
     colour: false,
     width: None,
+    clears: false,
     wide: false,
     no_headers: false,
 };
@@ -123,6 +124,35 @@ fn uninstall_removes_the_node_labels_that_it_counts() {
 }
 
 #[test]
+fn uninstall_removes_crds_without_objects() {
+    let mut empty = Snapshot::default();
+    let commands = |snapshot: &Snapshot| {
+        let found = uninstall::remainders(snapshot).into_iter();
+        found.map(|one| one.command).collect::<Vec<_>>()
+    };
+    let crds = "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev";
+    assert_eq!(commands(&empty)[0], crds);
+    for kind in [Kind::GpuNodes, Kind::Budgets] {
+        empty.unread.insert(kind, "forbidden".to_owned());
+    }
+    assert_eq!(commands(&empty), Vec::<String>::new());
+}
+
+#[test]
+fn uninstall_names_the_release_that_is_installed() {
+    let workload = json!({ "metadata": { "name": "gpu-bursar-agent", "namespace": "gpus",
+        "labels": { "app.kubernetes.io/instance": "gpu" } } });
+    let snapshot = Snapshot {
+        daemon_sets: vec![parse(workload.clone())],
+        deployments: vec![parse(workload)],
+        ..Snapshot::default()
+    };
+    let found = uninstall::remainders(&snapshot);
+    assert_eq!(found[0].text, "1 release of the chart");
+    assert_eq!(found[0].command, "helm uninstall gpu --namespace gpus");
+}
+
+#[test]
 fn empty_cluster_has_sentences_instead_of_tables() {
     let empty = Snapshot {
         now: NOW.parse().unwrap(),
@@ -131,8 +161,12 @@ fn empty_cluster_has_sentences_instead_of_tables() {
     assert_eq!(gpus::render(&empty, None, PLAIN), "No node has GPUs\n");
     assert_eq!(top::render_pods(&empty, PLAIN), "No pod has GPU memory.\n");
     assert_eq!(budgets::render(&empty, PLAIN), "No budgets.\n");
+    let without_crds = Snapshot {
+        absent: [Kind::GpuNodes, Kind::Budgets].into(),
+        ..empty
+    };
     assert_eq!(
-        uninstall::render(&empty, PLAIN),
+        uninstall::render(&without_crds, PLAIN),
         "Nothing of Bursar is left in the API.\n"
     );
 }
@@ -278,6 +312,15 @@ fn gpus_name_the_pods_for_which_memory_is_held() {
 }
 
 #[test]
+fn message_of_an_agent_is_shown_without_escapes() {
+    let mut node = gpu_node("n", vec![]);
+    node["status"]["conditions"] =
+        json!([condition("GpusFound", "False", "NoGpus", "none\u{1b}[2J")]);
+    let text = gpus::without_gpus(&parse(node)).unwrap();
+    assert_eq!(text, "n has no GPUs: NoGpus: none [2J");
+}
+
+#[test]
 fn totals_count_waiters_and_faults_beyond_the_lists() {
     let mut node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]);
     node["status"]["summary"] = json!({ "waiting": 40, "faults": 70 });
@@ -347,9 +390,8 @@ fn narrow_terminal_is_never_exceeded() {
 }
 
 #[test]
-fn json_has_the_objects_and_the_documented_shape() {
+fn json_has_the_documented_shape() {
     let snapshot = cluster();
-    assert_eq!(gpus::json(&snapshot, None)["items"][0]["kind"], "GpuNode");
     let top = top::pods_json(&tenant(cluster()));
     assert_eq!(top["apiVersion"], "cli.bursar.dev/v1");
     assert_eq!(top["items"][0]["quotaBytes"], 50_u64 << 30);

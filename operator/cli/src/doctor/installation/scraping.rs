@@ -1,10 +1,11 @@
 //! Checks that Prometheus reads the metrics.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::super::{Finding, Level};
 use super::namespace;
-use crate::snapshot::{Kind, Snapshot};
+use crate::objects::Named;
+use crate::snapshot::{ABSENT, Kind, Snapshot};
 
 /// Whether a PodMonitor selects Bursar's pods, and a namespace may read their metrics.
 pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
@@ -14,14 +15,15 @@ pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
             Level::Warn,
             "NotScraped",
             format!("no namespace has the labels that may read the metrics: {selected}"),
-            "set networkPolicy.monitoringNamespaceSelector to the namespace of Prometheus",
+            "set networkPolicy.monitoringNamespaceSelector or metricsPeers to the namespace of \
+             Prometheus",
         ));
     }
     let remedy = "create a PodMonitor for port metrics of pods with app.kubernetes.io/name=bursar";
     if snapshot
         .unread
         .get(&Kind::PodMonitors)
-        .is_some_and(|reason| reason != "the API server does not have it")
+        .is_some_and(|reason| reason != ABSENT)
     {
         return None;
     }
@@ -49,36 +51,34 @@ pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
     })
 }
 
-/// The namespace labels of a NetworkPolicy of Bursar's that no namespace has.
+/// The namespace labels in a rule of a NetworkPolicy of Bursar's that admits no namespace.
 fn closed_to(snapshot: &Snapshot) -> Option<String> {
     if !snapshot.has_all(Kind::Namespaces) || snapshot.namespaces.is_empty() {
         return None;
     }
-    for policy in &snapshot.network_policies {
-        let rules = policy["spec"]["ingress"].as_array();
-        let peers = rules
-            .into_iter()
-            .flatten()
-            .filter_map(|rule| rule["from"].as_array())
-            .flatten();
-        for peer in peers {
-            let labels = &peer["namespaceSelector"]["matchLabels"];
-            let Some(labels) = labels.as_object() else {
-                continue;
-            };
-            let has = |namespace: &crate::objects::Named| {
-                labels.iter().all(|(key, value)| {
-                    namespace.metadata.labels.get(key).map(String::as_str) == value.as_str()
-                })
-            };
-            if !snapshot.namespaces.iter().any(has) {
-                let list: Vec<String> = labels
-                    .iter()
-                    .map(|(key, value)| format!("{key}={}", value.as_str().unwrap_or_default()))
-                    .collect();
-                return Some(list.join(","));
-            }
+    let policies = snapshot.network_policies.iter();
+    let rules = policies.filter_map(|policy| policy["spec"]["ingress"].as_array());
+    rules.flatten().find_map(|rule| {
+        let peers = rule["from"].as_array()?;
+        let admits = |peer: &Value| {
+            // A peer without namespace labels is of another kind, such as an address.
+            let labels = peer["namespaceSelector"]["matchLabels"].as_object();
+            labels.is_none_or(|labels| snapshot.namespaces.iter().any(|of| has_labels(of, labels)))
+        };
+        if peers.iter().any(admits) {
+            return None;
         }
-    }
-    None
+        let labels = peers.first()?["namespaceSelector"]["matchLabels"].as_object()?;
+        let labels = labels.iter();
+        let list =
+            labels.map(|(key, value)| format!("{key}={}", value.as_str().unwrap_or_default()));
+        Some(list.collect::<Vec<_>>().join(","))
+    })
+}
+
+fn has_labels(namespace: &Named, labels: &Map<String, Value>) -> bool {
+    let found = &namespace.metadata.labels;
+    labels
+        .iter()
+        .all(|(key, value)| found.get(key).map(String::as_str) == value.as_str())
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::super::{budgets, bytes};
 use crate::amounts::memory;
-use crate::snapshot::Snapshot;
+use crate::snapshot::{Kind, Snapshot};
 use crate::table::{Cell, Style, Table, Terminal, column, expendable};
 
 /// The memory of a namespace, as `-o json` has it.
@@ -22,9 +22,9 @@ pub struct NamespaceRow {
     /// The limit, where there is a budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit_bytes: Option<u64>,
-    /// What the pods request.
+    /// The memory that the pods request.
     pub requested_bytes: u64,
-    /// What borrowers request.
+    /// The memory that borrowers request.
     pub borrowed_bytes: u64,
     /// The most in use within the last sampled minute, where there is a budget.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -114,7 +114,8 @@ pub fn render_namespaces(snapshot: &Snapshot, terminal: Terminal) -> String {
         ]);
     }
     let mut text = table.render(terminal);
-    if table.is_empty() && !terminal.no_headers {
+    let has_all = snapshot.has_all(Kind::Pods) && snapshot.has_all(Kind::Budgets);
+    if table.is_empty() && !terminal.no_headers && has_all {
         text.push_str("No namespace has a budget or GPU memory.\n");
     }
     text
