@@ -62,16 +62,16 @@ default
 {{- define "bursar.gpuNodes" -}}
 {{- if .Values.agent.affinity -}}
 {{ toYaml .Values.agent.affinity }}
-{{- else if .Values.agent.gpuNodeLabels -}}
+{{- else -}}
 nodeAffinity:
   requiredDuringSchedulingIgnoredDuringExecution:
     nodeSelectorTerms:
-      {{- range .Values.agent.gpuNodeLabels }}
+      {{- range .Values.agent.gpuNodeLabels | default (list "") }}
       {{- $parts := splitList "=" . }}
       - matchExpressions:
           {{- if eq (len $parts) 2 }}
           - { key: {{ first $parts }}, operator: In, values: [{{ last $parts | quote }}] }
-          {{- else }}
+          {{- else if . }}
           - { key: {{ first $parts }}, operator: Exists }
           {{- end }}
           - { key: bursar.dev/agent, operator: NotIn, values: ["false"] }
