@@ -8,7 +8,7 @@ use crate::process::lock;
 /// Source or destination of a copy.
 #[derive(Debug, Clone, Copy)]
 enum Endpoint {
-    /// An address that has to be in an allocation of this library.
+    /// An address that the device has to be able to access.
     Device(u64),
     /// A host address, which is not checked.
     Host(u64),
@@ -37,10 +37,7 @@ impl CurrentContext {
         match side {
             Endpoint::Host(0) => Err(Code::INVALID_VALUE),
             Endpoint::Host(address) => Ok(address),
-            Endpoint::Device(address)
-                if lock(&self.process.space).is_accessible(address, len, write) =>
-            {
-                self.process.populate_managed(self.unit(), address, len);
+            Endpoint::Device(address) if self.process.access(self.unit(), address, len, write) => {
                 Ok(address)
             }
             Endpoint::Device(_) => Err(Code::INVALID_VALUE),

@@ -86,13 +86,14 @@ impl Process {
             75 => gpu_config.compute_capability.major,
             76 => gpu_config.compute_capability.minor,
             88 | 100 => i32::from(self.sim.config.pageable_memory), // access to all host memory
-            78 | 83 | 89 | 90 | 95 => 1, // priorities, managed, concurrent managed, preemption, cooperative
-            81 => 228 << 10,             // shared memory per multiprocessor
-            97 => 227 << 10,             // shared memory per block, opted in
-            102 | 103 => 1,              // VMM, its handles as descriptors
-            106 => 32,                   // blocks per multiprocessor
-            111 => 1 << 10,              // shared memory that the driver keeps
-            115 => 1,                    // pools
+            89 => i32::from(gpu_config.concurrent_managed_access),
+            78 | 83 | 90 | 95 => 1, // priorities, managed, preemption, cooperative
+            81 => 228 << 10,        // shared memory per multiprocessor
+            97 => 227 << 10,        // shared memory per block, opted in
+            102 | 103 => 1,         // VMM, its handles as descriptors
+            106 => 32,              // blocks per multiprocessor
+            111 => 1 << 10,         // shared memory that the driver keeps
+            115 => 1,               // pools
             15..=160 => 0,
             _ => return Err(Code::INVALID_VALUE),
         })

@@ -2,7 +2,7 @@
 //! which no GPU is charged for.
 //!
 //! Managed memory becomes resident on a device by a prefetch or an access, until other memory
-//! displaces it; it also stays on the device when it is prefetched to the host. Prefetches and
+//! displaces it. It also stays on the device when it is prefetched to the host. Prefetches and
 //! advice are recorded per page and can be queried.
 
 use crate::abi::{Code, DriverResult, Out};

@@ -6,7 +6,6 @@ use bursar_protocol::checksum;
 
 use crate::abi::{Code, DriverResult, In};
 use crate::context_stack::CurrentContext;
-use crate::process::lock;
 use std::time::Duration;
 
 /// A kernel, which every module has.
@@ -115,6 +114,25 @@ pub(crate) static KERNELS: &[Kernel] = &[
             Ok(())
         },
     },
+    // add(uint32_t *to, uint32_t number, size_t len): adds to each of `len` numbers
+    Kernel {
+        name: "add",
+        local_bytes: 0,
+        run: |current, arguments, _| {
+            let (to, number, len) = arguments.three::<u64, u32, u64>()?;
+            let size = len.checked_mul(4).ok_or(Code::INVALID_VALUE)?;
+            if current.check_access(to, size, true) {
+                for place in (to..to + size).step_by(4) {
+                    let place = place as *mut u32;
+                    // SAFETY: `check_access` found the range accessible.
+                    unsafe {
+                        place.write_unaligned(place.read_unaligned().wrapping_add(number));
+                    }
+                }
+            }
+            Ok(())
+        },
+    },
     // fault(): writes to address 0
     Kernel {
         name: "fault",
@@ -177,10 +195,8 @@ fn run_checksum(
 impl CurrentContext {
     /// Whether a kernel may access a range. If not, poisons the image with an illegal address.
     fn check_access(&self, address: u64, len: u64, write: bool) -> bool {
-        let allowed = lock(&self.process.space).is_accessible(address, len, write);
-        if allowed {
-            self.process.populate_managed(self.unit(), address, len);
-        } else {
+        let allowed = self.process.access(self.unit(), address, len, write);
+        if !allowed {
             self.process.poison(self.device, Code::ILLEGAL_ADDRESS, 31);
         }
         allowed

@@ -22,6 +22,7 @@ mod library;
 mod memory;
 mod module;
 mod multicast;
+mod pageable;
 mod pointer;
 mod pool;
 mod proc_address;

@@ -2,7 +2,7 @@
 //!
 //! A kernel's handle equals its function's.
 
-use crate::abi::{Code, In, Out, Text};
+use crate::abi::{Code, DriverResult, In, Out, Text};
 use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::kernel::KERNELS;
@@ -14,14 +14,22 @@ const STEP: u64 = 0x10;
 
 /// Fails when no such library is loaded.
 fn check_loaded(library: u64) -> Result<(), Code> {
-    let known = lock(&healthy_process()?.libraries)
-        .loaded
-        .contains(&library);
-    if known {
-        Ok(())
-    } else {
-        Err(Code::INVALID_HANDLE)
-    }
+    loaded_variable(library).map(drop)
+}
+
+/// The address of a loaded library's variable.
+fn loaded_variable(library: u64) -> Result<Option<u64>, Code> {
+    let libraries = lock(&healthy_process()?.libraries);
+    let loaded = libraries.loaded.get(&library).copied();
+    loaded.ok_or(Code::INVALID_HANDLE)
+}
+
+/// Looks up a library's variable.
+fn look_up(address: &Out<u64>, len: &Out<u64>, library: u64, name: &Text) -> DriverResult {
+    let (at, bytes) = module::find_variable(loaded_variable(library)?, name)?;
+    address.set_if_not_null(at);
+    len.set_if_not_null(bytes);
+    Ok(())
 }
 
 exports! {
@@ -30,16 +38,23 @@ exports! {
         _count: u32,
     ) = {
         image.get()?;
+        let variable = module::create_variable(&image)?;
         let mut libraries = lock(&healthy_process()?.libraries);
         libraries.handle_count += 1;
         let handle = FIRST + libraries.handle_count * STEP;
         library.set(handle)?;
-        libraries.loaded.insert(handle);
+        libraries.loaded.insert(handle, variable);
         Ok(())
     };
     fn cuLibraryUnload(library: u64) = {
-        let known = lock(&healthy_process()?.libraries).loaded.remove(&library);
-        if known { Ok(()) } else { Err(Code::INVALID_HANDLE) }
+        let variable = lock(&healthy_process()?.libraries).loaded.remove(&library);
+        module::free_variable(variable.ok_or(Code::INVALID_HANDLE)?)
+    };
+    fn cuLibraryGetGlobal(address: Out<u64>, len: Out<u64>, library: u64, name: Text) = {
+        look_up(&address, &len, library, &name)
+    };
+    fn cuLibraryGetManaged(address: Out<u64>, len: Out<u64>, library: u64, name: Text) = {
+        look_up(&address, &len, library, &name)
     };
     fn cuLibraryGetKernel(out: Out<u64>, library: u64, name: Text) = {
         check_loaded(library)?;

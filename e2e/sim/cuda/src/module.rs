@@ -15,25 +15,47 @@ const STEP: u64 = 0x10;
 
 fn load(module: &Out<u64>, image: Option<&In<u8>>) -> DriverResult {
     let current = current_context()?;
-    let variable = match image.and_then(managed_variable) {
-        Some(len) => {
-            let address = current
-                .process
-                .map_allocation(&current, len, AllocationKind::Managed)?;
-            // The real driver has initialised the variable on the device.
-            current
-                .process
-                .populate_managed(current.unit(), address, len);
-            Some(address)
-        }
-        None => None,
-    };
+    let variable = image.map_or(Ok(None), create_variable)?;
     let mut modules = lock(&current.process.modules);
     modules.handle_count += 1;
     let handle = FIRST + modules.handle_count * STEP;
     module.set(handle)?;
     modules.loaded.insert(handle, variable);
     Ok(())
+}
+
+/// Creates the variable of an image. Returns its address; none if the image has no variable.
+pub(crate) fn create_variable(image: &In<u8>) -> Result<Option<u64>, Code> {
+    let Some(len) = managed_variable(image) else {
+        return Ok(None);
+    };
+    let current = current_context()?;
+    let process = current.process;
+    let address = process.map_allocation(&current, len, AllocationKind::Managed)?;
+    // The real driver has initialised the variable on the device.
+    process.populate_managed(current.unit(), address, len);
+    Ok(Some(address))
+}
+
+/// Frees the variable of an unloaded image.
+pub(crate) fn free_variable(variable: Option<u64>) -> DriverResult {
+    let process = healthy_process()?;
+    if let Some(address) = variable {
+        let is_managed = |kind: &AllocationKind| *kind == AllocationKind::Managed;
+        let removed = process.remove_allocation(address, is_managed)?;
+        process.free_allocation(address, removed);
+    }
+    Ok(())
+}
+
+/// The address and the size of an image's variable, if it has this name.
+pub(crate) fn find_variable(variable: Option<u64>, name: &Text) -> Result<(u64, u64), Code> {
+    let variable = variable.filter(|_| name.get().is_ok_and(|name| name == "managed"));
+    let address = variable.ok_or(Code::NOT_FOUND)?;
+    let found = lock(&healthy_process()?.space).find_containing(address);
+    found
+        .map(|(_, found)| (address, found.len))
+        .ok_or(Code::NOT_FOUND)
 }
 
 /// The size of an image's variable in managed memory.
@@ -118,12 +140,8 @@ exports! {
     };
     fn cuModuleUnload(module: u64) = {
         let process = healthy_process()?;
-        let variable = lock(&process.modules).loaded.remove(&module).ok_or(Code::INVALID_HANDLE)?;
-        if let Some(address) = variable {
-            let removed = process.remove_allocation(address, |kind| *kind == AllocationKind::Managed)?;
-            process.free_allocation(address, removed);
-        }
-        Ok(())
+        let variable = lock(&process.modules).loaded.remove(&module);
+        free_variable(variable.ok_or(Code::INVALID_HANDLE)?)
     };
     fn cuModuleGetFunction(out: Out<u64>, module: u64, name: Text) = {
         check_loaded(module)?;
@@ -139,13 +157,10 @@ exports! {
     };
     fn cuModuleGetGlobal_v2(address: Out<u64>, len: Out<u64>, module: u64, name: Text) = {
         let process = healthy_process()?;
-        let variable = lock(&process.modules).loaded.get(&module).copied().ok_or(Code::INVALID_HANDLE)?;
-        let variable = variable.filter(|_| name.get().is_ok_and(|name| name == "managed"));
-        let at = variable.ok_or(Code::NOT_FOUND)?;
-        let found = lock(&process.space).find_containing(at);
-        let (_, found) = found.ok_or(Code::NOT_FOUND)?;
+        let variable = lock(&process.modules).loaded.get(&module).copied();
+        let (at, bytes) = find_variable(variable.ok_or(Code::INVALID_HANDLE)?, &name)?;
         address.set_if_not_null(at);
-        len.set_if_not_null(found.len);
+        len.set_if_not_null(bytes);
         Ok(())
     };
     fn cuFuncGetAttribute(value: Out<i32>, which: i32, function: u64) = {

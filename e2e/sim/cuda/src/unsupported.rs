@@ -77,7 +77,7 @@ unsupported! {
     cuKernelGetLibrary, cuKernelGetName, cuKernelGetParamCount,
     cuKernelGetParamInfo, cuKernelSetAttribute, cuKernelSetCacheConfig, cuLaunch,
     cuLaunchCooperativeKernelMultiDevice, cuLaunchGrid, cuLaunchGridAsync, cuLaunchHostFunc,
-    cuLaunchHostFunc_v2, cuLibraryGetGlobal,     cuLibraryGetManaged, cuLibraryGetModule, cuLibraryGetUnifiedFunction,
+    cuLaunchHostFunc_v2, cuLibraryGetModule, cuLibraryGetUnifiedFunction,
     cuLibraryLoadFromFile, cuLinkAddData_v2, cuLinkAddFile_v2,
     cuLinkComplete, cuLinkCreate_v2, cuLinkDestroy, cuLogicalEndpointAddDevice, cuLogicalEndpointBindAddr,
     cuLogicalEndpointBindMem, cuLogicalEndpointCreate, cuLogicalEndpointDestroy, cuLogicalEndpointExport,

@@ -53,6 +53,13 @@ impl AddressSpace {
         (address - base < found.len).then_some((*base, *found))
     }
 
+    /// Whether any byte of a range is in an allocation.
+    pub(crate) fn overlaps(&self, address: u64, len: u64) -> bool {
+        let mut before_end = self.allocations.range(..address.saturating_add(len));
+        let last = before_end.next_back();
+        last.is_some_and(|(base, found)| base + found.len > address)
+    }
+
     /// Whether every byte of a range is accessible. The range may span adjacent VMM mappings.
     pub(crate) fn is_accessible(&self, address: u64, len: u64, write: bool) -> bool {
         let Some(end) = address.checked_add(len) else {

@@ -53,7 +53,7 @@ pub(crate) struct Executable {
     pub(crate) launches: BTreeMap<u64, Option<Instant>>,
 }
 
-/// What the graphs of a stream hold of a pool. They share it.
+/// The part of a pool that the graphs of a stream hold. They share it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StreamMemory {
     pub(crate) bytes: u64,

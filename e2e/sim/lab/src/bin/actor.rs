@@ -9,6 +9,7 @@
 //! | `context DEVICE`, `reset DEVICE`, `sync`, `limit BYTES` | contexts |
 //! | `info` | returns the used bytes |
 //! | `alloc LEN`, `free AT`, `fill AT BYTE LEN`, `read AT` | linear memory; `read` returns a byte |
+//! | `host LEN` | allocates ordinary host memory, which is never freed |
 //! | `poolalloc LEN`, `poolfree AT`, `reserved` | the default pool |
 //! | `launch KERNEL NUMBER...` | launches a kernel of the simulated driver |
 //! | `create LEN`, `release H`, `reserve LEN`, `map AT LEN H` | VMM |
@@ -154,6 +155,10 @@ impl Client {
                 let mut byte = 0u8;
                 cu!(cuMemcpyDtoH_v2((&raw mut byte).cast(), n(1)?, 1));
                 Ok(Ok(byte.to_string()))
+            }
+            "host" => {
+                let memory = vec![0_u8; n(1)? as usize].leak();
+                Ok(Ok((memory.as_ptr() as u64).to_string()))
             }
             "poolalloc" => call_for_number(|at| {
                 // SAFETY: `at` is a local of `call_for_number`.
