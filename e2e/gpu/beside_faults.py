@@ -2,7 +2,7 @@
 
 usage: beside_faults.py ARCHIVE PROGRAM [--rounds N] [--gib N]
 
-ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-runtime --example retained`
+ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-gpu-programs --bin retained`
 made. Needs root, an NVIDIA driver and gcc; no network. Starts a cluster of one node with Bursar on it. One pod starts
 a process N times that allocates all of its quota, while pods beside it fault and are restarted in place. Prints one
 table. Exits with 1 if a process got less than the others, or if no context faulted meanwhile.

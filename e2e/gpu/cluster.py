@@ -12,7 +12,7 @@ PYTHON = "/opt/torch/.venv/bin/python3"
 CUDA = "/usr/local/cuda-13.0"
 RESOURCE = "bursar.dev/gpu-memory-gib"
 NAMESPACE = "bursar-system"
-FINDINGS = ("GpuIntruder", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCreditForged", "GpuProcessKilled")
+FINDINGS = ("GpuUntrackedProcess", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCreditTampered", "GpuProcessKilled")
 
 
 class Cluster:
@@ -67,11 +67,15 @@ class Cluster:
 
     def kill_findings(self):
         """Sets the agent's policy to `kill`, and waits for an agent with this policy."""
+        self.configure('policy = "report"', 'policy = "kill"')
+
+    def configure(self, setting, replacement):
+        """Replaces a setting of the agent, and waits for an agent that has read it."""
         name = "bursar-agent"
         config = json.loads(self.kubectl("get", "configmap", name, "--namespace", NAMESPACE, "--output", "json"))
         for key, text in config["data"].items():
-            config["data"][key] = text.replace('policy = "report"', 'policy = "kill"')
-        assert any('policy = "kill"' in text for text in config["data"].values()), config["data"]
+            config["data"][key] = text.replace(setting, replacement)
+        assert any(replacement in text for text in config["data"].values()), config["data"]
         self.apply(config)
         self.kubectl("rollout", "restart", f"daemonset/{name}", "--namespace", NAMESPACE)
         self.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")

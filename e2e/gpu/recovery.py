@@ -2,7 +2,7 @@
 
 usage: recovery.py ARCHIVE PROGRAM [--gib N] [--times N]
 
-ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
+ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-gpu-programs --bin
 retained`. Needs root, an NVIDIA driver and a Python with torch; no network. The script starts a cluster of one node with
 Bursar. The main process of one pod faults repeatedly and is executed again in its place, a second pod has its child
 killed, and a third pod computes beside them. The script prints one table, and exits with 1 if a row fails. No recovery

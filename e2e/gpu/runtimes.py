@@ -2,7 +2,7 @@
 
 usage: runtimes.py ARCHIVE PROGRAM
 
-ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
+ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-gpu-programs --bin
 retained`. Needs root and NVIDIA GPUs; no network. The script starts a cluster of one node with Bursar. It kills every
 allocator runtime at once while a pod retains memory, and prints one table. It exits with 1 if a row fails.
 """

@@ -15,9 +15,14 @@ class Table:
         """Prints a progress line with the time since the start."""
         print(f"[{time.monotonic() - self.begun:5.1f}s] {text}", flush=True)
 
-    def add(self, *cells, wrong=False):
-        """Adds a row; `wrong` describes its failure, or is only true."""
-        if wrong is None or wrong is False:
+    def add(self, *cells, wrong=False, unshown=None):
+        """Adds a row; `wrong` describes its failure, or is only true.
+
+        `unshown` says why this machine can show the row neither right nor wrong.
+        """
+        if unshown is not None:
+            verdict = f"not shown here: {unshown}"
+        elif wrong is None or wrong is False:
             verdict = "right"
         else:
             verdict = "WRONG" if wrong is True else f"WRONG: {wrong}"
@@ -30,8 +35,10 @@ class Table:
         print("|---" * (len(self.columns) + 1) + "|")
         for row in self.rows:
             print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
-        wrong = sum(row[-1] != "right" for row in self.rows)
-        print(f"{len(self.rows)} rows, {wrong} wrong, {time.monotonic() - self.begun:.0f} s")
+        wrong = sum(row[-1].startswith("WRONG") for row in self.rows)
+        unshown = sum(row[-1].startswith("not shown here") for row in self.rows)
+        counts = f"{len(self.rows)} rows, {wrong} wrong" + (f", {unshown} not shown here" if unshown else "")
+        print(f"{counts}, {time.monotonic() - self.begun:.0f} s")
         return 1 if wrong else 0
 
 

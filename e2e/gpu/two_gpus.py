@@ -2,8 +2,8 @@
 
 usage: two_gpus.py ARCHIVE [--seconds N] [--peers PROGRAM] [--retained PROGRAM] [--only WORD...]
 
-ARCHIVE is the output of `cargo e2e pack`, each PROGRAM that of `cargo build --release --package bursar-runtime
---example NAME`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
+ARCHIVE is the output of `cargo e2e pack`, each PROGRAM that of `cargo build --release --package bursar-gpu-programs
+--bin NAME`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
 Bursar under `audit.policy: kill`, and prints one table. It exits with 1 if a row fails. `--only`
 runs the programs over two GPUs whose titles contain a word, and nothing else.
 """

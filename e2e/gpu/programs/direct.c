@@ -166,16 +166,18 @@ static void sleep_wake(int rounds, size_t mib) {
            awake >> 20, asleep >> 20);
 }
 
+static int held_s = 3;
+
 // Prints whether this process gets as much memory as `holder` holds of a process that was just
 // killed, before and after `holder` is killed too.
 static void print_given(size_t mib, pid_t holder) {
-    sleep(3);
+    sleep(held_s);
     begin();
     CUdeviceptr pointer;
     CUresult while_held = cuMemAlloc(&pointer, mib * MIB), after = while_held;
     kill(holder, SIGKILL);
     int waited = 0;
-    for (; waited < 100; waited++) {
+    for (; waited < 600; waited++) {
         after = cuMemAlloc(&pointer, mib * MIB);
         if (after == CUDA_SUCCESS) break;
         usleep(100000);
@@ -330,6 +332,7 @@ static void pool_growth(int rounds) {
 
 int main(int count, char **words) {
     const char *command = count > 1 ? words[1] : "", *argument = count > 2 ? words[2] : "";
+    if (count > 3) held_s = atoi(words[3]);
     if (!strcmp(command, "greedy")) greedy(argument);
     else if (!strcmp(command, "stack")) limit(strtoul(argument, 0, 10));
     else if (!strcmp(command, "locals")) locals(argument);

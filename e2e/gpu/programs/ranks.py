@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 MIB = 1 << 20
 STEP = 64 * MIB
-PATIENCE = datetime.timedelta(seconds=30)
+TIMEOUT = datetime.timedelta(seconds=30)
 # After this time NCCL's watchdog gives up a collective call that a rank does not join.
 ABANDONED = datetime.timedelta(seconds=10)
 # The main process kills a rank that still runs after so many seconds: the watchdog first waits for a dump of its state.
@@ -140,7 +140,7 @@ def work(rank, world, mode, seconds, answers):
     """Runs one rank, and puts its answer into the queue."""
     torch.cuda.set_device(rank)
     answer = {"rank": rank, "sees_mib": torch.cuda.mem_get_info()[1] // MIB}
-    timeout = ABANDONED if mode == "refused" else PATIENCE
+    timeout = ABANDONED if mode == "refused" else TIMEOUT
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timeout, device_id=torch.device(rank))
     if mode == "refused":
         return refuse(rank, world, answers)

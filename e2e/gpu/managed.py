@@ -1,0 +1,116 @@
+"""Shows on a real GPU that memory of a dead exporter is proven free beside managed memory, and what that costs.
+
+usage: managed.py ARCHIVE
+
+ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver, gcc and cgroup v2; no network. The script
+starts a cluster of one node with Bursar. Pods with managed memory use it while a pod shares memory between processes
+that die, and a neighbour allocates and frees its quota. It prints one table, and exits with 1 if a row fails.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import image
+from cluster import CUDA, NAMESPACE, REFERENCE, Cluster, pod
+from table import Table
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+OUT_OF_MEMORY = 2
+MANAGED = "bursar.dev/managed-memory-gib"
+CONTEXT_GIB = 2
+COVERED_GIB, OVERSUBSCRIBED_GIB, NEIGHBOUR_GIB, EXPORTED_GIB = 4, 8, 24, 5
+# Both balloons come within the longer life: after 5 seconds, and 30 seconds later.
+SHORT_S, LONG_S, RUNNING_S = 3, 12, 75
+PROVEN_WITHIN_MS = {SHORT_S: 10_000, LONG_S: 40_000}
+
+
+def with_host_memory(manifest, gib, managed_gib=0):
+    """Limits the pod's host memory, and requests oversubscribed managed memory."""
+    limits = manifest["spec"]["containers"][0]["resources"]["limits"]
+    limits["memory"] = f"{gib}Gi"
+    if managed_gib:
+        limits[MANAGED] = str(managed_gib)
+    return manifest
+
+
+def balloons(cluster):
+    """Returns what the agent's log tells of its balloons, as GiB held and unproven, and of their failures."""
+    held, failures = [], []
+    for line in cluster.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE).splitlines():
+        if "balloon held" in line:
+            record = json.loads(line)
+            fields = record.get("fields", record)
+            held.append((fields["held"] / (1 << 30), fields["unproven"] / (1 << 30)))
+        elif "balloon" in line or "proven free" in line:
+            failures.append(line[-400:])
+    return held, failures
+
+
+def main():
+    """Runs all rows, and returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("archive")
+    arguments = parser.parse_args()
+    table = Table("what", "seen")
+    with tempfile.TemporaryDirectory() as scratch:
+        programs = os.path.join(scratch, "programs")
+        os.mkdir(programs)
+        os.chmod(scratch, 0o755)
+        for name in "managed", "direct":
+            source = [f"-I{CUDA}/include", f"{HERE}/programs/{name}.c", "-o", f"{programs}/{name}"]
+            subprocess.run(["gcc", "-O2", *source, f"-L{CUDA}/lib64/stubs", "-lcuda"], check=True)
+        archive = image.write(REFERENCE, scratch)
+        with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
+            cluster.load(archive)
+            cluster.configure('managed-memory-capacity = "0"', f'managed-memory-capacity = "{2 * OVERSUBSCRIBED_GIB}Gi"')
+            table.say("the cluster is up, managed memory is offered")
+            pods = {
+                "covered": with_host_memory(
+                    pod("covered", COVERED_GIB + CONTEXT_GIB, ["/programs/managed", "resident", str(COVERED_GIB << 10), str(RUNNING_S)], programs),
+                    2 * COVERED_GIB,
+                ),
+                "oversubscribed": with_host_memory(
+                    pod("oversubscribed", CONTEXT_GIB, ["/programs/managed", "resident", str(OVERSUBSCRIBED_GIB << 10), str(RUNNING_S)], programs),
+                    2 * OVERSUBSCRIBED_GIB,
+                    OVERSUBSCRIBED_GIB,
+                ),
+                "neighbour": pod(
+                    "neighbour",
+                    NEIGHBOUR_GIB + CONTEXT_GIB,
+                    ["/programs/managed", "neighbour", str(NEIGHBOUR_GIB << 10), str(RUNNING_S)],
+                    programs,
+                ),
+            }
+            for manifest in pods.values():
+                cluster.apply(manifest)
+            for held_s in SHORT_S, LONG_S:
+                name = f"exporter-{held_s}"
+                command = ["/programs/direct", "parked", str(EXPORTED_GIB << 10), str(held_s)]
+                cluster.apply(pod(name, EXPORTED_GIB + 3, command, programs))
+                _, answer, log = cluster.answer(name, 90)
+                title = f"{EXPORTED_GIB} GiB in a socket for {held_s} s after its process was killed"
+                right = answer and answer.get("while_held") == OUT_OF_MEMORY and answer.get("after") == 0
+                right = right and answer["waited_ms"] <= PROVEN_WITHIN_MS[held_s]
+                shown = f"refused meanwhile, granted {answer['waited_ms']} ms after its close" if right else (answer or log[-800:])
+                table.add(title, shown, wrong=not right)
+                cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
+            for name in pods:
+                phase, answer, log = cluster.answer(name, RUNNING_S)
+                wrong = not answer or phase != "Succeeded" or answer.get("wrong") or answer.get("refused")
+                table.add(f"{name} meanwhile", json.dumps(answer) if answer else log[-800:], wrong=bool(wrong))
+            held, failures = balloons(cluster)
+            shown = "; ".join(f"{size:.1f} GiB held, {unproven:.1f} unproven" for size, unproven in held)
+            table.add("balloons", shown, wrong="; ".join(failures) or not held)
+            said = cluster.findings()
+            table.add("findings", len(said), wrong=str(said) if said else None)
+            if any(row[-1] != "right" for row in table.rows):
+                print(cluster.complaint()[-8000:])
+    return table.show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
