@@ -88,9 +88,14 @@ fn values(images: &Template, simulated: bool) -> Value {
         // The agent process opens the simulated driver as well, and must see every GPU.
         values["agent"]["extraEnv"] =
             json!([{"name": "SIMGPU_DEV", "value": format!("{folder}/dev")}]);
+        let volume = |name: &str, path: &str| json!({"name": name, "hostPath": {"path": path, "type": "Directory"}});
+        let modules = format!("{folder}/sys/module");
         values["agent"]["extraVolumes"] =
-            json!([{"name": "simgpu", "hostPath": {"path": folder, "type": "Directory"}}]);
-        values["agent"]["extraVolumeMounts"] = json!([{"name": "simgpu", "mountPath": folder}]);
+            json!([volume("simgpu", folder), volume("simgpu-modules", &modules)]);
+        values["agent"]["extraVolumeMounts"] = json!([
+            {"name": "simgpu", "mountPath": folder},
+            {"name": "simgpu-modules", "mountPath": "/sys/module", "readOnly": true},
+        ]);
     }
     values
 }

@@ -1,5 +1,4 @@
 //! Parses the program's arguments.
-#![forbid(unsafe_code)]
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -43,7 +42,7 @@ pub(crate) enum Command {
         #[arg(long, value_parser = bytes, default_value = "256Mi")]
         chunk: u64,
     },
-    /// Launch a kernel that writes to address 0 while the file records fewer than `times` such
+    /// Launch a kernel that reads address 0 while the file records fewer than `times` such
     /// starts, then hold an amount. The process exits after the fault, unless it is blind
     Fault {
         /// The number of starts that fault
@@ -134,8 +133,8 @@ pub(crate) struct AllocationArgs {
     pub(crate) managed: bool,
     /// The device's ordinal
     #[arg(long, default_value_t = 0)]
-    pub(crate) device: i32,
-    /// What to do with the memory afterwards; `hold` keeps it until SIGTERM
+    pub(crate) device: u32,
+    /// The use of the memory afterwards; `hold` keeps it until SIGTERM
     #[arg(long, value_enum, default_value_t = Then::Hold)]
     pub(crate) then: Then,
 }

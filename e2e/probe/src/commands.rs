@@ -1,5 +1,4 @@
 //! Runs the commands and prints their events.
-#![forbid(unsafe_code)]
 
 use std::fs::File;
 use std::io::{ErrorKind, Write as _};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::args::{AllocationArgs, Args, Command, StdinCommand, Then};
-use crate::cuda::{self, Refusal};
+use crate::cuda::{self, Allocation, Gpu, Refusal};
 use crate::nvml;
 use crate::parked;
 use crate::retained;
@@ -38,14 +37,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             fault(*times, file, *bytes, *retain, delay, *blind)
         }
         Command::Retain { bytes } => {
-            cuda::set_current_device(0)?;
             let (_lease, report) = retained::open_or_write_lease(*bytes)?;
             println!("{}", json!({ "event": "retained", "retained": report }));
             Ok(ExitCode::SUCCESS)
         }
         Command::Export { bytes, to } => {
-            cuda::set_current_device(0)?;
-            parked::send_descriptor(&cuda::export(*bytes)?, to)?;
+            parked::send_descriptor(&Gpu::with_ordinal(0)?.export(*bytes)?, to)?;
             println!("{}", json!({ "event": "exported", "bytes": bytes }));
             Ok(ExitCode::SUCCESS)
         }
@@ -70,13 +67,16 @@ fn report() -> anyhow::Result<ExitCode> {
 }
 
 fn allocate_and_hold(bytes: u64, take: &AllocationArgs) -> anyhow::Result<ExitCode> {
-    cuda::set_current_device(take.device)?;
-    let mut got = 0;
+    let gpu = Gpu::with_ordinal(take.device)?;
+    let (mut held, mut got) = (Vec::new(), 0);
     while got < bytes {
         let chunk = take.chunk.min(bytes - got);
-        if let Err(refusal) = allocate(chunk, take) {
-            print_refusal(got, chunk, &refusal, take)?;
-            return Ok(ExitCode::FAILURE);
+        match allocate(&gpu, chunk, take) {
+            Ok(allocation) => held.push(allocation),
+            Err(refusal) => {
+                print_refusal(got, chunk, &refusal, take)?;
+                return Ok(ExitCode::FAILURE);
+            }
         }
         got += chunk;
     }
@@ -89,19 +89,22 @@ fn allocate_and_hold(bytes: u64, take: &AllocationArgs) -> anyhow::Result<ExitCo
     Ok(exit_or_hold(take.then))
 }
 
-fn allocate(bytes: u64, take: &AllocationArgs) -> Result<cuda::Allocation, Refusal> {
+fn allocate(gpu: &Gpu, bytes: u64, take: &AllocationArgs) -> Result<Allocation, Refusal> {
     match take.managed {
-        true => cuda::allocate_managed(bytes, take.device),
-        false => cuda::allocate(bytes),
+        true => gpu.allocate_managed(bytes),
+        false => gpu.allocate(bytes),
     }
 }
 
 fn allocate_until_refused(take: &AllocationArgs) -> anyhow::Result<ExitCode> {
-    cuda::set_current_device(take.device)?;
-    let mut got: u64 = 0;
+    let gpu = Gpu::with_ordinal(take.device)?;
+    let (mut held, mut got) = (Vec::new(), 0_u64);
     loop {
-        match allocate(take.chunk, take) {
-            Ok(_) => got = got.saturating_add(take.chunk),
+        match allocate(&gpu, take.chunk, take) {
+            Ok(allocation) => {
+                held.push(allocation);
+                got = got.saturating_add(take.chunk);
+            }
             Err(refusal) => {
                 print_refusal(got, take.chunk, &refusal, take)?;
                 return Ok(exit_or_hold(take.then));
@@ -114,14 +117,14 @@ fn allocate_until_refused(take: &AllocationArgs) -> anyhow::Result<ExitCode> {
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
-    cuda::set_current_device(0)?;
+    let gpu = Gpu::with_ordinal(0)?;
     let (mut rounds, mut last_print) = (0_u64, Instant::now());
     loop {
         let mut allocations = Vec::new();
         let mut got = 0;
         while got < bytes {
             let asked = chunk.min(bytes - got);
-            match cuda::allocate(asked) {
+            match gpu.allocate(asked) {
                 Ok(allocation) => allocations.push(allocation),
                 Err(refusal) => {
                     println!(
@@ -134,7 +137,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
             got += asked;
         }
         for allocation in allocations {
-            cuda::free(allocation)?;
+            gpu.free(allocation)?;
         }
         rounds += 1;
         if rounds == 1 || last_print.elapsed() >= PROGRESS_INTERVAL {
@@ -167,8 +170,8 @@ fn fault(
         Err(error) => return Err(error.into()),
     };
     let before = starts.len();
-    cuda::set_current_device(0)?;
-    let allocation = cuda::allocate(bytes);
+    let gpu = Gpu::with_ordinal(0)?;
+    let allocation = gpu.allocate(bytes);
     // The mapping stays until the process image ends.
     let (_lease, report) = retain
         .map(retained::open_or_write_lease)
@@ -182,7 +185,7 @@ fn fault(
         record.write_all(format!("{start}\n").as_bytes())?;
         std::thread::sleep(delay);
         println!("{}", json!({ "event": "faulting", "at": unix_millis()? }));
-        let answer = cuda::fault()?;
+        let answer = gpu.fault()?;
         println!("{}", json!({ "event": "faulted", "answer": answer }));
         return Ok(if blind {
             exit_or_hold(Then::Hold)
@@ -220,7 +223,7 @@ fn unix_millis() -> anyhow::Result<u64> {
 const STDIN_CHUNK: u64 = 64 << 20;
 
 fn run_stdin_commands() -> anyhow::Result<ExitCode> {
-    cuda::set_current_device(0)?;
+    let gpu = Gpu::with_ordinal(0)?;
     let mut allocations = Vec::new();
     for line in std::io::stdin().lines() {
         let order: StdinCommand = line?.parse().map_err(anyhow::Error::msg)?;
@@ -231,7 +234,7 @@ fn run_stdin_commands() -> anyhow::Result<ExitCode> {
             StdinCommand::Take(bytes) => {
                 let wanted = allocations.len().saturating_add(pieces(bytes));
                 while allocations.len() < wanted && refused.is_none() {
-                    match cuda::allocate(STDIN_CHUNK) {
+                    match gpu.allocate(STDIN_CHUNK) {
                         Ok(allocation) => allocations.push(allocation),
                         Err(refusal) => refused = Some(refusal),
                     }
@@ -239,7 +242,8 @@ fn run_stdin_commands() -> anyhow::Result<ExitCode> {
             }
             StdinCommand::Free(bytes) => {
                 let left = allocations.len().saturating_sub(pieces(bytes));
-                allocations.drain(left..).try_for_each(cuda::free)?;
+                let mut freed = allocations.drain(left..);
+                freed.try_for_each(|allocation| gpu.free(allocation))?;
             }
             StdinCommand::Report => {}
         }

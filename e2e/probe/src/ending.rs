@@ -1,5 +1,4 @@
 //! Ends the program on SIGTERM and SIGINT, also as process 1 of a container.
-#![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU8, Ordering};
 

@@ -1,5 +1,9 @@
 //! A small CUDA program for pods: reports devices, allocates memory and holds it.
 //!
+//! The program allocates through the allocator runtime. Programs that call the driver themselves
+//! run under a quota too. They are `quota-client`, which opens `libcuda.so.1`, in the tests of the
+//! shim and of the audit, and PyTorch on real GPUs (`e2e/gpu`).
+//!
 //! The program prints one JSON object a line.
 //!
 //! | exit code | meaning |

@@ -1,5 +1,4 @@
 //! Reads a device's memory and processes from NVML, as `nvidia-smi` does.
-#![forbid(unsafe_code)]
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;

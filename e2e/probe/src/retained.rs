@@ -1,5 +1,4 @@
 //! Writes retained memory, or reads what an earlier process image wrote, through the runtime.
-#![forbid(unsafe_code)]
 
 use std::time::Duration;
 

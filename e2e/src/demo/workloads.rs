@@ -15,7 +15,7 @@ pub(super) struct Workload {
     pub(super) program: Program,
 }
 
-/// What the probe does in a pod.
+/// The work of the probe in a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Program {
     /// Allocates a quarter of the request, beside the context.

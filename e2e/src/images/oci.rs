@@ -25,7 +25,7 @@ pub struct Image {
     pub user: &'static str,
     /// The labels of the image's configuration.
     pub labels: BTreeMap<&'static str, String>,
-    /// The entries of the layer, in any order: the layer is sorted by the kind of the entry and
+    /// The entries of the layer, in any order. The layer is sorted by the kind of the entry and
     /// then by its path, so that equal images have equal digests.
     pub files: Vec<Entry>,
 }

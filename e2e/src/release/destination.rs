@@ -77,8 +77,8 @@ pub enum Destination {
 impl FromStr for Destination {
     type Err = Infallible;
 
-    /// Takes a text for a registry if its first component is a host: with a dot, with a port, or
-    /// `localhost`, as in references of images.
+    /// Takes a text for a registry if its first component is a host. A host has a dot or a port, or
+    /// is `localhost`, as in references of images.
     fn from_str(text: &str) -> Result<Self, Infallible> {
         let host = text.split('/').next().unwrap_or_default();
         let is_host = !host.starts_with('.') && (host.contains(['.', ':']) || host == "localhost");

@@ -54,7 +54,7 @@ const CHECKSUMS: &str = "SHA256SUMS";
 /// The files of the chart that are published beside it.
 const CHART_FILES: &[&str] = &["values-gpu-operator.yaml", "values-simulated.yaml"];
 
-/// What to release, and where to.
+/// The artifacts of a release and their destinations.
 #[derive(Debug)]
 pub struct ReleaseOptions {
     /// The version.

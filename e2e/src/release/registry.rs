@@ -22,7 +22,7 @@ pub enum PushError {
     Refused {
         /// The reference.
         reference: String,
-        /// What `crane` printed.
+        /// The output of `crane`.
         said: String,
     },
     /// The registry has another content under this reference.
@@ -30,7 +30,7 @@ pub enum PushError {
     OtherDigest {
         /// The reference.
         reference: String,
-        /// What the registry reports.
+        /// The registry's report.
         found: String,
         /// The digest of the layout.
         expected: String,

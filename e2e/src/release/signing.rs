@@ -37,7 +37,7 @@ pub enum SigningError {
     Refused {
         /// The file or the reference.
         object: String,
-        /// What `cosign` printed.
+        /// The output of `cosign`.
         said: String,
     },
 }

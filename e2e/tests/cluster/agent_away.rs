@@ -105,7 +105,7 @@ async fn count_failed_without_a_relay(
     Ok((started.iter().flatten().count(), failed))
 }
 
-/// What the clients have done, and whether they go on.
+/// The clients' progress, and whether they go on.
 #[derive(Default)]
 struct ClientProgress {
     ran: AtomicUsize,

@@ -50,6 +50,11 @@ async fn budgets(context: &mut TrialContext) -> Result<(), Failed> {
             "must be a whole number of bytes",
         ),
         (
+            "default",
+            json!({"deviceMemory": {"guaranteed": "16Gi"}, "overrides": [{"pod": "p"}]}),
+            "set deviceMemory, managedMemory or both",
+        ),
+        (
             "mine",
             json!({"deviceMemory": {"guaranteed": "16Gi"}}),
             "its name is `default`",

@@ -1,5 +1,5 @@
-//! Checks the way of an installation: from a registry to a held pod, through a change of the
-//! quantum, to a cluster without a trace of it.
+//! Checks the way of an installation. It leads from a registry to a held pod, through a change of
+//! the quantum, to a cluster without a trace of it.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -749,7 +749,7 @@ async fn refused_without_budget(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Pods for which no node or no GPU has room. Returns the node, on which both GPUs have a pod of 10
-/// and a pod waits, and which of the two has a GPU without the idle pod.
+/// and a pod waits. Returns also which of the two has a GPU without the idle pod.
 async fn waits_are_explained(
     context: &TrialContext,
     pods: &Pods,

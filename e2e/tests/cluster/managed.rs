@@ -129,6 +129,10 @@ async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
     pods.wait_until_deleted("covered", START_TIMEOUT).await?;
     let gpu = oversubscribed_pod_has_a_quota_of_its_own(context, &guide).await?;
     neighbour_gets_its_quota(context, &guide, &gpu).await?;
+    // Unaccounted memory is a finding after 10 of 30 audits.
+    let (audits, all) = ("bursar_agent_audit_seconds_bucket", [("le", "+Inf")]);
+    let before = wait_for_metric(context, &node, audits, &all, |_| true).await?;
+    wait_for_metric(context, &node, audits, &all, |now| now >= before + 12.0).await?;
     for finding in FINDINGS {
         let (name, labels) = ("bursar_agent_findings_total", [("finding", finding)]);
         wait_for_metric(context, &node, name, &labels, |count| count == 0.0).await?;

@@ -8,7 +8,7 @@ use libtest_mimic::{Failed, Trial};
 
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
-/// A waiting pod runs this soon after the end of the pod that made room: the agent's answer, and
+/// A waiting pod runs this soon after the end of the pod that made room. The agent's answer, and
 /// not the kubelet's next attempt, starts it.
 const STARTED: Duration = Duration::from_secs(20);
 

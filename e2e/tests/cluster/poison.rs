@@ -57,7 +57,7 @@ pub(crate) fn last_trials() -> Vec<Trial> {
     )]
 }
 
-/// The main process faults `faults` times in a row and is executed again in place, and then
+/// The main process faults `faults` times in a row and is executed again in place. Then it faults
 /// `restarts` times in a container that the kubelet restarts.
 async fn poison(context: &mut TrialContext, faults: u32, restarts: u32) -> Result<(), Failed> {
     with_context_policy(context, "InPlace", 2 * faults, async |context| {

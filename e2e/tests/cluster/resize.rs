@@ -1,27 +1,46 @@
-//! Checks that the quota of a running pod follows the quota overrides of its `GpuNode`.
+//! Checks that the quota of a running pod follows the quota overrides of its `GpuNode`, and that of
+//! its managed memory those of its budget.
 
-use bursar_crds::GpuNode;
+use std::panic::{AssertUnwindSafe, resume_unwind};
+
 use bursar_crds::gpu_node::{QuotaState, QuotaStatus};
+use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::PodBuilder;
+use futures::FutureExt as _;
 use kube::api::{Api, Patch, PatchParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
+use crate::budget_enforcement::create_team;
 use crate::quota::event_line;
-use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
 use crate::status;
+use crate::waiters::remove_workloads;
 
 const GIB: u64 = 1 << 30;
 /// A pod that requests 8 GiB and holds one.
 const POD: &str = "resized";
+/// A pod that requests 4 GiB of managed memory besides.
+const MANAGED_POD: &str = "resized-managed";
 /// The part of the quota that the contexts of its two programs take, with a margin.
 const CONTEXTS: u64 = 2 * GIB;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial(
-        "enforcement/cluster/resize",
-        running_pods_quota_follows_the_gpu_node,
-    )]
+    vec![
+        trial(
+            "enforcement/cluster/resize",
+            running_pods_quota_follows_the_gpu_node,
+        ),
+        node_trial("enforcement/cluster/resize-managed", async |context| {
+            let resized = AssertUnwindSafe(managed_quota_follows_the_budget(context));
+            let outcome = resized.catch_unwind().await;
+            let removed = remove_workloads(context).await;
+            let none = json!({ "managedMemory": { "capacity": "0" } });
+            let reset = context.upgrade_release(&none).await;
+            let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic));
+            outcome.and(removed).and(reset)
+        }),
+    ]
 }
 
 /// The pod, container and GPU of a quota override.
@@ -192,5 +211,54 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");
     assert_eq!(whole["device"]["total"], 8 * GIB, "{whole}");
+    context.history.check_none_failed_or_restarted().await
+}
+
+async fn managed_quota_follows_the_budget(context: &mut TrialContext) -> Result<(), Failed> {
+    let offered = json!({ "managedMemory": { "capacity": "8Gi" } });
+    context.upgrade_release(&offered).await?;
+    let plan = PodBuilder::new(MANAGED_POD, &context.environment.probe_image)
+        .arguments(&["hold", "--bytes=1Gi"])
+        .gib(4)
+        .limit("bursar.dev/managed-memory-gib", "4")
+        .limit("memory", "6Gi");
+    context.pods.create(&plan).await?;
+    let quota_override = QuotaOverride::of(context, MANAGED_POD).await?;
+    let client = context.environment.cluster.client();
+    let spec =
+        json!({ "deviceMemory": { "guaranteed": "16Gi" }, "managedMemory": { "limit": "4Gi" } });
+    create_team(&client, NAMESPACE, spec).await?;
+    let budgets: Api<GpuMemoryBudget> = Api::namespaced(client, NAMESPACE);
+    // Lowered, raised and lifted.
+    for (lowered, gib) in [(Some("2Gi"), 2), (Some("3Gi"), 3), (None, 4)] {
+        let overrides: Vec<Value> = lowered
+            .iter()
+            .map(|amount| json!({ "pod": MANAGED_POD, "managedMemory": amount }))
+            .collect();
+        let patch = Patch::Merge(json!({ "spec": { "overrides": overrides } }));
+        budgets
+            .patch("default", &PatchParams::default(), &patch)
+            .await?;
+        if lowered.is_some() {
+            quota_override
+                .wait_for_state(context, QuotaState::Applied, gib)
+                .await?;
+        } else {
+            let node = &quota_override.node;
+            status::wait_for_status(context, node, "no override to be left", |status| {
+                status.quotas.is_empty()
+            })
+            .await?;
+        }
+        let greedy = ["greedy", "--managed", "--chunk=256Mi", "--then=exit"];
+        let said = context.exec(MANAGED_POD, &greedy).await?;
+        let refused = said.lines().find_map(event_line("refused"));
+        let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+        assert_eq!(
+            (&refused["refused"]["code"], &refused["got"]),
+            (&json!(2), &json!(gib * GIB)),
+            "{refused}"
+        );
+    }
     context.history.check_none_failed_or_restarted().await
 }

@@ -325,8 +325,8 @@ fn kill_sandbox(context: &mut TrialContext, uid: &str) -> Result<(), Failed> {
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
-/// Checks that bindings stay while containers restart so many times: before the bindings are read,
-/// by themselves, after a kill of the agent and after one of the sandbox.
+/// Checks that bindings stay while containers restart so many times. They restart before the
+/// bindings are read, by themselves, after a kill of the agent and after one of the sandbox.
 async fn containers_restart_apart(
     context: &mut TrialContext,
     [before, alone, after_agent, after_sandbox]: [usize; 4],

@@ -1,5 +1,5 @@
 //! Checks that running pods and their memory outlive an upgrade, its rollback, an uninstall and a
-//! new installation, and that each step changes only what the guide says.
+//! new installation. Each step changes only what the guide says.
 
 use std::fs;
 use std::path::{Path, PathBuf};

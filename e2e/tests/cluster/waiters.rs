@@ -364,7 +364,7 @@ async fn moves(context: &TrialContext) -> Result<(), Failed> {
         })
     })
     .await?;
-    status::wait_for_event(context, first, "GpuMemoryWaiterMoved", ELSEWHERE).await?;
+    status::wait_for_event(context, first, "RelocatedForGpuMemory", ELSEWHERE).await?;
     context.progress.report(format_args!(
         "moved {:.1?} after there was room elsewhere",
         begin.elapsed()

@@ -13,6 +13,12 @@ use crate::render::{chart, refusal, render};
 const HOW: &str = "BURSAR_UPDATE=1 cargo test -p bursar-e2e --test install";
 /// The marks around the generated part of the README.
 const MARKS: (&str, &str) = ("<!-- values: begin -->\n", "<!-- values: end -->\n");
+/// The maps that a release does not work without. `null` empties every other map.
+const NEEDED_MAPS: [&str; 3] = [
+    "securityContext",
+    "podSecurityContext",
+    "monitoringNamespaceSelector",
+];
 /// The prefix of the definitions that Kubernetes publishes.
 const OF_KUBERNETES: &str = "#/definitions/io.k8s.";
 
@@ -169,14 +175,34 @@ fn place_in(schema: &Value, path: &[String]) -> String {
     place
 }
 
-/// Returns the schema with the generated descriptions and definitions.
+/// Requires a value in the schema: Helm deletes a value that is set to `null`, and the templates
+/// would render nothing in its place.
+fn require(schema: &mut Value, place: &str) {
+    let (parent, key) = place.rsplit_once("/properties/").unwrap();
+    let parent = schema.pointer_mut(parent).unwrap();
+    let known = parent["required"].as_array().into_iter().flatten();
+    let known = known.filter_map(Value::as_str).map(str::to_owned);
+    let required: BTreeSet<String> = known.chain([key.to_owned()]).collect();
+    parent["required"] = json!(required);
+}
+
+/// Returns the schema with the generated descriptions, requirements and definitions.
 fn generated_schema(mut schema: Value) -> Value {
     for Documented {
-        path, description, ..
+        path,
+        description,
+        default,
     } in documented()
     {
         let place = place_in(&schema, &path);
         schema.pointer_mut(&place).unwrap()["description"] = json!(description);
+        // A parent chart may bring globals of its own in place of these.
+        let is_needed = NEEDED_MAPS
+            .iter()
+            .any(|key| path.ends_with(&[(*key).to_owned()]));
+        if path[0] != "global" && (is_needed || !default.is_object()) {
+            require(&mut schema, &place);
+        }
     }
     let definitions = schema["definitions"].as_object_mut().unwrap();
     definitions.retain(|name, _| !name.starts_with("io.k8s."));
@@ -225,6 +251,28 @@ fn schema_refuses_misspelt_fields_with_their_path() {
         (r#"node.stateDir="var/lib""#, "stateDir"),
         (r#"node.runDir="run""#, "runDir"),
         (r#"unknown=1"#, "unknown"),
+        (r#"node.runDir="/run/b\"x""#, "runDir"),
+        (r#"policies.labelRestorers=["a'b"]"#, "labelRestorers"),
+        (
+            r#"commonLabels={"app.kubernetes.io/name":"x"}"#,
+            "commonLabels",
+        ),
+        (
+            r#"agent.podLabels={"app.kubernetes.io/instance":"x"}"#,
+            "podLabels",
+        ),
+        (
+            r#"networkPolicy.metricsPeers=[{"cidr":"::/0"}]"#,
+            "metricsPeers",
+        ),
+        (r#"audit.hostPrograms=null"#, "hostPrograms"),
+        (r#"reservedMemory=null"#, "reservedMemory"),
+        (r#"agent.securityContext=null"#, "securityContext"),
+        (r#"agent.image.pullPolicy=null"#, "pullPolicy"),
+        (
+            r#"networkPolicy.monitoringNamespaceSelector=null"#,
+            "monitoringNamespaceSelector",
+        ),
     ] {
         let said = refusal(&[value]);
         assert!(said.contains(path), "{value}: {said}");
@@ -235,8 +283,27 @@ fn schema_refuses_misspelt_fields_with_their_path() {
         r#"agent.extraEnv=[{"name":"A","valueFrom":{"fieldRef":{"fieldPath":"spec.nodeName"}}}]"#,
         r#"global={"imageRegistry":"host:5000/mirror","other":{"of":"a parent chart"}}"#,
         r#"policies.validationActions=["Warn","Audit"]"#,
+        r#"policies.labelRestorers=["system:serviceaccount:velero:velero"]"#,
+        r#"agent.podLabels={"app.kubernetes.io/part-of":"gpus"}"#,
+        r#"agent.nodeSelector=null"#,
+        r#"networkPolicy.monitoringNamespaceSelector.matchLabels=null"#,
     ] {
         render(&[value]);
+    }
+}
+
+#[test]
+fn operator_changes_one_field_of_a_pods_status() {
+    let objects = render(&[]);
+    let policy = objects.get("ValidatingAdmissionPolicy", "bursar-operator-pods");
+    let rule = policy["spec"]["validations"][1]["expression"]
+        .as_str()
+        .unwrap();
+    let status = &kubernetes_definitions()["io.k8s.api.core.v1.PodStatus"]["properties"];
+    for field in status.as_object().unwrap().keys() {
+        let kept = format!("object.status.?{field} == oldObject.status.?{field}");
+        let is_kept = rule.split("&&").any(|part| part.trim() == kept);
+        assert_eq!(is_kept, field != "nominatedNodeName", "{field}");
     }
 }
 

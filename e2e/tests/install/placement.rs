@@ -39,7 +39,12 @@ fn agents_run_on_gpu_nodes_only_by_default() {
         ));
     }
     let everywhere = render(&["agent.gpuNodeLabels=[]"]);
-    assert!(pod_spec(everywhere.agent())["affinity"].is_null());
+    let kept_out = json!({ "key": "bursar.dev/agent", "operator": "NotIn", "values": ["false"] });
+    let term = json!({ "matchExpressions": [kept_out] });
+    assert_eq!(
+        pod_spec(everywhere.agent())["affinity"]["nodeAffinity"],
+        json!({ "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": [term] } })
+    );
 }
 
 #[test]

@@ -53,6 +53,11 @@ fn network_policies_limit_metrics_and_the_way_out() {
     assert_eq!(by_default.of_kind("NetworkPolicy").count(), 1);
     let ingress = &by_default.get("NetworkPolicy", "bursar-metrics")["spec"]["ingress"][0];
     assert_eq!(ingress["ports"], json!([{ "port": "metrics" }]));
+    assert_eq!(ingress["from"].as_array().unwrap().len(), 1);
+    let peer = json!({ "ipBlock": { "cidr": "10.0.0.10/32" } });
+    let opened = render(&[&format!("networkPolicy.metricsPeers=[{peer}]")]);
+    let policy = opened.get("NetworkPolicy", "bursar-metrics");
+    assert_eq!(policy["spec"]["ingress"][0]["from"][1], peer);
     let limited = render(&["networkPolicy.apiServerPorts=[6443]"]);
     let egress = &limited.get("NetworkPolicy", "bursar-api-server")["spec"];
     assert_eq!(

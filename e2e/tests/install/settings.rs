@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::render::{Objects, arguments, pod_spec, refusal, render, try_render};
+use crate::render::{Objects, arguments, chart, pod_spec, refusal, render, try_render};
 
 fn images(objects: &Objects) -> BTreeSet<String> {
     let specs = objects.pod_specs().into_iter();
@@ -179,6 +179,33 @@ fn node_folders_are_mounted_and_configured_alike() {
     for (part, workload) in [("fdstore", objects.fdstore()), ("relay", objects.relay())] {
         let folder = &of(&pod_spec(workload)["volumes"], "run")["hostPath"]["path"];
         assert_eq!(*folder, format!("{run}/{part}"));
+    }
+}
+
+#[test]
+fn notes_have_a_manifest_that_can_be_pasted() {
+    let notes = std::fs::read_to_string(chart().join("templates/NOTES.txt")).unwrap();
+    let (_, manifest) = notes.split_once("<<END\n").unwrap();
+    // A shell ends the text at this line only.
+    assert!(manifest.lines().any(|line| line == "END"), "{notes}");
+    assert!(manifest.starts_with("apiVersion: "), "{notes}");
+}
+
+#[test]
+fn ports_and_folders_that_collide_are_refused() {
+    for (value, remedy) in [
+        ("agent.port=9402", "set agent.probePort to another port"),
+        (
+            "operator.probePort=9401",
+            "set operator.probePort to another port",
+        ),
+        (
+            r#"node.runDir="/var/lib/bursar""#,
+            "set node.runDir to a folder on a tmpfs",
+        ),
+    ] {
+        let refused = refusal(&[value]);
+        assert!(refused.contains(remedy), "{refused}");
     }
 }
 

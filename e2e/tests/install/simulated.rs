@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::render::{Objects, arguments, chart, pod_spec, render};
 
@@ -38,12 +38,22 @@ fn agents_read_the_folder_of_the_simulated_driver() {
     assert_eq!(host_path(agent, "simulated-driver"), folder);
     assert_eq!(host_path(agent, "driver-root"), format!("{folder}/driver"));
     assert_eq!(host_path(agent, "dev-root"), format!("{folder}/dev"));
+    let modules = host_path(agent, "simulated-modules");
+    assert_eq!(modules, format!("{folder}/sys/module"));
     let mount = format!("host-path = \"{folder}\"\n    container-path");
     let config = objects.agent_config().replace('\n', "\n    ");
     assert!(config.contains(&mount), "{config}");
-    // Both run on every node, which has no label of a GPU.
+    // Both run on every node, which has no label of a GPU, unless an admin keeps agents off it.
     for workload in [driver, agent] {
-        assert!(pod_spec(workload)["affinity"].is_null());
+        let affinity = &pod_spec(workload)["affinity"]["nodeAffinity"];
+        let required = &affinity["requiredDuringSchedulingIgnoredDuringExecution"];
+        let terms = required["nodeSelectorTerms"].as_array().unwrap();
+        let [term] = terms.as_slice() else {
+            panic!("{terms:?}");
+        };
+        let kept_out =
+            json!({ "key": "bursar.dev/agent", "operator": "NotIn", "values": ["false"] });
+        assert_eq!(term["matchExpressions"], json!([kept_out]));
     }
 }
 

@@ -10,15 +10,17 @@ impl TableGuard<'_> {
     /// Reserves `bytes` of a unit. Collects garbage, and then evicts managed memory, when they do
     /// not fit.
     ///
-    /// The caller adds the bytes to an image or an object before it releases the table's lock.
-    pub(crate) fn reserve(&self, sim: &Sim, unit: usize, bytes: u64) -> Result<(), SimError> {
+    /// The caller adds the bytes to an image or an object before it releases the table's lock. Then
+    /// it waits for the eviction of the returned bytes.
+    pub(crate) fn reserve(&self, sim: &Sim, unit: usize, bytes: u64) -> Result<u64, SimError> {
         let used = &self.raw().units[unit].used;
         let free = || self.free(sim, unit);
         if free() < bytes {
             self.collect(sim);
         }
-        if free() < bytes && sim.config.uvm_oversubscription {
-            self.evict_managed(unit, bytes - free());
+        let mut evicted = 0;
+        if free() < bytes && sim.config.uvm_oversubscription && !self.refuses_eviction(unit) {
+            evicted = self.evict_managed(sim, unit, bytes - free());
         }
         if free() < bytes {
             return Err(SimError::OutOfMemory {
@@ -28,7 +30,7 @@ impl TableGuard<'_> {
             });
         }
         used.fetch_add(bytes, Relaxed);
-        Ok(())
+        Ok(evicted)
     }
 
     /// Removes unreferenced images and objects.

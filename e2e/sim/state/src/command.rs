@@ -2,6 +2,7 @@
 
 use crate::ending;
 use anyhow::{Context as _, Result};
+use bursar_sim_state::config::parse_quantity;
 use bursar_sim_state::init_fault::{self, InitFault};
 use bursar_sim_state::{MachineDir, Sim, xid::Xid};
 use clap::{Parser, Subcommand, ValueEnum};
@@ -105,6 +106,30 @@ enum Command {
         /// `on` or `off`.
         state: Switch,
     },
+    /// Change how the driver evicts managed memory, on all GPUs.
+    #[command(subcommand)]
+    Uvm(Uvm),
+}
+
+#[derive(Debug, Subcommand)]
+enum Uvm {
+    /// Refuse the next evictions: the allocations that need them are out of memory.
+    Pinned {
+        /// The number of evictions; 0 refuses none.
+        count: u32,
+    },
+    /// Let evictions take time, within the call that needs them.
+    Delay {
+        /// Milliseconds for each GiB.
+        milliseconds: u32,
+    },
+    /// Limit the host memory of a process: an eviction beyond it kills the process and fails.
+    HostRoom {
+        /// The process, by its pid in the caller's pid namespace.
+        pid: u32,
+        /// The bytes that can be evicted from now on, such as `2Gi`.
+        bytes: String,
+    },
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -167,6 +192,16 @@ pub(crate) fn run(args: Args) -> Result<String> {
         Command::Utilize { pid, percent } => {
             anyhow::ensure!(
                 sim.set_sm_percent(pid, percent),
+                "process {pid} does not use a GPU"
+            );
+        }
+        Command::Uvm(Uvm::Pinned { count }) => sim.refuse_evictions(count),
+        Command::Uvm(Uvm::Delay { milliseconds }) => sim.set_eviction_delay(milliseconds),
+        Command::Uvm(Uvm::HostRoom { pid, bytes }) => {
+            let room = parse_quantity(&bytes)
+                .with_context(|| format!("`{bytes}` is not an amount of bytes such as `2Gi`"))?;
+            anyhow::ensure!(
+                sim.set_host_room(pid, room),
                 "process {pid} does not use a GPU"
             );
         }

@@ -31,7 +31,22 @@ pub struct Config {
     /// kernel module).
     #[serde(default = "yes")]
     pub uvm_oversubscription: bool,
-    /// Whether devices say that they access all host memory (HMM). None of it moves to a device.
+    /// The chunks of 2 MiB that the module takes for the first managed memory on a GPU.
+    #[serde(default = "default_uvm_batch")]
+    pub uvm_batch: u64,
+    /// The milliseconds that the eviction of a GiB of managed memory takes.
+    ///
+    /// `simgpu uvm delay` changes the setting at run time.
+    #[serde(default)]
+    pub uvm_delay: u32,
+    /// The bytes of a process's managed memory that can be evicted. For lack of host memory for
+    /// more, the kernel kills the process, and the driver refuses the allocation.
+    ///
+    /// `simgpu uvm host-room` changes the setting of a running process.
+    #[serde(default = "no_limit", deserialize_with = "quantity")]
+    pub uvm_host_room: u64,
+    /// Whether devices access all host memory (HMM; not `uvm_disable_hmm` of the driver's kernel
+    /// module). What they access moves to them, as managed memory does.
     #[serde(default)]
     pub pageable_memory: bool,
     /// Whether NVML supports utilization samples of processes.
@@ -62,6 +77,10 @@ pub struct Gpu {
     /// (F14 in docs/facts.md).
     #[serde(default = "default_multiprocessors")]
     pub multiprocessors: u32,
+    /// Whether the GPU and the host can access managed memory at the same time. CUDA's device
+    /// attribute alone says so: the simulated driver evicts managed memory all the same.
+    #[serde(default = "yes")]
+    pub concurrent_managed_access: bool,
     /// The PCI bus id, such as `"00000000:17:00.0"`; derived from the GPU's position when absent.
     pub pci: Option<String>,
     /// MIG instances. A GPU with at least one instance is in MIG mode.
@@ -287,6 +306,12 @@ fn default_context() -> u64 {
 fn default_client() -> u64 {
     4 << 20
 }
+fn default_uvm_batch() -> u64 {
+    64
+}
+fn no_limit() -> u64 {
+    u64::MAX
+}
 fn default_multiprocessors() -> u32 {
     132
 }
@@ -306,6 +331,7 @@ mod tests {
         let config = Config::parse(GPU_CONFIG).unwrap();
         assert_eq!(config.gpu[0].memory, 16 << 30);
         assert_eq!(config.context, 518 << 20);
+        assert!(config.gpu[0].concurrent_managed_access);
         assert_eq!(
             config.cuda_version,
             Version {

@@ -100,6 +100,10 @@ impl MachineDir {
     pub fn dev(&self) -> PathBuf {
         self.0.join("dev")
     }
+    /// The directory of the parameters of the driver's module for managed memory, as in `/sys`.
+    pub fn uvm_parameters(&self) -> PathBuf {
+        self.0.join("sys/module/nvidia_uvm/parameters")
+    }
     /// The directory of the two driver libraries.
     pub fn libraries(&self) -> PathBuf {
         self.0.join("driver/usr/lib/x86_64-linux-gnu")
@@ -151,8 +155,9 @@ impl MachineDir {
         self.install_driver(&parsed, libraries)
     }
 
-    /// Lays the directory out as [`MachineDir::init`] does, but keeps the state if the machine has
-    /// not started anew, and the configuration and the format of the table are the same.
+    /// Lays the directory out as [`MachineDir::init`] does, but may keep the state. It keeps the
+    /// state if the machine has not started anew, and the configuration and the format of the table
+    /// are the same.
     ///
     /// # Errors
     /// As [`MachineDir::init`].
@@ -169,7 +174,7 @@ impl MachineDir {
         self.install_driver(&parsed, libraries)
     }
 
-    /// Creates the device nodes, and copies `libraries`.
+    /// Creates the device nodes and the module's parameters, and copies `libraries`.
     fn install_driver(&self, parsed: &Config, libraries: &[PathBuf]) -> Result<(), InitError> {
         for gpu in &parsed.gpu {
             let node = format!("nvidia{}", gpu.minor);
@@ -184,6 +189,16 @@ impl MachineDir {
             &self.dev().join("nvidia-uvm-tools"),
             libc::makedev(UVM_MAJOR, 1),
         )?;
+        let parameters = self.uvm_parameters();
+        std::fs::create_dir_all(&parameters).map_err(io_error("create", &parameters))?;
+        let oversubscription = u8::from(parsed.uvm_oversubscription).to_string();
+        let hmm_disabled = if parsed.pageable_memory { "N" } else { "Y" };
+        for (parameter, value) in [
+            ("uvm_global_oversubscription", oversubscription.as_str()),
+            ("uvm_disable_hmm", hmm_disabled),
+        ] {
+            write_file(&parameters.join(parameter), value.as_bytes())?;
+        }
         libraries
             .iter()
             .try_for_each(|library| self.install(library, parsed.cuda_version))

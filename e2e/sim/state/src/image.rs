@@ -1,6 +1,6 @@
 //! Registers a process image in a table slot that the kernel frees with the process.
 
-use crate::managed::CHUNK;
+use crate::managed::{CHUNK, Population};
 use crate::sim::{Sim, SimError};
 use crate::table::{MAX_IMAGES, RawImage, TableGuard};
 use std::fs::File;
@@ -57,7 +57,7 @@ impl Image {
             }
             crate::lock::lock_for_process(&signature, byte).map_err(at("lock", pid_path))?;
             let serial = table.raw().next_id.fetch_add(1, Relaxed) + 1;
-            reset_row(raw, serial, sim.namespace);
+            reset_row(raw, serial, sim);
             drop(table);
             return Ok(Image {
                 sim: Arc::clone(sim),
@@ -96,8 +96,10 @@ impl Image {
     pub fn charge(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
         let table = self.sim.table.lock();
         self.check_registered(&table)?;
-        table.reserve(&self.sim, unit, bytes)?;
+        let evicted = table.reserve(&self.sim, unit, bytes)?;
         self.raw().charges[unit][charge as usize].fetch_add(bytes, Relaxed);
+        drop(table);
+        self.sim.wait_for_eviction(evicted);
         Ok(())
     }
 
@@ -124,24 +126,28 @@ impl Image {
         self.raw().charges[unit][charge as usize].load(Relaxed)
     }
 
-    /// Moves chunks of this image's managed memory to a unit. Returns the number of those that
-    /// found room; the others stay on the host.
-    pub fn populate_managed(&self, unit: usize, chunks: u64) -> u64 {
+    /// Moves chunks of this image's managed memory to a unit; those without room stay on the host.
+    pub fn populate_managed(&self, unit: usize, chunks: u64) -> Population {
         let table = self.sim.table.lock();
-        match self.check_registered(&table) {
-            Ok(()) => {
-                let managed = &self.raw().managed[unit];
-                table.populate_managed(&self.sim, unit, managed, chunks)
-            }
-            Err(_) => 0,
+        if self.check_registered(&table).is_err() {
+            return Population::default();
         }
+        let managed = &self.raw().managed[unit];
+        let (population, evicted) = table.populate_managed(&self.sim, unit, managed, chunks);
+        drop(table);
+        self.sim.wait_for_eviction(evicted);
+        population
     }
 
     /// Frees chunks of this image's managed memory on a unit.
-    pub fn free_managed(&self, unit: usize, chunks: u64) {
+    ///
+    /// `choose` gets the number of chunks that were evicted so far, and returns the population of
+    /// each chunk to be freed. None is evicted meanwhile.
+    pub fn free_managed(&self, unit: usize, choose: impl FnOnce(u64) -> Vec<u64>) {
         let table = self.sim.table.lock();
+        let freed = choose(self.evicted_chunks(unit));
         if self.check_registered(&table).is_ok() {
-            table.free_managed(&self.raw().managed[unit], chunks);
+            self.raw().managed[unit].free(&freed);
         }
     }
 
@@ -172,20 +178,22 @@ impl Drop for Image {
     }
 }
 
-fn reset_row(raw: &RawImage, serial: u64, namespace: u64) {
+fn reset_row(raw: &RawImage, serial: u64, sim: &Sim) {
     for part in raw.charges.iter().flatten() {
         part.store(0, Relaxed);
     }
     for managed in &raw.managed {
-        managed.resident.store(0, Relaxed);
         managed.evicted.store(0, Relaxed);
-        managed.since.store(0, Relaxed);
+        for run in &managed.runs {
+            run.bytes.store(0, Relaxed);
+        }
     }
     raw.pid.store(std::process::id(), Relaxed);
-    raw.namespace.store(namespace, Relaxed);
+    raw.namespace.store(sim.namespace, Relaxed);
     raw.serial.store(serial, Relaxed);
     raw.host_pid.store(0, Relaxed);
     raw.injected.store(0, Relaxed);
+    raw.host_room.store(sim.config.uvm_host_room, Relaxed);
     raw.sm_percent.store(0, Relaxed);
     raw.used.store(1, Relaxed);
 }

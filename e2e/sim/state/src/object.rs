@@ -130,7 +130,7 @@ impl Object {
             .iter()
             .position(|place| place.used.load(Relaxed) == 0);
         let number = free.ok_or(SimError::TableFull(MAX_OBJECTS))?;
-        table.reserve(sim, unit, size)?;
+        let evicted = table.reserve(sim, unit, size)?;
         let id = table.raw().next_id.fetch_add(1, Relaxed) + 1;
         let object = Object {
             id,
@@ -141,6 +141,8 @@ impl Object {
         match object.create_file(sim, image) {
             Ok((pin, inode)) => {
                 object.insert_row(&table, number, image, inode);
+                drop(table);
+                sim.wait_for_eviction(evicted);
                 Ok((object, pin))
             }
             Err(error) => {

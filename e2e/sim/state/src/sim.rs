@@ -115,6 +115,30 @@ impl Sim {
         self.table.raw().scrub.store(u32::from(on), Relaxed);
     }
 
+    /// Refuses the next evictions of managed memory: the allocations that need them fail.
+    pub fn refuse_evictions(&self, count: u32) {
+        let table = self.table.lock();
+        table.raw().evictions_to_refuse.store(count, Relaxed);
+    }
+
+    /// The number of evictions that are still to be refused.
+    pub fn evictions_to_refuse(&self) -> u32 {
+        self.table.raw().evictions_to_refuse.load(Relaxed)
+    }
+
+    /// Sets how many milliseconds the eviction of a GiB of managed memory takes.
+    pub fn set_eviction_delay(&self, milliseconds: u32) {
+        let delay = &self.table.raw().eviction_delay;
+        delay.store(milliseconds, Relaxed);
+    }
+
+    /// Takes the time of an eviction. The caller has released the table's lock.
+    pub(crate) fn wait_for_eviction(&self, bytes: u64) {
+        let per_gib = self.table.raw().eviction_delay.load(Relaxed);
+        let per_gib = Duration::from_millis(per_gib.into());
+        std::thread::sleep(per_gib.mul_f64(bytes as f64 / f64::from(1 << 30)));
+    }
+
     /// Whether a unit's GPU has fallen off the bus; a MIG instance is lost with its GPU.
     pub fn is_lost(&self, unit: usize) -> bool {
         let gpu = self.gpu_unit(self.units[unit].gpu);

@@ -109,7 +109,7 @@ impl Sim {
     /// The image's pid in the caller's namespace.
     ///
     /// The pid is recorded, because the kernel no longer reports it once the process is dead.
-    fn pid_of(&self, image: &RawImage, number: usize) -> u32 {
+    pub(crate) fn pid_of(&self, image: &RawImage, number: usize) -> u32 {
         if image.namespace.load(Relaxed) == self.namespace {
             return image.pid.load(Relaxed);
         }
@@ -129,6 +129,12 @@ impl Sim {
     pub fn set_sm_percent(&self, pid: u32, percent: Option<u32>) -> bool {
         let percent = percent.unwrap_or(NO_SAMPLE);
         self.with_image(pid, |image| image.sm_percent.store(percent, Relaxed))
+    }
+
+    /// Sets the bytes of a process's managed memory that can be evicted from now on; false if the
+    /// process has no image.
+    pub fn set_host_room(&self, pid: u32, bytes: u64) -> bool {
+        self.with_image(pid, |image| image.host_room.store(bytes, Relaxed))
     }
 
     fn with_image(&self, pid: u32, change: impl FnOnce(&RawImage)) -> bool {

@@ -10,8 +10,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
-pub use raw::{MAX_IMAGES, MAX_OBJECTS, MAX_UNITS, MAX_XIDS};
-pub(crate) use raw::{RawImage, RawManaged, RawObject, RawTable};
+pub use raw::{MAX_IMAGES, MAX_OBJECTS, MAX_RUNS, MAX_UNITS, MAX_XIDS};
+pub(crate) use raw::{RawImage, RawManaged, RawObject, RawRun, RawTable};
 
 /// The shared mapping of `state/table`.
 #[derive(Debug)]
@@ -72,6 +72,8 @@ impl Table {
         let namespace = crate::lock::pid_namespace().map_err(at("read the pid namespace for"))?;
         table.raw().host_namespace.store(namespace, Relaxed);
         table.raw().scrub.store(u32::from(config.scrub), Relaxed);
+        let delay = &table.raw().eviction_delay;
+        delay.store(config.uvm_delay, Relaxed);
         table.raw().magic.store(raw::MAGIC, Relaxed);
         std::fs::rename(&fresh, path).map_err(at("rename to"))
     }

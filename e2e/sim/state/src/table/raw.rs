@@ -7,12 +7,14 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 pub const MAX_UNITS: usize = 32;
 /// Maximum number of live process images.
 pub const MAX_IMAGES: usize = 1024;
+/// Maximum number of populations that the table tells apart for each image and unit.
+pub const MAX_RUNS: usize = 16;
 /// Maximum number of live shared allocations (VMM, IPC).
 pub const MAX_OBJECTS: usize = 16384;
 /// Capacity of the ring of XID events; a reader further behind misses the oldest.
 pub const MAX_XIDS: usize = 256;
 /// Identifies the layout; to be incremented with every change of it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0006;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0008;
 
 /// The table's file. In a new file all fields are zero.
 ///
@@ -35,6 +37,10 @@ pub(crate) struct RawTable {
     pub(crate) hung: AtomicU32,
     /// Lock-free: number of calls of the driver's context functions so far.
     pub(crate) context_calls: AtomicU64,
+    /// The evictions of managed memory that the driver refuses from now on.
+    pub(crate) evictions_to_refuse: AtomicU32,
+    /// Lock-free: the milliseconds that the eviction of a GiB takes.
+    pub(crate) eviction_delay: AtomicU32,
     pub(crate) units: [RawUnit; MAX_UNITS],
     pub(crate) xids: [RawXid; MAX_XIDS],
     pub(crate) images: [RawImage; MAX_IMAGES],
@@ -48,7 +54,7 @@ pub(crate) struct RawUnit {
     pub(crate) used: AtomicU64,
     /// Free bytes that the driver keeps for managed memory, and that NVML reports as used.
     pub(crate) managed_cache: AtomicU64,
-    /// Counts the populations of managed memory, for their order.
+    /// The number of the latest population of managed memory.
     pub(crate) populations: AtomicU64,
     /// Lock-free: whether the GPU fell off the bus.
     pub(crate) lost: AtomicU32,
@@ -81,6 +87,8 @@ pub(crate) struct RawImage {
     /// The SM utilization that NVML reports, in percent; [`NO_SAMPLE`](crate::usage::NO_SAMPLE) for
     /// a process without a sample.
     pub(crate) sm_percent: AtomicU32,
+    /// The bytes of managed memory that can be evicted before the owner has no host memory left.
+    pub(crate) host_room: AtomicU64,
     /// Indexed by unit, then by [`crate::Charge`].
     pub(crate) charges: [[AtomicU64; 3]; MAX_UNITS],
     /// Indexed by unit.
@@ -91,12 +99,20 @@ pub(crate) struct RawImage {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct RawManaged {
-    /// The bytes on the unit, in whole chunks.
-    pub(crate) resident: AtomicU64,
     /// The bytes that were evicted so far.
     pub(crate) evicted: AtomicU64,
-    /// The number of the population since which the image has had some on the unit.
-    pub(crate) since: AtomicU64,
+    /// The populations with bytes on the unit, in no order.
+    pub(crate) runs: [RawRun; MAX_RUNS],
+}
+
+/// The chunks of an image that became resident between two populations of other images.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct RawRun {
+    /// The unit's number of the first population.
+    pub(crate) number: AtomicU64,
+    /// The bytes that are still there, in whole chunks; 0 in an unused run.
+    pub(crate) bytes: AtomicU64,
 }
 
 #[repr(C)]
