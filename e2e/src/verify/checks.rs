@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::deadline::{self, CHECK_TIMEOUT, LONG_TIMEOUT};
-use super::named::{NamedCheck, PassedTests, TestSelection};
+use super::named::{self, NamedCheck, TestResults, TestSelection};
 use super::{
     COMPILE_CHECK, book, cli, cluster, docs, faults, install, layers, mission, security, style,
     surface,
@@ -54,6 +54,17 @@ pub(super) struct BackgroundJob {
     pub(super) has_clusters: bool,
     /// The longest run of the command.
     pub(super) timeout: Duration,
+}
+
+impl BackgroundJob {
+    /// Runs those tests of the job again that failed by `results`. `None` where that would show
+    /// nothing.
+    pub(super) fn repeat(mut self, results: &TestResults) -> Option<anyhow::Result<()>> {
+        for passed in results.passed_beside_failed(self.name)? {
+            self.command.args(["--skip", passed]);
+        }
+        Some(succeed_within(&mut self.command, self.timeout))
+    }
 }
 
 const fn cargo_check(
@@ -156,7 +167,7 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "main/docs",
-        promise: "paths, checks and links that the documentation names exist; the architecture page has every crate",
+        promise: "paths, checks and links that the documentation names exist; the architecture page has every crate, and a check for each concept",
         runner: Runner::Function(docs::check),
     },
     Check {
@@ -166,7 +177,7 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "main/layers",
-        promise: "every crate depends on lower floors only, and no more than four files import each other in a circle",
+        promise: "every crate depends on lower floors only, the demo's program and the provisioner call the driver through the runtime alone, and no more than four files import each other in a circle",
         runner: Runner::Function(layers::check),
     },
     Check {
@@ -211,6 +222,7 @@ const CHECKS: &[Check] = &[
         "the simulated driver reproduces the facts of a real one, under random kills too",
         &[
             "--test", "facts", "--test", "programs", "--test", "exports", "--test", "chaos",
+            "--test", "pageable",
         ],
     ),
     test_check(
@@ -275,7 +287,7 @@ const CHECKS: &[Check] = &[
                 controller manager; changes of budgets, nodes and faults, then a minute without \
                 a write; a restore of etcd under operator and agent; quota churn; steering of \
                 every shape of pod; requests that policies and rights refuse",
-        runner: Runner::Waiting(&["--test", "api"]),
+        runner: Runner::Waiting(&["--test", "api", "--", "--exact"]),
     },
     test_check(
         "cli/unit",
@@ -376,6 +388,12 @@ const CHECKS: &[Check] = &[
          each other; device memory has correct checksums",
         &["--test", "refs"],
     ),
+    test_check(
+        "runtime/probe",
+        "the demo's program allocates, exports and faults through the runtime, and prints the words \
+         that the trials read",
+        &["--test", "probe"],
+    ),
     cargo_check(
         "runtime/rustdoc",
         "rustdoc writes the runtime's documentation without a warning",
@@ -385,6 +403,7 @@ const CHECKS: &[Check] = &[
             "--locked",
             "--package",
             "bursar-runtime",
+            "--all-features",
             "--lib",
             "--",
             "-D",
@@ -438,6 +457,11 @@ const CHECKS: &[Check] = &[
         promise: "every route to a driver library, in every kind of image, has a known outcome: held, no driver, or detected",
         runner: Runner::Function(loader),
     },
+    test_check(
+        "main/fuzz",
+        "frames, texts and checkpoints that others shape are refused or have their effect, whatever is in them",
+        &["--test", "fuzz"],
+    ),
     // The target `security` is not here: its tests measure loads, and other checks name them all.
     test_check(
         "main/named",
@@ -446,7 +470,7 @@ const CHECKS: &[Check] = &[
             "--test",
             "flood",
             "--test",
-            "fuzz",
+            "gpu_programs",
             "--test",
             "install",
             "--test",
@@ -551,17 +575,35 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
 }
 
 impl Check {
-    /// Runs the check, except tests that have `passed` already.
-    pub(super) fn run(&self, passed: &mut PassedTests) -> anyhow::Result<()> {
+    /// Runs the check, except tests that have passed already by `results`.
+    pub(super) fn run(&self, results: &mut TestResults) -> anyhow::Result<()> {
         match self.runner {
             Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
-            Runner::Test(targets) => passed.run_targets(targets, CHECK_TIMEOUT),
+            Runner::Test(targets) => results.run_targets(targets, CHECK_TIMEOUT),
             Runner::Function(function) => function(),
             Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
                 unreachable!("background_jobs runs what waits, and the clusters' trials")
             }
-            Runner::Named(tests) => passed.run_named(tests, CHECK_TIMEOUT),
-            Runner::Long(tests) => passed.run_named(tests, LONG_TIMEOUT),
+            Runner::Named(tests) => results.run_named(tests, CHECK_TIMEOUT),
+            Runner::Long(tests) => results.run_named(tests, LONG_TIMEOUT),
+        }
+    }
+
+    /// Runs the failed tests of the check again, or all tests of a named check. `None` where that
+    /// would show nothing.
+    pub(super) fn repeat(&self, results: &TestResults) -> Option<anyhow::Result<()>> {
+        match self.runner {
+            Runner::Test(targets) if results.can_repeat_targets(targets) => {
+                Some(results.repeat_targets(targets, CHECK_TIMEOUT))
+            }
+            Runner::Named(tests) => {
+                let mut names = tests
+                    .iter()
+                    .flat_map(|tests| tests.target.iter().chain(tests.names));
+                let is_random = names.any(|name| named::is_random(name));
+                (!is_random).then(|| results.run_named(tests, CHECK_TIMEOUT))
+            }
+            _ => None,
         }
     }
 

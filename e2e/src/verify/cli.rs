@@ -32,8 +32,8 @@ pub(super) fn completion() -> anyhow::Result<()> {
     named::run_with_programs(&tests, &programs)
 }
 
-/// Packs the program, and installs it by krew's steps: the manifest's entry for the platform, the
-/// checksum, the listed files, a link to the program on the PATH.
+/// Packs the program, and installs it by krew's steps. They are the manifest's entry for the
+/// platform, the checksum, the listed files, and a link to the program on the PATH.
 pub(super) fn archive() -> anyhow::Result<()> {
     let toolbox = kube::build(&Progress::start())?;
     let binaries = workspace::build(Profile::Dev, false)?;

@@ -173,6 +173,10 @@ pub const TRIALS: &[ClusterTrial] = &[
         "enforcement/cluster/resize",
         "an override lowers and raises a running pod's quota; below the used memory it is pending until the program frees memory, and no process is killed",
     ),
+    trial(
+        "enforcement/cluster/resize-managed",
+        "a budget's override lowers and raises the quota of a running pod's managed memory, and its removal restores the quota",
+    ),
     mutating(trial(
         "operator/cluster/steered",
         "a pod of 8 beside two of 10 is scheduled to a node with room, or stays pending until a node has room",

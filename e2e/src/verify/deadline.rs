@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The longest run of a check outside of the long tier: four times that of the slowest check, the
-/// trials on the cluster, on two cores.
+/// The longest run of a check outside of the long tier. It is four times that of the slowest check,
+/// the trials on the cluster, on two cores.
 pub(super) const CHECK_TIMEOUT: Duration = Duration::from_secs(70 * 60);
 
 /// The longest run of a check of the long tier.

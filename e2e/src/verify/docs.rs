@@ -1,5 +1,5 @@
-//! Checks the documentation against the tree: its paths, checks and links, and the rows of the
-//! architecture page.
+//! Checks the documentation against the tree: its paths, checks and links, the crates of the
+//! architecture page, and the checks of its concepts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,48 @@ fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
         && top.is_some_and(|top| FOLDERS.contains(&top) || areas.contains(&top))
 }
 
+/// The pages in which each row of the tables with a column `check` names one.
+const PAGES_WITH_CHECKS: &[&str] = &["docs/architecture.md", "docs/runtime.md"];
+
+/// Returns the first and last cell of each row of a page's tables whose last column is `check`.
+fn rows_with_check(page: &str) -> Vec<(&str, &str)> {
+    let (mut rows, mut is_inside) = (Vec::new(), false);
+    for line in page.lines() {
+        let cells = line
+            .strip_prefix('|')
+            .and_then(|line| line.trim_end().strip_suffix('|'));
+        let Some(cells) = cells else {
+            is_inside = false;
+            continue;
+        };
+        let cells = || cells.split('|').map(str::trim);
+        match (cells().next(), cells().next_back()) {
+            (_, Some("check")) => is_inside = true,
+            (Some(first), Some(last)) if is_inside && !first.starts_with("---") => {
+                rows.push((first, last));
+            }
+            _ => {}
+        }
+    }
+    rows
+}
+
+/// Returns what is wrong with the checks that a page's tables name.
+fn lacking_checks(page: &str, checks: &[&str]) -> Vec<String> {
+    let rows = rows_with_check(page);
+    if rows.is_empty() {
+        return vec!["has no table with the column `check`".to_owned()];
+    }
+    let names_none = |cell: &str| {
+        let mut names = cell.split('`').skip(1).step_by(2);
+        !names.any(|name| checks.contains(&name))
+    };
+    let without = rows.into_iter().filter(|(_, cell)| names_none(cell));
+    without
+        .map(|(row, _)| format!("names no check of: {row}"))
+        .collect()
+}
+
 /// Returns the pages of the repository.
 fn pages() -> std::io::Result<Vec<PathBuf>> {
     let repository = paths::repository();
@@ -63,7 +105,8 @@ fn members(manifest: &str) -> Vec<&str> {
     list.split('"').skip(1).step_by(2).collect()
 }
 
-/// Fails if a page names a path, a check or a link that does not exist.
+/// Fails if a page names a path, a check or a link that does not exist, or if a concept has no
+/// check.
 ///
 /// # Errors
 /// Names each page and name, or the file that could not be read.
@@ -101,6 +144,11 @@ pub(super) fn check() -> anyhow::Result<()> {
             "docs/architecture.md has more than {MAX_ARCHITECTURE_LINES} lines"
         ));
     }
+    for page in PAGES_WITH_CHECKS {
+        let text = fs::read_to_string(repository.join(page))?;
+        let lacking = lacking_checks(&text, &checks).into_iter();
+        wrong.extend(lacking.map(|what| format!("{page} {what}")));
+    }
     let manifest = fs::read_to_string(repository.join("Cargo.toml"))?;
     let without_row = members(&manifest).into_iter();
     let without_row = without_row.filter(|member| !architecture.contains(&format!("`{member}`")));
@@ -134,6 +182,22 @@ mod tests {
         let is = |code| is_path_or_check(code, &["main"]);
         assert!(is("docs/a.md") && is("main/unit") && is("e2e/src/verify/"));
         assert!(!is("cargo verify") && !is("/run/bursar") && !is("text/plain") && !is("docs"));
+    }
+
+    #[test]
+    fn row_without_an_existing_check_is_named() {
+        let page = "| crate | job |\n|---|---|\n| a | b |\n\n\
+            | concept | where | check |\n|---|---|---|\n\
+            | pods | `docs/a.md` | `main/unit`, `main/later` |\n\
+            | nodes | `main/unit` |  |\n| leases | | `main/later` |\n";
+        let lacking = lacking_checks(page, &["main/unit"]);
+        assert_eq!(
+            lacking,
+            ["names no check of: nodes", "names no check of: leases"]
+        );
+        let page = "| crate | job |\n|---|---|\n| a | b |\n";
+        let lacking = lacking_checks(page, &["main/unit"]);
+        assert_eq!(lacking, ["has no table with the column `check`"]);
     }
 
     #[test]

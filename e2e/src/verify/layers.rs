@@ -17,10 +17,12 @@ use crate::paths;
 /// The crates by floors, the lowest first. A crate depends on crates of lower floors only.
 const FLOORS: &[&[&str]] = &[
     &[
+        "bursar-biased-lock",
         "bursar-confine",
         "bursar-crds",
         "bursar-http",
         "bursar-protocol",
+        "bursar-shim-common",
         "bursar-sim-api",
         "bursar-sim-state",
         "bursar-watch",
@@ -40,6 +42,7 @@ const FLOORS: &[&[&str]] = &[
     &[
         "bursar-capi",
         "bursar-config",
+        "bursar-gpu-programs",
         "bursar-kubelet",
         "bursar-metrics",
         "bursar-probe",
@@ -54,6 +57,10 @@ const FLOORS: &[&[&str]] = &[
     &["bursar-gpu-node"],
     &["bursar-device-plugin", "bursar-e2e"],
 ];
+
+/// The crates that call the driver through `bursar-runtime` alone: the demo's pods and the node's
+/// retained memory show what the runtime does.
+const OVER_RUNTIME: &[&str] = &["bursar-probe", "bursar-provisioner"];
 
 /// The most files that may import each other in a circle.
 const MAX_CIRCLE: usize = 4;
@@ -96,6 +103,16 @@ fn wrong_dependencies(packages: &[Package], floors: &[&[&str]]) -> Vec<String> {
         wrong.extend(upward.map(|on| format!("{name} depends on {}, not below it", on.name)));
     }
     wrong
+}
+
+/// Returns the crates of [`OVER_RUNTIME`] that depend on another way to the driver, tests included.
+fn past_the_runtime(packages: &[Package]) -> Vec<String> {
+    let over = packages
+        .iter()
+        .filter(|of| OVER_RUNTIME.contains(&&*of.name));
+    let past = over.filter(|of| of.dependencies.iter().any(|on| on.name == "cudarc"));
+    past.map(|of| format!("{} depends on cudarc, not on bursar-runtime alone", of.name))
+        .collect()
 }
 
 /// A module of a crate, by its path from the root.
@@ -265,8 +282,8 @@ fn parse_crate(src: &Path) -> anyhow::Result<BTreeMap<Module, Names>> {
     Ok(files)
 }
 
-/// Fails if a crate depends on a crate that is not below it, or if more than [`MAX_CIRCLE`] files
-/// import each other in a circle.
+/// Fails if a crate depends on a crate that is not below it, or calls the driver past the runtime.
+/// Fails too if more than [`MAX_CIRCLE`] files import each other in a circle.
 ///
 /// # Errors
 /// Names each dependency and each circle, or the program or file that failed.
@@ -284,6 +301,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     anyhow::ensure!(output.status.success(), "cargo metadata failed");
     let Metadata { packages } = serde_json::from_slice(&output.stdout)?;
     let mut wrong = wrong_dependencies(&packages, FLOORS);
+    wrong.extend(past_the_runtime(&packages));
     let mut seen = 0;
     for Package {
         name,
@@ -346,6 +364,19 @@ mod tests {
                 "beside depends on low, not below it",
                 "new is on no floor of e2e/src/verify/layers.rs"
             ]
+        );
+    }
+
+    #[test]
+    fn demo_and_provisioner_call_no_driver_past_the_runtime() {
+        let packages = [
+            package("bursar-probe", &[("bursar-runtime", None)]),
+            package("bursar-provisioner", &[("cudarc", Some("dev"))]),
+            package("bursar-runtime", &[("cudarc", None)]),
+        ];
+        assert_eq!(
+            past_the_runtime(&packages),
+            ["bursar-provisioner depends on cudarc, not on bursar-runtime alone"]
         );
     }
 

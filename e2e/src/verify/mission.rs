@@ -2,7 +2,7 @@
 
 use super::named::{NamedCheck, TestSelection};
 
-/// The runtime's examples, a module for each system, over the simulated driver.
+/// The runtime's examples and edge cases, a module for each system, over the simulated driver.
 const EXAMPLES: &[&str] = &["--test", "mission"];
 
 /// The shim's tests of managed memory.
@@ -16,6 +16,40 @@ const LIB: &[&str] = &["--lib"];
 
 /// The checks of the area.
 pub(super) const CHECKS: &[NamedCheck] = &[
+    NamedCheck {
+        name: "mission/examples",
+        promise: "each system of the runtime has a short example to copy, which runs as it stands",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "cudarc_interop::cudarc_program_adopts_memory_without_addresses",
+                "examples::allocate_takes_blocks_from_the_pool",
+                "examples::launch_fills_memory",
+                "examples::peer_copy_arrives_on_the_other_gpu",
+                "examples::retained_memory_is_found_by_the_next_open",
+                "examples::tasks_allocate_copy_and_free",
+                "examples::token_is_verified_and_redeemed",
+                "examples::typed_memory_is_copied_in_and_out",
+                "managed::managed_memory_is_shared_and_counted",
+                "stack::runtime_owns_its_streams_budget_and_log",
+                "state::subscribers_are_told_and_generations_grow",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/gpu-programs",
+        promise: "the programs that check the runtime on real GPUs find no error over the simulated driver",
+        long: false,
+        tests: &[TestSelection {
+            target: &["--test", "gpu_programs"],
+            names: &["programs_find_no_error_over_the_simulated_driver"],
+            ignored: false,
+            env: &[],
+        }],
+    },
     NamedCheck {
         name: "mission/device-state",
         promise: "memory has a generation that only grows; a thread and a task are told when it becomes stale, also by the agent's fence",
@@ -51,6 +85,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "actor::handle::tests::lost_memory_is_told_with_both_generations",
                 "faults::events::tests::message_of_a_restart_has_time_and_generations",
+                "faults::restarts::tests::new_process_replaces_one_of_several_ended_processes",
+                "faults::restarts::tests::replaced_process_is_told_once_when_the_poisoned_one_ended",
                 "generations::tests::each_bump_is_told_once_with_both_numbers",
                 "publish::tests::tenants_changes_alone_are_written_once_an_interval",
                 "recovery::tests::last_fault_outlives_the_end_of_its_image",
@@ -149,6 +185,29 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "mission/token-languages",
+        promise: "C and Python seal, redeem and verify tokens as Rust does, and the structs of the header have the library's layout",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: &["--test", "header"],
+                names: &[
+                    "c_program_finds_retained_memory_again",
+                    "library_exports_exactly_the_functions_of_the_header",
+                    "structs_and_statuses_have_the_layout_of_the_header",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "python"],
+                names: &["wheel_installs_and_passes_its_tests"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
         name: "mission/gpu-ref",
         promise: "a shared reference tells its generation and GPU, and foreign work that is recorded afterwards orders later uses and the free",
         long: false,
@@ -173,6 +232,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             target: EXAMPLES,
             names: &[
                 "managed::managed_memory_is_shared_and_counted",
+                "managed::reader_waits_for_a_kernel_that_a_writer_launched",
                 "managed::second_writer_gets_neither_token_nor_lock",
                 "managed::writer_waits_for_the_readers_locks",
                 "managed::memory_is_freed_with_the_last_clone_after_its_work",
@@ -190,10 +250,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: MANAGED,
                 names: &[
+                    "call_of_cuda_2_finds_no_managed_variable",
                     "covered_memory_needs_room_on_every_gpu",
                     "gpus_quota_covers_managed_memory_without_a_quota",
                     "managed_memory_has_a_quota_of_its_own",
                     "managed_variable_is_charged_until_its_module_is_unloaded",
+                    "managed_variable_of_a_library_is_charged_by_either_call",
                     "programs_are_told_that_host_memory_stays_on_the_host",
                 ],
                 ignored: false,
@@ -219,12 +281,14 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "mission/managed-audit",
-        promise: "resident managed memory refuses no neighbour, is no finding on honest pods and never counts as free; a pod that has more than its charge is named",
+        promise: "resident managed memory refuses no neighbour, is no finding on honest pods and never counts as free; a pod that has more than its charge is named, and none for host memory on a GPU",
         long: false,
         tests: &[
             TestSelection {
                 target: AUDIT,
                 names: &[
+                    "managed::host_memory_on_a_gpu_is_a_finding_about_no_pod",
+                    "managed::pod_with_managed_memory_past_the_shim_is_named",
                     "managed::pod_with_more_managed_memory_than_charged_is_named",
                     "managed::resident_managed_memory_refuses_no_neighbour",
                 ],
@@ -243,11 +307,16 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "audit::compare::tests::managed::residency_is_a_finding_only_beyond_the_charges",
                     "container::tests::managed::processes_are_told_what_can_be_evicted_before_and_after_hello",
                     "managed::tests::device_memory_displaces_managed_memory",
+                    "managed::tests::eviction_takes_its_time_within_the_call",
+                    "managed::tests::eviction_takes_the_oldest_chunks_in_any_history",
                     "managed::tests::free_chunks_stay_in_use_until_the_last_context_ends",
                     "managed::tests::managed_memory_never_counts_as_free_or_refuses",
                     "managed::tests::neighbour_is_never_refused_beside_managed_memory",
-                    "managed::tests::oldest_owner_loses_its_memory_first",
+                    "managed::tests::oldest_chunks_leave_first_whichever_image_has_them",
+                    "managed::tests::order_stays_nearly_right_when_runs_merge",
+                    "managed::tests::owner_without_host_memory_is_killed_by_an_eviction",
                     "managed::tests::pinned_managed_memory_refuses_a_neighbour",
+                    "managed::tests::refused_eviction_fails_the_allocation_that_needs_it",
                     "orphan_bound::tests::bound_never_falls_below_orphaned_bytes_and_reaches_zero",
                 ],
                 ignored: false,
@@ -273,21 +342,104 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "mission/managed-eviction",
+        promise: "an allocation within the quota that the driver refuses while it evicts managed memory is tried again for a second, and a refusal that stays is counted",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: MANAGED,
+                names: &[
+                    "allocation_is_refused_in_time_when_no_eviction_succeeds",
+                    "allocation_succeeds_when_two_evictions_fail",
+                    "owner_without_host_memory_dies_and_its_neighbour_goes_on",
+                    "prefetched_allocation_succeeds_when_two_evictions_fail",
+                    "refusal_is_final_when_the_process_is_fenced",
+                    "refusal_is_final_without_managed_memory_or_in_a_capture",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &["container::tests::refusals_by_the_driver_are_counted_apart_from_denials"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
         name: "mission/managed-offer",
         promise: "a node offers managed memory beside quotas only where the driver can always evict it and the pod pays for its host memory; conditions have the reason",
         long: false,
-        tests: &[TestSelection {
-            target: LIB,
-            names: &[
-                "node_report::tests::host_memory_on_gpus_is_a_condition",
-                "node_report::tests::managed_memory_is_offered_only_where_eviction_is_safe",
-                "uvm::tests::ats_counts_only_where_the_platform_has_it",
-                "uvm::tests::eviction_is_unsafe_when_pinned_or_uncharged",
-                "uvm::tests::hmm_is_known_by_the_modules_parameter",
-            ],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            TestSelection {
+                target: AUDIT,
+                names: &["managed::managed_memory_is_withdrawn_when_it_is_pinned"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "leases"],
+                names: &["supervised::managed_memory_is_withdrawn_without_concurrent_access"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "provisioner"],
+                names: &["provisioner_tells_whether_managed_access_is_concurrent"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "allocator::tests::managed_memory_is_bound_only_while_it_can_be_evicted",
+                    "capacity::tests::containers_keep_their_managed_ids_when_none_is_offered",
+                    "capacity::tests::managed_memory_is_offered_only_while_it_can_be_evicted",
+                    "node_report::tests::host_memory_on_gpus_is_a_condition",
+                    "node_report::tests::managed_memory_is_offered_only_where_eviction_is_safe",
+                    "provisioners::tests::gpu_without_concurrent_access_is_told_until_it_leaves",
+                    "runtimes::tests::managed_access_is_known_from_the_first_start_on",
+                    "uvm::tests::ats_counts_only_where_the_platform_has_it",
+                    "uvm::tests::eviction_is_unsafe_on_a_gpu_without_concurrent_access",
+                    "uvm::tests::eviction_is_unsafe_when_pinned_unknown_or_uncharged",
+                    "uvm::tests::hmm_is_known_by_the_modules_parameter",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "mission/managed-budget",
+        promise: "a budget bounds the managed memory of a namespace and of its containers, lowers a running pod's, and tells the use and its peak; no pod is evicted for a wait for managed memory",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "audit::namespace_usage::tests::managed_memory_has_a_peak_of_its_own",
+                    "budget::tests::a_container_may_have_the_managed_memory_of_its_namespace",
+                    "budget::tests::an_override_lowers_device_or_managed_memory",
+                    "budget::tests::contradictory_spec_is_invalid_and_names_the_remedy",
+                    "budget::tests::invalid_override_is_named_and_affects_nothing_else",
+                    "budget::tests::managed_memory_is_whole_bytes_as_well",
+                    "node_report::tests::waits_for_managed_memory_come_after_those_for_device_memory",
+                    "placement::node::tests::room_is_made_for_waits_for_device_memory_only",
+                    "placement::plan::tests::node_writes::override_of_managed_memory_names_its_own_account",
+                    "placement::pod::tests::containers_with_managed_memory_are_named",
+                    "quota_overrides::tests::override_lowers_only_the_account_it_names",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "operator"],
+                names: &["contexts::reported_usage_is_summed_over_nodes_and_peak_stays"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "mission/managed-proof",
@@ -297,8 +449,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: AUDIT,
                 names: &[
+                    "proof::grant_waits_for_a_slow_balloon_and_succeeds",
                     "proof::managed_memory_stays_while_its_owner_lacks_host_memory",
                     "proof::memory_is_proven_free_beside_managed_memory_once_released",
+                    "proof::tenant_has_all_its_credit_while_a_balloon_is_held",
                 ],
                 ignored: false,
                 env: &[],
@@ -393,19 +547,28 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "mission/device-runtime",
-        promise: "a runtime owns its streams, its log, and a budget that follows the quota up and down while programs allocate",
+        promise: "a runtime owns its streams, its log, and a budget that follows the quota up and down while programs allocate, also that of a container",
         long: false,
-        tests: &[TestSelection {
-            target: EXAMPLES,
-            names: &[
-                "stack::lowered_quota_is_followed_without_a_call",
-                "stack::raised_quota_counts_at_the_next_allocation",
-                "stack::runtime_owns_its_streams_budget_and_log",
-                "stack::stale_stack_refuses_allocations_and_logs_them",
-            ],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &[
+                    "stack::lowered_quota_is_followed_without_a_call",
+                    "stack::raised_quota_counts_at_the_next_allocation",
+                    "stack::raised_quota_counts_for_two_threads_at_the_limit",
+                    "stack::runtime_owns_its_streams_budget_and_log",
+                    "stack::stale_stack_refuses_allocations_and_logs_them",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "leases"],
+                names: &["runtime_client::runtime_knows_the_pods_quota_and_its_generation"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "mission/physical-memory",
@@ -430,7 +593,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             },
             TestSelection {
                 target: &["--test", "provisioner"],
-                names: &["provisioner_makes_no_context_call"],
+                names: &[
+                    "create_beyond_what_may_be_lent_is_over_the_budget",
+                    "provisioner_makes_no_context_call",
+                ],
                 ignored: false,
                 env: &[],
             },
@@ -447,6 +613,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "tasks::dropped_future_leaks_no_memory",
                     "tasks::errors_and_panics_come_back_to_the_task",
                     "tasks::operations_leave_the_worker_to_other_tasks",
+                    "tasks::unpolled_future_frees_nothing_on_the_worker",
                 ],
                 ignored: false,
                 env: &[],
@@ -456,6 +623,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 names: &[
                     "sync::blocking::tests::more_work_than_threads_is_all_done",
                     "sync::blocking::tests::panic_of_work_is_an_error",
+                    "sync::blocking::tests::unread_result_is_dropped_in_a_thread_for_work",
                     "sync::blocking::tests::work_beside_blocked_work_goes_on",
                 ],
                 ignored: false,
@@ -472,6 +640,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "cudarc_interop::adopted_slice_is_freed_once_or_returned",
                 "cudarc_interop::cudarc_program_adopts_memory_without_addresses",
+                "cudarc_interop::returned_slice_follows_its_uses_in_every_stream",
+                "cudarc_interop::returned_slice_leaves_nothing_behind",
                 "cudarc_interop::foreign_contexts_and_stale_runtimes_are_refused",
                 "cudarc_interop::streams_of_cudarc_keep_their_identity",
             ],

@@ -1,6 +1,6 @@
 //! Runs tests, and knows by their full names which of them passed.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Read as _, Seek as _, Write};
 use std::path::PathBuf;
 use std::process::Command;
@@ -35,16 +35,45 @@ pub(super) struct NamedCheck {
     pub(super) tests: &'static [TestSelection],
 }
 
-/// The tests that passed in this run of `cargo verify`.
+/// The results of tests in this run of `cargo verify`.
 ///
 /// A test of a target belongs to the target's check, and often to a named check too. It runs once.
 #[derive(Debug, Default)]
-pub(super) struct PassedTests {
-    /// The arguments that selected targets, and the full names of the tests that passed there.
-    targets: Vec<(&'static [&'static str], HashSet<String>)>,
+pub(super) struct TestResults {
+    targets: Vec<TargetResults>,
+    /// The passed tests of each background job that ran to its end and failed, unless a failed test
+    /// draws random numbers.
+    failed_jobs: HashMap<&'static str, HashSet<String>>,
 }
 
-impl PassedTests {
+/// The results of the tests of some targets.
+#[derive(Debug)]
+struct TargetResults {
+    /// The arguments that select the targets.
+    arguments: &'static [&'static str],
+    /// The full names of the tests that passed, and of those that failed.
+    passed: HashSet<String>,
+    failed: Vec<String>,
+}
+
+/// Parts of the names of targets and tests that draw random numbers. Another run of these tests
+/// shows nothing about the first.
+const RANDOM_TESTS: [&str; 7] = [
+    "adversary",
+    "chaos",
+    "fuzz",
+    "histor",
+    "outlive",
+    "random",
+    "soak",
+];
+
+/// Tests failed in a run that did not reach its end, or that did not name them all.
+#[derive(Debug, thiserror::Error)]
+#[error("the tests did not run to their end")]
+pub(super) struct IncompleteRun;
+
+impl TestResults {
     /// Runs every test of these targets of the workspace for at most `timeout`.
     ///
     /// # Errors
@@ -60,16 +89,78 @@ impl PassedTests {
             .args(targets)
             .current_dir(paths::repository());
         let (output, result) = run_to_end(&mut command, timeout)?;
-        let mut names = HashSet::new();
+        let (mut passed, mut failed) = (HashSet::new(), Vec::new());
         let mut out = io::stdout().lock();
         for line in output.lines() {
-            match parse_passed_name(line) {
-                Some(name) => drop(names.insert(name.to_owned())),
+            match parse_result(line) {
+                Some((name, true)) => drop(passed.insert(name.to_owned())),
+                Some((name, false)) => failed.push(name.to_owned()),
                 None => writeln!(out, "{line}")?,
             }
         }
-        self.targets.push((targets, names));
+        let names = failed.join(", ");
+        let result = match result {
+            Err(error) if failed.is_empty() => Err(error),
+            Err(error) if failed.len() != count_failures(&output) => {
+                Err(error.context(IncompleteRun))
+            }
+            result => result.map_err(|error| error.context(format!("failed tests: {names}"))),
+        };
+        self.targets.push(TargetResults {
+            arguments: targets,
+            passed,
+            failed,
+        });
         result
+    }
+
+    /// Returns whether tests of these targets failed, and none that draws random numbers.
+    pub(super) fn can_repeat_targets(&self, targets: &[&'static str]) -> bool {
+        let results = self.targets.iter().find(|run| run.arguments == targets);
+        let failed = results.map_or(&[][..], |run| &run.failed);
+        let is_random = failed.iter().any(|name| is_random(name));
+        !failed.is_empty() && !is_random && !targets.iter().any(|target| self::is_random(target))
+    }
+
+    /// Runs the failed tests of these targets again, one after another.
+    ///
+    /// # Errors
+    /// When a test fails again.
+    pub(super) fn repeat_targets(
+        &self,
+        targets: &[&'static str],
+        timeout: Duration,
+    ) -> anyhow::Result<()> {
+        let results = self.targets.iter().find(|run| run.arguments == targets);
+        let failed = results.map_or(&[][..], |run| &run.failed);
+        // The arguments after `--` are the test runner's.
+        let selection = targets.iter().take_while(|argument| **argument != "--");
+        let mut command = cargo::command();
+        command
+            .args(["test", "--quiet", "--locked", "--workspace"])
+            .args(selection)
+            .args(["--", "--test-threads=1", "--exact"])
+            .args(failed)
+            .current_dir(paths::repository());
+        run_all(failed, &mut command, timeout)
+    }
+
+    /// Records the tests of a background job by its output.
+    pub(super) fn record_job(&mut self, job: &'static str, output: &str) {
+        let results = || output.lines().filter_map(parse_result);
+        let failed = || results().filter(|(_, passed)| !passed);
+        let is_complete = failed().count() == count_failures(output);
+        let is_random = failed().any(|(name, _)| is_random(name));
+        if failed().next().is_some() && is_complete && !is_random {
+            let passed = results().filter(|(_, passed)| *passed);
+            let passed = passed.map(|(name, _)| name.to_owned()).collect();
+            self.failed_jobs.insert(job, passed);
+        }
+    }
+
+    /// Returns the passed tests of a background job whose failed tests can run again.
+    pub(super) fn passed_beside_failed(&self, job: &str) -> Option<&HashSet<String>> {
+        self.failed_jobs.get(job)
     }
 
     /// Runs the tests that have not passed yet, each selection for at most `timeout`.
@@ -83,7 +174,7 @@ impl PassedTests {
         timeout: Duration,
     ) -> anyhow::Result<()> {
         for tests in tests.iter().filter(|tests| !self.have(tests)) {
-            run_all(tests, &mut command(tests), timeout)?;
+            run_all(tests.names, &mut command(tests), timeout)?;
         }
         Ok(())
     }
@@ -91,11 +182,12 @@ impl PassedTests {
     /// Returns whether all of these tests have passed, under the same conditions.
     fn have(&self, tests: &TestSelection) -> bool {
         let ran_by_default = !tests.ignored && tests.env.is_empty() && !tests.names.is_empty();
-        let passed_there = |(targets, names): &(&[&str], HashSet<String>)| {
-            let has_target = targets
+        let passed_there = |run: &TargetResults| {
+            let has_target = run
+                .arguments
                 .windows(tests.target.len())
                 .any(|arguments| arguments == tests.target);
-            has_target && tests.names.iter().all(|name| names.contains(*name))
+            has_target && tests.names.iter().all(|name| run.passed.contains(*name))
         };
         ran_by_default && self.targets.iter().any(passed_there)
     }
@@ -104,27 +196,41 @@ impl PassedTests {
 /// Runs tests by their full names, with the paths of programs or folders in these variables.
 ///
 /// # Errors
-/// As [`PassedTests::run_named`].
+/// As [`TestResults::run_named`].
 pub(super) fn run_with_programs(
     tests: &TestSelection,
     programs: &[(&str, PathBuf)],
 ) -> anyhow::Result<()> {
     let mut command = command(tests);
     command.envs(programs.iter().map(|(name, path)| (name, path)));
-    run_all(tests, &mut command, CHECK_TIMEOUT)
+    run_all(tests.names, &mut command, CHECK_TIMEOUT)
 }
 
 /// Runs the tests by this call, and fails if fewer ran than were named.
-fn run_all(tests: &TestSelection, command: &mut Command, timeout: Duration) -> anyhow::Result<()> {
+fn run_all(
+    names: &[impl AsRef<str>],
+    command: &mut Command,
+    timeout: Duration,
+) -> anyhow::Result<()> {
     let (output, result) = run_to_end(command, timeout)?;
     io::stdout().write_all(output.as_bytes())?;
-    result?;
+    result.map_err(|error| match count_failures(&output) {
+        0 => error.context(IncompleteRun),
+        _ => error,
+    })?;
     let ran: usize = output.lines().filter_map(parse_passed_count).sum();
+    let joined = || {
+        names
+            .iter()
+            .map(AsRef::as_ref)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
     anyhow::ensure!(
-        ran >= tests.names.len(),
+        ran >= names.len(),
         "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
-        tests.names.len(),
-        tests.names.join(", ")
+        names.len(),
+        joined()
     );
     Ok(())
 }
@@ -171,9 +277,41 @@ fn run_to_end(
     Ok((String::from_utf8_lossy(&output).into_owned(), result))
 }
 
-/// Parses the name of a passed test in a line of libtest.
-fn parse_passed_name(line: &str) -> Option<&str> {
-    line.strip_prefix("test ")?.strip_suffix(" ... ok")
+/// Parses a test's name in a line of libtest or of libtest-mimic, and whether it passed.
+fn parse_result(line: &str) -> Option<(&str, bool)> {
+    let (name, result) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
+    let passed = match result {
+        "ok" => true,
+        "FAILED" => false,
+        _ => return None,
+    };
+    Some((name.trim_end(), passed))
+}
+
+/// Returns whether a target or a test draws random numbers.
+pub(super) fn is_random(name: &str) -> bool {
+    RANDOM_TESTS.iter().any(|part| name.contains(part))
+}
+
+/// Counts the failed tests in the summaries of an output. Zero if a target did not reach its end.
+fn count_failures(output: &str) -> usize {
+    let count = |prefix| {
+        output
+            .lines()
+            .filter(|line| line.starts_with(prefix))
+            .count()
+    };
+    match count("running ") == count("test result: ") {
+        true => output.lines().filter_map(parse_failed_count).sum(),
+        false => 0,
+    }
+}
+
+/// Parses the number of failed tests in a summary line of libtest.
+fn parse_failed_count(line: &str) -> Option<usize> {
+    let counts = line.strip_prefix("test result: FAILED. ")?;
+    let (_, counts) = counts.split_once(" passed; ")?;
+    counts.split_once(" failed;")?.0.parse().ok()
 }
 
 /// Parses the number of passed tests in a summary line of libtest.
@@ -196,23 +334,24 @@ mod tests {
     }
 
     #[test]
-    fn parse_passed_name_reads_whole_lines_of_passed_tests_only() {
-        assert_eq!(parse_passed_name("test a::b ... ok"), Some("a::b"));
+    fn parse_result_reads_whole_lines_of_finished_tests_only() {
+        assert_eq!(parse_result("test a::b ... ok"), Some(("a::b", true)));
+        assert_eq!(parse_result("test a::b ... FAILED"), Some(("a::b", false)));
+        assert_eq!(parse_result("test a-b      ... ok"), Some(("a-b", true)));
         for other in [
-            "test a::b ... FAILED",
             "test a::b ... ignored",
             "test a::b ... words of a child process",
             "test result: ok. 12 passed;",
         ] {
-            assert_eq!(parse_passed_name(other), None, "{other}");
+            assert_eq!(parse_result(other), None, "{other}");
         }
     }
 
     #[test]
     fn passed_tests_run_again_only_under_other_conditions() {
-        let passed = PassedTests {
-            targets: vec![(
-                &[
+        let results = TestResults {
+            targets: vec![TargetResults {
+                arguments: &[
                     "--test",
                     "facts",
                     "--test",
@@ -220,8 +359,10 @@ mod tests {
                     "--",
                     "--test-threads=6",
                 ],
-                HashSet::from(["a".to_owned(), "b".to_owned()]),
-            )],
+                passed: HashSet::from(["a".to_owned(), "b".to_owned()]),
+                failed: Vec::new(),
+            }],
+            ..TestResults::default()
         };
         let tests = TestSelection {
             target: &["--test", "audit"],
@@ -229,7 +370,7 @@ mod tests {
             ignored: false,
             env: &[],
         };
-        assert!(passed.have(&tests));
+        assert!(results.have(&tests));
         for other in [
             TestSelection {
                 target: &["--lib"],
@@ -256,8 +397,76 @@ mod tests {
                 ..tests
             },
         ] {
-            assert!(!passed.have(&other), "{other:?}");
+            assert!(!results.have(&other), "{other:?}");
         }
+    }
+
+    #[test]
+    fn failed_tests_are_repeated_unless_they_draw_random_numbers() {
+        let can_repeat = |targets: &'static [&'static str], failed: &[&str]| {
+            let results = TestResults {
+                targets: vec![TargetResults {
+                    arguments: targets,
+                    passed: HashSet::new(),
+                    failed: failed.iter().map(|name| (*name).to_owned()).collect(),
+                }],
+                ..TestResults::default()
+            };
+            results.can_repeat_targets(targets)
+        };
+        assert!(can_repeat(
+            &["--test", "leases"],
+            &["drained::gpu_is_released"]
+        ));
+        assert!(!can_repeat(
+            &["--test", "leases"],
+            &["drained::gpu_is_released", "chaos::kills"]
+        ));
+        assert!(!can_repeat(&["--test", "fuzz"], &["frames"]));
+        assert!(!can_repeat(&["--test", "leases"], &[]));
+        assert!(!TestResults::default().can_repeat_targets(&["--test", "leases"]));
+    }
+
+    #[test]
+    fn failed_trials_are_repeated_without_those_that_passed() {
+        let trial = |name: &str, result: &str| format!("test {name} ... {result}\n");
+        let passed_beside = |trials: &str, summary: &str| {
+            let output = format!("\nrunning 3 tests\n{trials}{summary}\n");
+            let mut results = TestResults::default();
+            results.record_job("main/cluster", &output);
+            let passed = results.passed_beside_failed("main/cluster")?;
+            Some(passed.iter().cloned().collect::<Vec<_>>())
+        };
+        let summary = "test result: FAILED. 1 passed; 1 failed; 1 ignored;";
+        let failed = trial("quota   ", "ok") + &trial("restarts", "FAILED");
+        assert_eq!(
+            passed_beside(&failed, summary),
+            Some(vec!["quota".to_owned()])
+        );
+        assert_eq!(passed_beside(&failed, ""), None, "did not end");
+        let ok = "test result: ok. 1 passed; 0 failed; 0 ignored;";
+        assert_eq!(passed_beside(&trial("quota", "ok"), ok), None);
+        let random = trial("quota", "ok") + &trial("chaos", "FAILED");
+        assert_eq!(passed_beside(&random, summary), None);
+    }
+
+    #[test]
+    fn count_failures_is_zero_when_a_target_did_not_end() {
+        let ended = "running 2 tests\ntest result: FAILED. 1 passed; 1 failed; 0 ignored;\n";
+        assert_eq!(count_failures(ended), 1);
+        assert_eq!(count_failures(&format!("{ended}running 3 tests\n")), 0);
+        assert_eq!(count_failures(""), 0);
+    }
+
+    #[test]
+    fn parse_failed_count_reads_the_summary_line_of_failures() {
+        let line =
+            "test result: FAILED. 12 passed; 2 failed; 1 ignored; 0 measured; 3 filtered out";
+        assert_eq!(parse_failed_count(line), Some(2));
+        assert_eq!(
+            parse_failed_count("test result: ok. 12 passed; 0 failed;"),
+            None
+        );
     }
 
     #[test]

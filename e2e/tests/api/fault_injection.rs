@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::isolated_scope::{IsolatedScope, condition};
 use crate::scenarios;
 use crate::server::{Permit, Server};
-use crate::test_case::{FaultPlan, Outcome, TestCase};
+use crate::test_case::{FaultPlan, Outcome, TestCase, WATCHED_KINDS};
 
 /// The numbers of the writes in a transition that fail, one per case.
 const WRITE_NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;
@@ -29,15 +29,8 @@ const TELLINGS: [WatchFault; 6] = [
     WatchFault::Expired,
 ];
 
-/// The watched resources. The scenarios also delete objects of the first four.
-const KINDS: [&str; 6] = [
-    "gpumemorybudgets",
-    "namespaces",
-    "pods",
-    "resourcequotas",
-    "gpunodes",
-    "nodes",
-];
+/// The scenarios delete objects of the first four watched kinds.
+const DELETED_KINDS: usize = 4;
 /// The minimum number of disturbed events of each resource.
 const MIN_EVENTS: usize = 5;
 
@@ -208,7 +201,7 @@ fn check_every_kind_disturbed(
     let (changed, gone) = if lags {
         (&LAGGING_KINDS[..], &[][..])
     } else {
-        (&KINDS[..], &KINDS[..4])
+        (&WATCHED_KINDS[..], &WATCHED_KINDS[..DELETED_KINDS])
     };
     for kind in changed {
         let of_it = dealt

@@ -105,6 +105,7 @@ fn main() -> ExitCode {
         trial("two-operators", fault_injection::two_operators),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
+        trial("managed-memory", policies::managed_memory),
         trial("hostile", hostile::hostile),
         trial("rights", rights::rights),
         trial("surface", surface::surface),

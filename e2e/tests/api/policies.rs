@@ -23,13 +23,20 @@ pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
     let _permit = acquire_permit().await;
     let at = IsolatedScope::set_up(server, "policed").await?;
     let rows = rows(&at).await?;
-    resized(&at).await?;
     needs_a_budget(server, &at).await?;
     per_container(&at).await?;
     let accounts = check_accounts_that_list_pods(server).await?;
     Ok(format!(
         "{rows} pods let in or refused; of {accounts} accounts one lists pods"
     ))
+}
+
+pub(crate) async fn managed_memory(server: &Server) -> Result<String, Failed> {
+    let _permit = acquire_permit().await;
+    let at = IsolatedScope::set_up(server, "managed").await?;
+    let rows = managed_rows(&at).await?;
+    resized(&at).await?;
+    Ok(format!("{rows} pods with managed memory let in or refused"))
 }
 
 /// Makes a pod with the limits `asks` of its container and `init` of its init container.
@@ -72,12 +79,6 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
     let in_quanta = |container: &str, resource: &str, write: u32, not: &str| {
         format!("container {container}: {resource} counts quanta of 1Gi: write {write}, not {not}")
     };
-    let backs = |container: &str, quanta: u32, mib: u32| {
-        format!(
-            "container {container} asks for {quanta} of {MANAGED}, which its host memory must back: \
-             write limits.memory of at least {mib}Mi"
-        )
-    };
     let ours = "an annotation cdi.k8s.io/ names a device of bursar.dev";
     let covers =
         |path: &str| format!("a volume is mounted at {path}, where the GPU memory quota is held");
@@ -101,39 +102,6 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         (
             pod(json!({ DEVICE: "4", MANAGED: "4Gi" }), none(), none()),
             in_quanta("c", MANAGED, 4, "4Gi"),
-        ),
-        (
-            pod(
-                json!({ DEVICE: "4", MANAGED: "64", "memory": "70Gi" }),
-                none(),
-                none(),
-            ),
-            String::new(),
-        ),
-        (
-            pod(json!({ DEVICE: "4", MANAGED: "64" }), none(), none()),
-            backs("c", 64, 65_536),
-        ),
-        (
-            pod(
-                json!({ DEVICE: "4", MANAGED: "2", "memory": "2047Mi" }),
-                none(),
-                none(),
-            ),
-            backs("c", 2, 2_048),
-        ),
-        (
-            pod(
-                none(),
-                json!({ DEVICE: "4", MANAGED: "2", "memory": "1Gi" }),
-                none(),
-            ),
-            backs("init", 2, 2_048),
-        ),
-        (requesting_less(), backs("c", 2, 2_048)),
-        (
-            pod(json!({ DEVICE: "4", MANAGED: "0" }), none(), none()),
-            String::new(),
         ),
         (
             pod(json!({ DEVICE: "4" }), json!({ DEVICE: "8Gi" }), none()),
@@ -191,7 +159,11 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         (spread("0"), not_gpus("\"0\"")),
         (spread(&"9".repeat(60)), not_gpus("too long")),
     ]);
-    let rows: Vec<_> = rows.collect();
+    check_refusals(at, rows.collect()).await
+}
+
+/// Checks the refusal of each pod, empty where the pod is let in. Returns the number of pods.
+async fn check_refusals(at: &IsolatedScope, rows: Vec<(Value, String)>) -> Result<usize, Failed> {
     let count = rows.len();
     for (pod, words) in rows {
         let said = refusal(at, pod.clone()).await?;
@@ -201,6 +173,53 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
         );
     }
     Ok(count)
+}
+
+/// Checks the host memory that pods with managed memory must have.
+async fn managed_rows(at: &IsolatedScope) -> Result<usize, Failed> {
+    let none = || json!({});
+    let backs = |container: &str, quanta: u32, mib: u32| {
+        format!(
+            "container {container} asks for {quanta} of {MANAGED}, which its host memory must back: \
+             write limits.memory of at least {mib}Mi"
+        )
+    };
+    let rows = vec![
+        (
+            pod(
+                json!({ DEVICE: "4", MANAGED: "64", "memory": "70Gi" }),
+                none(),
+                none(),
+            ),
+            String::new(),
+        ),
+        (
+            pod(json!({ DEVICE: "4", MANAGED: "64" }), none(), none()),
+            backs("c", 64, 65_536),
+        ),
+        (
+            pod(
+                json!({ DEVICE: "4", MANAGED: "2", "memory": "2047Mi" }),
+                none(),
+                none(),
+            ),
+            backs("c", 2, 2_048),
+        ),
+        (
+            pod(
+                none(),
+                json!({ DEVICE: "4", MANAGED: "2", "memory": "1Gi" }),
+                none(),
+            ),
+            backs("init", 2, 2_048),
+        ),
+        (requesting_less(), backs("c", 2, 2_048)),
+        (
+            pod(json!({ DEVICE: "4", MANAGED: "0" }), none(), none()),
+            String::new(),
+        ),
+    ];
+    check_refusals(at, rows).await
 }
 
 /// Checks that a pod with managed memory keeps the host memory that backs it when it is resized.

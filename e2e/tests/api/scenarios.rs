@@ -619,7 +619,7 @@ async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed>
             {
                 return Err(format!("the record of moves: {}", spec["relocations"]).into());
             }
-            let told = !plain || at.has_event("GpuMemoryWaiterMoved", "waiter").await?;
+            let told = !plain || at.has_event("RelocatedForGpuMemory", "waiter").await?;
             Ok(told && spec["reservations"].as_array().is_none_or(Vec::is_empty))
         },
     )

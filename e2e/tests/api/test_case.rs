@@ -33,6 +33,15 @@ const QUIET_PERIOD: Duration = Duration::from_secs(60);
 const SETTLE_TIME: Duration = Duration::from_millis(900);
 /// The operator's client reconnects after this time without data, as in production.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(205);
+/// The resources that the operator watches.
+pub(crate) const WATCHED_KINDS: [&str; 6] = [
+    "gpumemorybudgets",
+    "namespaces",
+    "pods",
+    "resourcequotas",
+    "gpunodes",
+    "nodes",
+];
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// A running operator.
@@ -53,7 +62,7 @@ impl Operator {
         let listeners = Listeners::bind(any, any).await?;
         let rules = PlacementOptions {
             quantum: Quantum::Gib1,
-            move_waiters: true,
+            relocate_pending_pods: true,
             disruption_grace: Duration::from_secs(60),
             drain_for_nvidia: true,
         };
@@ -259,6 +268,9 @@ impl TestCase {
         done: impl AsyncFn(&IsolatedScope) -> Result<bool, Failed>,
     ) -> Result<(), Failed> {
         let faults = self.plan.faults.clone();
+        if faults.causes_lists() {
+            self.wait_until_all_watched().await?;
+        }
         faults.set_faulty_writes(self.plan.doomed);
         change(&self.scope).await?;
         let (begin, mut killed, mut reached) = (Instant::now(), false, None);
@@ -293,6 +305,19 @@ impl TestCase {
             }
             sleep(POLL_INTERVAL).await;
         }
+    }
+
+    /// Waits until the operator watches every kind, so that the faults meet the next change.
+    async fn wait_until_all_watched(&mut self) -> Result<(), Failed> {
+        let begin = Instant::now();
+        while !self.plan.faults.watches_all(&WATCHED_KINDS) {
+            self.check_operators_run().await?;
+            if begin.elapsed() > GIVE_UP_AFTER {
+                return Err(self.failure("the operator does not watch every kind").await);
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+        Ok(())
     }
 
     /// Fails if an operator has exited.

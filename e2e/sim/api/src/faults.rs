@@ -113,6 +113,8 @@ struct FaultState {
     event_counts: BTreeMap<String, usize>,
     /// Number of delayed or altered events, by type and kind.
     faulted_events: BTreeMap<String, usize>,
+    /// Number of open watches by kind.
+    open_watches: BTreeMap<String, usize>,
 }
 
 impl Faults {
@@ -157,6 +159,7 @@ impl Faults {
                 seen_versions: BTreeSet::new(),
                 event_counts: BTreeMap::new(),
                 faulted_events: BTreeMap::new(),
+                open_watches: BTreeMap::new(),
             }),
         }))
     }
@@ -197,6 +200,22 @@ impl Faults {
     /// Number of delayed or altered events, by type and kind.
     pub fn faulted_events(&self) -> BTreeMap<String, usize> {
         self.state().faulted_events.clone()
+    }
+
+    /// Whether the client watches every one of these kinds. Between two watches it lists, and a list
+    /// is not disturbed.
+    pub fn watches_all(&self, kinds: &[&str]) -> bool {
+        let state = self.state();
+        let is_open = |kind: &&str| state.open_watches.get(*kind).is_some_and(|open| *open > 0);
+        kinds.iter().all(is_open)
+    }
+
+    /// Whether disturbed watches make the client list again.
+    pub fn causes_lists(&self) -> bool {
+        matches!(
+            self.0.watch_fault,
+            WatchFault::Replayed | WatchFault::Expired
+        )
     }
 
     /// The longest delay of a change that depends on a pod and on a GPU node.
@@ -260,9 +279,11 @@ impl Faults {
         }
         let (sender, receiver) = mpsc::channel(16);
         let faults = self.clone();
+        let open = OpenWatch::new(self, &kind);
         // Each event has its own due time, independent of the event before it.
         let (queue, mut queued) = mpsc::unbounded_channel();
         tokio::spawn(async move {
+            let _open = open;
             let events = events.into_data_stream();
             let mut lines = StreamReader::new(events.map_err(io::Error::other)).lines();
             let mut past = VecDeque::new();
@@ -394,6 +415,28 @@ impl Faults {
         *events += 1;
         let at_most = if deleted { 1 } else { MAX_EXPIRIES };
         *events % 2 == 1 && *events < 2 * at_most
+    }
+}
+
+/// Counts a watch as open until it is dropped.
+struct OpenWatch {
+    faults: Faults,
+    kind: String,
+}
+
+impl OpenWatch {
+    fn new(faults: &Faults, kind: &str) -> Self {
+        let (faults, kind) = (faults.clone(), kind.to_owned());
+        *faults.state().open_watches.entry(kind.clone()).or_default() += 1;
+        Self { faults, kind }
+    }
+}
+
+impl Drop for OpenWatch {
+    fn drop(&mut self) {
+        if let Some(open) = self.faults.state().open_watches.get_mut(&self.kind) {
+            *open -= 1;
+        }
     }
 }
 
