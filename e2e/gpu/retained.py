@@ -1,9 +1,11 @@
 """Shows on a real GPU the cost of retained memory, and that it survives faults and kills.
 
-usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills scrub-check example]
+usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--against EARLIER]
+                   [--only lease against faults kills scrub-check example]
 
 PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent, retained and the wheel of the package bursar;
-docs/benchmarks.md describes how to make it. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
+docs/benchmarks.md describes how to make it. EARLIER is such a folder of an earlier commit, whose programs may have their
+names of today only: `against` lets the leases of both take turns. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
 no root, no cluster: fake_agent acts for the agent, with the real fd store and provisioner. The script prints one table,
 and exits with 1 if a row fails.
 """
@@ -28,6 +30,8 @@ GIB = 1 << 30
 # The goals of rows in milliseconds. The first is that of a lease of 64 GiB.
 LEASE_BEYOND_DRIVER = 0.65
 FIRST_KERNEL_P99 = 400.0
+# The most that a lease may take of its time in the earlier commit.
+AGAINST = 1.03
 FAULTS = ("fault", "trap", "misaligned")
 STEPS = ("exec", "init", "context", "attach", "verify", "whole")
 TORCH = "/opt/torch/.venv/bin/python3"
@@ -51,7 +55,7 @@ class Machine:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
             fd_store = os.path.join(folder, "fdstore")
             running.enter_context(ended(subprocess.Popen([self.program("bursar-fdstore"), fd_store], stderr=subprocess.DEVNULL)))
-            wait_for(os.path.join(fd_store, "fdstore.sock"))
+            wait_for(fd_store, "*.sock")
             self.socket = os.path.join(folder, "agent.sock")
             command = [self.program("fake_agent"), self.socket, fd_store, self.program("bursar-provisioner"), self.gpu]
             agent = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
@@ -105,15 +109,16 @@ def ended(process):
         process.wait()
 
 
-def wait_for(path):
-    """Waits until a server listens."""
+def wait_for(folder, pattern):
+    """Waits until a server listens at a socket whose name matches."""
     deadline = time.monotonic() + 10
     while True:
-        with socket.socket(socket.AF_UNIX) as client:
-            if client.connect_ex(path) == 0:
-                return
+        for path in glob.glob(os.path.join(folder, pattern)):
+            with socket.socket(socket.AF_UNIX) as client:
+                if client.connect_ex(path) == 0:
+                    return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"nobody listens at {path}")
+            raise RuntimeError(f"no server listens at {folder}/{pattern}")
         time.sleep(0.01)
 
 
@@ -132,6 +137,24 @@ def lease(machine, table, options):
         late = gib == 64 and statistics.median(beyond) > LEASE_BEYOND_DRIVER * 1e6
         wanted = f"p50 <= {LEASE_BEYOND_DRIVER} ms" if gib == 64 else ""
         table.add(f"(b) {gib} GiB: the lease's time beyond the driver's", milliseconds(beyond), wanted, wrong=late)
+
+
+def against(machine, table, options):
+    """Compares leases with those of an earlier commit, by turns."""
+    if options.earlier is None:
+        raise RuntimeError("failed to compare leases: no --against; pass the programs of an earlier commit")
+    machines = [machine, options.earlier]
+    for gib in options.sizes:
+        times = [[], []]
+        for turn in range(options.turns):
+            for place in (0, 1) if turn % 2 == 0 else (1, 0):
+                with machines[place].fake_agent():
+                    rounds = machines[place].lines("lease", machines[place].socket, gib * GIB, 30)
+                times[place].append(statistics.median(row["lease_ns"] for row in rounds))
+        ratio = statistics.median(now / earlier for now, earlier in zip(*times))
+        now, earlier = (statistics.median(side) / 1e6 for side in times)
+        text = f"{ratio:.3f} of {options.turns} turns ({now:.3f} and {earlier:.3f} ms)"
+        table.add(f"(b) {gib} GiB: lease, against the earlier commit", text, f"<= {AGAINST}", wrong=ratio > AGAINST)
 
 
 def images(machine, table, options, name, orders):
@@ -224,7 +247,17 @@ def example(machine, table, options):
         table.add(f"(f) weights {name}", text, "")
 
 
-PARTS = {"lease": lease, "faults": faults, "kills": kills, "scrub-check": scrub_check, "example": example}
+@contextlib.contextmanager
+def executable(programs, gpu):
+    """Copies the programs of a folder; copies are executable, even if the transfer has lost the modes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in os.listdir(programs):
+            shutil.copy(os.path.join(programs, name), folder)
+            os.chmod(os.path.join(folder, name), 0o755)
+        yield Machine(folder, gpu)
+
+
+PARTS = {"lease": lease, "against": against, "faults": faults, "kills": kills, "scrub-check": scrub_check, "example": example}
 
 
 def main():
@@ -236,17 +269,17 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="GiB of the leases that are timed")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--python", default=TORCH if os.path.exists(TORCH) else sys.executable)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--against", metavar="EARLIER", help="the folder of an earlier commit")
+    parser.add_argument("--turns", type=int, default=8, help="of the comparison with an earlier commit")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "against"])
     options = parser.parse_args()
     if options.gpu is None:
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         options.gpu = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()[0]
-    # Copies are executable, even if the transfer has lost the modes.
-    with tempfile.TemporaryDirectory() as folder:
-        for name in os.listdir(options.programs):
-            shutil.copy(os.path.join(options.programs, name), folder)
-            os.chmod(os.path.join(folder, name), 0o755)
-        machine, table = Machine(folder, options.gpu), Table("what", "measured", "wanted")
+    with contextlib.ExitStack() as folders:
+        machine = folders.enter_context(executable(options.programs, options.gpu))
+        options.earlier = options.against and folders.enter_context(executable(options.against, options.gpu))
+        table = Table("what", "measured", "wanted")
         os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu
         for part in options.only:
             PARTS[part](machine, table, options)

@@ -52,9 +52,19 @@ impl AgentClient {
         &self,
         request: &Request,
     ) -> Result<(Response, Option<OwnedFd>), ClientError> {
+        self.request_while(request, || ())
+    }
+
+    /// Sends a request, runs `meanwhile`, and returns the response and its file descriptor.
+    pub(crate) fn request_while(
+        &self,
+        request: &Request,
+        meanwhile: impl FnOnce(),
+    ) -> Result<(Response, Option<OwnedFd>), ClientError> {
         let exchange = || {
             let stream = connect_to(&self.socket, STEP_TIMEOUT)?;
             send_message(&stream, request, None)?;
+            meanwhile();
             receive_message(&stream)
         };
         match exchange() {
@@ -75,7 +85,7 @@ impl AgentClient {
 /// under only one of both names. `is_unknown` recognizes the agent's answer to the other.
 pub(crate) fn with_gpu_or_mig_account<T, E>(
     gpu: GpuUuid,
-    ask: impl Fn(Account) -> Result<T, E>,
+    mut ask: impl FnMut(Account) -> Result<T, E>,
     is_unknown: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
     let of_gpu = gpu.to_string();

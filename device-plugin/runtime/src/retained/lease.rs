@@ -9,7 +9,7 @@ use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, Reta
 
 use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
-use crate::driver::{Access, Context, Handle, Mapping};
+use crate::driver::{Access, Context, Handle, Mapping, Reservation};
 
 /// Time for which a commit is repeated while the agent is busy, does not respond or cannot store
 /// it.
@@ -51,15 +51,17 @@ pub(super) enum GrantedLease {
 }
 
 impl GrantedLease {
-    /// Maps the granted lease, whose file descriptor came with the response.
+    /// Maps the granted lease, whose file descriptor came with the response, at `reserved` addresses
+    /// of its size, or else at new ones.
     pub(super) fn from_response(
         context: &Context,
         answer: RetainedResponse,
         fd: Option<OwnedFd>,
+        reserved: Option<Reservation>,
     ) -> Result<GrantedLease, LeaseError> {
         let mapped = |bytes, access| {
             let fd = fd.ok_or(LeaseError::UnexpectedResponse)?;
-            MappedHandle::map(context, &fd, bytes, access)
+            MappedHandle::map(context, &fd, bytes, access, reserved)
         };
         match answer {
             RetainedResponse::Ready {
@@ -100,10 +102,12 @@ impl MappedHandle {
         fd: &OwnedFd,
         bytes: u64,
         access: Access,
+        reserved: Option<Reservation>,
     ) -> Result<MappedHandle, LeaseError> {
         let driver = context.driver();
         let handle = driver.import(fd.as_fd(), bytes)?;
-        let addresses = Arc::new(driver.reserve(bytes)?);
+        let reserved = reserved.filter(|addresses| addresses.bytes() == bytes);
+        let addresses = Arc::new(reserved.map_or_else(|| driver.reserve(bytes), Ok)?);
         Ok(MappedHandle {
             mapping: addresses.map(0, &handle, access, context)?,
             _handle: handle,

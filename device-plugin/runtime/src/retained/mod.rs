@@ -40,7 +40,7 @@ pub use lease::{LeaseWriter, RetainedLease};
 
 use crate::agent_client::{AgentClient, ClientError};
 use crate::checksum::{ChecksumError, DeviceChecksum};
-use crate::driver::{Context, DriverError};
+use crate::driver::{Context, DriverError, Reservation};
 use crate::error::{CudaError, ErrorClass};
 use lease::GrantedLease;
 use write_lock::{WriteLock, WriteLockKey};
@@ -367,11 +367,15 @@ impl LeaseClient {
                 )
             }
         };
-        let (answer, fd) = request::open(&self.0.agent, context.uuid(), name, key, bytes)?;
+        // The process would only wait for the agent: it reserves the addresses of the lease. A lease
+        // of another size, as an existing one may have, gets others.
+        let mut reserved = None;
+        let reserve = || reserved = self.reserve(bytes);
+        let (answer, fd) = request::open(&self.0.agent, context.uuid(), name, key, bytes, reserve)?;
         match answer {
             RetainedResponse::Refused(reason) => Err(refused(reason)),
             granted => {
-                let result = GrantedLease::from_response(context, granted, fd);
+                let result = GrantedLease::from_response(context, granted, fd, reserved);
                 match (&result, granted) {
                     // This process is the lease's writer but cannot map its memory.
                     (Err(_), RetainedResponse::Write { lease, .. }) => drop(self.discard(lease)),
@@ -387,6 +391,14 @@ impl LeaseClient {
                 Ok((result?, write_lock))
             }
         }
+    }
+
+    /// Reserves addresses for a lease of `bytes` bytes, which the agent rounds up. `None` for none,
+    /// and after an error, which the later mapping meets again.
+    fn reserve(&self, bytes: u64) -> Option<Reservation> {
+        let granularity = self.context().device().granularity().ok()?;
+        let bytes = bytes.checked_next_multiple_of(granularity)?;
+        (bytes > 0).then(|| self.context().driver().reserve(bytes).ok())?
     }
 
     /// Verifies the content of a lease, and discards a corrupt one.

@@ -8,16 +8,17 @@ use bursar_protocol::messages::{RejectReason, Request, Response};
 
 use super::LeaseError;
 use super::process_image::process_image_id;
-use crate::agent_client::{AgentClient, with_gpu_or_mig_account};
+use crate::agent_client::{AgentClient, ClientError, with_gpu_or_mig_account};
 use crate::driver::GpuUuid;
 
-/// Requests a lease of a GPU.
+/// Requests a lease of a GPU, and runs `meanwhile` until the response arrives.
 pub(super) fn open(
     agent: &AgentClient,
     gpu: GpuUuid,
     name: &LeaseName,
     key: &Key,
     bytes: u64,
+    mut meanwhile: impl FnMut(),
 ) -> Result<(RetainedResponse, Option<OwnedFd>), LeaseError> {
     let open = |account| {
         let open = RetainedRequest::Open {
@@ -28,7 +29,7 @@ pub(super) fn open(
             key: *key,
             bytes,
         };
-        request(agent, open)
+        response(agent.request_while(&Request::Retained(open), &mut meanwhile))
     };
     with_gpu_or_mig_account(gpu, open, |error| {
         matches!(error, LeaseError::Rejected(RejectReason::Account))
@@ -40,7 +41,13 @@ pub(super) fn request(
     agent: &AgentClient,
     question: RetainedRequest,
 ) -> Result<(RetainedResponse, Option<OwnedFd>), LeaseError> {
-    match agent.request(&Request::Retained(question))? {
+    response(agent.request(&Request::Retained(question)))
+}
+
+fn response(
+    received: Result<(Response, Option<OwnedFd>), ClientError>,
+) -> Result<(RetainedResponse, Option<OwnedFd>), LeaseError> {
+    match received? {
         (Response::Retained(result), fd) => Ok((result, fd)),
         _ => Err(LeaseError::UnexpectedResponse),
     }
