@@ -259,7 +259,7 @@ pub struct Reservation {
     pub gpu: String,
     /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
-    pub waiter: String,
+    pub pod_uid: String,
     /// The memory to set aside, in quanta, what is already bound to the pod included.
     #[schemars(range(min = 1, max = 4096))]
     pub quanta: i32,

@@ -36,7 +36,7 @@ pub(crate) fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<le
 pub(crate) fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
     let as_ledgers = |order: &Reservation| {
         let reservation = ledger::Reservation {
-            pod: order.waiter.parse().ok()?,
+            pod: order.pod_uid.parse().ok()?,
             quanta: Quanta(u32::try_from(order.quanta).ok()?),
         };
         Some((order.gpu.parse().ok()?, reservation))

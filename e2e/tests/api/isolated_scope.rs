@@ -278,7 +278,7 @@ impl IsolatedScope {
         waiter: Option<(&str, &str, i32)>,
     ) -> Result<(), Failed> {
         let before = self.gpu_node().await?;
-        let held = &before["spec"]["reservations"][0]["waiter"];
+        let held = &before["spec"]["reservations"][0]["podUid"];
         let free = memory - bound.iter().map(|(_, gib)| gib).sum::<i32>();
         let pods: Vec<_> = bound
             .iter()

@@ -158,7 +158,7 @@ impl<'a> Snapshot<'a> {
     pub(super) fn are_kept(&self, node: &str, reservations: &[Reservation]) -> bool {
         reservations.iter().all(|reservation| {
             let gpu = self.gpu(node, &reservation.gpu);
-            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter))
+            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.pod_uid))
         })
     }
 

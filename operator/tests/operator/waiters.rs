@@ -57,7 +57,7 @@ fn report(api: &SimApiServer) {
         "gpus": [{ "uuid": "GPU-0", "index": 0, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
             "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
             "largestFree": if held.is_null() { free } else { 0 },
-            "reservedFor": held["waiter"], "pods": pods }],
+            "reservedFor": held["podUid"], "pods": pods }],
     });
     if node["status"] != status {
         node["status"] = status;
@@ -276,7 +276,7 @@ fn report_two(api: &SimApiServer, pods: &[(&str, usize, u32)], binds: bool) {
         json!({ "uuid": uuid, "index": index, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
             "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
             "largestFree": if held.is_none() { free } else { 0 },
-            "reservedFor": held.map(|held| held["waiter"].clone()), "pods": pods })
+            "reservedFor": held.map(|held| held["podUid"].clone()), "pods": pods })
     });
     if bound {
         api.put("pods", pod("owner", 8, false, true));

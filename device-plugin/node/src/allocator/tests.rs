@@ -581,7 +581,7 @@ async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
     let mut node = TestNode::new().await;
     let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
         gpu: gpu.to_owned(),
-        waiter: "nobody".to_owned(),
+        pod_uid: "nobody".to_owned(),
         quanta: 16,
     });
     node.allocator.set_reservations(&held, node.now).await;

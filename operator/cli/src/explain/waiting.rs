@@ -160,7 +160,7 @@ fn held(
 pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let reserved = snapshot.gpu_nodes.iter().find_map(|node| {
         let mut all = node.spec.reservations.iter();
-        let reservation = all.find(|reservation| reservation.waiter == pod.metadata.uid)?;
+        let reservation = all.find(|reservation| reservation.pod_uid == pod.metadata.uid)?;
         let mut gpus = node.status.iter().flat_map(|status| &status.gpus);
         Some((node, gpus.find(|gpu| gpu.uuid == reservation.gpu)?))
     });

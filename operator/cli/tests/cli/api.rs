@@ -364,7 +364,7 @@ async fn explain_reads_the_victims_and_not_all_pods() {
     let of_search = "/api/v1/namespaces/search/pods";
     api.put(of_search, vec![pod("search", "v", "n", 40)]);
     let mut node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[("search-v", 40)])]);
-    node["spec"]["reservations"] = json!([{ "gpu": "GPU-1", "waiter": "ml-w", "quanta": 79 }]);
+    node["spec"]["reservations"] = json!([{ "gpu": "GPU-1", "podUid": "ml-w", "quanta": 79 }]);
     api.put("/apis/bursar.dev/v1alpha1/gpunodes", vec![node]);
     let (code, text) = run(&api, "explain pod w").await;
     assert_eq!(code, Ok(AMISS), "{text}");

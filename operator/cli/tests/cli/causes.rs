@@ -769,7 +769,7 @@ fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
     };
     let victim = |reason: &str, words: &str| {
         let mut snapshot = waiting(waits, gpu("GPU-1", 0, 79, &[("search-v", 40)]));
-        let reservation = json!({ "gpu": "GPU-1", "waiter": "ml-p", "quanta": 50 });
+        let reservation = json!({ "gpu": "GPU-1", "podUid": "ml-p", "quanta": 50 });
         snapshot.gpu_nodes[0].spec.reservations = vec![parse(reservation)];
         snapshot.pods.push(parse(pod("search", "v", "n", 40)));
         snapshot.events = vec![parse(victim_event("p", reason, words, "search/v", 5))];

@@ -198,7 +198,7 @@ pub(crate) fn cluster() -> Snapshot {
             held,
         ],
     );
-    a1["spec"]["reservations"] = json!([{ "gpu": "GPU-a1", "waiter": "ml-big-0", "quanta": 50 }]);
+    a1["spec"]["reservations"] = json!([{ "gpu": "GPU-a1", "podUid": "ml-big-0", "quanta": 50 }]);
     a1["status"]["waiting"] = json!([{ "podUid": "ml-big-0", "namespace": "ml", "pod": "big-0", "container": "main",
         "quanta": 50, "since": ago(42) }]);
     let lease = |namespace: &str, name: &str, gib: i64, gpu_generation: i64, state: &str| {

@@ -72,7 +72,7 @@ impl Executor {
         let is_reserved = |gpu: &String| {
             let mut reserved = current.spec.reservations.iter();
             let mut all = current.status.iter().flat_map(|status| &status.gpus);
-            reserved.any(|one| one.gpu == *gpu && one.waiter == waiter.uid)
+            reserved.any(|one| one.gpu == *gpu && one.pod_uid == waiter.uid)
                 && all.any(|one| one.uuid == *gpu && one.reserved_for.as_ref() == Some(&waiter.uid))
         };
         let version = match gpus.iter().all(is_reserved) {

@@ -48,7 +48,7 @@ impl History {
                 (
                     (*node).to_owned(),
                     reserved.gpu.clone(),
-                    reserved.waiter.clone(),
+                    reserved.pod_uid.clone(),
                 )
             };
             gpus.reservations.iter().map(name)

@@ -290,7 +290,7 @@ impl FakeCluster {
         let Some(held) = self.held.get(gpu) else {
             return 0;
         };
-        let has = self.pods.get(&held.waiter).map_or(0, |pod| pod.on(gpu));
+        let has = self.pods.get(&held.pod_uid).map_or(0, |pod| pod.on(gpu));
         u64::from(held.quanta.unsigned_abs()).saturating_sub(has)
     }
 
@@ -381,7 +381,7 @@ impl FakeCluster {
             let gpu = |(uuid, capacity): (&String, &u64)| {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
-                let reserved = held.map(|held| (held.waiter.clone(), self.kept(uuid)));
+                let reserved = held.map(|held| (held.pod_uid.clone(), self.kept(uuid)));
                 let set_aside = reserved
                     .into_iter()
                     .chain(self.set_aside.get(uuid).cloned());
@@ -395,7 +395,7 @@ impl FakeCluster {
                     capacity: Quanta::new(*capacity),
                     free: Quanta::new(free),
                     largest_free: Quanta::new(free.saturating_sub(kept)),
-                    reserved_for: held.map(|held| held.waiter.clone()),
+                    reserved_for: held.map(|held| held.pod_uid.clone()),
                     only_for: self.only_for.get(uuid).cloned(),
                     set_aside: set_aside
                         .map(|(uid, quanta)| (uid, Quanta::new(quanta)))
@@ -485,7 +485,7 @@ impl FakeCluster {
                 victims,
             } => {
                 let are_held = gpus.iter().all(|gpu| {
-                    let is_it = |held: &Reservation| held.gpu == *gpu && held.waiter == waiter.uid;
+                    let is_it = |held: &Reservation| held.gpu == *gpu && held.pod_uid == waiter.uid;
                     let mut reserved = self.reservations.get(&node).into_iter().flatten();
                     reserved.any(is_it) && self.held.get(gpu).is_some_and(is_it)
                 });
@@ -638,7 +638,7 @@ impl FakeCluster {
             let gpus: Vec<&String> = self.nodes[node].keys().collect();
             let room = |gpu: &&String| {
                 let held = self.held.get(*gpu);
-                let kept = held.filter(|held| held.waiter != *uid);
+                let kept = held.filter(|held| held.pod_uid != *uid);
                 let kept = kept.map_or(0, |_| self.kept(gpu));
                 let first = self.set_aside.get(*gpu).filter(|(first, _)| first != uid);
                 let kept = kept + first.map_or(0, |(_, quanta)| *quanta);
@@ -805,7 +805,7 @@ fn other(uid: &str) -> Owner {
 fn reservation(gpu: &str, waiter: &str, quanta: i32) -> Reservation {
     Reservation {
         gpu: gpu.to_owned(),
-        waiter: waiter.to_owned(),
+        pod_uid: waiter.to_owned(),
         quanta,
     }
 }

@@ -71,7 +71,7 @@ impl<'a> Planner<'a> {
         }
         let is_ours = |uid: &String| {
             let ours = taken.iter().chain(reservations);
-            ours.map(|reservation| &reservation.waiter)
+            ours.map(|reservation| &reservation.pod_uid)
                 .any(|waiter| waiter == uid)
         };
         let nominated = self.nominated.get(node).into_iter().flatten();
@@ -82,7 +82,7 @@ impl<'a> Planner<'a> {
         let written = written.unwrap_or_default();
         for pod in others {
             let later = written.iter();
-            let later = later.filter(|reservation| reservation.waiter == pod.uid);
+            let later = later.filter(|reservation| reservation.pod_uid == pod.uid);
             let later: Vec<Reservation> = later.cloned().collect();
             deducted = deducted.plus(match later.is_empty() {
                 true => pod.request,
@@ -111,7 +111,7 @@ impl<'a> Planner<'a> {
         let nominated = self.nominated.get(node).into_iter().flatten();
         let nominated = nominated.filter(|pod| pod.priority >= waiter.priority);
         let others = nominated.map(|pod| pod.uid.as_str());
-        let others = others.chain(taken.iter().map(|reservation| reservation.waiter.as_str()));
+        let others = others.chain(taken.iter().map(|reservation| reservation.pod_uid.as_str()));
         // A pod in both groups counts once.
         let others: BTreeSet<&str> = others.filter(|uid| *uid != waiter.uid).collect();
         let others = others.iter().filter_map(|uid| self.snapshot.pods.get(uid));
@@ -122,7 +122,7 @@ impl<'a> Planner<'a> {
 
     /// The pod of these reservations, unless it has a node.
     fn unscheduled_waiter(&self, reservations: &[Reservation]) -> Option<&'a PodFacts> {
-        let waiter = self.snapshot.pod(&reservations.first()?.waiter)?;
+        let waiter = self.snapshot.pod(&reservations.first()?.pod_uid)?;
         waiter.node().is_none().then_some(waiter)
     }
 

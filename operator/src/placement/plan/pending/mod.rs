@@ -223,7 +223,7 @@ impl<'a> Planner<'a> {
     fn without_reservation(&self, reserved: &ReservationsByNode) -> Vec<PendingPod<'a>> {
         let helped = reserved.values().flatten();
         let helped: BTreeSet<&str> = helped
-            .map(|reservation| reservation.waiter.as_str())
+            .map(|reservation| reservation.pod_uid.as_str())
             .collect();
         let rank = |pending: &PendingPod<'a>| {
             let pod = pending.pod;

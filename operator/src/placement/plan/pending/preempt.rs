@@ -166,7 +166,7 @@ impl<'a> Planner<'a> {
     /// all of them for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Option<Step> {
         let are_kept = self.snapshot.are_kept(node, reservations);
-        let waiter = &reservations.first().filter(|_| are_kept)?.waiter;
+        let waiter = &reservations.first().filter(|_| are_kept)?.pod_uid;
         let pending = self.pending.get(waiter.as_str()).copied()?;
         let nominate = match &pending.pod.placement {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),

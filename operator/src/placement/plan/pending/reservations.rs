@@ -41,14 +41,14 @@ impl<'a> Planner<'a> {
         };
         useful.sort_by_key(|(late, node, reservations)| {
             let are_kept = snapshot.are_kept(node, reservations);
-            let nominated = is_nominated(&reservations[0].waiter, node);
+            let nominated = is_nominated(&reservations[0].pod_uid, node);
             (!nominated, !are_kept, *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
         let mut kept = ReservationsByNode::new();
         for (_, node, reservations) in useful {
             let taken = kept.entry(node.to_owned()).or_default();
-            let waiter = reservations[0].waiter.clone();
+            let waiter = reservations[0].pod_uid.clone();
             let is_taken =
                 |reservation: &Reservation| gpus.contains(&(node, reservation.gpu.clone()));
             if !reservations.iter().any(is_taken)
@@ -69,7 +69,7 @@ impl<'a> Planner<'a> {
     /// A pod's reservations on a node, with what the pod has there now. `None` unless the pod still
     /// waits for all of these GPUs and permitted victims would suffice.
     fn renewed(&mut self, node: &str, reservations: &[Reservation]) -> Option<Vec<Reservation>> {
-        let waiter = &reservations.first()?.waiter;
+        let waiter = &reservations.first()?.pod_uid;
         let (pod, gpus) = (
             self.snapshot.pod(waiter)?,
             self.snapshot.gpu_nodes.get(node)?,
@@ -145,7 +145,7 @@ pub(super) fn reservation_for(
 ) -> Option<Reservation> {
     Some(Reservation {
         gpu: gpu.uuid.clone(),
-        waiter: pending.pod.uid.clone(),
+        pod_uid: pending.pod.uid.clone(),
         quanta: i32::try_from(quanta.plus(held_on(gpu, &pending.pod.uid)).count()).ok()?,
     })
 }
@@ -153,7 +153,7 @@ pub(super) fn reservation_for(
 /// The amount that the pod of a reservation still lacks on the GPU.
 pub(super) fn lacking(reservation: &Reservation, gpu: &Gpu) -> Quanta {
     let reserved = Quanta::new(reservation.quanta.unsigned_abs().into());
-    reserved.minus(held_on(gpu, &reservation.waiter))
+    reserved.minus(held_on(gpu, &reservation.pod_uid))
 }
 
 /// The memory of a pod on a GPU.
@@ -167,7 +167,7 @@ pub(super) fn by_waiter<'r>(
 ) -> Vec<Vec<Reservation>> {
     let mut groups: Vec<Vec<Reservation>> = Vec::new();
     for reservation in reservations {
-        let is_same = |group: &&mut Vec<Reservation>| group[0].waiter == reservation.waiter;
+        let is_same = |group: &&mut Vec<Reservation>| group[0].pod_uid == reservation.pod_uid;
         match groups.iter_mut().find(is_same) {
             Some(group) => group.push(reservation.clone()),
             None => groups.push(vec![reservation.clone()]),

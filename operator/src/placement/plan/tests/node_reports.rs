@@ -30,7 +30,7 @@ fn shown(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
     let reserved = reserved.map(Vec::as_slice).unwrap_or_default();
     let said = lies.0.iter().map(|(gpu, pods, free, held)| {
         let answered = reserved.iter().find(|one| one.gpu == gpus[*gpu]);
-        let answered = answered.map(|one| one.waiter.clone());
+        let answered = answered.map(|one| one.pod_uid.clone());
         Gpu {
             uuid: gpus[*gpu].to_owned(),
             capacity: Quanta::new(16),

@@ -28,7 +28,7 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
     let mut cluster = FakeCluster::default().node("a", &[16]);
     let foreign = Reservation {
         gpu: "a-0".to_owned(),
-        waiter: "nobody".to_owned(),
+        pod_uid: "nobody".to_owned(),
         quanta: 1,
     };
     let mut history = History::default();

@@ -116,7 +116,7 @@ fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
     let mut history = History::default();
     cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.evicted, ["b1"]);
-    let waiters = cluster.reservations["a"].iter().map(|held| &held.waiter);
+    let waiters = cluster.reservations["a"].iter().map(|held| &held.pod_uid);
     assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
     cluster.run(&mut history, 60, 30);
     assert_eq!(cluster.evicted, ["b1", "b2"]);

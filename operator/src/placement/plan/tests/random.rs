@@ -313,7 +313,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
         prop_assert_eq!(live.writes, writes, "it does not come to rest");
         prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
         let held = live.reservations.values().flatten().count();
-        let waits = |held: &Reservation| !live.bound(&held.waiter);
+        let waits = |held: &Reservation| !live.bound(&held.pod_uid);
         prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));
     });

@@ -235,7 +235,7 @@ impl Operator {
                     for one in reserved.iter() {
                         let mut gpus = status["gpus"].as_array_mut().into_iter().flatten();
                         if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == one.gpu) {
-                            gpu["reservedFor"] = json!(one.waiter);
+                            gpu["reservedFor"] = json!(one.pod_uid);
                         }
                     }
                     self.says(name, status);
