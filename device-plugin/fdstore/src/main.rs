@@ -7,15 +7,15 @@
 //! tenant writes, and is replaced only when an administrator deletes its pod. A new agent gets the
 //! leases of the previous one.
 //!
-//! * `held` stores the descriptors
-//! * `answer` answers messages
-//! * `place` owns the socket
-//! * `serve` runs the poll loop
+//! * `fd_store` stores the descriptors
+//! * `request_handler` answers messages
+//! * `listener` owns the socket
+//! * `poll_loop` serves the connections
 
-mod answer;
-mod held;
-mod place;
-mod serve;
+mod fd_store;
+mod listener;
+mod poll_loop;
+mod request_handler;
 
 use std::ffi::OsString;
 use std::fmt::Arguments;
@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use bursar_protocol::fdstore::RUN_DIR;
-use held::FdStore;
+use fd_store::FdStore;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 fn main() -> ExitCode {
@@ -40,10 +40,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let mut store = FdStore::with_capacity(held::capacity(raise_open_file_limit(), memory));
-    let ended = place::Listener::bind(&folder)
+    let mut store = FdStore::with_capacity(fd_store::capacity(raise_open_file_limit(), memory));
+    let ended = listener::Listener::bind(&folder)
         .map_err(Into::into)
-        .and_then(|listener| serve::serve(&listener, &mut store));
+        .and_then(|listener| poll_loop::serve(&listener, &mut store));
     let Err(error): Result<std::convert::Infallible, Box<dyn std::error::Error>> = ended;
     log(format_args!("{error}"));
     ExitCode::FAILURE

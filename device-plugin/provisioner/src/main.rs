@@ -11,12 +11,12 @@
 //! * `balloon` holds memory for a moment
 //! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check
-//! * `serve` answers the agent
+//! * `server` answers the agent
 
 mod balloon;
 mod quota_check;
 mod scrub_check;
-mod serve;
+mod server;
 
 use std::io::Write as _;
 use std::os::fd::AsFd;
@@ -106,7 +106,7 @@ fn main() -> anyhow::Result<()> {
         Args {
             serve: Some(Gpu { gpu }),
             ..
-        } => serve::serve(&agent_socket()?, gpu).context("failed to serve the agent"),
+        } => server::serve(&agent_socket()?, gpu).context("failed to serve the agent"),
         Args { .. } => anyhow::bail!("failed to choose a GPU: none was given; add --gpu UUID"),
     }
 }

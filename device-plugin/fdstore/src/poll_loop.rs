@@ -9,10 +9,10 @@ use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::answer::handle;
-use crate::held::FdStore;
+use crate::fd_store::FdStore;
+use crate::listener::Listener;
 use crate::log;
-use crate::place::Listener;
+use crate::request_handler::handle;
 
 /// How long the rest of a message, or an answer, may take: agents read and write whole messages.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION};
 
-use crate::held::FdStore;
+use crate::fd_store::FdStore;
 
 /// Returns the answer and the descriptor to send with it. A received descriptor that is not stored
 /// is closed.
