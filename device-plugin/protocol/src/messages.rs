@@ -65,6 +65,16 @@ pub enum Account {
     Managed,
 }
 
+impl Account {
+    /// Returns the UUID of an account of device memory: any text, if a tenant process sent it.
+    pub fn device_uuid(&self) -> Option<&str> {
+        match self {
+            Self::Device(uuid) => Some(uuid),
+            Self::Managed => None,
+        }
+    }
+}
+
 /// An account with the container's quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quota {

@@ -385,8 +385,5 @@ fn answer(lease: LeaseId, record: &LeaseRecord) -> Option<RetainedResponse> {
 }
 
 fn account_gpu(account: &Account) -> Option<GpuUuid> {
-    match account {
-        Account::Device(uuid) => uuid.parse().ok(),
-        Account::Managed => None,
-    }
+    account.device_uuid()?.parse().ok()
 }

@@ -1,6 +1,6 @@
 //! Answers connections without a session.
 
-use bursar_ledger::units::{AllocationId, GpuUuid};
+use bursar_ledger::units::AllocationId;
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
@@ -74,7 +74,9 @@ impl Connection {
                 // The lease service charges the container before it creates memory.
                 let gpu = match &request {
                     RetainedRequest::Open { bytes: 0, .. } => None,
-                    request => request.account().and_then(account_gpu),
+                    request => request
+                        .account()
+                        .and_then(|account| account.device_uuid()?.parse().ok()),
                 };
                 let _permits = self.grants.begin_all(gpu.as_slice()).await;
                 let reply = lease_service.request(caller, request).await;
@@ -139,12 +141,5 @@ impl Connection {
         self.wait_turn().await;
         let resolver = self.resolver.as_ref();
         self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, resolver))
-    }
-}
-
-fn account_gpu(account: &messages::Account) -> Option<GpuUuid> {
-    match account {
-        messages::Account::Device(gpu) => gpu.parse().ok(),
-        messages::Account::Managed => None,
     }
 }

@@ -36,7 +36,7 @@ impl Container {
         let has = |account: &Account| {
             self.gpus()
                 .iter()
-                .any(|gpu| *account == to_wire_account(gpu))
+                .any(|gpu| account.device_uuid() == Some(gpu.as_str()))
         };
         match gpu.is_none_or(has) {
             true => Ok(self.spec.allocation),
@@ -132,8 +132,4 @@ impl Container {
         self.refresh_pages();
         self.write_checkpoint()
     }
-}
-
-fn to_wire_account(gpu: &GpuUuid) -> Account {
-    Account::Device(gpu.as_str().to_owned())
 }

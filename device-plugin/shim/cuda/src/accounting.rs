@@ -414,10 +414,10 @@ fn map_devices(accounts: &[messages::Account], found: &mut dyn FnMut(usize, u8))
         let Some(uuid) = driver_calls::device_uuid(device) else {
             continue;
         };
-        let account = accounts.iter().position(|account| match account {
-            messages::Account::Device(text) => text.parse() == Ok(uuid),
-            messages::Account::Managed => false,
-        });
+        let is_of_device = |text: &str| text.parse() == Ok(uuid);
+        let account = accounts
+            .iter()
+            .position(|account| account.device_uuid().is_some_and(is_of_device));
         let account = account.and_then(|index| u8::try_from(index).ok());
         if let (Some(account), Ok(device)) = (account, usize::try_from(device)) {
             found(device, account);
