@@ -110,7 +110,7 @@ fn spawn_work(
     let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());
     let (work_sender, mut work) = mpsc::channel(QUEUE_LENGTH);
     let (responses, own_writes) = own_writes::channel();
-    let changes = watch_all(&client, quantum, writer, &metrics, &liveness, own_writes);
+    let changes = watch_all(&client, quantum, writer, &liveness, own_writes);
     sources.start_work(Sources {
         metrics: metrics.clone(),
         index: index.clone(),

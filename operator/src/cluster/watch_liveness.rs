@@ -1,4 +1,4 @@
-//! Records the progress of each watch for the liveness probe.
+//! Records the progress of each watch, for the liveness probe and the metrics.
 //!
 //! The API server ends a quiet watch after a while and the client resumes it. The client abandons a
 //! silent connection a little later. Every watch therefore makes progress regularly, whatever the
@@ -30,15 +30,22 @@ const PATHS: [(&str, &str); 6] = [
     ("/namespaces", kinds::NAMESPACES),
 ];
 
-/// The time of each watch's last progress. Clones share it.
+/// The progress of each watch. Clones share it.
 #[derive(Clone, Debug)]
-pub struct WatchLiveness(Arc<Mutex<BTreeMap<&'static str, Instant>>>);
+pub struct WatchLiveness(Arc<Mutex<BTreeMap<&'static str, WatchProgress>>>);
+
+/// The progress of one watch.
+#[derive(Clone, Copy, Debug)]
+struct WatchProgress {
+    last: Instant,
+    failures: u64,
+}
 
 impl Default for WatchLiveness {
     /// Counts all watches as alive from now on.
     fn default() -> Self {
-        let now = Instant::now();
-        let all = kinds::ALL.map(|kind| (kind, now));
+        let last = Instant::now();
+        let all = kinds::ALL.map(|kind| (kind, WatchProgress { last, failures: 0 }));
         Self(Arc::new(Mutex::new(all.into())))
     }
 }
@@ -47,6 +54,18 @@ impl WatchLiveness {
     /// Records that the watch of `kind` delivered an event, failed or was resumed.
     pub fn record_progress(&self, kind: &'static str) {
         self.record_progress_at(kind, Instant::now());
+    }
+
+    /// Records a failure of the watch of `kind`.
+    pub fn record_failure(&self, kind: &'static str) {
+        self.update(kind, |watch| watch.failures += 1);
+    }
+
+    /// The number of failures, by kind.
+    pub fn failures(&self) -> Vec<(&'static str, u64)> {
+        let watches = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let failures = watches.iter().map(|(kind, watch)| (*kind, watch.failures));
+        failures.collect()
     }
 
     /// The time since the last progress, by kind.
@@ -60,15 +79,19 @@ impl WatchLiveness {
     }
 
     pub(crate) fn record_progress_at(&self, kind: &'static str, now: Instant) {
-        let mut beats = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        beats.insert(kind, now);
+        self.update(kind, |watch| watch.last = now);
+    }
+
+    fn update(&self, kind: &'static str, change: impl FnOnce(&mut WatchProgress)) {
+        let mut watches = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        watches.get_mut(kind).map(change);
     }
 
     fn ages_at(&self, now: Instant) -> Vec<(&'static str, Duration)> {
-        let beats = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let ages = beats
+        let watches = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ages = watches
             .iter()
-            .map(|(kind, at)| (*kind, now.saturating_duration_since(*at)));
+            .map(|(kind, watch)| (*kind, now.saturating_duration_since(watch.last)));
         ages.collect()
     }
 

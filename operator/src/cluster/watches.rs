@@ -40,7 +40,6 @@ use crate::placement::node::{GpuFacts, NodeFacts};
 use crate::placement::node_usage::PodRequests;
 use crate::placement::pod::PodFacts;
 use crate::placement::snapshot::quota_overrides;
-use crate::serve::metrics::Metrics;
 use instrument::instrumented;
 use unreadable::{readable, store_event, unreadable_event};
 
@@ -70,14 +69,12 @@ pub fn watch_all(
     client: &Client,
     quantum: Quantum,
     budgets: Writer<GpuMemoryBudget>,
-    metrics: &Metrics,
     liveness: &WatchLiveness,
     written: WriteReceiver,
 ) -> BoxStream<'static, WatchEvent> {
     let watches = Watches {
         client: liveness.instrument_client(client.clone()),
         quantum,
-        metrics,
         liveness,
     };
     let all = [
@@ -96,7 +93,6 @@ pub fn watch_all(
 struct Watches<'a> {
     client: Client,
     quantum: Quantum,
-    metrics: &'a Metrics,
     liveness: &'a WatchLiveness,
 }
 
@@ -114,7 +110,7 @@ impl Watches<'_> {
         let api = Api::all(self.client.clone());
         let pauses = Pauses::new(MIN_BACKOFF, MAX_BACKOFF);
         let watch = bursar_watch::watch(api, config, pauses, History::default());
-        instrumented(kind, self.metrics, self.liveness.clone(), watch)
+        instrumented(kind, self.liveness.clone(), watch)
     }
 
     fn budgets(&self, mut budgets: Writer<GpuMemoryBudget>) -> BoxStream<'static, WatchEvent> {

@@ -20,8 +20,8 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
+use crate::cluster::ClusterIndex;
 use crate::cluster::watch_liveness::WatchLiveness;
-use crate::cluster::{ClusterIndex, kinds};
 use crate::placement;
 use budgets::BudgetCollector;
 use cluster::ClusterCollector;
@@ -128,7 +128,6 @@ pub struct Metrics {
     reconciles: Family<ResultLabels, Counter>,
     reconcile_seconds: Histogram,
     writes: Family<WriteLabels, Counter>,
-    watch_failures: Family<KindLabels, Counter>,
     steps: Family<StepLabels, Counter>,
 }
 
@@ -145,7 +144,6 @@ impl Metrics {
         let looks = Family::<ResultLabels, Counter>::default();
         let look_seconds = Histogram::new(BUCKETS);
         let writes = Family::<WriteLabels, Counter>::default();
-        let watch_failures = Family::<KindLabels, Counter>::default();
         let steps = Family::<StepLabels, Counter>::default();
         let mut registry = Registry::default();
         registry.register(
@@ -169,11 +167,6 @@ impl Metrics {
             writes.clone(),
         );
         registry.register(
-            "bursar_operator_watch_failures",
-            "Failures of watches",
-            watch_failures.clone(),
-        );
-        registry.register(
             "bursar_operator_placement_steps",
             "Placement steps: labels, reservations, preemptions, relocations, quota overrides",
             steps.clone(),
@@ -185,7 +178,6 @@ impl Metrics {
             reconciles: looks,
             reconcile_seconds: look_seconds,
             writes,
-            watch_failures,
             steps,
         };
         metrics.create_counters();
@@ -202,9 +194,6 @@ impl Metrics {
             for result in ["ok", "error"] {
                 drop(self.writes.get_or_create(&WriteLabels { what, result }));
             }
-        }
-        for kind in kinds::ALL {
-            drop(self.watch_failures.get_or_create(&KindLabels { kind }));
         }
         for step in placement::plan::STEPS {
             for result in ["done", "error"] {
@@ -252,13 +241,6 @@ impl Metrics {
     pub fn record_placement_step(&self, step: &'static str, done: bool) {
         let result = if done { "done" } else { "error" };
         self.steps.get_or_create(&StepLabels { step, result }).inc();
-    }
-
-    /// Records a failure of the watch of `kind`.
-    pub fn record_watch_failure(&self, kind: &'static str) {
-        self.watch_failures
-            .get_or_create(&KindLabels { kind })
-            .inc();
     }
 }
 

@@ -1,4 +1,4 @@
-//! Turns a watch that may fail into events. Failures go to the log and the metrics.
+//! Turns a watch that may fail into events. Logs and counts the failures.
 
 use std::future::ready;
 
@@ -8,12 +8,10 @@ use tracing::{info, warn};
 
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::error::error_chain;
-use crate::serve::metrics::Metrics;
 
 /// Counts the errors of a watch, and logs the first of a row.
 pub(super) fn instrumented<T, S>(
     kind: &'static str,
-    metrics: &Metrics,
     liveness: WatchLiveness,
     watch: S,
 ) -> impl Stream<Item = watcher::Event<T>> + Send + use<T, S>
@@ -21,7 +19,6 @@ where
     T: Send,
     S: Stream<Item = watcher::Result<watcher::Event<T>>> + Send,
 {
-    let metrics = metrics.clone();
     let mut failures = 0_u32;
     watch.filter_map(move |item| {
         liveness.record_progress(kind);
@@ -34,7 +31,7 @@ where
                 Some(event)
             }
             Err(error) => {
-                metrics.record_watch_failure(kind);
+                liveness.record_failure(kind);
                 failures = failures.saturating_add(1);
                 if failures == 1 {
                     warn!(kind, error = %error_chain(&error), remedy = hint(&error), "watch failed; retrying");

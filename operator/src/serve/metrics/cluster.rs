@@ -2,6 +2,8 @@
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
@@ -12,7 +14,7 @@ use crate::cluster::watch_liveness::WatchLiveness;
 /// How many unreadable objects get a series.
 const MAX_UNREADABLE: usize = 64;
 
-/// Exports the index's figures and the age of each watch at each scrape.
+/// Exports the index's figures and the progress of each watch at each scrape.
 #[derive(Debug)]
 pub(super) struct ClusterCollector {
     pub(super) index: watch::Receiver<ClusterIndex>,
@@ -23,7 +25,7 @@ impl Collector for ClusterCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let encoder = &mut encoder;
         let index = self.index.borrow();
-        encode_watch_ages(encoder, &self.liveness)?;
+        encode_watches(encoder, &self.liveness)?;
         encode_conditions(encoder, &index)?;
         encode_cohorts(encoder, &index)?;
         encode_excluded_nodes(encoder, &index)?;
@@ -31,7 +33,7 @@ impl Collector for ClusterCollector {
     }
 }
 
-fn encode_watch_ages(
+fn encode_watches(
     encoder: &mut DescriptorEncoder<'_>,
     liveness: &WatchLiveness,
 ) -> Result<(), std::fmt::Error> {
@@ -40,6 +42,12 @@ fn encode_watch_ages(
     for (kind, age) in liveness.ages() {
         let gauge = ConstGauge::new(age.as_secs_f64());
         gauge.encode(family.encode_family(&KindLabels { kind })?)?;
+    }
+    let (name, help) = ("bursar_operator_watch_failures", "Failures of watches");
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+    for (kind, failures) in liveness.failures() {
+        let counter = ConstCounter::new(failures);
+        counter.encode(family.encode_family(&KindLabels { kind })?)?;
     }
     Ok(())
 }
