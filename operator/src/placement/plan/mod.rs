@@ -35,6 +35,7 @@ use super::snapshot::{PlacementIndex, Snapshot};
 use crate::cluster::Key;
 use crate::cluster::pod_request;
 use crate::quanta::Quanta;
+use crate::serve::metrics::PLACEMENT_STEPS;
 
 /// The administrator's options for placement and drains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,21 +117,10 @@ pub(super) enum Step {
     },
 }
 
-/// The names of the steps in metrics and logs, in the order of the variants of `Step`. The
-/// reference of the metrics lists these names, so a renamed variant keeps its name here.
-pub const STEPS: [&str; 6] = [
-    "label",
-    "reserve",
-    "lower",
-    "make-room",
-    "move",
-    "look-at-job",
-];
-
 impl Step {
     /// The step's name in metrics and logs.
     pub(super) fn name(&self) -> &'static str {
-        let [label, reserve, lower, make_room, moved, look] = STEPS;
+        let [label, reserve, lower, make_room, moved, look] = PLACEMENT_STEPS;
         match self {
             Self::Label { .. } => label,
             Self::Reserve { .. } => reserve,
