@@ -958,7 +958,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "placement::pod::tests::owner_is_read_from_the_controller_reference",
+                "cluster::placement_index::pod::tests::owner_is_read_from_the_controller_reference",
                 "placement::plan::tests::node_reports::mirror_annotation_impersonates_no_other_pod",
             ],
             ignored: false,

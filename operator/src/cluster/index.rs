@@ -18,8 +18,8 @@ use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
 use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary};
 use crate::budget::ObservedQuota;
+use crate::cluster::placement_index::snapshot::{PlacementEvent, PlacementIndex};
 use crate::cluster::pod_request::PodRequest;
-use crate::placement::{PlacementEvent, PlacementIndex};
 
 /// The watched kinds, as probes, logs and metrics name them.
 pub mod kinds {

@@ -7,6 +7,7 @@ mod node_liveness;
 pub mod nvidia_labels;
 pub mod on_node;
 pub mod own_writes;
+pub mod placement_index;
 pub mod pod_request;
 mod projections;
 pub(crate) mod slim_metadata;

@@ -27,6 +27,11 @@ use serde::de::DeserializeOwned;
 
 use crate::budget::ObservedQuota;
 use crate::cluster::own_writes::{Responses, WriteReceiver, merge_with_watch};
+use crate::cluster::placement_index::node::{GpuFacts, NodeFacts};
+use crate::cluster::placement_index::node_usage::PodRequests;
+use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::placement_index::snapshot::PlacementEvent;
+use crate::cluster::placement_index::snapshot::quota_overrides;
 use crate::cluster::pod_request::PodRequest;
 use crate::cluster::slim_node::SlimNode;
 use crate::cluster::slim_pod::SlimPod;
@@ -35,11 +40,6 @@ use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::{
     BudgetSummary, GpuNodeSummary, NodeSummary, WatchEvent, budget_label, kinds, project,
 };
-use crate::placement::PlacementEvent;
-use crate::placement::node::{GpuFacts, NodeFacts};
-use crate::placement::node_usage::PodRequests;
-use crate::placement::pod::PodFacts;
-use crate::placement::snapshot::quota_overrides;
 use instrument::instrumented;
 use unreadable::{readable, store_event, unreadable_event};
 

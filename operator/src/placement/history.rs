@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
-use super::pod::{Owner, Placement};
-use super::snapshot::Snapshot;
+use crate::cluster::placement_index::pod::{Owner, Placement};
+use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::quanta::Quanta;
 use evictions::EvictionAttempt;
 use freeing::Termination;

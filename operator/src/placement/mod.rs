@@ -8,10 +8,8 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`pod`], [`node`] | reduce pods, nodes and GPUs to what the planner needs |
-//! | [`node_usage`] | sums what pods request of nodes beside GPU memory |
+//! | [`placement_index`](crate::cluster::placement_index) | indexes what the planner needs |
 //! | `filters` | checks a node against a pod's constraints |
-//! | [`snapshot`] | indexes all of it for one plan |
 //! | [`plan`] | plans labels, relocations, reservations, preemption, quota overrides |
 //! | [`history`] | remembers attempts, which the cluster does not show |
 //! | `apply` | applies one step |
@@ -24,11 +22,6 @@ mod apply;
 pub mod controller;
 mod filters;
 pub mod history;
-pub mod node;
-pub mod node_usage;
 pub mod plan;
-pub mod pod;
-pub mod snapshot;
 
 pub use plan::PlacementOptions;
-pub use snapshot::{PlacementEvent, PlacementIndex};

@@ -6,10 +6,10 @@ use tracing::debug;
 
 use super::{Executor, pod_text};
 use crate::api::error::{ApiError, with_timeout};
+use crate::cluster::placement_index::node::GpuFacts;
+use crate::cluster::placement_index::pod::{Placement, PodFacts};
 use crate::cluster::slim_pod::SlimPod;
-use crate::placement::node::GpuFacts;
 use crate::placement::plan::PodRef;
-use crate::placement::pod::{Placement, PodFacts};
 
 impl Executor {
     pub(super) async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApiError> {

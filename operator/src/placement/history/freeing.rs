@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::{History, RESERVATION_TIMEOUT, Uptime};
-use crate::placement::node::Gpu;
-use crate::placement::snapshot::Snapshot;
+use crate::cluster::placement_index::node::Gpu;
+use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// How long the memory of a pod that is gone may take to become free. Memory that is held for

@@ -11,10 +11,10 @@ use bursar_crds::Quantum;
 use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
 
 use super::{NodeRef, PlacementOptions, Step};
+use crate::cluster::placement_index::node::{Gpu, GpuFacts};
+use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::cluster::pod_request::PriorityKind;
 use crate::placement::history::{History, NodeLabels, Uptime};
-use crate::placement::node::{Gpu, GpuFacts};
-use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// How long a small change has to last before it is written.

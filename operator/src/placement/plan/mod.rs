@@ -31,8 +31,8 @@ use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
 use super::history::{History, NodeLabels, RESERVATION_TIMEOUT, Uptime};
-use super::snapshot::{PlacementIndex, Snapshot};
 use crate::cluster::Key;
+use crate::cluster::placement_index::snapshot::{PlacementIndex, Snapshot};
 use crate::cluster::pod_request;
 use crate::quanta::Quanta;
 use crate::serve::metrics::PLACEMENT_STEPS;

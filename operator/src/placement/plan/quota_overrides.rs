@@ -7,10 +7,10 @@ use bursar_crds::budget::Override;
 use bursar_crds::gpu_node::{DEVICE, MANAGED, MAX_QUOTAS, QuotaOverride};
 
 use super::{Step, gpu_node_ref};
+use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::cluster::ssa_diff::needs_apply;
 use crate::placement::history::History;
-use crate::placement::pod::PodFacts;
-use crate::placement::snapshot::Snapshot;
 
 /// The nodes whose overrides differ from the budgets', or whose number of omitted ones changed.
 pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {

@@ -21,12 +21,12 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::api::write::EvictionResult;
+use crate::cluster::placement_index::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
+use crate::cluster::placement_index::node_usage::PodRequests;
+use crate::cluster::placement_index::pod::{Constraints, Owner, Placement, PodFacts};
+use crate::cluster::placement_index::snapshot::PlacementEvent;
+use crate::cluster::placement_index::snapshot::QuotaOverrides;
 use crate::cluster::pod_request::PriorityKind;
-use crate::placement::PlacementEvent;
-use crate::placement::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
-use crate::placement::node_usage::PodRequests;
-use crate::placement::pod::{Constraints, Owner, Placement, PodFacts};
-use crate::placement::snapshot::QuotaOverrides;
 
 /// How many random clusters each property is checked on. In at least a fifth of them a pod has to
 /// be evicted.

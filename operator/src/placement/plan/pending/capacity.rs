@@ -8,9 +8,9 @@ use super::reservations::by_waiter;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::Key;
-use crate::placement::node::GpuFacts;
+use crate::cluster::placement_index::node::GpuFacts;
+use crate::cluster::placement_index::pod::PodFacts;
 use crate::placement::plan::victims::Candidate;
-use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
 
 impl<'a> Planner<'a> {

@@ -15,10 +15,10 @@ use bursar_crds::gpu_node::Reservation;
 
 use super::{PlacementOptions, PodRef, Step, gpu_node_ref};
 use crate::cluster::Key;
+use crate::cluster::placement_index::node::GpuFacts;
+use crate::cluster::placement_index::pod::{Owner, Placement, PodFacts};
+use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::placement::history::{History, Uptime};
-use crate::placement::node::GpuFacts;
-use crate::placement::pod::{Owner, Placement, PodFacts};
-use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 use reservations::by_waiter;
 use shares::{MAX_CONTAINERS, Shares};

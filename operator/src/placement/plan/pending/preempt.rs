@@ -5,12 +5,12 @@ use bursar_crds::gpu_node::Reservation;
 use super::reservations::reservation_for;
 use super::supply::highest_priority;
 use super::{JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, pod_ref};
+use crate::cluster::placement_index::node::Gpu;
+use crate::cluster::placement_index::pod::{Owner, Placement};
 use crate::cluster::pod_request::PriorityKind;
 use crate::placement::filters::passes_filters;
-use crate::placement::node::Gpu;
 use crate::placement::plan::victims::Candidate;
 use crate::placement::plan::{Step, Victim};
-use crate::placement::pod::{Owner, Placement};
 use crate::quanta::Quanta;
 
 /// Ranks reservations for a pod, the best first. The rank is by how many failed before, by the

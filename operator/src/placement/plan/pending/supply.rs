@@ -7,10 +7,10 @@ use bursar_crds::gpu_node::Reservation;
 use super::reservations::lacking;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
+use crate::cluster::placement_index::node::Gpu;
+use crate::cluster::placement_index::pod::Owner;
 use crate::cluster::pod_request::PriorityKind;
-use crate::placement::node::Gpu;
 use crate::placement::plan::victims::{Candidate, minimal_victims};
-use crate::placement::pod::Owner;
 use crate::quanta::Quanta;
 
 /// The number of victims, their highest priority and their memory.

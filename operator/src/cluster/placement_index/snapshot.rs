@@ -73,12 +73,12 @@ impl PlacementIndex {
     }
 
     /// The number of changes so far.
-    pub(super) fn changes(&self) -> usize {
+    pub(crate) fn changes(&self) -> usize {
         self.changes
     }
 
     /// The snapshot for one plan.
-    pub(super) fn snapshot(&self) -> Snapshot<'_> {
+    pub(crate) fn snapshot(&self) -> Snapshot<'_> {
         let mut asked: BTreeMap<&str, Quanta> = BTreeMap::new();
         for (_, pod) in self.pods.iter() {
             if let Some(node) = pod.node() {
@@ -122,15 +122,15 @@ impl PlacementIndex {
 }
 
 /// A view of the index for one plan.
-pub(super) struct Snapshot<'a> {
+pub(crate) struct Snapshot<'a> {
     /// The pods by UID.
-    pub(super) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
+    pub(crate) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
     /// The Nodes by name.
-    pub(super) nodes: BTreeMap<&'a str, &'a NodeFacts>,
+    pub(crate) nodes: BTreeMap<&'a str, &'a NodeFacts>,
     /// The verified GPU reports by node name.
-    pub(super) gpu_nodes: BTreeMap<&'a str, VerifiedGpus<'a>>,
+    pub(crate) gpu_nodes: BTreeMap<&'a str, VerifiedGpus<'a>>,
     /// The quota overrides of budgets.
-    pub(super) overrides: Vec<(&'a Key, &'a QuotaOverrides)>,
+    pub(crate) overrides: Vec<(&'a Key, &'a QuotaOverrides)>,
     /// The device memory that the pods on each node request.
     requested: BTreeMap<&'a str, Quanta>,
     requests: &'a Cache<PodRequests>,
@@ -139,23 +139,23 @@ pub(super) struct Snapshot<'a> {
 
 impl<'a> Snapshot<'a> {
     /// The pod with this UID.
-    pub(super) fn pod(&self, uid: &str) -> Option<&'a PodFacts> {
+    pub(crate) fn pod(&self, uid: &str) -> Option<&'a PodFacts> {
         self.pods.get(uid).map(|(_, pod)| *pod)
     }
 
     /// Whether some GPU is open to one namespace alone.
-    pub(super) fn has_closed_gpus(&self) -> bool {
+    pub(crate) fn has_closed_gpus(&self) -> bool {
         let mut gpus = self.gpu_nodes.values().flat_map(|node| &node.gpus);
         gpus.any(|gpu| gpu.only_for.is_some())
     }
 
-    pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
+    pub(crate) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
         let gpus = &self.gpu_nodes.get(node)?.gpus;
         gpus.iter().find(|gpu| gpu.uuid == uuid)
     }
 
     /// Whether the agent keeps the GPUs of all these reservations for their pods.
-    pub(super) fn are_kept(&self, node: &str, reservations: &[Reservation]) -> bool {
+    pub(crate) fn are_kept(&self, node: &str, reservations: &[Reservation]) -> bool {
         reservations.iter().all(|reservation| {
             let gpu = self.gpu(node, &reservation.gpu);
             gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.pod_uid))
@@ -164,7 +164,7 @@ impl<'a> Snapshot<'a> {
 
     /// The allocatable device memory of a node that no pod requests, which the scheduler can still
     /// give.
-    pub(super) fn unrequested(&self, node: &str) -> Quanta {
+    pub(crate) fn unrequested(&self, node: &str) -> Quanta {
         let all = self
             .nodes
             .get(node)
@@ -173,13 +173,13 @@ impl<'a> Snapshot<'a> {
     }
 
     /// The pod's requests beside GPU memory.
-    pub(super) fn requests_of(&self, pod: &Key) -> Option<&'a PodRequests> {
+    pub(crate) fn requests_of(&self, pod: &Key) -> Option<&'a PodRequests> {
         self.requests.get(pod)
     }
 
     /// Whether the node has room for the pod's other resources, beside the pods in `beside`. It
     /// assumes no victims, because preemption for other resources is the scheduler's task.
-    pub(super) fn fits(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
+    pub(crate) fn fits(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
         let (Some(facts), Some(requests)) = (self.nodes.get(node), self.requests.get(pod)) else {
             return false;
         };

@@ -90,7 +90,7 @@ pub enum Owner {
 
 impl Owner {
     /// The controller's UID, if the replacement may be on another node.
-    pub(super) fn relocatable_uid(&self) -> Option<&str> {
+    pub(crate) fn relocatable_uid(&self) -> Option<&str> {
         match self {
             Self::Job(pod_request::JobRef { uid, .. }) | Self::Other { uid } => Some(uid),
             Self::Unowned | Self::Node | Self::DaemonSet => None,
@@ -152,7 +152,7 @@ impl PodFacts {
 
     /// Whether the memory of the containers is all that the pod needs, wherever they are. No init
     /// container needs more than they have together, or than one of them has.
-    pub(super) fn is_sum_of_containers(&self) -> bool {
+    pub(crate) fn is_sum_of_containers(&self) -> bool {
         let containers = self.containers.iter().map(|(_, quanta)| *quanta);
         !self.has_larger_init && containers.sum::<Quanta>() == self.request
     }

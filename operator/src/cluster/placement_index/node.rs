@@ -97,18 +97,18 @@ pub struct Gpu {
 
 impl Gpu {
     /// Whether this is a MIG instance.
-    pub(super) fn is_mig(&self) -> bool {
+    pub(crate) fn is_mig(&self) -> bool {
         self.uuid.starts_with("MIG-")
     }
 
     /// Whether pods of the namespace may have memory of the GPU.
-    pub(super) fn is_open_to(&self, namespace: &str) -> bool {
+    pub(crate) fn is_open_to(&self, namespace: &str) -> bool {
         let only_for = self.only_for.as_ref();
         only_for.is_none_or(|only_for| only_for == namespace)
     }
 
     /// The free memory that is not set aside for other pods.
-    pub(super) fn free_for(&self, pod: &str) -> Quanta {
+    pub(crate) fn free_for(&self, pod: &str) -> Quanta {
         let others = self.set_aside.iter().filter(|(uid, _)| *uid != pod);
         self.free.minus(others.map(|(_, quanta)| *quanta).sum())
     }
@@ -148,12 +148,12 @@ impl GpuFacts {
     }
 
     /// Whether the pod with this UID has memory on a GPU of this node, as far as the lists tell.
-    pub(super) fn lists(&self, pod: &str) -> bool {
+    pub(crate) fn lists(&self, pod: &str) -> bool {
         self.gpus.iter().any(|gpu| gpu.pods.contains_key(pod))
     }
 
     /// The GPUs as pods of the namespace could have them if they were empty.
-    pub(super) fn capacities_for(&self, namespace: &str) -> Vec<GpuCapacity> {
+    pub(crate) fn capacities_for(&self, namespace: &str) -> Vec<GpuCapacity> {
         let gpus = self.gpus.iter().filter(|gpu| gpu.is_open_to(namespace));
         let capacity = |gpu: &Gpu| GpuCapacity {
             quanta: gpu.capacity.count().try_into().unwrap_or(u32::MAX),
@@ -163,7 +163,7 @@ impl GpuFacts {
     }
 
     /// Whether a container of the pod may already have memory on this node.
-    pub(super) fn has_possibly_started(&self, pod: &PodFacts) -> bool {
+    pub(crate) fn has_possibly_started(&self, pod: &PodFacts) -> bool {
         let one_of_several = pod.containers.len() > 1;
         let mut gpus = self.gpus.iter();
         gpus.any(|gpu| gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.omits_pods)
@@ -174,7 +174,7 @@ impl GpuFacts {
 /// so that no plan sees the rest.
 ///
 /// A pod without an object stays, because only its node can report it.
-pub(super) struct VerifiedGpus<'a>(Cow<'a, GpuFacts>);
+pub(crate) struct VerifiedGpus<'a>(Cow<'a, GpuFacts>);
 
 impl<'a> VerifiedGpus<'a> {
     /// The report of `node`, checked against all `pods` by UID.
