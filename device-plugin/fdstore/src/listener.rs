@@ -15,7 +15,7 @@ use rustix::fs::{FlockOperation, flock};
 /// The listening socket and its lock.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    pub(crate) listener: UnixListener,
+    pub(crate) socket: UnixListener,
     _lock: File,
 }
 
@@ -42,17 +42,17 @@ impl Listener {
         made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
             .map_err(|error| ListenerError::CreateDir(folder.to_owned(), error))?;
         let lock = lock(&folder.join("fdstore.lock"))?;
-        let socket = folder.join(SOCKET_NAME);
-        match std::fs::remove_file(&socket) {
+        let path = folder.join(SOCKET_NAME);
+        match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(ListenerError::Listen(socket, error));
+                return Err(ListenerError::Listen(path, error));
             }
             _ => {}
         }
-        let listener =
-            UnixListener::bind(&socket).map_err(|error| ListenerError::Listen(socket, error))?;
+        let socket =
+            UnixListener::bind(&path).map_err(|error| ListenerError::Listen(path, error))?;
         Ok(Listener {
-            listener,
+            socket,
             _lock: lock,
         })
     }

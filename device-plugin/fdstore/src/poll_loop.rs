@@ -31,15 +31,15 @@ struct Peer {
 
 /// Serves until a system call fails.
 pub(crate) fn serve(
-    place: &Listener,
+    listener: &Listener,
     store: &mut FdStore,
 ) -> Result<Infallible, Box<dyn std::error::Error>> {
     let mut peers: Vec<Peer> = Vec::new();
     let mut can_accept = true;
     loop {
-        let (has_connection, ready_peer) = wait_for_input(place, &peers)?;
+        let (has_connection, ready_peer) = wait_for_input(listener, &peers)?;
         if has_connection {
-            match place.listener.accept() {
+            match listener.socket.accept() {
                 Ok((stream, _)) => {
                     accept_peer(&mut peers, stream);
                     can_accept = true;
@@ -57,9 +57,9 @@ pub(crate) fn serve(
                 }
             }
         }
-        if let Some(place) = ready_peer
-            && let Err(end) = serve_message(store, &mut peers, place)
-            && peers.remove(place).is_agent
+        if let Some(index) = ready_peer
+            && let Err(end) = serve_message(store, &mut peers, index)
+            && peers.remove(index).is_agent
         {
             log(format_args!("the agent disconnected: {end}"));
         }
@@ -67,12 +67,12 @@ pub(crate) fn serve(
 }
 
 /// Returns whether a connection waits for accept, and the newest peer that has sent something.
-fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
+fn wait_for_input(listener: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
     let mut fds: Vec<_> = peers
         .iter()
         .map(|peer| PollFd::new(&peer.stream, PollFlags::IN))
         .collect();
-    fds.push(PollFd::new(&place.listener, PollFlags::IN));
+    fds.push(PollFd::new(&listener.socket, PollFlags::IN));
     loop {
         match poll(&mut fds, None) {
             Err(rustix::io::Errno::INTR) => {}
@@ -109,12 +109,12 @@ fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
 }
 
 /// Reads one message and answers it.
-fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
-    let (message, fd) = receive_message::<FdStoreRequest>(&peers[place].stream)?;
+fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, index: usize) -> io::Result<()> {
+    let (message, fd) = receive_message::<FdStoreRequest>(&peers[index].stream)?;
     let is_hello = matches!(message, FdStoreRequest::Hello { .. });
     if is_hello
         && let Some(previous) = peers.iter().position(|peer| peer.is_agent)
-        && previous != place
+        && previous != index
         && has_input(&peers[previous].stream)
     {
         // A killed agent may have sent a descriptor that a tenant has by now.
@@ -123,18 +123,18 @@ fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io
             log(format_args!("the agent disconnected: {end}"));
         }
     }
-    let may = peers[place].is_agent || is_hello;
+    let may = peers[index].is_agent || is_hello;
     let (answer, fd) = if may {
         handle(store, message, fd)
     } else {
         (FdStoreResponse::Refused(Refusal::NoHello), None)
     };
-    send_message(&peers[place].stream, &answer, fd)?;
-    if matches!(answer, FdStoreResponse::Ready { .. }) && !peers[place].is_agent {
+    send_message(&peers[index].stream, &answer, fd)?;
+    if matches!(answer, FdStoreResponse::Ready { .. }) && !peers[index].is_agent {
         log(format_args!("an agent connected: {answer:?}"));
-        peers[place].is_agent = true;
-        let mut at = 0..;
-        peers.retain(|peer| at.next() == Some(place) || !peer.is_agent);
+        peers[index].is_agent = true;
+        let mut indices = 0..;
+        peers.retain(|peer| indices.next() == Some(index) || !peer.is_agent);
     }
     Ok(())
 }
