@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
 //! | [`holders`] | asks the kernel module which processes hold memory without a context |
+//! | [`memory_sample`] | describes one sample of a GPU's memory and processes |
 //! | [`registry`] | records the GPUs that NVML listed, with their health: pure |
 //! | [`cgroup_limit`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
@@ -177,15 +178,13 @@ impl Inventory {
     pub fn with_draining(
         mut self,
         DrainState {
-            requested: ordered,
-            in_use: busy,
-            ..
+            requested, in_use, ..
         }: &DrainState,
     ) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
             for state in gpus {
-                let holds = busy.contains(&state.gpu.uuid) || !state.persisted.drained;
-                if holds && state.gpu.is_in(ordered) {
+                let is_in_use = in_use.contains(&state.gpu.uuid) || !state.persisted.drained;
+                if is_in_use && state.gpu.is_in(requested) {
                     state.health = Health::Unhealthy(UnhealthyReason::Draining);
                 }
             }

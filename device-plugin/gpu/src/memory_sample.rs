@@ -99,8 +99,8 @@ impl ProcessMemory {
     }
 
     fn total(&self) -> u64 {
-        let told = self.0.values().flatten();
-        told.fold(0, |sum, bytes| sum.saturating_add(bytes.0))
+        let known = self.0.values().flatten();
+        known.fold(0, |sum, bytes| sum.saturating_add(bytes.0))
     }
 }
 
@@ -123,7 +123,7 @@ impl FromIterator<(u32, Option<Bytes>)> for ProcessMemory {
 mod tests {
     use super::*;
 
-    fn look(used: u64, listed: &[(u32, Option<u64>)]) -> GpuMemorySample {
+    fn sample(used: u64, listed: &[(u32, Option<u64>)]) -> GpuMemorySample {
         let listed = listed.iter();
         GpuMemorySample {
             used: Bytes::mib(used),
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn process_has_its_larger_figure_when_it_is_listed_twice() {
         let GpuMemorySample { charges, .. } =
-            look(0, &[(1, Some(2)), (2, None), (1, Some(3)), (2, Some(1))]);
+            sample(0, &[(1, Some(2)), (2, None), (1, Some(3)), (2, Some(1))]);
         assert_eq!(
             [1, 2, 3].map(|pid| charges.bytes_of(pid)),
             [Some(Bytes::mib(3)), None, Some(Bytes::ZERO)]
@@ -147,12 +147,12 @@ mod tests {
 
     #[test]
     fn unattributed_is_what_no_process_is_charged_for() {
-        let parked = look(1_551, &[(1, Some(518))]);
+        let parked = sample(1_551, &[(1, Some(518))]);
         assert_eq!(parked.unattributed_signed(), 1_033 << 20);
         assert_eq!(parked.unattributed(), Bytes::mib(1_033 - 9));
         // Measured on an H200: 526.8 MiB in use, 518 MiB of them listed.
-        assert_eq!(look(527, &[(1, Some(518))]).unattributed(), Bytes::ZERO);
-        let torn = look(518, &[(1, Some(1_542))]);
+        assert_eq!(sample(527, &[(1, Some(518))]).unattributed(), Bytes::ZERO);
+        let torn = sample(518, &[(1, Some(1_542))]);
         assert_eq!(
             (torn.unattributed_signed(), torn.unattributed()),
             (-1_024 << 20, Bytes::ZERO)
@@ -163,7 +163,7 @@ mod tests {
     fn memory_freed_or_allocated_beside_the_list_is_attributed() {
         let beside = |before: u64, after: u64| GpuMemorySample {
             used_after: Some(Bytes::mib(after)),
-            ..look(before, &[(1, Some(518))])
+            ..sample(before, &[(1, Some(518))])
         };
         assert_eq!(beside(527 + 4_096, 527).unattributed(), Bytes::ZERO);
         assert_eq!(beside(527, 527 + 4_096).unattributed(), Bytes::ZERO);

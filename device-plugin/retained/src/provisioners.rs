@@ -323,8 +323,8 @@ impl Provisioners {
         lendable: Bytes,
     ) -> Result<OwnedFd, ProvisionerError> {
         let (bytes, lendable) = (bytes.0, lendable.0);
-        let call = ProvisionerRequest::Create { bytes, lendable };
-        match self.ask(gpu, call, CREATE_TIMEOUT).await? {
+        let request = ProvisionerRequest::Create { bytes, lendable };
+        match self.ask(gpu, request, CREATE_TIMEOUT).await? {
             (ProvisionerResponse::Created { bytes: created }, Some(fd)) if created == bytes => {
                 Ok(fd)
             }
@@ -406,10 +406,15 @@ impl Provisioners {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, timeout: Duration) -> JobResult {
+    async fn ask(
+        &self,
+        gpu: &GpuUuid,
+        request: ProvisionerRequest,
+        timeout: Duration,
+    ) -> JobResult {
         let (reply, answer) = oneshot::channel();
         let job = Job::Request {
-            request: call,
+            request,
             timeout,
             expires: Instant::now() + REQUEST_TIMEOUT,
             reply,

@@ -99,7 +99,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[tokio::test]
-    async fn probes_begin_in_order_when_all_before_them_hang() {
+    async fn probe_begins_when_all_before_it_hang() {
         let (began, begun) = mpsc::channel();
         let (releases, hangs): (Vec<_>, Vec<_>) = (0..20).map(|_| mpsc::channel()).unzip();
         let probes = (0..).zip(hangs).map(|(number, hang)| FakeProbe {

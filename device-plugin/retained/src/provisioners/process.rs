@@ -80,13 +80,13 @@ impl ProcessSupervisor {
             match jobs.recv_timeout(KILL_TIMEOUT) {
                 Ok(Job::Start) => self.start_if_stopped(),
                 Ok(Job::Request {
-                    request: call,
+                    request,
                     timeout,
                     expires,
                     reply,
                 }) => {
                     let result = if Instant::now() < expires {
-                        self.run_job(call, timeout)
+                        self.run_job(request, timeout)
                     } else {
                         let reason = "earlier requests took too long";
                         Err(ProvisionerError::TimedOut(reason.to_owned()))
@@ -109,7 +109,7 @@ impl ProcessSupervisor {
         self.records.update(&self.gpu, RuntimeRecord::end);
     }
 
-    fn run_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
+    fn run_job(&mut self, request: ProvisionerRequest, timeout: Duration) -> JobResult {
         self.reap();
         if self.killed.is_some() {
             return Err(previous_hangs());
@@ -117,18 +117,18 @@ impl ProcessSupervisor {
         // A provisioner that exited between two requests is no error of the second one. After a
         // missed deadline the tenant would not wait for a second try.
         let was_there = self.provisioner.is_some();
-        match self.try_job(call, timeout) {
-            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, timeout),
+        match self.try_job(request, timeout) {
+            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(request, timeout),
             answer => answer,
         }
     }
 
-    fn try_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
+    fn try_job(&mut self, request: ProvisionerRequest, timeout: Duration) -> JobResult {
         self.ensure_started()?;
         let Some(provisioner) = &self.provisioner else {
             return Err(ProvisionerError::Exited("the start failed".to_owned()));
         };
-        let asked = send_message(&provisioner.socket, &call, None)
+        let asked = send_message(&provisioner.socket, &request, None)
             .and_then(|()| receive(&provisioner.socket, timeout, &self.ends));
         match asked {
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {

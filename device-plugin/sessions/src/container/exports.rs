@@ -18,7 +18,7 @@ impl Container {
         self.accounts.iter().position(is_it)
     }
 
-    /// The GPU of an account.
+    /// The GPU of the account with this index. `None` for managed memory.
     pub(in super::super) fn account_gpu(&self, account: u8) -> Option<GpuUuid> {
         self.gpus().into_iter().nth(usize::from(account))
     }

@@ -32,8 +32,8 @@ impl Container {
     }
 
     /// Handles a process's report of a sticky error, and answers how to recover. A code that is not
-    /// sticky is no fault. Also returns the change that the checkpoint must hold before the answer,
-    /// besides the fault.
+    /// sticky is no fault. `root` is the root process of the container from which `pid` descends.
+    /// Also returns the change that the checkpoint must hold before the answer, besides the fault.
     pub(in super::super) fn handle_poisoned(
         &mut self,
         pid: u32,

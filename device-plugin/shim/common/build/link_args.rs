@@ -9,8 +9,8 @@ pub(crate) fn print_link_args(soname: &str) {
     if std::env::var("CARGO_CFG_TARGET_ENV").as_deref() == Ok("gnu") {
         // A glibc before 2.34 has the functions that `old_glibc` binds to in these libraries.
         argument("--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--as-needed");
-        // Came with glibc 2.18. Without it the standard library runs a thread's destructors by a
-        // pthread key.
+        // A glibc before 2.18 lacks this function. Without it the standard library runs a thread's
+        // destructors by a pthread key.
         argument("--defsym=__cxa_thread_atexit_impl=0");
         // Those destructors do not survive `dlclose`, nor may a program forget its charges by one.
         argument("-z,nodelete");

@@ -97,8 +97,9 @@ pub struct HeldFor<'a> {
     pub bytes: Option<u64>,
 }
 
-/// Whether only the pods have the name of one for which memory is held. An older agent reports no
-/// names, and a GPU without free memory none for its reservation.
+/// Whether a pod for which memory is set aside has no name in the status, so that the pods have to
+/// be listed. An older agent reports no names, and a GPU without free memory none for its
+/// reservation.
 pub fn needs_pods(snapshot: &Snapshot) -> bool {
     let nodes = snapshot.gpu_nodes.iter();
     let statuses = nodes.filter_map(|node| node.status.as_ref());

@@ -19,7 +19,7 @@ impl<'a> Planner<'a> {
     pub(super) fn has_room(&self, node: &str, pending: &PendingPod<'_>) -> bool {
         let pod = pending.pod;
         let planned = self.relocations.iter().filter(|(_, to, _)| *to == node);
-        let planned: Quanta = planned.map(|(.., victims)| *victims).sum();
+        let planned: Quanta = planned.map(|(.., room)| *room).sum();
         let promised = self.history.assumed_room(node).plus(planned);
         let has_room = |gpus: &GpuFacts| {
             let namespace = &pending.key.namespace;
@@ -28,9 +28,9 @@ impl<'a> Planner<'a> {
                 let free = gpu.largest_free.minus(promised);
                 gpu.is_open_to(namespace).then_some(free)
             };
-            let best_fit = |gpu, _, with| {
-                let free = free(gpu).filter(|free| *free >= with)?;
-                Some(free.minus(with))
+            let best_fit = |gpu, _, after| {
+                let free = free(gpu).filter(|free| *free >= after)?;
+                Some(free.minus(after))
             };
             let shares = Shares::of_pod(pod, &gpus.capacities_for(namespace));
             shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
