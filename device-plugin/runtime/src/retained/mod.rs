@@ -367,8 +367,8 @@ impl LeaseClient {
                 )
             }
         };
-        // The process would only wait for the agent: it reserves the addresses of the lease. A lease
-        // of another size, as an existing one may have, gets others.
+        // The process would only wait for the agent: it reserves the addresses of the lease. A
+        // lease of another size, as an existing one may have, gets others.
         let mut reserved = None;
         let reserve = || reserved = self.reserve(bytes);
         let (answer, fd) = request::open(&self.0.agent, context.uuid(), name, key, bytes, reserve)?;

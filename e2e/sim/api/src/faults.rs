@@ -202,8 +202,8 @@ impl Faults {
         self.state().faulted_events.clone()
     }
 
-    /// Whether the client watches every one of these kinds. Between two watches it lists, and a list
-    /// is not disturbed.
+    /// Whether the client watches every one of these kinds. Between two watches it lists, and a
+    /// list is not disturbed.
     pub fn watches_all(&self, kinds: &[&str]) -> bool {
         let state = self.state();
         let is_open = |kind: &&str| state.open_watches.get(*kind).is_some_and(|open| *open > 0);
