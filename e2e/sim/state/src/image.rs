@@ -57,6 +57,8 @@ impl Image {
             }
             crate::lock::lock_for_process(&signature, byte).map_err(at("lock", pid_path))?;
             let serial = table.raw().next_id.fetch_add(1, Relaxed) + 1;
+            let high_water = &table.raw().images_high_water;
+            high_water.fetch_max(number as u32 + 1, Relaxed);
             reset_row(raw, serial, sim);
             drop(table);
             return Ok(Image {

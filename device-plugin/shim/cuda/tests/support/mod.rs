@@ -73,21 +73,27 @@ impl Container {
 
     /// Starts a container with a GPU for each quota. Contexts are free.
     pub fn with_quotas(quotas: &[u64]) -> Container {
-        Container::new(quotas, "16Gi", Contexts::Free)
+        Container::new(quotas, "16Gi", Contexts::Free, "")
+    }
+
+    /// Starts a container on a node whose driver moves host memory of programs to the GPU.
+    #[allow(dead_code)]
+    pub fn with_pageable_memory(quota: u64) -> Container {
+        Container::new(&[quota], "16Gi", Contexts::Free, "pageable-memory = true\n")
     }
 
     /// Starts a container whose contexts are charged by a measured size. The GPU is an H200.
     pub fn charging_contexts(quota: u64) -> Container {
-        Container::new(&[quota], "141Gi", Contexts::Measured)
+        Container::new(&[quota], "141Gi", Contexts::Measured, "")
     }
 
     /// Starts a container whose contexts are charged before the agent has measured one.
     #[allow(dead_code)]
     pub fn with_unmeasured_contexts(quota: u64) -> Container {
-        Container::new(&[quota], "141Gi", Contexts::Unmeasured)
+        Container::new(&[quota], "141Gi", Contexts::Unmeasured, "")
     }
 
-    fn new(quotas: &[u64], memory: &str, contexts: Contexts) -> Container {
+    fn new(quotas: &[u64], memory: &str, contexts: Contexts, driver: &str) -> Container {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
         let gpus: String = (0..quotas.len())
@@ -98,7 +104,7 @@ impl Container {
                 )
             })
             .collect();
-        std::fs::write(&config, format!("pageable-memory = true\n{gpus}")).unwrap();
+        std::fs::write(&config, format!("{driver}{gpus}")).unwrap();
         MachineDir::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();

@@ -183,9 +183,13 @@ impl TableGuard<'_> {
     }
 
     /// Registered images with their slots.
+    ///
+    /// An image gets the lowest free slot, so that iteration can stop at the high-water mark. Each
+    /// row has 9 KiB, and each charge reads all rows.
     pub(crate) fn images(&self) -> impl Iterator<Item = (usize, &RawImage)> {
-        self.raw()
-            .images
+        let high = self.raw().images_high_water.load(Relaxed) as usize;
+        let images = &self.raw().images[..high.min(MAX_IMAGES)];
+        images
             .iter()
             .enumerate()
             .filter(|(_, image)| image.used.load(Relaxed) != 0)

@@ -14,7 +14,7 @@ pub const MAX_OBJECTS: usize = 16384;
 /// Capacity of the ring of XID events; a reader further behind misses the oldest.
 pub const MAX_XIDS: usize = 256;
 /// Identifies the layout; to be incremented with every change of it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0008;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0009;
 
 /// The table's file. In a new file all fields are zero.
 ///
@@ -32,6 +32,7 @@ pub(crate) struct RawTable {
     /// Number of XIDs so far; readers wait on it as a futex.
     pub(crate) xid_count: AtomicU32,
     pub(crate) next_id: AtomicU64,
+    pub(crate) images_high_water: AtomicU32,
     pub(crate) objects_high_water: AtomicU32,
     /// Lock-free: whether NVML's calls that name no GPU hang.
     pub(crate) hung: AtomicU32,
