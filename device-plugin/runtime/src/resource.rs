@@ -20,7 +20,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::{Access, Stream, StreamKey};
-use crate::error::{CudaError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 
 /// Labels the purpose of an allocation in logs and statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -135,6 +135,22 @@ pub enum FreeError {
         /// Error that the driver returned.
         source: CudaError,
     },
+}
+
+impl FreeError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            FreeError::Refused { reason, .. } => reason.class(),
+            FreeError::Retired { source, .. } => source.class(),
+        }
+    }
+
+    /// Returns whether a later free of a refused block may succeed, or a later reap of a retired
+    /// one.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Bytes for which a resource still answers.

@@ -612,6 +612,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 names: &[
                     "tasks::dropped_future_leaks_no_memory",
                     "tasks::errors_and_panics_come_back_to_the_task",
+                    "tasks::managed_memory_leaves_the_worker_to_other_tasks",
                     "tasks::operations_leave_the_worker_to_other_tasks",
                     "tasks::unpolled_future_frees_nothing_on_the_worker",
                 ],
@@ -621,6 +622,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
+                    "memory::async_runtime::tests::async_error_has_the_class_of_its_cause",
                     "sync::blocking::tests::more_work_than_threads_is_all_done",
                     "sync::blocking::tests::panic_of_work_is_an_error",
                     "sync::blocking::tests::unread_result_is_dropped_in_a_thread_for_work",
