@@ -170,6 +170,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             target: LIB,
             names: &[
                 "memory::gpu_token::tests::changed_token_and_other_key_are_told_apart",
+                "memory::gpu_token::tests::memory_is_current_while_its_gpu_generation_is",
                 "memory::gpu_token::tests::token_is_verified_anywhere_by_the_public_key",
                 "messages::signed_token::tests::public_key_is_written_as_hex",
                 "messages::signed_token::tests::token_parses_to_what_was_signed",
