@@ -25,8 +25,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "cudarc_interop::cudarc_program_adopts_memory_without_addresses",
                 "examples::allocate_takes_blocks_from_the_pool",
+                "examples::block_uses_leave_no_memory_in_use",
+                "examples::examples_are_short_and_listed_in_the_docs",
+                "examples::foreign_work_is_ordered_and_recorded",
                 "examples::launch_fills_memory",
                 "examples::peer_copy_arrives_on_the_other_gpu",
+                "examples::physical_memory_is_created_exported_and_mapped",
                 "examples::retained_memory_is_found_by_the_next_open",
                 "examples::tasks_allocate_copy_and_free",
                 "examples::token_is_verified_and_redeemed",
