@@ -543,12 +543,22 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         name: "mission/pointer-collision",
         promise: "an address that the driver returns while a live block has it is an error, and the block stays its owner's",
         long: false,
-        tests: &[TestSelection {
-            target: EXAMPLES,
-            names: &["block_uses::colliding_pointer_is_an_error_until_the_block_is_freed"],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &["block_uses::colliding_pointer_is_an_error_until_the_block_is_freed"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "source::block_uses::tests::colliding_pointer_is_an_error_while_its_block_is_live",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "mission/device-runtime",
