@@ -108,7 +108,7 @@ pub(crate) struct RetiredBlock<P> {
 #[derive(Debug)]
 struct State<P> {
     live: HashMap<u64, LiveBlock<P>>,
-    /// The same blocks by their addresses.
+    /// Live blocks by their addresses.
     live_addresses: LiveBlocks,
     retired: HashMap<u64, RetiredBlock<P>>,
     /// Retired blocks that a thread is freeing or reaping now.
