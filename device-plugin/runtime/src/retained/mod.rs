@@ -366,7 +366,7 @@ impl LeaseClient {
                 )
             }
         };
-        // The process would only wait for the agent: it reserves the addresses of the lease. A lease
+        // The process would only wait for the agent: it reserves addresses of the lease. A lease
         // of another size, as an existing one may have, gets others.
         let mut reserved = None;
         let reserve = || reserved = self.reserve(bytes);
