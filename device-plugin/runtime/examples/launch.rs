@@ -4,6 +4,7 @@
 use std::error::Error;
 use std::ffi::CStr;
 
+use bursar_runtime::driver::Parameter::{Memory, Value};
 use bursar_runtime::driver::{Access, Grid, Parameter};
 use bursar_runtime::{DeviceRuntime, Launch, Tag, TrackedSlice};
 
@@ -12,31 +13,18 @@ const FILL: &CStr = c"
 .version 6.0
 .target sm_50
 .address_size 64
-.visible .entry fill(.param .u64 p_to, .param .u8 p_value, .param .u64 p_len)
-{
-    .reg .pred %done;
-    .reg .b32 %value;
-    .reg .b64 %to, %len, %end;
-    ld.param.u64 %to, [p_to];
-    cvta.to.global.u64 %to, %to;
-    ld.param.u8 %value, [p_value];
-    ld.param.u64 %len, [p_len];
-    add.u64 %end, %to, %len;
+.visible .entry fill(.param .u64 p_to, .param .u8 p_value, .param .u64 p_len) {
+    .reg .pred %done; .reg .b32 %value; .reg .b64 %to, %len, %end;
+    ld.param.u64 %to, [p_to]; ld.param.u8 %value, [p_value]; ld.param.u64 %len, [p_len];
+    cvta.to.global.u64 %to, %to; add.u64 %end, %to, %len;
 NEXT:
-    setp.ge.u64 %done, %to, %end;
-    @%done ret;
-    st.global.u8 [%to], %value;
-    add.u64 %to, %to, 1;
-    bra NEXT;
-}
-";
+    setp.ge.u64 %done, %to, %end; @%done ret;
+    st.global.u8 [%to], %value; add.u64 %to, %to, 1; bra NEXT;
+}";
+/// Parameters of `fill`; a value has its size in bytes.
+const TAKES: &[Parameter] = &[Memory(Access::Write), Value(1), Value(8)];
 
 pub(crate) fn main() -> Result<(), Box<dyn Error>> {
-    const TAKES: &[Parameter] = &[
-        Parameter::Memory(Access::Write),
-        Parameter::Value(size_of::<u8>()),
-        Parameter::Value(size_of::<u64>()),
-    ];
     let runtime = DeviceRuntime::for_ordinal(0)?;
     let stream = runtime.streams().next()?;
     let function = runtime.context().load(FILL)?.function(c"fill")?;
@@ -44,6 +32,7 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     let fill = unsafe { function.declare(TAKES) };
     let mut memory = TrackedSlice::<u8>::allocate(&runtime, 1024, &stream, Tag("filled"))?;
     let len = memory.bytes();
+    // One block of one thread.
     Launch::new(&fill, &stream, Grid::linear(1, 1))
         .arg(memory.arg_mut())
         .arg(7_u8)

@@ -220,8 +220,7 @@ impl ResourceError {
                 source.class()
             }
             ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
-            ResourceError::Ended(StaleReason::Poisoned(code)) => ErrorClass::of(*code),
-            ResourceError::Ended(StaleReason::Draining | StaleReason::ShutDown) => ErrorClass::Gone,
+            ResourceError::Ended(reason) => reason.class(),
             ResourceError::PointerCollision { .. } => ErrorClass::Hardware,
             ResourceError::ZeroBytes { .. }
             | ResourceError::TooLarge { .. }

@@ -20,7 +20,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::{Access, Stream, StreamKey};
-use crate::error::{CudaError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 
 /// Labels the purpose of an allocation in logs and statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -137,6 +137,22 @@ pub enum FreeError {
     },
 }
 
+impl FreeError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            FreeError::Refused { reason, .. } => reason.class(),
+            FreeError::Retired { source, .. } => source.class(),
+        }
+    }
+
+    /// Returns whether a later free of a refused block may succeed, or a later reap of a retired
+    /// one.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
+}
+
 /// Bytes for which a resource still answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outstanding {
@@ -188,8 +204,16 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// Frees a block after the work now in `stream` and after all recorded uses.
     ///
     /// # Errors
-    /// [`FreeError::Refused`] returns a block that is not this resource's; [`FreeError::Retired`]
-    /// says that the driver failed.
+    /// [`FreeError::Refused`] returns the block with the reason:
+    ///
+    /// - [`ResourceError::Foreign`]: another resource allocated the block.
+    /// - [`ResourceError::Stale`]: the block was freed before.
+    /// - [`ResourceError::WrongOrdinal`]: the stream is another device's.
+    /// - [`ResourceError::InUse`]: a prepared use is not finished.
+    /// - An adaptor's own reason, such as [`ResourceError::Corrupted`].
+    ///
+    /// [`FreeError::Retired`] says that the driver failed. The resource then keeps the block, and
+    /// [`reap_pending`](Self::reap_pending) retries the free.
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError>;
 
     /// Returns the device's ordinal.
@@ -206,7 +230,9 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Releases frees whose work is done and retries failed frees, without waiting.
+    /// Releases frees whose work is done and retries failed frees. Does not wait for work of the
+    /// GPU, unless the driver's free does: a retried `cuMemFree` of [`Direct`](crate::Direct) or
+    /// [`Managed`](crate::Managed) waits for the device.
     ///
     /// # Errors
     /// The driver's error for a retried free; the resource still tries all others.
@@ -235,8 +261,13 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// all.
     ///
     /// # Errors
-    /// [`ResourceError::StreamMisuse`] if the resource does not track uses;
-    /// [`ResourceError::Stale`] if the block was freed.
+    /// No use is open after an error:
+    ///
+    /// - [`ResourceError::StreamMisuse`]: the resource does not track uses, or not in this stream.
+    /// - [`ResourceError::Stale`]: the block was freed.
+    /// - [`ResourceError::Foreign`], or `Stale` of a source: another resource allocated the block.
+    /// - [`ResourceError::WrongOrdinal`]: the stream is another device's.
+    /// - The driver's error.
     fn prepare_block_use(
         &self,
         block: BlockRef,
@@ -250,7 +281,8 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// Ends a prepared use after its work was submitted. A later free waits for that work.
     ///
     /// # Errors
-    /// As [`prepare_block_use`](Self::prepare_block_use), or the driver's error.
+    /// [`ResourceError::WrongStream`] for another stream than the prepared use's; others as
+    /// [`prepare_block_use`](Self::prepare_block_use). After an error the block stays in use.
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         let _ = (used, stream);
         Err(self.stream_misuse())
@@ -260,7 +292,7 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// later prepared uses are ordered behind it.
     ///
     /// # Errors
-    /// As [`prepare_block_use`](Self::prepare_block_use), or the driver's error.
+    /// As [`prepare_block_use`](Self::prepare_block_use).
     fn record_block_use(
         &self,
         block: BlockRef,

@@ -52,6 +52,19 @@ pub enum StaleReason {
 }
 
 impl StaleReason {
+    /// Returns the class of the failure; memory never becomes valid again.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            StaleReason::Poisoned(code) => ErrorClass::of(*code),
+            StaleReason::Draining | StaleReason::ShutDown => ErrorClass::Gone,
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
+
     /// Encodes the reason in a word: zero means valid, and a later stage is larger.
     fn encode(self) -> u64 {
         match self {

@@ -25,8 +25,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "cudarc_interop::cudarc_program_adopts_memory_without_addresses",
                 "examples::allocate_takes_blocks_from_the_pool",
+                "examples::block_uses_leave_no_memory_in_use",
+                "examples::examples_are_short_and_listed_in_the_docs",
+                "examples::foreign_work_is_ordered_and_recorded",
                 "examples::launch_fills_memory",
                 "examples::peer_copy_arrives_on_the_other_gpu",
+                "examples::physical_memory_is_created_exported_and_mapped",
                 "examples::retained_memory_is_found_by_the_next_open",
                 "examples::tasks_allocate_copy_and_free",
                 "examples::token_is_verified_and_redeemed",
@@ -170,6 +174,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             target: LIB,
             names: &[
                 "memory::gpu_token::tests::changed_token_and_other_key_are_told_apart",
+                "memory::gpu_token::tests::memory_is_current_while_its_gpu_generation_is",
                 "memory::gpu_token::tests::token_is_verified_anywhere_by_the_public_key",
                 "messages::signed_token::tests::public_key_is_written_as_hex",
                 "messages::signed_token::tests::token_parses_to_what_was_signed",
@@ -538,12 +543,22 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         name: "mission/pointer-collision",
         promise: "an address that the driver returns while a live block has it is an error, and the block stays its owner's",
         long: false,
-        tests: &[TestSelection {
-            target: EXAMPLES,
-            names: &["block_uses::colliding_pointer_is_an_error_until_the_block_is_freed"],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &["block_uses::colliding_pointer_is_an_error_until_the_block_is_freed"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "source::block_uses::tests::colliding_pointer_is_an_error_while_its_block_is_live",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "mission/device-runtime",
@@ -612,6 +627,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 names: &[
                     "tasks::dropped_future_leaks_no_memory",
                     "tasks::errors_and_panics_come_back_to_the_task",
+                    "tasks::managed_memory_leaves_the_worker_to_other_tasks",
                     "tasks::operations_leave_the_worker_to_other_tasks",
                     "tasks::unpolled_future_frees_nothing_on_the_worker",
                 ],
@@ -621,6 +637,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
+                    "memory::async_runtime::tests::async_error_has_the_class_of_its_cause",
                     "sync::blocking::tests::more_work_than_threads_is_all_done",
                     "sync::blocking::tests::panic_of_work_is_an_error",
                     "sync::blocking::tests::unread_result_is_dropped_in_a_thread_for_work",

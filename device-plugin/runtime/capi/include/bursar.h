@@ -160,6 +160,16 @@ bursar_status bursar_redeem(const char *socket, const bursar_token *token, bursa
 bursar_status bursar_verify(const bursar_token *token, const uint8_t public_key[32], bursar_memory *memory);
 
 /*
+ * Sets *current to 1 if the GPU still has the memory that a verified token names, and to 0 if the
+ * memory is lost. `gpu` and `generation` are the uuid and the generation of that GPU in status.gpus
+ * of the node's GpuNode; BURSAR_INVALID if `gpu` is not the memory's. If the GpuNode does not list
+ * the GPU, nothing is known. Where *current is 1, the process or the lease may still have ended:
+ * only bursar_redeem on the memory's node knows.
+ */
+bursar_status bursar_is_current(const bursar_memory *memory, const char *gpu, uint64_t generation,
+                                int32_t *current);
+
+/*
  * Returns the text of this thread's last failure. Valid until the thread's next failure. A
  * destructor of thread-local data may get a text that says that the thread is ending.
  */

@@ -1,6 +1,7 @@
-//! Provides memory tokens to C: `bursar_seal`, `bursar_redeem` and `bursar_verify`.
+//! Provides memory tokens to C: `bursar_seal`, `bursar_redeem`, `bursar_verify` and
+//! `bursar_is_current`.
 
-use std::ffi::c_char;
+use std::ffi::{CStr, c_char};
 
 use bursar_runtime::driver::Driver;
 use bursar_runtime::memory::gpu_token::{
@@ -182,6 +183,40 @@ pub unsafe extern "C" fn bursar_verify(
         let id = verify(&token, &key)?;
         // SAFETY: not null, and the caller keeps the contract.
         unsafe { memory.write(id.into()) };
+        Ok(())
+    })
+}
+
+/// Says whether the GPU still has memory.
+///
+/// # Safety
+/// `memory` is null or valid; `gpu` is null or ends with a zero; `current` is null or valid for a
+/// write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_is_current(
+    memory: *const RawMemory,
+    gpu: *const c_char,
+    generation: u64,
+    current: *mut i32,
+) -> Status {
+    ffi_call(|| {
+        // SAFETY: the caller keeps the contract.
+        let (memory, gpu) = unsafe { (memory.as_ref(), text(gpu)) };
+        let memory = memory.ok_or(Failure::null("memory"))?;
+        let gpu = gpu.ok_or(Failure::null("gpu"))?;
+        if current.is_null() {
+            return Err(Failure::null("current"));
+        }
+        if CStr::from_bytes_until_nul(&memory.gpu) != Ok(gpu) {
+            return Err(Failure::invalid(
+                "failed to compare the generations: the GPU is not the memory's; pass the GPU of \
+                 status.gpus that the memory names"
+                    .to_owned(),
+            ));
+        }
+        let is_current = memory.gpu_generation == generation;
+        // SAFETY: not null, and the caller keeps the contract.
+        unsafe { current.write(i32::from(is_current)) };
         Ok(())
     })
 }

@@ -26,6 +26,7 @@ static int verify(void) {
     bursar_token token = {0};
     bursar_memory memory;
     uint8_t key[32];
+    int32_t current = -1;
     unsigned byte;
     size_t at;
 
@@ -42,6 +43,12 @@ static int verify(void) {
     MUST(strcmp(memory.node, "node-a") == 0 && strcmp(memory.gpu, "GPU-00000000-0000-0000-0000-000000000001") == 0);
     MUST(memory.container == 5 && memory.gpu_generation == 3 && memory.process_generation == 14);
     MUST(memory.lease == 2 && memory.block == 99);
+    MUST(bursar_is_current(&memory, memory.gpu, 3, &current) == BURSAR_OK && current == 1);
+    MUST(bursar_is_current(&memory, memory.gpu, 4, &current) == BURSAR_OK && current == 0);
+    MUST(bursar_is_current(&memory, "GPU-other", 3, &current) == BURSAR_INVALID);
+    MUST(bursar_is_current(NULL, memory.gpu, 3, &current) == BURSAR_INVALID);
+    MUST(bursar_is_current(&memory, NULL, 3, &current) == BURSAR_INVALID);
+    MUST(bursar_is_current(&memory, memory.gpu, 3, NULL) == BURSAR_INVALID);
     token.bytes[token.length - 1] ^= 1;
     MUST(bursar_verify(&token, key, &memory) == BURSAR_REFUSED && strstr(bursar_error(), "signature") != NULL);
     token.bytes[token.length - 1] ^= 1;

@@ -57,7 +57,7 @@ fn library_exports_exactly_the_functions_of_the_header() {
         .map(|symbol| symbol.name().unwrap())
         .collect();
     assert_eq!(exported, declared);
-    assert_eq!(declared.len(), 12);
+    assert_eq!(declared.len(), 13);
 }
 
 #[test]

@@ -47,7 +47,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bursar_protocol::fence::QuotaFn;
 
-use crate::error::{self, CudaError, ResourceError};
+use crate::error::{self, CudaError, ErrorClass, ResourceError};
 use crate::state::ErrorMonitor;
 use table::Table;
 
@@ -79,6 +79,24 @@ pub enum DriverError {
     /// This process sees no device with this UUID.
     #[error("failed to find {0}: this process does not see it; check the container's GPUs")]
     NoSuchGpu(GpuUuid),
+}
+
+impl DriverError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            DriverError::Cuda(error) => error.class(),
+            DriverError::Resource(error) => error.class(),
+            DriverError::NoDriver(_)
+            | DriverError::NoSuchDevice { .. }
+            | DriverError::NoSuchGpu(_) => ErrorClass::Caller,
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Loaded and initialised driver.

@@ -106,7 +106,8 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Returns a one-dimensional grid.
+    /// Returns a one-dimensional grid of `blocks` blocks. Each has `threads` threads and no dynamic
+    /// shared memory.
     pub const fn linear(blocks: u32, threads: u32) -> Grid {
         Grid {
             blocks: [blocks, 1, 1],

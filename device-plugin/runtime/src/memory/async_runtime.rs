@@ -4,6 +4,10 @@
 //! for the driver. The futures need no particular executor. An operation starts with the call and
 //! runs to its end, whether or not its future is polled. If the future is dropped, the result is
 //! dropped in such a thread too: memory is freed there.
+//!
+//! A task that drops memory frees it in its worker, which waits for the driver then. Managed memory
+//! also waits for the work that uses it. [`AsyncRuntime::free_async`] and
+//! [`AsyncRuntime::free_managed_async`] do not block the worker.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -12,7 +16,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::driver::{Attach, Stream};
-use crate::error::ResourceError;
+use crate::error::{ErrorClass, ResourceError};
 use crate::memory::error::MemoryError;
 use crate::memory::managed_ref::ManagedRef;
 use crate::memory::owned_block::OwnedBlock;
@@ -35,6 +39,22 @@ pub enum AsyncError {
     /// A free failed or was refused.
     #[error(transparent)]
     Free(#[from] FreeError),
+}
+
+impl AsyncError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            AsyncError::Run(error) => error.class(),
+            AsyncError::Memory(error) => error.class(),
+            AsyncError::Free(error) => error.class(),
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 impl From<ResourceError> for AsyncError {
@@ -174,6 +194,18 @@ impl AsyncRuntime {
         self.try_run(move |_| memory.free())
     }
 
+    /// Waits for all work that uses managed memory, and frees the memory.
+    ///
+    /// # Errors
+    /// As [`ManagedRef::free`], and [`AsyncError::Run`]. If the system has no thread, the calling
+    /// thread has freed the memory.
+    pub fn free_managed_async<T: Pod + Send>(
+        &self,
+        memory: ManagedRef<T>,
+    ) -> impl Future<Output = Result<(), AsyncError>> + Send + use<T> {
+        self.try_run(move |_| memory.free())
+    }
+
     /// Overwrites memory with items of the host, and returns the memory after the copy.
     ///
     /// # Errors
@@ -218,5 +250,49 @@ impl AsyncRuntime {
     /// As [`reap_pending`](crate::DeviceMemoryResource::reap_pending), and [`AsyncError::Run`].
     pub fn reap_async(&self) -> impl Future<Output = Result<Reaped, AsyncError>> + Send + use<> {
         self.try_run(|runtime| runtime.resource().reap_pending())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::CudaError;
+    use crate::state::StaleReason;
+
+    #[test]
+    fn async_error_has_the_class_of_its_cause() {
+        let (call, ordinal) = ("cuMemAlloc_v2", 0);
+        let full = CudaError { call, code: 2 };
+        let causes: [(AsyncError, ErrorClass); 6] = [
+            (MemoryError::Cuda(full).into(), ErrorClass::OutOfMemory),
+            (
+                MemoryError::Stale(StaleReason::Poisoned(700)).into(),
+                ErrorClass::StickyProcess,
+            ),
+            (
+                ResourceError::Ended(StaleReason::ShutDown).into(),
+                ErrorClass::Gone,
+            ),
+            (
+                ResourceError::ZeroBytes { ordinal }.into(),
+                ErrorClass::Caller,
+            ),
+            (
+                RunError::NoThread("none".to_owned()).into(),
+                ErrorClass::NotReady,
+            ),
+            (
+                FreeError::Retired {
+                    bytes: 1,
+                    source: full,
+                }
+                .into(),
+                ErrorClass::OutOfMemory,
+            ),
+        ];
+        for (error, class) in causes {
+            assert_eq!(error.class(), class, "{error:?}");
+            assert_eq!(error.retryable(), class.retryable(), "{error:?}");
+        }
     }
 }

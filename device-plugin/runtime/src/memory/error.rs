@@ -1,7 +1,7 @@
 //! Defines why memory is not allocated or used.
 #![forbid(unsafe_code)]
 
-use crate::error::{CudaError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::state::StaleReason;
 
 /// Reason for which memory was not allocated or used.
@@ -46,4 +46,23 @@ pub enum MemoryError {
     /// The driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+}
+
+impl MemoryError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            MemoryError::Stale(reason) => reason.class(),
+            MemoryError::Resource(error) => error.class(),
+            MemoryError::Cuda(error) => error.class(),
+            MemoryError::TooLarge { .. }
+            | MemoryError::Range { .. }
+            | MemoryError::Length { .. } => ErrorClass::Caller,
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use bytemuck::Pod;
 
 use crate::driver::{Access, GpuUuid, Stream};
+use crate::error::ErrorClass;
 use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::MultiStreamMemory;
@@ -37,6 +38,22 @@ pub enum WriteError {
     /// The use was not recorded.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+}
+
+impl WriteError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            WriteError::Stale(reason) => reason.class(),
+            WriteError::Refused(reason) => reason.class(),
+            WriteError::Memory(error) => error.class(),
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Shared handle of device memory, which is freed with the last clone.

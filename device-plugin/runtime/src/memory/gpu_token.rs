@@ -16,9 +16,9 @@
 //!
 //! A program without the agent of the token's node, on another node or in no container, calls
 //! [`verify`]. The program learns which node signed the token and what the token names. Of the
-//! generations it can check only that of the GPU: compare `generations.gpu` with
-//! `status.gpus[].generation` of the node's `GpuNode`. If they differ, the memory is lost. If they
-//! are equal, its process or its lease may still have ended, which only the agent knows.
+//! generations it can check only that of the GPU: [`is_current`] compares it with the node's
+//! present one. If they differ, the memory is lost. If they are equal, its process or its lease may
+//! still have ended, which only the agent knows.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -114,8 +114,8 @@ pub enum VerifyError {
 /// Returns the identity in a token that the node with this public key has signed. Needs neither an
 /// agent nor a GPU.
 ///
-/// The result is what was true when the token was sealed. Compare its GPU generation with the
-/// node's present one, and its node with the name of the `GpuNode` that has the key.
+/// The result is what was true when the token was sealed. Compare its node with the name of the
+/// `GpuNode` that has the key, and ask [`is_current`] about its GPU.
 ///
 /// # Errors
 /// [`VerifyError`] for a token that the key has not signed.
@@ -128,6 +128,23 @@ pub fn verify(token: &GpuToken, key: &NodePublicKey) -> Result<MemoryId, VerifyE
         .verify(&token.signed_bytes(), token.signature())
         .map_err(|_| VerifyError::Forged)?;
     Ok(token.id)
+}
+
+/// Returns whether the GPU still has the memory that a token names.
+///
+/// `gpus` are the UUID and the generation of each GPU in `status.gpus` of the node's `GpuNode`.
+///
+/// - `Some(true)`: the GPU's generation is the token's. The process or the lease may have ended,
+///   which only the node's agent knows.
+/// - `Some(false)`: the generation is another one, so the memory is lost.
+/// - `None`: the `GpuNode` does not list the GPU, so nothing is known.
+pub fn is_current<'a>(
+    memory: &MemoryId,
+    gpus: impl IntoIterator<Item = (&'a str, u64)>,
+) -> Option<bool> {
+    let mut gpus = gpus.into_iter();
+    let (_, generation) = gpus.find(|(uuid, _)| *uuid == memory.gpu)?;
+    Some(generation == memory.generations.gpu)
 }
 
 /// Client of the agent's token service. Each call makes a connection of its own and blocks until
@@ -252,6 +269,16 @@ mod tests {
             block: 99,
         };
         assert_eq!(id, expected);
+    }
+
+    #[test]
+    fn memory_is_current_while_its_gpu_generation_is() {
+        let id = verified(token_bytes(), &KEY.parse().unwrap()).unwrap();
+        let current = |uuid, generation| is_current(&id, [("GPU-other", 9), (uuid, generation)]);
+        assert_eq!(current(&*id.gpu, 3), Some(true));
+        assert_eq!(current(&*id.gpu, 4), Some(false));
+        assert_eq!(current(&*id.gpu, 2), Some(false));
+        assert_eq!(current("GPU-unlisted", 3), None);
     }
 
     #[test]

@@ -46,6 +46,8 @@ impl<T: Send + 'static> TrackedSlice<T> {
     /// [`ZeroBytes`](ResourceError::ZeroBytes) for an empty slice,
     /// [`WrongOrdinal`](ResourceError::WrongOrdinal) for a slice of another device, or
     /// [`InteropError`]. The slice is freed then.
+    /// [`PointerCollision`](ResourceError::PointerCollision) if an adopted slice has some of the
+    /// memory: the slice is never freed then.
     pub fn from_cudarc(
         runtime: &DeviceRuntime,
         mut slice: CudaSlice<T>,
@@ -63,7 +65,9 @@ impl<T: Send + 'static> TrackedSlice<T> {
         let (address, used) = slice.device_ptr_mut(&foreign);
         drop(used);
         let adopted = AdoptedMemory::of(runtime.context());
-        let block = adopted.adopt(address, layout, Box::new(slice), &stream);
+        let block = adopted
+            .adopt(address, layout, Box::new(slice), &stream)
+            .map_err(MemoryError::from)?;
         let resource = adopted as SharedResource;
         let state = Arc::clone(runtime.state());
         let memory = OwnedBlock::from_parts(block, resource, stream, state);

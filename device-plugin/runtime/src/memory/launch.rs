@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
-use crate::error::CudaError;
+use crate::error::{CudaError, ErrorClass};
 use crate::memory::kernel_arg::{DevSliceArg, KernelArg};
 use crate::memory::submission::{PendingUses, SubmitError};
 
@@ -45,6 +45,24 @@ pub enum LaunchError {
     /// The driver refused the launch, or an earlier kernel failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+}
+
+impl LaunchError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            LaunchError::ArgumentCount { .. }
+            | LaunchError::ArgumentType { .. }
+            | LaunchError::WrongContext { .. } => ErrorClass::Caller,
+            LaunchError::Submit(error) => error.class(),
+            LaunchError::Cuda(error) => error.class(),
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Builder of a launch.

@@ -7,6 +7,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::driver::{Access, Stream};
+use crate::error::ErrorClass;
 use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
@@ -34,6 +35,23 @@ pub enum SubmitError {
     /// An argument's use cannot be ordered or tracked.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+}
+
+impl SubmitError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            SubmitError::WrongStream { .. } => ErrorClass::Caller,
+            SubmitError::Stale(reason) => reason.class(),
+            SubmitError::Refused(reason) => reason.class(),
+            SubmitError::Memory(error) => error.class(),
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Calls `submit` with the addresses of memories, in order to submit foreign work that uses them.

@@ -24,6 +24,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::error::ErrorClass;
+
 /// 100 years.
 const MAX_LIFETIME: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
@@ -46,6 +48,23 @@ pub enum WriteRefused {
     /// The token belongs to another gate.
     #[error("failed to write: the token belongs to other memory; pass the token of this memory")]
     Foreign,
+}
+
+impl WriteRefused {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            WriteRefused::Busy(_) => ErrorClass::NotReady,
+            WriteRefused::Fenced | WriteRefused::Expired(_) | WriteRefused::Foreign => {
+                ErrorClass::Caller
+            }
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Issuer of write tokens for one piece of memory.

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use crate::driver::{Access, Context, GpuUuid, Handle, Mapping};
-use crate::error::{CudaError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{BudgetSnapshot, Origin, Tag};
 
 /// Owned physical memory. Dropping a block does not release its memory; the resource keeps counting
@@ -94,6 +94,18 @@ pub struct ReleaseError {
     pub block: PhysicalBlock,
     /// Reason of the refusal, or the driver's error.
     pub reason: ResourceError,
+}
+
+impl ReleaseError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        self.reason.class()
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 /// Creates physical memory of one GPU: a source of it, or an adaptor over another resource.

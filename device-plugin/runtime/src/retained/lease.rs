@@ -51,8 +51,8 @@ pub(super) enum GrantedLease {
 }
 
 impl GrantedLease {
-    /// Maps the granted lease, whose file descriptor came with the response, at `reserved`
-    /// addresses of its size, or else at new ones.
+    /// Maps the granted lease, whose file descriptor came with the answer, at `reserved` addresses
+    /// of its size, or else at new ones.
     pub(super) fn from_response(
         context: &Context,
         answer: RetainedResponse,

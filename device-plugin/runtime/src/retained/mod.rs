@@ -174,20 +174,19 @@ impl LeaseError {
             | LeaseError::Corrupt { .. }
             | LeaseError::Lost { .. } => true,
             LeaseError::Rejected(reason) => *reason == RejectReason::Busy,
-            LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => {
-                error.retryable()
-            }
+            LeaseError::Cuda(error) => error.retryable(),
+            LeaseError::Driver(error) => error.retryable(),
             LeaseError::InvalidName { .. }
             | LeaseError::UnexpectedResponse
-            | LeaseError::OutOfRange { .. }
-            | LeaseError::Driver(_) => false,
+            | LeaseError::OutOfRange { .. } => false,
         }
     }
 
     /// Returns the class of the failure for this process image.
     pub fn class(&self) -> ErrorClass {
         match self {
-            LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => error.class(),
+            LeaseError::Cuda(error) => error.class(),
+            LeaseError::Driver(error) => error.class(),
             LeaseError::Refused {
                 reason: RetainedRefusal::Quota { .. } | RetainedRefusal::GpuLimit { .. },
                 ..
@@ -367,8 +366,8 @@ impl LeaseClient {
                 )
             }
         };
-        // The process would only wait for the agent: it reserves the addresses of the lease. A
-        // lease of another size, as an existing one may have, gets others.
+        // The process would only wait for the agent: it reserves addresses of the lease. A lease
+        // of another size, as an existing one may have, gets others.
         let mut reserved = None;
         let reserve = || reserved = self.reserve(bytes);
         let (answer, fd) = request::open(&self.0.agent, context.uuid(), name, key, bytes, reserve)?;

@@ -62,13 +62,17 @@ impl AdoptedMemory {
     }
 
     /// Adopts memory, which `stream` may use now and in which the owner frees it.
+    ///
+    /// # Errors
+    /// [`ResourceError::PointerCollision`] if a live block has some of its bytes. The owner is then
+    /// never dropped.
     pub(crate) fn adopt(
         &self,
         address: u64,
         layout: Layout,
         owner: Box<dyn Any + Send>,
         stream: &Stream,
-    ) -> Block {
+    ) -> Result<Block, ResourceError> {
         let block = BlockRef {
             address,
             layout,
@@ -80,8 +84,8 @@ impl AdoptedMemory {
             owner: Mutex::new(Some(owner)),
             stream: stream.clone(),
         };
-        self.blocks.insert(block, stream, adopted);
-        Block::new(block)
+        self.blocks.insert(block, stream, adopted)?;
+        Ok(Block::new(block))
     }
 
     /// Returns the owner of a block instead of a free, behind all uses. The memory is the caller's

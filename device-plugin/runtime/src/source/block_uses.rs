@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::{Access, Context, Event, Stream, StreamKey};
 use crate::error::{CudaError, ResourceError};
 use crate::resource::{Block, BlockRef, BlockUse, FreeError, Outstanding, Reaped};
+use crate::source::live_blocks::LiveBlocks;
 
 /// Last use of a block in one stream.
 #[derive(Debug)]
@@ -107,6 +108,8 @@ pub(crate) struct RetiredBlock<P> {
 #[derive(Debug)]
 struct State<P> {
     live: HashMap<u64, LiveBlock<P>>,
+    /// Live blocks by their addresses.
+    live_addresses: LiveBlocks,
     retired: HashMap<u64, RetiredBlock<P>>,
     /// Retired blocks that a thread is freeing or reaping now.
     in_progress: HashSet<u64>,
@@ -138,6 +141,7 @@ impl<P> BlockUses<P> {
             next_sequence: AtomicU64::new(0),
             blocks: Mutex::new(State {
                 live: HashMap::new(),
+                live_addresses: LiveBlocks::default(),
                 retired: HashMap::new(),
                 in_progress: HashSet::new(),
                 live_bytes: 0,
@@ -173,8 +177,22 @@ impl<P> BlockUses<P> {
     }
 
     /// Adds an allocated block.
-    pub(crate) fn insert(&self, block: BlockRef, alloc_stream: &Stream, payload: P) {
+    ///
+    /// # Errors
+    /// [`ResourceError::PointerCollision`] if a live block has some of its bytes. The payload is
+    /// then never dropped, because its memory is the live block's too.
+    pub(crate) fn insert(
+        &self,
+        block: BlockRef,
+        alloc_stream: &Stream,
+        payload: P,
+    ) -> Result<(), ResourceError> {
         let mut blocks = self.blocks();
+        let inserted = blocks.live_addresses.insert(block, self.context.ordinal());
+        if let Err(collision) = inserted {
+            std::mem::forget(payload);
+            return Err(collision);
+        }
         blocks.live_bytes += block.bytes();
         let live = LiveBlock {
             block,
@@ -184,6 +202,7 @@ impl<P> BlockUses<P> {
             payload,
         };
         blocks.live.insert(block.generation, live);
+        Ok(())
     }
 
     /// Reads the payload of a live block.
@@ -325,6 +344,7 @@ impl<P> BlockUses<P> {
                 None => return Err(stale(block)),
             }
             let live = blocks.live.remove(&generation).ok_or(stale(block))?;
+            blocks.live_addresses.remove(&block);
             blocks.live_bytes -= block.bytes();
             blocks.retired_bytes += block.bytes();
             blocks.in_progress.insert(generation);
@@ -545,3 +565,54 @@ macro_rules! forward_block_uses {
     };
 }
 pub(crate) use forward_block_uses;
+
+#[cfg(test)]
+mod tests {
+    use std::alloc::Layout;
+
+    use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
+
+    use super::*;
+    use crate::driver::Driver;
+    use crate::resource::Origin;
+
+    #[test]
+    fn colliding_pointer_is_an_error_while_its_block_is_live() {
+        run_in_subprocess(ONE_GPU, |_| {
+            let context = Driver::get().unwrap().device(0).unwrap();
+            let context = context.primary_context().unwrap();
+            let (stream, origin) = (context.default_stream(), Origin::unique());
+            let blocks = BlockUses::new(&context);
+            let layout = Layout::new::<[u8; 1024]>();
+            let block = |address, generation| BlockRef {
+                address,
+                layout,
+                origin,
+                generation,
+                cookie: 0,
+            };
+            let insert = |address, generation, payload| {
+                blocks.insert(block(address, generation), &stream, payload)
+            };
+            let live = Arc::new(());
+            insert(4096, 0, Arc::clone(&live)).unwrap();
+            for address in [4096, 4096 - 1023, 4096 + 1023] {
+                let collision = ResourceError::PointerCollision {
+                    ordinal: 0,
+                    address,
+                    generation: 0,
+                };
+                assert_eq!(insert(address, 1, Arc::clone(&live)), Err(collision));
+            }
+            // No payload was dropped, so no memory of the live block was freed.
+            assert_eq!(Arc::strong_count(&live), 5);
+            assert_eq!(blocks.outstanding().live, 1024);
+            insert(4096 + 1024, 2, Arc::clone(&live)).unwrap();
+            // The driver may return the address of a freed block before its work is done.
+            let freed = Block::new(block(4096, 0));
+            blocks.retire(freed, &stream, |_| Ok(())).unwrap();
+            assert!(blocks.is_retired(block(4096, 0)));
+            insert(4096, 3, live).unwrap();
+        });
+    }
+}

@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,6 +15,7 @@ use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Outstanding, Reaped, Tag, check_free,
     check_request,
 };
+use crate::source::live_blocks::LiveBlocks;
 
 /// Driver call that allocates one kind of memory.
 pub trait DriverAllocator: fmt::Debug + Send + Sync {
@@ -63,38 +63,6 @@ pub struct Direct<S = Linear> {
     failed_frees: Mutex<Vec<BlockRef>>,
     /// Held by the thread that retries failed frees; other threads do not wait for it.
     reap_lock: Mutex<()>,
-}
-
-/// Blocks that have an owner, by their addresses.
-#[derive(Debug, Default)]
-struct LiveBlocks(BTreeMap<u64, BlockRef>);
-
-impl LiveBlocks {
-    /// Adds a block, or returns a live block that has some of its bytes.
-    fn insert(&mut self, block: BlockRef) -> Result<(), BlockRef> {
-        let end = block.address.saturating_add(block.bytes());
-        let below = self.0.range(..end).next_back();
-        match below {
-            Some((_, live)) if live.address + live.bytes() > block.address => Err(*live),
-            _ => {
-                self.0.insert(block.address, block);
-                Ok(())
-            }
-        }
-    }
-
-    /// Removes a block. Refuses a block that is not live, because another block may have its
-    /// address by now.
-    fn remove(&mut self, block: Block) -> Result<Block, FreeError> {
-        let known = block.as_ref();
-        if self.0.get(&known.address) == Some(&known) {
-            self.0.remove(&known.address);
-            return Ok(block);
-        }
-        let generation = known.generation;
-        let reason = ResourceError::Stale { generation };
-        Err(FreeError::Refused { block, reason })
-    }
 }
 
 /// Managed memory, allocated one block at a time with the given attachment.
@@ -151,20 +119,19 @@ impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
             cookie: 0,
         };
         // The colliding memory is not freed, because that would free the live block.
-        let live = self.live_blocks().insert(block);
-        live.map_err(|other| ResourceError::PointerCollision {
-            ordinal: self.ordinal(),
-            address,
-            generation: other.generation,
-        })?;
+        self.live_blocks().insert(block, self.ordinal())?;
         self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
-        let block = self.live_blocks().remove(block)?;
         let (block_ref, bytes) = (block.as_ref(), block.bytes());
+        if !self.live_blocks().remove(&block_ref) {
+            let generation = block_ref.generation;
+            let reason = ResourceError::Stale { generation };
+            return Err(FreeError::Refused { block, reason });
+        }
         let freed = self.context.free(block_ref.address);
         if freed.is_err() {
             self.failed_frees().push(block_ref);

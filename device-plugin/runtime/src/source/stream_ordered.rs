@@ -63,7 +63,7 @@ impl DeviceMemoryResource for StreamOrdered {
             generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        self.blocks.insert(block, stream, ());
+        self.blocks.insert(block, stream, ())?;
         Ok(Block::new(block))
     }
 

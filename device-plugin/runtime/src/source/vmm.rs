@@ -232,7 +232,7 @@ impl<P: PhysicalMemoryResource> DeviceMemoryResource for Exportable<P> {
             generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        self.blocks.insert(block, stream, backing);
+        self.blocks.insert(block, stream, backing)?;
         Ok(Block::new(block))
     }
 

@@ -15,6 +15,8 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
+use crate::error::ErrorClass;
+
 /// Largest number of threads.
 const MAX_THREADS: usize = 8;
 /// Time after which an idle thread ends.
@@ -29,6 +31,22 @@ pub enum RunError {
     /// The work panicked.
     #[error("failed to run GPU work: it panicked: {0}; see the panic's message")]
     Panicked(String),
+}
+
+impl RunError {
+    /// Returns the class of the failure.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            RunError::NoThread(_) => ErrorClass::NotReady,
+            // The panic does not say whether it depends on the call.
+            RunError::Panicked(_) => ErrorClass::Unknown,
+        }
+    }
+
+    /// Returns whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
 }
 
 type Job = Box<dyn FnOnce() + Send>;

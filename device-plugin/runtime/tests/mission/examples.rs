@@ -6,18 +6,24 @@
 
 #[path = "../../examples/allocate.rs"]
 mod allocate;
+#[path = "../../examples/block_uses.rs"]
+mod block_uses;
 #[path = "../../examples/budgets.rs"]
 pub(crate) mod budgets;
 #[path = "../../examples/cudarc_interop.rs"]
 pub(crate) mod cudarc_interop;
 #[path = "../support/fake_agent.rs"]
 mod fake_agent;
+#[path = "../../examples/foreign_work.rs"]
+mod foreign_work;
 #[path = "../../examples/launch.rs"]
 mod launch;
 #[path = "../../examples/managed_memory.rs"]
 pub(crate) mod managed_memory;
 #[path = "../../examples/peer_copy.rs"]
 mod peer_copy;
+#[path = "../../examples/physical.rs"]
+mod physical;
 #[path = "../../examples/retained_memory.rs"]
 mod retained_memory;
 #[path = "../../examples/subscription.rs"]
@@ -29,6 +35,8 @@ mod tokens;
 #[path = "../../examples/typed_memory.rs"]
 mod typed_memory;
 
+use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use bursar_runtime::retained::LeaseClient;
@@ -64,6 +72,24 @@ fn tasks_allocate_copy_and_free() {
 }
 
 #[test]
+fn block_uses_leave_no_memory_in_use() {
+    run_in_subprocess(ONE_GPU, |_| {
+        block_uses::main().unwrap();
+        assert_eq!(DeviceRuntime::for_ordinal(0).unwrap().budget().used, 0);
+    });
+}
+
+#[test]
+fn foreign_work_is_ordered_and_recorded() {
+    run_in_subprocess(ONE_GPU, |_| foreign_work::main().unwrap());
+}
+
+#[test]
+fn physical_memory_is_created_exported_and_mapped() {
+    run_in_subprocess(ONE_GPU, |_| physical::main().unwrap());
+}
+
+#[test]
 fn peer_copy_arrives_on_the_other_gpu() {
     run_in_subprocess(TWO_GPUS, |_| peer_copy::main().unwrap());
 }
@@ -94,4 +120,32 @@ fn token_is_verified_and_redeemed() {
         let memory = tokens::exchange(&client, &KEY.parse().unwrap()).unwrap();
         assert_eq!((&*memory.gpu, memory.block), (GPU, 3));
     });
+}
+
+/// The longest example, in lines of code.
+const MAX_LINES: usize = 30;
+
+/// Counts the lines that are no comment, import or inner attribute, and not empty.
+fn lines_of_code(source: &str) -> usize {
+    let mut in_import = false;
+    let is_code = |line: &&str| {
+        in_import |= line.starts_with("use ");
+        let skipped = in_import || line.is_empty() || line.starts_with("//");
+        in_import &= !line.ends_with(';');
+        !skipped && !line.starts_with("#!")
+    };
+    source.lines().map(str::trim).filter(is_code).count()
+}
+
+#[test]
+fn examples_are_short_and_listed_in_the_docs() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let docs = fs::read_to_string(package.join("../../docs/runtime.md")).unwrap();
+    for entry in fs::read_dir(package.join("examples")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let lines = lines_of_code(&fs::read_to_string(&path).unwrap());
+        assert!((1..=MAX_LINES).contains(&lines), "{name}: {lines} lines");
+        assert!(docs.contains(&format!("| [{name}](")), "{name}");
+    }
 }

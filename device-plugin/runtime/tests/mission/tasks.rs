@@ -117,6 +117,35 @@ fn operations_leave_the_worker_to_other_tasks() {
     });
 }
 
+/// Threads of the crate that run operations of tasks.
+const OPERATION_THREADS: usize = 8;
+
+#[test]
+fn managed_memory_leaves_the_worker_to_other_tasks() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let (runtime, _) = slow_runtime();
+        let stream = runtime.runtime().stream().unwrap();
+        on_one_worker(async {
+            // The allocation waits for a thread, which it would not in the worker.
+            for _ in 0..OPERATION_THREADS {
+                drop(runtime.run(|_| thread::sleep(SPIN_TIME)));
+            }
+            let (attach, tag) = (Attach::Global, Tag("slow"));
+            let memory =
+                beside_ticks(|| runtime.allocate_managed_async::<u32>(3, attach, &stream, tag));
+            let mut memory = memory.await.unwrap();
+            memory.write().unwrap().fill(7);
+            // The free waits for the work that uses the memory.
+            spin(&stream);
+            let freed = beside_ticks(|| runtime.free_managed_async(memory)).await;
+            freed.unwrap();
+            assert_eq!(stream.is_idle(), Ok(true));
+        });
+        let blocks = runtime.runtime().managed().statistics().blocks;
+        assert_eq!((blocks.total, blocks.current), (1, 0));
+    });
+}
+
 /// Waits until `is_so`, in a thread that may block.
 fn wait_until(is_so: impl Fn() -> bool) {
     let begun = Instant::now();
