@@ -12,10 +12,10 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 use bursar_crds::Quantum;
+use bursar_operator::cluster::placement_index::node_usage::PodRequests;
+use bursar_operator::cluster::placement_index::pod::PodFacts;
 use bursar_operator::cluster::pod_request::PodRequest;
 use bursar_operator::cluster::slim_pod::SlimPod;
-use bursar_operator::placement::node_usage::PodRequests;
-use bursar_operator::placement::pod::PodFacts;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Map, Value, json};
 
