@@ -446,7 +446,8 @@ impl NodeTask {
         }
         let devices = capacity::devices(
             inventory.gpus(),
-            &self.allocator.offered(),
+            // Too many devices are refused before the first of them are advertised.
+            &self.allocator.offered_after_first_starts(),
             &self.allocator.ledger,
             &self.device.borrow(),
         );

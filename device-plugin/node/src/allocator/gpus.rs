@@ -59,6 +59,15 @@ impl<H: HostOps> NodeAllocator<H> {
         capacity::offered(&self.config, &self.uvm)
     }
 
+    /// The resources that the node offers once the first starts have results.
+    pub(crate) fn offered_after_first_starts(&self) -> ResourcesConfig {
+        let module = UvmModule {
+            awaits_first_starts: false,
+            ..self.uvm.clone()
+        };
+        capacity::offered(&self.config, &module)
+    }
+
     /// Restricts GPUs of several namespaces to those whose driver was proven to clear freed memory.
     pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
         if self.ledger.set_shareable_gpus(cleared) {
