@@ -125,9 +125,16 @@ struct Tenants {
     refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
     without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
     /// `None` where retained memory is off.
-    supervised: Option<Arc<Provisioners>>,
+    supervised: Option<Supervised>,
     live_leases: watch::Receiver<LiveLeases>,
     token_key: NodePublicKey,
+}
+
+/// The provisioners that the agent keeps running.
+struct Supervised {
+    provisioners: Arc<Provisioners>,
+    /// The GPUs on which CUDA was tried.
+    tried: watch::Sender<BTreeSet<GpuUuid>>,
 }
 
 /// Runs the agent until `shutdown`.

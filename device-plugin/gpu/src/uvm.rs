@@ -27,6 +27,8 @@ pub struct UvmModule {
     /// The GPUs that cannot access managed memory at the same time as the host, which are those
     /// without CUDA's `concurrentManagedAccess`. No file has them: the GPUs' runtimes find them.
     pub not_concurrent: BTreeSet<GpuUuid>,
+    /// Whether a GPU of the node awaits the first start of its runtime, which finds that.
+    pub awaits_first_starts: bool,
 }
 
 /// Whether the driver may move host memory of programs to GPUs.
@@ -55,6 +57,9 @@ pub enum EvictionUnsafe {
         "nvidia_uvm is not loaded; a program that uses a GPU loads it, as does nvidia-modprobe -u"
     )]
     NotLoaded,
+    /// A GPU may hold managed memory, as long as its runtime has not told otherwise.
+    #[error("the agent is trying CUDA on the node's GPUs")]
+    AwaitsFirstStarts,
     /// No cgroup pays for the host memory that backs managed memory.
     #[error(
         "Linux {}.{} does not count the host memory behind managed memory; upgrade to 5.14 or later", .0.0, .0.1
@@ -80,6 +85,7 @@ impl UvmModule {
             ats: flag("uvm_ats_mode"),
             kernel: text(&proc.join("sys/kernel/osrelease")).and_then(|text| parse_release(&text)),
             not_concurrent: BTreeSet::new(),
+            awaits_first_starts: false,
         }
     }
 
@@ -96,7 +102,7 @@ impl UvmModule {
 
     /// Checks that a neighbour's allocation can always displace managed memory, and that the pod
     /// which owns it pays for the host memory. A module may be loaded later with other parameters.
-    /// A GPU of which no runtime has told yet is no reason.
+    /// After the first starts a GPU of which no runtime has told is no reason.
     ///
     /// # Errors
     /// The reason why not.
@@ -108,6 +114,7 @@ impl UvmModule {
             }
             (_, Some(false), _) => Err(EvictionUnsafe::Pinned),
             (_, _, Some(gpu)) => Err(EvictionUnsafe::NotConcurrent(gpu.clone())),
+            _ if self.awaits_first_starts => Err(EvictionUnsafe::AwaitsFirstStarts),
             (_, None, None) => Err(EvictionUnsafe::NotLoaded),
             (_, Some(true), None) => Ok(()),
         }
@@ -202,6 +209,13 @@ mod tests {
         // A module that is loaded later changes nothing about the GPU.
         assert_eq!(check(None, "6.8.0"), Err(found.clone()));
         assert_eq!(check(Some(false), "6.8.0"), Err(EvictionUnsafe::Pinned));
+        let awaits = UvmModule {
+            oversubscription: Some(true),
+            awaits_first_starts: true,
+            ..machine(&[], "6.8.0")
+        };
+        let expected = Err(EvictionUnsafe::AwaitsFirstStarts);
+        assert_eq!(awaits.check_eviction(), expected);
         let message = found.to_string();
         assert!(message.starts_with("GPU-a cannot access"), "{message}");
     }

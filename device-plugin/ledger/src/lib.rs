@@ -104,6 +104,8 @@ pub struct Ledger {
     withheld: BTreeMap<GpuUuid, Bytes>,
     /// The GPUs that CUDA refused last: no more of their memory is bound.
     refused: BTreeSet<GpuUuid>,
+    /// The GPUs on which CUDA was tried; `None` where nothing tries it.
+    tried: Option<BTreeSet<GpuUuid>>,
     /// The pods whose containers are placed together.
     pod_groups: BTreeMap<PodUid, PodGroup>,
     /// The next number for a claim, an arrival or a call.
@@ -133,6 +135,7 @@ impl Ledger {
             isolation: NamespaceIsolation::default(),
             withheld: BTreeMap::new(),
             refused: BTreeSet::new(),
+            tried: None,
             pod_groups: BTreeMap::new(),
             next_id: 0,
         }

@@ -158,7 +158,10 @@ impl Ledger {
                             capacity: capacity.0,
                             attainable: capacity.saturating_sub(lasting).0,
                             eventual: capacity.saturating_sub(self.withheld_quanta(uuid)).0,
-                            free: self.free_on(uuid, gpu, bound).0,
+                            free: match self.is_untried(uuid) {
+                                true => 0,
+                                false => self.free_on(uuid, gpu, bound).0,
+                            },
                             is_combinable: !uuid.is_mig(),
                         }
                     })

@@ -84,6 +84,7 @@ impl Ledger {
             isolation,
             withheld,
             refused: _,
+            tried: _,
             pod_groups,
             next_id,
         } = self.clone();
@@ -151,6 +152,7 @@ impl Ledger {
             },
             withheld,
             refused: Default::default(),
+            tried: None,
             pod_groups,
             next_id,
         })

@@ -189,6 +189,8 @@ pub struct WaitReason {
     pub closed_gpu: Option<GpuUuid>,
     /// A healthy GPU that CUDA refused last.
     pub refused_gpu: Option<GpuUuid>,
+    /// A healthy GPU on which CUDA was not tried yet.
+    pub untried_gpu: Option<GpuUuid>,
     /// The number of claims before this one in the queue.
     pub claims_ahead: usize,
     /// The withheld memory of the healthy GPUs.
@@ -253,6 +255,9 @@ impl fmt::Display for WaitReason {
         }
         if let Some(gpu) = &self.refused_gpu {
             write!(f, "; CUDA refuses {gpu}, and the agent tries it again")?;
+        }
+        if let Some(gpu) = &self.untried_gpu {
+            write!(f, "; the agent is trying CUDA on {gpu}")?;
         }
         match self.claims_ahead {
             0 => {}

@@ -1,10 +1,10 @@
 //! Withholds memory from pods: what is in use and charged to no container, and GPUs that CUDA
-//! refused.
+//! refused or that await its first try.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Ledger;
 use super::types::Health;
+use super::{GpuState, Ledger};
 use crate::units::{Bytes, GpuUuid};
 
 impl Ledger {
@@ -25,6 +25,28 @@ impl Ledger {
         let news = self.refused != refused;
         self.refused = refused;
         news
+    }
+
+    /// Sets the GPUs on which CUDA was tried. No memory of other GPUs is bound until then, but for
+    /// MIG instances. True where this changed the set.
+    pub fn set_tried_gpus(&mut self, tried: BTreeSet<GpuUuid>) -> bool {
+        let tried = Some(tried);
+        let news = self.tried != tried;
+        self.tried = tried;
+        news
+    }
+
+    /// Whether no memory of the GPU may be bound before CUDA was tried there.
+    pub(super) fn is_untried(&self, gpu: &GpuUuid) -> bool {
+        let tried = self.tried.as_ref();
+        tried.is_some_and(|tried| !gpu.is_mig() && !tried.contains(gpu))
+    }
+
+    /// A healthy GPU on which CUDA was not tried yet.
+    pub(super) fn untried_gpu(&self) -> Option<&GpuUuid> {
+        let healthy = |(_, gpu): &(&GpuUuid, &GpuState)| gpu.health == Health::Healthy;
+        let mut uuids = self.gpus.iter().filter(healthy).map(|(uuid, _)| uuid);
+        uuids.find(|uuid| self.is_untried(uuid))
     }
 
     /// A healthy GPU that CUDA refused last.
@@ -166,6 +188,56 @@ mod tests {
         assert!(ledger.set_refused_gpus(BTreeSet::new()));
         let bound = ledger.advance(NOW);
         assert_eq!(bound[0].claim, ticket.claim);
+    }
+
+    #[test]
+    fn untried_gpu_binds_no_more_until_cuda_was_tried() {
+        let (mut ledger, gpus) = with_two_gpus();
+        assert!(matches!(
+            start(&mut ledger, "a", 0, 10),
+            BindOutcome::Bound(_)
+        ));
+        assert!(ledger.set_tried_gpus(BTreeSet::new()));
+        assert!(!ledger.set_tried_gpus(BTreeSet::new()), "no news");
+        assert!(
+            matches!(start(&mut ledger, "a", 0, 10), BindOutcome::Bound(_)),
+            "what is bound stays bound"
+        );
+        let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 10, 4) else {
+            panic!("neither was tried");
+        };
+        let expected = "the agent is trying CUDA on GPU-a";
+        assert!(reason.to_string().contains(expected), "{reason}");
+        let free: Vec<Quanta> = ledger.view(NOW).gpus.iter().map(|gpu| gpu.free).collect();
+        assert_eq!(free, [Quanta(6), Quanta(16)], "status shows no full GPU");
+        // The tightest fit would be on the first GPU, and only the second was tried.
+        assert!(ledger.set_tried_gpus([gpus[1].clone()].into()));
+        let bound = ledger.advance(NOW);
+        assert_eq!(bound[0].claim, ticket.claim);
+        assert_eq!(ledger.view(NOW).gpus[1].bound, Quanta(4));
+        let BindOutcome::Queued(..) = start(&mut ledger, "c", 14, 16) else {
+            panic!("the second holds a pod");
+        };
+        // The next agent tries the GPUs again.
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
+        ledger.set_tried_gpus(BTreeSet::new());
+        assert!(matches!(
+            start(&mut ledger, "b", 10, 4),
+            BindOutcome::Bound(_)
+        ));
+    }
+
+    #[test]
+    fn mig_instance_binds_before_cuda_was_tried() {
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus([Gpu {
+            uuid: "MIG-a".parse().unwrap(),
+            capacity: Quanta(4),
+            health: Health::Healthy,
+        }]);
+        ledger.set_tried_gpus(BTreeSet::new());
+        let outcome = start(&mut ledger, "a", 0, 4);
+        assert!(matches!(outcome, BindOutcome::Bound(_)));
     }
 
     #[test]

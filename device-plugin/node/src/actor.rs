@@ -105,6 +105,9 @@ pub struct Inputs {
     pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
     /// The GPUs that CUDA refused at the last start of their provisioner.
     pub refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// The GPUs on which CUDA was tried; `None` where nothing tries it. A GPU is told as refused,
+    /// or as one without concurrent access, before it is told as tried.
+    pub tried_by_cuda: Option<watch::Receiver<BTreeSet<GpuUuid>>>,
     /// The GPUs that cannot access managed memory at the same time as the host, as their
     /// provisioners have found.
     pub without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
@@ -154,6 +157,8 @@ pub struct NodeTask {
     checkpoint_problem: Option<String>,
     generations: GpuGenerations,
     observers: Observers,
+    /// Whether the agent's offer of managed memory awaits the first starts of the GPUs' runtimes.
+    awaits_first_starts: bool,
 }
 
 /// Creates the task over a recovered allocator.
@@ -190,6 +195,7 @@ pub fn node_task(
     let (heartbeat, heartbeats) = watch::channel(Instant::now());
     let resolver = Arc::new(resolver);
     let task = NodeTask {
+        awaits_first_starts: inputs.tried_by_cuda.is_some(),
         allocator,
         own_commands: commands.downgrade(),
         commands: received,
@@ -243,10 +249,9 @@ impl NodeTask {
                 },
                 // These tasks end only with the agent.
                 Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
-                Ok(()) = self.inputs.refused_by_cuda.changed() => {
-                    let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
-                    self.allocator.set_refused_gpus(refused, clock::now()).await;
-                    self.publish();
+                Ok(()) = self.inputs.refused_by_cuda.changed() => self.apply_starts().await,
+                Ok(()) = wait_if_present(&mut self.inputs.tried_by_cuda) => {
+                    self.apply_starts().await;
                 }
                 Ok(()) = self.inputs.without_concurrent_access.changed() => {
                     self.read_uvm_module().await;
@@ -344,9 +349,11 @@ impl NodeTask {
     /// Reads the driver's module for managed memory, which the first program with a GPU may load.
     /// Advertises and publishes what follows from a change.
     async fn read_uvm_module(&mut self) {
+        self.awaits_first_starts = self.awaits_first_starts && self.has_untried_gpu();
         let not_concurrent = &mut self.inputs.without_concurrent_access;
         let module = UvmModule {
             not_concurrent: not_concurrent.borrow_and_update().clone(),
+            awaits_first_starts: self.awaits_first_starts,
             ..self.allocator.host_mut().uvm_module()
         };
         if module == self.allocator.uvm {
@@ -358,6 +365,20 @@ impl NodeTask {
             self.advertise(&inventory);
             self.publish();
         }
+    }
+
+    /// Whether CUDA is still to be tried on a healthy GPU, or no GPU is known.
+    fn has_untried_gpu(&self) -> bool {
+        let Some(tried) = &self.inputs.tried_by_cuda else {
+            return false;
+        };
+        let inventory = self.inputs.effective_inventory();
+        let tried = tried.borrow();
+        let is_untried = |state: &GpuState| {
+            let gpu = &state.gpu.uuid;
+            state.health.is_healthy() && !gpu.is_mig() && !tried.contains(gpu)
+        };
+        inventory.gpus().is_empty() || inventory.gpus().iter().any(is_untried)
     }
 
     async fn apply_inventory(&mut self) {
@@ -380,6 +401,19 @@ impl NodeTask {
         let grown = self.generations.observe(gpus);
         self.observers.report_lost_memory(&grown);
         self.allocator.set_generations(self.generations.by_gpu());
+    }
+
+    /// Applies the results of the provisioners' starts.
+    async fn apply_starts(&mut self) {
+        let tried = self.inputs.tried_by_cuda.as_mut();
+        // The tried GPUs are read first, for what is known of them was told before.
+        let tried = tried.map(|tried| tried.borrow_and_update().clone());
+        let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
+        self.allocator
+            .set_started_gpus(tried, refused, clock::now())
+            .await;
+        self.read_uvm_module().await;
+        self.publish();
     }
 
     async fn apply_scrub_status(&mut self) {
@@ -412,7 +446,8 @@ impl NodeTask {
         }
         let devices = capacity::devices(
             inventory.gpus(),
-            &self.allocator.offered(),
+            // Too many devices are refused before the first of them are advertised.
+            &self.allocator.offered_after_first_starts(),
             &self.allocator.ledger,
             &self.device.borrow(),
         );
@@ -420,7 +455,10 @@ impl NodeTask {
             Ok([device, managed]) => {
                 self.devices_error = None;
                 send_if_changed(&self.device, device);
-                send_if_changed(&self.managed, managed);
+                // Devices of pods alone would be less than the agent before has offered.
+                if !self.awaits_first_starts {
+                    send_if_changed(&self.managed, managed);
+                }
             }
             Err(refused) => {
                 if self.devices_error.as_ref() != Some(&refused) {

@@ -208,9 +208,10 @@ impl Records {
             };
             let before = record.clone();
             result = Some(change(record));
+            // A GPU that has been tried takes pods, unless it is known before as refused.
+            self.publish_record(gpu, Some(record));
             *record != before
         });
-        self.publish_fitness(gpu);
         result
     }
 
@@ -224,9 +225,14 @@ impl Records {
     }
 
     fn publish_fitness(&self, gpu: &GpuUuid) {
+        let runtimes = self.runtimes.borrow();
+        self.publish_record(gpu, runtimes.get(gpu));
+    }
+
+    /// Publishes what follows from a GPU's record.
+    fn publish_record(&self, gpu: &GpuUuid, record: Option<&RuntimeRecord>) {
         self.unfit.send_if_modified(|unfit| {
-            let runtimes = self.runtimes.borrow();
-            let reason = runtimes.get(gpu).and_then(RuntimeRecord::unfit_reason);
+            let reason = record.and_then(RuntimeRecord::unfit_reason);
             let hangs = self.hung_balloons().contains(gpu);
             match reason.or(hangs.then_some(UnhealthyReason::ProvisionerHung)) {
                 Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
@@ -235,12 +241,9 @@ impl Records {
         });
         let publish = |set: &watch::Sender<BTreeSet<GpuUuid>>,
                        holds: fn(&RuntimeRecord) -> bool| {
-            set.send_if_modified(|gpus| {
-                let runtimes = self.runtimes.borrow();
-                match runtimes.get(gpu).is_some_and(holds) {
-                    true => gpus.insert(gpu.clone()),
-                    false => gpus.remove(gpu),
-                }
+            set.send_if_modified(|gpus| match record.is_some_and(holds) {
+                true => gpus.insert(gpu.clone()),
+                false => gpus.remove(gpu),
             });
         };
         publish(&self.refused, RuntimeRecord::is_refused);
@@ -279,8 +282,9 @@ impl Provisioners {
         self.records.unfit.subscribe()
     }
 
-    /// The GPUs that CUDA has refused since their last start that succeeded. A GPU that it refuses
-    /// for long is [unfit](Self::unfit).
+    /// The GPUs that CUDA has refused since their last start that succeeded: by one of the known
+    /// codes, by a start that hung, or by three failed starts in a row. A GPU that it refuses for
+    /// long is [unfit](Self::unfit).
     pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
         self.records.refused.subscribe()
     }

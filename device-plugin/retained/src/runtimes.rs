@@ -21,9 +21,12 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::fro
 /// A process that runs this long before it fails gets no longer delay than the first.
 const STEADY_AFTER: Duration = Duration::from_secs(60);
 
-/// The refusals in a row, and the time from the first to the last, that make a GPU unfit. The
-/// fabric manager of a booting node may be late.
+/// The failed starts of a refused GPU, and the time from the first to the last, that make the GPU
+/// unfit. The fabric manager of a booting node may be late.
 const UNFIT_AFTER: (u32, Duration) = (3, Duration::from_secs(30));
+
+/// The failed starts in a row, with any `CUresult`, after which the GPU counts as refused.
+const REFUSED_AFTER: u32 = 3;
 
 /// The `CUresult`s with which CUDA refuses a GPU or the whole
 /// node, with their usual cause and remedy.
@@ -115,12 +118,14 @@ pub(crate) enum ManagedAccess {
     Exclusive,
 }
 
-/// Refusals of CUDA without a successful start between them.
+/// Starts that CUDA failed, without a successful one between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Refusals {
+struct FailedStarts {
     count: u32,
     first: Instant,
     last: Instant,
+    /// Whether one of them shows alone that CUDA does not work: a code of [`REFUSALS`], or a hang.
+    is_proof: bool,
 }
 
 /// The allocator runtime of one GPU. The counts begin with the agent.
@@ -133,7 +138,9 @@ pub struct RuntimeRecord {
     /// Failures without a steady run between them.
     failures_in_a_row: u32,
     retry_at: Option<Instant>,
-    refusals: Option<Refusals>,
+    failed_starts: Option<FailedStarts>,
+    /// Whether a start has succeeded or failed since the agent last ended the process.
+    is_tried: bool,
     /// The driver's answer at the last start that succeeded.
     managed_access: ManagedAccess,
 }
@@ -147,7 +154,31 @@ impl RuntimeRecord {
         self.activity = Activity::Running { since: now };
         self.managed_access = managed_access;
         self.starts += 1;
-        (self.last_failure, self.refusals, self.retry_at) = (None, None, None);
+        self.is_tried = true;
+        (self.last_failure, self.failed_starts, self.retry_at) = (None, None, None);
+    }
+
+    /// Records a failed start. Returns when the next one may be tried. A process that could not be
+    /// executed, or ended by itself, shows nothing about CUDA.
+    pub(crate) fn fail_start(&mut self, failure: Failure, now: Instant) -> Instant {
+        self.is_tried = true;
+        let is_proof = match failure.class {
+            FailureClass::Refused | FailureClass::Timeout => Some(true),
+            FailureClass::Driver => Some(false),
+            FailureClass::Exit => None,
+        };
+        if let Some(is_proof) = is_proof {
+            let failed = self.failed_starts.get_or_insert(FailedStarts {
+                count: 0,
+                first: now,
+                last: now,
+                is_proof,
+            });
+            failed.count = failed.count.saturating_add(1);
+            failed.last = now;
+            failed.is_proof |= is_proof;
+        }
+        self.fail(failure, now)
     }
 
     /// Records a failure. Returns when the next start may be tried.
@@ -156,15 +187,6 @@ impl RuntimeRecord {
             if now.saturating_duration_since(since) >= STEADY_AFTER);
         if is_steady {
             self.failures_in_a_row = 0;
-        }
-        if failure.class == FailureClass::Refused {
-            let refusals = self.refusals.get_or_insert(Refusals {
-                count: 0,
-                first: now,
-                last: now,
-            });
-            refusals.count = refusals.count.saturating_add(1);
-            refusals.last = now;
         }
         let doubled = 1_u32 << self.failures_in_a_row.min(16);
         let retry_at = now + BACKOFF.0.saturating_mul(doubled).min(BACKOFF.1);
@@ -221,20 +243,25 @@ impl RuntimeRecord {
     /// Why the GPU is unfit for programs, if it is.
     pub(crate) fn unfit_reason(&self) -> Option<UnhealthyReason> {
         let (count, time) = UNFIT_AFTER;
-        let is_refused = self.refusals.is_some_and(|refusals| {
-            refusals.count >= count
-                && refusals.last.saturating_duration_since(refusals.first) >= time
+        let is_lasting = self.failed_starts.is_some_and(|failed| {
+            failed.count >= count && failed.last.saturating_duration_since(failed.first) >= time
         });
         match self.activity {
             Activity::Stuck => Some(UnhealthyReason::ProvisionerHung),
-            _ if is_refused => Some(UnhealthyReason::CudaRefused),
+            _ if is_lasting && self.is_refused() => Some(UnhealthyReason::CudaRefused),
             _ => None,
         }
     }
 
     /// Whether CUDA has refused the GPU since the last start that succeeded.
     pub(crate) fn is_refused(&self) -> bool {
-        self.refusals.is_some()
+        let failed = self.failed_starts;
+        failed.is_some_and(|failed| failed.is_proof || failed.count >= REFUSED_AFTER)
+    }
+
+    /// Whether a start has had a result since the agent last ended the process.
+    pub(crate) fn is_tried(&self) -> bool {
+        self.is_tried
     }
 
     /// Whether the GPU is known to access managed memory only while the host does not.
@@ -317,7 +344,7 @@ mod tests {
         /// Fails at that time. Returns the delay until the next try.
         fn fail(&mut self, at: Duration, class: FailureClass) -> Duration {
             let now = self.start + at;
-            self.record.fail(failure(class), now) - now
+            self.record.fail_start(failure(class), now) - now
         }
     }
 
@@ -331,7 +358,7 @@ mod tests {
             assert_eq!(bed.record.state(), RuntimeState::Refused);
             assert!(tries < 100, "it becomes unfit");
         }
-        let last = bed.record.refusals.unwrap().last - bed.start;
+        let last = bed.record.failed_starts.unwrap().last - bed.start;
         assert_eq!(
             bed.record.unfit_reason(),
             Some(UnhealthyReason::CudaRefused)
@@ -350,10 +377,10 @@ mod tests {
         for second in [0, 20, 40] {
             bed.fail(Duration::from_secs(second), FailureClass::Refused);
         }
-        // A retry, and a failure of another kind, prove nothing.
+        // A retry, and a process that ends by itself, prove nothing.
         bed.record.begin_start();
         assert_eq!(bed.record.state(), RuntimeState::Refused);
-        bed.fail(Duration::from_secs(50), FailureClass::Timeout);
+        bed.fail(Duration::from_secs(50), FailureClass::Exit);
         assert!(bed.record.unfit_reason().is_some() && bed.record.is_refused());
         bed.record.begin_start();
         bed.record.succeed(
@@ -370,19 +397,69 @@ mod tests {
     }
 
     #[test]
-    fn only_refusals_make_a_gpu_unfit() {
-        for class in [
-            FailureClass::Driver,
-            FailureClass::Timeout,
-            FailureClass::Exit,
-        ] {
-            let mut bed = Fixture::new();
-            for second in 0..100 {
-                bed.fail(Duration::from_secs(second), class);
-            }
-            assert_eq!(bed.record.unfit_reason(), None);
+    fn start_that_hangs_counts_as_a_refusal() {
+        let mut bed = Fixture::new();
+        bed.fail(Duration::from_secs(20), FailureClass::Timeout);
+        assert!(bed.record.is_refused());
+        assert_eq!(bed.record.state(), RuntimeState::Refused);
+        assert_eq!(bed.record.unfit_reason(), None);
+        for second in [41, 62] {
+            bed.fail(Duration::from_secs(second), FailureClass::Timeout);
+        }
+        let unfit = Some(UnhealthyReason::CudaRefused);
+        assert_eq!(bed.record.unfit_reason(), unfit);
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        assert!(!bed.record.is_refused());
+        // A request that hangs later is no start.
+        bed.record.fail(failure(FailureClass::Timeout), bed.start);
+        assert!(!bed.record.is_refused());
+    }
+
+    #[test]
+    fn gpu_is_refused_after_three_failures_of_another_code() {
+        let mut bed = Fixture::new();
+        for second in [0, 20] {
+            bed.fail(Duration::from_secs(second), FailureClass::Driver);
+            assert!(!bed.record.is_refused());
             assert_eq!(bed.record.state(), RuntimeState::Starting);
         }
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        for second in [50, 60, 70] {
+            assert!(!bed.record.is_refused());
+            bed.fail(Duration::from_secs(second), FailureClass::Driver);
+        }
+        assert!(bed.record.is_refused(), "three in a row");
+        assert_eq!(bed.record.unfit_reason(), None);
+        bed.fail(Duration::from_secs(80), FailureClass::Driver);
+        let unfit = Some(UnhealthyReason::CudaRefused);
+        assert_eq!(bed.record.unfit_reason(), unfit);
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        assert!(!bed.record.is_refused());
+    }
+
+    #[test]
+    fn gpu_is_not_refused_for_a_process_that_exits() {
+        let mut bed = Fixture::new();
+        for second in 0..100 {
+            bed.fail(Duration::from_secs(second), FailureClass::Exit);
+        }
+        assert_eq!(bed.record.unfit_reason(), None);
+        assert_eq!(bed.record.state(), RuntimeState::Starting);
+    }
+
+    #[test]
+    fn gpu_is_tried_from_the_first_result_until_the_end() {
+        let mut bed = Fixture::new();
+        bed.record.begin_start();
+        assert!(!bed.record.is_tried());
+        bed.fail(Duration::ZERO, FailureClass::Exit);
+        assert!(bed.record.is_tried());
+        bed.record.begin_start();
+        assert!(bed.record.is_tried(), "a retry does not begin again");
+        bed.record.end();
+        assert!(!bed.record.is_tried());
+        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        assert!(bed.record.is_tried());
     }
 
     #[test]

@@ -10,7 +10,8 @@
 //!
 //! A MIG instance with a client cannot be destroyed, so an idle instance has none. A tenant's
 //! request starts a missing runtime at once, without this task. The task begins after the kubelet
-//! has the node's first offer, because neither offers nor bindings wait for a runtime.
+//! has the node's first offer, because no offer waits for a runtime. The first pod of a GPU waits
+//! for the result of the first start, for a bounded time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,6 +27,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::provisioners::Provisioners;
 use super::runtimes::{Activity, RuntimeRecord};
+
+mod first_starts;
+
+use self::first_starts::FirstStarts;
 
 /// How many runtimes start at a time: without persistence mode each start takes the driver seconds.
 const STARTS_AT_A_TIME: usize = 2;
@@ -185,6 +190,8 @@ pub struct Supervisor {
     pub drain: watch::Receiver<DrainState>,
     /// The leases of each GPU.
     pub live_leases: watch::Receiver<LiveLeases>,
+    /// The GPUs on which CUDA was tried, as the task finds them. Other GPUs take no new pods.
+    pub tried: watch::Sender<BTreeSet<GpuUuid>>,
 }
 
 impl Supervisor {
@@ -199,17 +206,25 @@ impl Supervisor {
             return;
         }
         let mut supervision = Supervision::default();
+        let mut first_starts = FirstStarts::default();
         let mut runtimes = self.provisioners.runtimes();
         loop {
-            let plan = supervision.plan(
-                Observed {
+            let (plan, tried) = {
+                let observed = Observed {
                     inventory: &self.inventory.borrow_and_update(),
                     drained: &self.drain.borrow_and_update().requested,
                     leases: &self.live_leases.borrow_and_update(),
                     runtimes: &runtimes.borrow_and_update(),
-                },
-                now(),
-            );
+                };
+                let mut plan = supervision.plan(observed, now());
+                let tried = first_starts.tried(observed, now(), &mut plan);
+                (plan, tried)
+            };
+            self.tried.send_if_modified(|before| {
+                let changed = *before != tried;
+                *before = tried;
+                changed
+            });
             let wake_at = self.carry_out(plan, now());
             let wake = async {
                 match wake_at {

@@ -29,7 +29,7 @@ use bursar_sessions::{CgroupResolver, RecoveryPolicy, Sessions};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::{Agent, AgentError, Gpus, NodeState, Tenants};
+use super::{Agent, AgentError, Gpus, NodeState, Supervised, Tenants};
 
 impl Agent {
     /// Starts the service for retained memory. Where the feature is off, the service refuses every
@@ -88,11 +88,10 @@ impl Agent {
             unfit_for_cuda: service.provisioners.unfit(),
             refused_by_cuda: service.provisioners.refused(),
             without_concurrent_access: service.provisioners.without_concurrent_access(),
-            supervised: self
-                .config
-                .retained
-                .enabled
-                .then(|| service.provisioners.clone()),
+            supervised: self.config.retained.enabled.then(|| Supervised {
+                provisioners: service.provisioners.clone(),
+                tried: watch::Sender::default(),
+            }),
             live_leases: service.live_leases.subscribe(),
             token_key: service.key.public(),
         };
@@ -108,7 +107,11 @@ impl Agent {
         tenants: &Tenants,
         registration: &watch::Receiver<Registration>,
     ) {
-        let Some(provisioners) = &tenants.supervised else {
+        let Some(Supervised {
+            provisioners,
+            tried,
+        }) = &tenants.supervised
+        else {
             return;
         };
         let supervisor = Supervisor {
@@ -116,6 +119,7 @@ impl Agent {
             inventory: gpus.inventory.clone(),
             drain: gpus.drain.clone(),
             live_leases: tenants.live_leases.clone(),
+            tried: tried.clone(),
         };
         let mut registration = registration.clone();
         let offered = async move {

@@ -75,6 +75,13 @@ impl Agent {
         allocator
             .recover(found, &kubelet.entries, clock::now())
             .await;
+        if tenants.supervised.is_some() {
+            // Nothing is known yet of this driver, whatever the agent before has found.
+            let (tried, refused) = (Some(BTreeSet::new()), BTreeSet::new());
+            allocator
+                .set_started_gpus(tried, refused, clock::now())
+                .await;
+        }
         if !config.allow_unscrubbed {
             allocator
                 .set_scrubbed_gpus(BTreeSet::new(), clock::now())
@@ -101,6 +108,10 @@ impl Agent {
             owners: refuses.then(|| owners.clone()),
             unfit_for_cuda: tenants.unfit_for_cuda.clone(),
             refused_by_cuda: tenants.refused_by_cuda.clone(),
+            tried_by_cuda: tenants
+                .supervised
+                .as_ref()
+                .map(|supervised| supervised.tried.subscribe()),
             without_concurrent_access: tenants.without_concurrent_access.clone(),
             drain: gpus.drain.clone(),
             retained: (!allow_unscrubbed).then(|| tenants.retained.clone()),

@@ -76,14 +76,14 @@ async fn until_state(api: &FakeGpuNodeApi, gpu: &str, state: &str) -> Value {
 }
 
 #[tokio::test]
-async fn eight_gpus_get_runtimes_two_at_a_time_and_pods_meanwhile() {
+async fn eight_gpus_get_runtimes_two_at_a_time_and_then_pods() {
     let (mut fixture, api) = machine(&gpus(8)).await;
     for gpu in 0..8 {
         simgpu(&fixture.machine, &["refuse", &gpu.to_string(), "hang"]);
     }
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 32).await;
-    fixture.machine.run("a", 2).await;
+    let waiter = fixture.machine.admit("a", 2).await;
     eventually("the first starts", || runtimes(&fixture).len() == 2).await;
     let begun = Instant::now();
     while begun.elapsed() < WATCHED {
@@ -103,6 +103,79 @@ async fn eight_gpus_get_runtimes_two_at_a_time_and_pods_meanwhile() {
         );
     }
     assert_eq!(runtimes(&fixture).len(), 8);
+    fixture.machine.until_started(&waiter).await;
+}
+
+/// A GPU's first pod waits for the result of the first start, and other GPUs take pods.
+#[tokio::test]
+async fn pod_before_the_first_result_gets_no_refused_gpu() {
+    let (mut fixture, api) = machine(TWO_GPUS).await;
+    simgpu(&fixture.machine, &["refuse", "0", "802"]);
+    let script = fixture.machine.path("provisioner");
+    let text = fs::read_to_string(&script).unwrap();
+    let late = "#!/bin/sh\n[ \"$1\" = --gpu ] && sleep 2\n";
+    fs::write(&script, text.replace("#!/bin/sh\n", late)).unwrap();
+    fixture.machine.start_agent();
+    fixture.machine.kubelet.until_allocatable(GPU, 32).await;
+    let waiter = fixture.machine.admit("a", 10).await;
+    fixture.machine.until_started(&waiter).await;
+    assert_eq!(fixture.allocation_and_gpu(&waiter).1, SECOND);
+    until_state(&api, FIRST, "Refused").await;
+}
+
+/// The hang is no result before the start's deadline, and a refusal after it.
+#[tokio::test]
+async fn gpu_whose_start_hangs_takes_no_pods_until_one_succeeds() {
+    let (mut fixture, api) = machine(TWO_GPUS).await;
+    fixture.machine.start_agent();
+    fixture.machine.kubelet.until_allocatable(GPU, 32).await;
+    let bound = fixture.machine.run("a", 10).await;
+    let (_, first) = fixture.allocation_and_gpu(&bound);
+    until_state(&api, FIRST, "Ready").await;
+    until_state(&api, SECOND, "Ready").await;
+    fixture.machine.kill_agent();
+    let minor = if first == FIRST { "0" } else { "1" };
+    let second = if first == FIRST { SECOND } else { FIRST };
+    simgpu(&fixture.machine, &["refuse", minor, "hang"]);
+    fixture.machine.start_successor().await;
+    // A container of a bound pod starts again, beside the hang.
+    fixture.machine.until_started(&bound).await;
+    assert_eq!(fixture.allocation_and_gpu(&bound).1, first);
+    let other = fixture.machine.admit("b", 4).await;
+    fixture.machine.until_started(&other).await;
+    assert_eq!(fixture.allocation_and_gpu(&other).1, second);
+    assert_eq!(api.gpu(&first)["runtime"]["state"], "Starting");
+    let refused = until_state(&api, &first, "Refused").await;
+    let reason = refused["reason"].as_str().unwrap();
+    assert!(reason.contains("no answer within 20 s"), "{reason}");
+    fixture.machine.run("c", 10).await;
+    let waiter = fixture.machine.admit("d", 5).await;
+    let expected = format!("CUDA refuses {first}");
+    fixture.machine.until_refused(&waiter, &expected).await;
+    simgpu(&fixture.machine, &["accept", minor]);
+    fixture.machine.until_started(&waiter).await;
+    assert_eq!(fixture.allocation_and_gpu(&waiter).1, first);
+}
+
+#[tokio::test]
+async fn gpu_takes_no_pods_after_three_starts_with_another_code() {
+    let (mut fixture, api) = machine(TWO_GPUS).await;
+    simgpu(&fixture.machine, &["refuse", "1", "999"]);
+    fixture.machine.start_agent();
+    fixture.machine.kubelet.until_allocatable(GPU, 32).await;
+    let refused = until_state(&api, SECOND, "Refused").await;
+    let failures = refused["failures"].as_u64().unwrap();
+    assert!(failures >= 3, "{refused}");
+    assert!(
+        refused["reason"].as_str().unwrap().contains("999"),
+        "{refused}"
+    );
+    fixture.machine.run("a", 10).await;
+    let waiter = fixture.machine.admit("b", 10).await;
+    let expected = format!("CUDA refuses {SECOND}");
+    fixture.machine.until_refused(&waiter, &expected).await;
+    simgpu(&fixture.machine, &["accept", "1"]);
+    fixture.machine.until_started(&waiter).await;
 }
 
 #[tokio::test]
@@ -162,11 +235,16 @@ async fn managed_memory_is_withdrawn_without_concurrent_access() {
     simgpu(&fixture.machine, &["refuse", "1", "hang"]);
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 8).await;
-    // The first GPU has told, and the second is unknown.
+    // The first GPU has told, and the offer waits for the second.
     until_state(&api, FIRST, "Ready").await;
+    eventually("the wait", || condition()["reason"] == "Pending").await;
+    assert_eq!(fixture.machine.kubelet.capacity(MANAGED), None);
+    // A lost GPU delays no offer.
+    simgpu(&fixture.machine, &["lose", "1"]);
     fixture.machine.kubelet.until_allocatable(MANAGED, 8).await;
     eventually("an offer", || condition()["status"] == "True").await;
     simgpu(&fixture.machine, &["accept", "1"]);
+    simgpu(&fixture.machine, &["restore", "1"]);
     until_state(&api, SECOND, "Ready").await;
     fixture.machine.kubelet.until_allocatable(MANAGED, 0).await;
     eventually("the reason", || condition()["reason"] == "EvictionUnsafe").await;
@@ -196,7 +274,8 @@ async fn start_that_hangs_is_killed_and_tried_again() {
     eventually("the next start", is_another).await;
     assert!(begun.elapsed() >= START_TIMEOUT - Duration::from_secs(2));
     let late = api.gpu(FIRST);
-    assert_eq!(late["health"]["reason"], "Ok");
+    assert_eq!(late["health"]["reason"], "Ok", "one hang is not for long");
+    until_state(&api, FIRST, "Refused").await;
     simgpu(&fixture.machine, &["accept", "0"]);
     let ready = until_state(&api, FIRST, "Ready").await;
     assert_eq!(

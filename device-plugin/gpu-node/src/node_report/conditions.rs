@@ -292,7 +292,7 @@ pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) ->
             names::SWITCHED_OFF,
             "managedMemory.capacity is 0; the quotas of GPUs cover managed memory".to_owned(),
         ),
-        Err(why @ EvictionUnsafe::NotLoaded) => {
+        Err(why @ (EvictionUnsafe::NotLoaded | EvictionUnsafe::AwaitsFirstStarts)) => {
             pending_condition(names::MANAGED_MEMORY, &why.to_string())
         }
         Err(why) => says(false, names::EVICTION_UNSAFE, why.to_string()),

@@ -94,6 +94,10 @@ impl Ledger {
                 Resource::DeviceMemory => self.refused_gpu().cloned(),
                 Resource::ManagedMemory => None,
             },
+            untried_gpu: match claim.resource {
+                Resource::DeviceMemory => self.untried_gpu().cloned(),
+                Resource::ManagedMemory => None,
+            },
             claims_ahead: queue.iter().take_while(|&&other| other != id).count(),
             withheld: match claim.resource {
                 Resource::DeviceMemory => self.withheld_total(),

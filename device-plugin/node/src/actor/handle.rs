@@ -323,6 +323,7 @@ mod tests {
             set_aside: Vec::new(),
             closed_gpu: None,
             refused_gpu: None,
+            untried_gpu: None,
             claims_ahead: 0,
             withheld: Bytes::ZERO,
         }

@@ -59,6 +59,15 @@ impl<H: HostOps> NodeAllocator<H> {
         capacity::offered(&self.config, &self.uvm)
     }
 
+    /// The resources that the node offers once the first starts have results.
+    pub(crate) fn offered_after_first_starts(&self) -> ResourcesConfig {
+        let module = UvmModule {
+            awaits_first_starts: false,
+            ..self.uvm.clone()
+        };
+        capacity::offered(&self.config, &module)
+    }
+
     /// Restricts GPUs of several namespaces to those whose driver was proven to clear freed memory.
     pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
         if self.ledger.set_shareable_gpus(cleared) {
@@ -66,9 +75,17 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Binds no memory of GPUs that CUDA refused last, until a start succeeds there.
-    pub async fn set_refused_gpus(&mut self, refused: BTreeSet<GpuUuid>, now: BootTime) {
-        if self.ledger.set_refused_gpus(refused) {
+    /// Binds no memory of GPUs that CUDA refused last, until a start succeeds there, and none of
+    /// GPUs on which CUDA was not `tried`. `None`: nothing tries it.
+    pub async fn set_started_gpus(
+        &mut self,
+        tried: Option<BTreeSet<GpuUuid>>,
+        refused: BTreeSet<GpuUuid>,
+        now: BootTime,
+    ) {
+        let is_refused_news = self.ledger.set_refused_gpus(refused);
+        let is_tried_news = tried.is_some_and(|tried| self.ledger.set_tried_gpus(tried));
+        if is_refused_news || is_tried_news {
             self.bind_queued(now).await;
         }
     }

@@ -179,7 +179,7 @@ impl ProcessSupervisor {
                     },
                     _ => error.to_string(),
                 };
-                self.fail(Failure { class, reason });
+                self.fail(Failure { class, reason }, RuntimeRecord::fail_start);
                 self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
                 self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
                 Err(error)
@@ -256,10 +256,8 @@ impl ProcessSupervisor {
             (None, FailureClass::Timeout) => ProvisionerError::TimedOut(error.to_string()),
             (None, _) => ProvisionerError::Exited(error.to_string()),
         };
-        self.fail(Failure {
-            class,
-            reason: ended.to_string(),
-        });
+        let reason = ended.to_string();
+        self.fail(Failure { class, reason }, RuntimeRecord::fail);
         ended
     }
 
@@ -303,14 +301,17 @@ impl ProcessSupervisor {
             Err(error) => error.to_string(),
         };
         self.provisioner = None;
-        self.fail(Failure {
-            class: FailureClass::Exit,
-            reason: ProvisionerError::Exited(why).to_string(),
-        });
+        let reason = ProvisionerError::Exited(why).to_string();
+        let class = FailureClass::Exit;
+        self.fail(Failure { class, reason }, RuntimeRecord::fail);
     }
 
     /// Records a failure, unless the agent ends the provisioner anyway. Logs it if it is new.
-    fn fail(&self, failure: Failure) {
+    fn fail(
+        &self,
+        failure: Failure,
+        record_as: fn(&mut RuntimeRecord, Failure, Instant) -> Instant,
+    ) {
         if self.is_to_end() {
             return;
         }
@@ -318,7 +319,7 @@ impl ProcessSupervisor {
         let logged = failure.clone();
         let is_new = self.records.update(&self.gpu, |record| {
             let is_new = !record.has_last_failure(&failure);
-            record.fail(failure, Instant::now());
+            record_as(record, failure, Instant::now());
             if is_stuck {
                 record.set_stuck();
             }

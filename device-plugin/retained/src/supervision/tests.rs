@@ -3,6 +3,7 @@ use bursar_gpu::health::PersistedHealth;
 use bursar_ledger::units::{Bytes, LeaseId};
 use proptest::prelude::*;
 
+use super::first_starts::FIRST_START_WAIT;
 use super::*;
 use crate::provisioners::Program;
 use crate::runtimes::{Failure, FailureClass, ManagedAccess};
@@ -14,6 +15,7 @@ struct Fixture {
     leases: LiveLeases,
     runtimes: BTreeMap<GpuUuid, RuntimeRecord>,
     supervision: Supervision,
+    first_starts: FirstStarts,
     now: Instant,
 }
 
@@ -45,6 +47,7 @@ impl Fixture {
             leases: LiveLeases::new(),
             runtimes: BTreeMap::new(),
             supervision: Supervision::default(),
+            first_starts: FirstStarts::default(),
             now: Instant::now(),
         }
     }
@@ -86,6 +89,24 @@ impl Fixture {
         self.supervision.plan(observed, self.now)
     }
 
+    /// The GPUs on which CUDA was tried, and when the next wait ends.
+    fn tried(&mut self) -> (Vec<String>, Option<Instant>) {
+        let inventory = Inventory::Gpus {
+            driver: None,
+            gpus: self.gpus.clone(),
+        };
+        let observed = Observed {
+            inventory: &inventory,
+            drained: &self.drained,
+            leases: &self.leases,
+            runtimes: &self.runtimes,
+        };
+        let mut plan = Plan::default();
+        let tried = self.first_starts.tried(observed, self.now, &mut plan);
+        let tried = tried.iter().map(GpuUuid::to_string).collect();
+        (tried, plan.wake_at)
+    }
+
     /// The runtimes to start.
     fn starts(&mut self) -> Vec<String> {
         let plan = self.plan();
@@ -121,7 +142,7 @@ fn two_runtimes_start_at_a_time() {
 fn failed_start_waits_for_its_back_off_and_for_others() {
     let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c"]);
     let now = node.now;
-    let retry_at = node.record("GPU-a").fail(failure(), now);
+    let retry_at = node.record("GPU-a").fail_start(failure(), now);
     let plan = node.plan();
     assert_eq!(plan.start, [uuid("GPU-b"), uuid("GPU-c")]);
     assert_eq!(plan.wake_at, Some(retry_at));
@@ -131,6 +152,45 @@ fn failed_start_waits_for_its_back_off_and_for_others() {
         node.record(gpu).succeed(ManagedAccess::Concurrent, now);
     }
     assert_eq!(node.starts(), ["GPU-a"]);
+}
+
+#[test]
+fn gpu_is_tried_with_its_first_result_or_after_a_time() {
+    let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c", "MIG-d"]);
+    let begun = node.now;
+    let end = begun + FIRST_START_WAIT;
+    assert_eq!(node.tried(), (vec![], Some(end)));
+    node.now += FIRST_START_WAIT / 2;
+    let now = node.now;
+    node.record("GPU-a").succeed(ManagedAccess::Concurrent, now);
+    node.record("GPU-b").fail_start(failure(), now);
+    node.record("GPU-c").begin_start();
+    let both = || vec!["GPU-a".to_owned(), "GPU-b".to_owned()];
+    assert_eq!(node.tried(), (both(), Some(end)));
+    node.now = end;
+    let (tried, wake_at) = node.tried();
+    assert_eq!((tried.len(), wake_at), (3, None));
+    // A GPU that fails while its runtime runs was tried; one whose runtime was ended was not.
+    node.gpus[0].health = Health::Unhealthy(UnhealthyReason::NoAnswer);
+    node.record("GPU-b").end();
+    let (tried, wake_at) = node.tried();
+    assert_eq!(tried, ["GPU-a", "GPU-c"]);
+    assert_eq!(wake_at, Some(end + FIRST_START_WAIT));
+}
+
+#[test]
+fn wait_for_a_start_begins_when_the_gpu_may_have_one() {
+    let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c"]);
+    node.gpus[0].health = Health::Unhealthy(UnhealthyReason::Lost);
+    node.gpus[1].health = Health::Unhealthy(UnhealthyReason::NoAnswer);
+    node.drained = [uuid("GPU-c")].into();
+    assert_eq!(node.tried(), (vec![], None));
+    node.now += 2 * FIRST_START_WAIT;
+    node.gpus[0] = state("GPU-a");
+    node.gpus[1] = state("GPU-b");
+    node.drained.clear();
+    let end = node.now + FIRST_START_WAIT;
+    assert_eq!(node.tried(), (vec![], Some(end)));
 }
 
 #[test]
@@ -218,7 +278,9 @@ async fn nothing_starts_before_the_first_offer() {
         inventory: inventory.subscribe(),
         drain: drain.subscribe(),
         live_leases: leases.subscribe(),
+        tried: watch::Sender::default(),
     };
+    let mut tried_gpus = supervisor.tried.subscribe();
     let (offer, offered) = tokio::sync::oneshot::channel::<()>();
     let stop = CancellationToken::new();
     let offered = async { offered.await.unwrap() };
@@ -227,6 +289,7 @@ async fn nothing_starts_before_the_first_offer() {
     inventory.send_modify(|_| {});
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(provisioners.runtimes().borrow().is_empty());
+    assert!(tried_gpus.borrow_and_update().is_empty());
     offer.send(()).unwrap();
     let mut runtimes = provisioners.runtimes();
     let has_failed = |all: &BTreeMap<GpuUuid, RuntimeRecord>| {
@@ -235,6 +298,7 @@ async fn nothing_starts_before_the_first_offer() {
     };
     let tried = tokio::time::timeout(Duration::from_secs(20), runtimes.wait_for(has_failed));
     assert!(tried.await.is_ok(), "it starts, and again");
+    assert_eq!(*tried_gpus.borrow(), [uuid("GPU-a")].into());
     stop.cancel();
     task.await.unwrap();
 }
