@@ -95,7 +95,7 @@ pub struct GpuMemoryBudgetSpec {
     pub device_memory: DeviceMemory,
 
     /// CUDA managed (unified) memory (`bursar.dev/managed-memory-gib`). Without this field the
-    /// namespace may use none.
+    /// namespace's pods may request none; their device quota covers the managed memory they use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub managed_memory: Option<ManagedMemory>,
 

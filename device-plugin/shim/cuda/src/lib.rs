@@ -5,8 +5,9 @@
 //! container's quota before the driver call and adjusts the charge after it. Charges go to a credit
 //! page that the agent fills ([`accounting`]).
 //!
-//! * Linear memory and arrays are charged to the GPU's quota, managed memory to its own quota. The
-//!   charge ends when the memory is freed or its context is destroyed ([`hooks::contexts`]).
+//! * Linear memory and arrays are charged to the GPU's quota. Managed memory is charged to a quota
+//!   of its own, or without one to the quotas of all GPUs. The charge ends when the memory is freed
+//!   or its context is destroyed ([`hooks::contexts`]).
 //! * Stream-ordered memory is charged by what each pool has reserved ([`pools`]).
 //! * Memory of `cuMemCreate` is charged until its last reference is gone ([`vmm`]).
 //!
