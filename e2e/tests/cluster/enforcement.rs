@@ -164,17 +164,25 @@ fn is_refused_at_start(failed: &Failed) -> bool {
 
 /// Checks that a greedy program gets at most the 2 GiB that the other program leaves of the quota.
 pub(crate) async fn quota_holds(context: &TrialContext, pod: &str) -> Result<(), Failed> {
-    let said = context
-        .exec(pod, &["greedy", "--chunk=64Mi", "--then=exit"])
-        .await?;
-    let refused = said
-        .lines()
-        .find_map(event_line("refused"))
-        .ok_or_else(|| format!("not refused: {said}"))?;
-    assert_eq!(refused["refused"]["code"], 2, "{refused}");
-    let got = refused["got"].as_u64().unwrap_or(u64::MAX);
-    assert!(got <= 2 * GIB, "more than the quota: {refused}");
+    let got = got_by_a_greedy_program(context, pod, &[]).await?;
+    assert!(got <= 2 * GIB, "{pod} got {got} bytes, more than its quota");
     Ok(())
+}
+
+/// Returns the bytes that a greedy program with these arguments gets in the pod before the first
+/// refusal.
+pub(crate) async fn got_by_a_greedy_program(
+    context: &TrialContext,
+    pod: &str,
+    arguments: &[&str],
+) -> Result<u64, Failed> {
+    let greedy = ["greedy", "--chunk=64Mi", "--then=exit"];
+    let said = context.exec(pod, &[&greedy, arguments].concat()).await?;
+    let refused = said.lines().find_map(event_line("refused"));
+    let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+    assert_eq!(refused["refused"]["code"], 2, "{refused}");
+    let got = refused["got"].as_u64();
+    Ok(got.ok_or_else(|| format!("no amount: {refused}"))?)
 }
 
 /// Checks that the program in the pod still allocates and frees.

@@ -14,7 +14,7 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
 use crate::budget_enforcement::{TEAMS, cleared, create_team, refusal};
-use crate::enforcement::quota_holds;
+use crate::enforcement::got_by_a_greedy_program;
 use crate::quota::event_line;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 use crate::status::{wait_for_metric, wait_for_status};
@@ -109,7 +109,7 @@ async fn guide_holds(context: &mut TrialContext) -> Result<(), Failed> {
     pods.create(&covered).await?;
     pods.wait_for_log_line("covered", START_TIMEOUT, event_line("holding"))
         .await?;
-    quota_holds(context, "covered").await?;
+    covered_quota_holds(context).await?;
     // The row of the guide's table for a node that offers none.
     pods.create(&guide.pod(context, "oversubscribed", &[]))
         .await?;
@@ -168,13 +168,26 @@ async fn capacity_is_offered(
     };
     let what = format!("the node to offer {RESOURCE}");
     wait::poll_until(&what, START_TIMEOUT, PAUSE, poll).await?;
-    quota_holds(context, "covered").await
+    covered_quota_holds(context).await
+}
+
+/// Device and managed memory together stay within the pod's 4 GiB, of which its own program holds 2
+/// GiB of managed memory.
+async fn covered_quota_holds(context: &TrialContext) -> Result<(), Failed> {
+    for arguments in [&[][..], &["--managed"]] {
+        let got = got_by_a_greedy_program(context, "covered", arguments).await?;
+        // The contexts of both programs are charged.
+        assert!(
+            (GIB / 2..=2 * GIB).contains(&got),
+            "{arguments:?} got {got} bytes"
+        );
+    }
+    Ok(())
 }
 
 /// Step 2, and the rule about host memory of step 3.
 async fn budget_and_policy_refuse(context: &TrialContext, guide: &Guide) -> Result<(), Failed> {
-    let mut spec = guide.budget["spec"].clone();
-    spec["deviceMemory"] = json!({ "guaranteed": "16Gi" });
+    let spec = guide.budget["spec"].clone();
     let limit = spec["managedMemory"]["limit"].as_str().unwrap_or_default();
     let more = limit.trim_end_matches("Gi").parse::<u64>()? + 1;
     let client = context.environment.cluster.client();
