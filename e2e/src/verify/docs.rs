@@ -106,7 +106,7 @@ fn members(manifest: &str) -> Vec<&str> {
 }
 
 /// Fails if a page names a path, a check or a link that does not exist, or if a concept has no
-/// check.
+/// check. The architecture page must name each check of the area `mission/`.
 ///
 /// # Errors
 /// Names each page and name, or the file that could not be read.
@@ -144,6 +144,9 @@ pub(super) fn check() -> anyhow::Result<()> {
             "docs/architecture.md has more than {MAX_ARCHITECTURE_LINES} lines"
         ));
     }
+    let systems = checks.iter().filter(|name| name.starts_with("mission/"));
+    let lacking = systems.filter(|name| !architecture.contains(&format!("`{name}`")));
+    wrong.extend(lacking.map(|name| format!("docs/architecture.md does not name {name}")));
     for page in PAGES_WITH_CHECKS {
         let text = fs::read_to_string(repository.join(page))?;
         let lacking = lacking_checks(&text, &checks).into_iter();

@@ -62,6 +62,9 @@ const FLOORS: &[&[&str]] = &[
 /// retained memory show what the runtime does.
 const OVER_RUNTIME: &[&str] = &["bursar-probe", "bursar-provisioner"];
 
+/// The libraries that open the driver or define its calls.
+const DRIVERS: &[&str] = &["cudarc", "libloading"];
+
 /// The most files that may import each other in a circle.
 const MAX_CIRCLE: usize = 4;
 
@@ -107,12 +110,29 @@ fn wrong_dependencies(packages: &[Package], floors: &[&[&str]]) -> Vec<String> {
 
 /// Returns the crates of [`OVER_RUNTIME`] that depend on another way to the driver, tests included.
 fn past_the_runtime(packages: &[Package]) -> Vec<String> {
-    let over = packages
-        .iter()
-        .filter(|of| OVER_RUNTIME.contains(&&*of.name));
-    let past = over.filter(|of| of.dependencies.iter().any(|on| on.name == "cudarc"));
-    past.map(|of| format!("{} depends on cudarc, not on bursar-runtime alone", of.name))
-        .collect()
+    let mut past = Vec::new();
+    for Package {
+        name, dependencies, ..
+    } in packages
+    {
+        let others = dependencies.iter().map(|on| &*on.name);
+        let others = others.filter(|on| OVER_RUNTIME.contains(&&**name) && DRIVERS.contains(on));
+        past.extend(
+            others.map(|on| format!("{name} depends on {on}, not on bursar-runtime alone")),
+        );
+    }
+    past
+}
+
+/// Returns the paths through which a file reaches the driver's functions: the libraries above, and
+/// the driver's raw handles and calls, which `bursar-runtime` exports for its own tests.
+fn driver_calls(names: &Names) -> impl Iterator<Item = &Vec<String>> {
+    names.paths.iter().filter(|path| {
+        let mut pairs = path.windows(2);
+        path.first()
+            .is_some_and(|first| DRIVERS.contains(&&**first))
+            || pairs.any(|pair| pair == ["driver", "raw"])
+    })
 }
 
 /// A module of a crate, by its path from the root.
@@ -311,6 +331,12 @@ pub(super) fn check() -> anyhow::Result<()> {
     {
         let files = parse_crate(&manifest_path.with_file_name("src"))?;
         seen += files.len();
+        if OVER_RUNTIME.contains(&&**name) {
+            let calls = files.values().flat_map(driver_calls);
+            wrong.extend(
+                calls.map(|path| format!("{name} calls the driver by {}", path.join("::"))),
+            );
+        }
         for circle in circles(&files, MAX_CIRCLE) {
             let modules: Vec<String> = circle.iter().map(|module| module.join("::")).collect();
             wrong.push(format!(
@@ -377,6 +403,19 @@ mod tests {
         assert_eq!(
             past_the_runtime(&packages),
             ["bursar-provisioner depends on cudarc, not on bursar-runtime alone"]
+        );
+        let sources = files(&[(
+            "",
+            "use bursar_runtime::driver::{Driver, raw}; fn call() { libloading::library_filename() }",
+        )]);
+        let paths = sources.values().flat_map(driver_calls);
+        let paths: Vec<String> = paths.map(|path| path.join("::")).collect();
+        assert_eq!(
+            paths,
+            [
+                "bursar_runtime::driver::raw",
+                "libloading::library_filename"
+            ]
         );
     }
 

@@ -277,6 +277,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 env: &[],
             },
             TestSelection {
+                target: &["--test", "pools"],
+                names: &["host_pools_are_free_and_managed_pools_use_their_quota"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
                 target: LIB,
                 names: &[
                     "accounts::tests::covered_memory_needs_room_on_every_gpu",
