@@ -140,6 +140,11 @@ impl<T> SampleWindow<T> {
         }
     }
 
+    /// How many samples it has, at most [`WINDOW`].
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Forgets all samples.
     pub(super) fn clear(&mut self) {
         self.0.clear();
@@ -190,6 +195,7 @@ impl<T> SampleWindow<T> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::balloon::{Granted, balloon_size};
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -390,88 +396,189 @@ mod tests {
         );
     }
 
+    const CAPACITY: u64 = 8 << 30;
+
     #[derive(Clone, Debug)]
     enum Step {
         /// A live process allocates this amount itself.
         Has(u32, u64),
+        /// A live process exports this amount, which only descriptors hold.
+        Exports(u32, u64),
+        /// A process dies. Other processes hold its exports by descriptors.
         Dies(u32),
-        /// A process starts or stops to hold orphaned exports by a descriptor.
+        /// Descriptors of each exited process's exports are closed down to this amount.
         Parked(u64),
         /// A live process maps orphaned exports, and the driver charges it for them.
         Mapped(u32, u64),
         /// Managed memory of live processes becomes resident, or is evicted: this amount is on the
         /// GPU now, which the driver charges to no process.
         Managed(u64),
-        /// The agent's balloon gets this amount where it displaces managed memory, and nothing that
-        /// is held; zero ends it.
+        /// The agent's balloon gets at most this amount of its size where it displaces managed
+        /// memory, and nothing that is held; zero ends it.
         Balloon(u64),
         Look,
     }
 
     fn step() -> impl Strategy<Value = Step> {
-        let (pid, bytes) = (1..5_u32, 0..64_u64);
+        let (pid, bytes) = (1..5_u32, (0..64_u64).prop_map(|blocks| blocks * 2 * MIB));
+        let of_process = || (pid.clone(), bytes.clone());
         prop_oneof![
-            2 => (pid.clone(), bytes.clone()).prop_map(|(pid, blocks)| Step::Has(pid, blocks * 2 * MIB)),
+            2 => of_process().prop_map(|(pid, bytes)| Step::Has(pid, bytes)),
+            2 => of_process().prop_map(|(pid, bytes)| Step::Exports(pid, bytes)),
             1 => pid.clone().prop_map(Step::Dies),
-            1 => bytes.clone().prop_map(|blocks| Step::Parked(blocks * 2 * MIB)),
-            1 => (pid, bytes).prop_map(|(pid, blocks)| Step::Mapped(pid, blocks * 2 * MIB)),
+            1 => bytes.clone().prop_map(Step::Parked),
+            1 => of_process().prop_map(|(pid, bytes)| Step::Mapped(pid, bytes)),
             2 => (0..256_u64).prop_map(|chunks| Step::Managed(chunks * 2 * MIB)),
             1 => (0..4_096_u64).prop_map(|pieces| Step::Balloon(pieces * 2 * MIB)),
             24 => Just(Step::Look),
         ]
     }
 
+    #[derive(Clone, Debug, Default)]
+    struct Process {
+        has: u64,
+        exported: u64,
+        /// The orphaned bytes that it maps, by exporter.
+        mapped: BTreeMap<usize, u64>,
+    }
+
+    impl Process {
+        fn listed(&self) -> u64 {
+            self.has + self.mapped.values().sum::<u64>()
+        }
+
+        fn own(&self, pid: u32) -> OwnMemory {
+            OwnMemory {
+                allocation: AllocationId::from_bits(pid.into()),
+                charged: Bytes(self.has + self.exported),
+                exported: Bytes(self.exported),
+                uncharged_margin: Bytes::mib(64),
+            }
+        }
+    }
+
+    /// The memory of a GPU.
+    #[derive(Default)]
+    struct Gpu {
+        live: BTreeMap<u32, Process>,
+        /// The bytes that only descriptors hold, by exited exporter.
+        parked: Vec<u64>,
+        managed: u64,
+        balloon: u64,
+    }
+
+    impl Gpu {
+        fn pinned(&self) -> u64 {
+            let of = |process: &Process| process.listed() + process.exported + 10 * MIB;
+            self.live.values().map(of).sum::<u64>() + self.parked.iter().sum::<u64>()
+        }
+
+        fn sample(&self) -> GpuMemorySample {
+            let listed = self.live.iter().map(|(pid, of)| (*pid, of.listed()));
+            GpuMemorySample {
+                capacity: Bytes(CAPACITY),
+                ..sample_of(
+                    self.pinned() + self.managed + self.balloon,
+                    &listed.collect::<Vec<_>>(),
+                )
+            }
+        }
+
+        fn take(&mut self, step: Step) {
+            match step {
+                Step::Has(pid, bytes) => self.live.entry(pid).or_default().has = 518 * MIB + bytes,
+                Step::Exports(pid, bytes) => {
+                    let has_room = self.pinned() + bytes <= CAPACITY / 2;
+                    if let Some(process) = self.live.get_mut(&pid).filter(|_| has_room) {
+                        process.exported = bytes;
+                    }
+                }
+                Step::Dies(pid) => {
+                    let exported = self.live.remove(&pid).map(|process| process.exported);
+                    self.parked.extend(exported);
+                }
+                Step::Parked(bytes) => {
+                    for parked in &mut self.parked {
+                        *parked = bytes.min(*parked);
+                    }
+                }
+                Step::Mapped(pid, bytes) => {
+                    if let Some(process) = self.live.get_mut(&pid) {
+                        for (exporter, parked) in self.parked.iter_mut().enumerate() {
+                            let moved = bytes.min(*parked);
+                            *parked -= moved;
+                            *process.mapped.entry(exporter).or_default() += moved;
+                        }
+                    }
+                }
+                Step::Managed(bytes) => self.managed = bytes,
+                Step::Balloon(bytes) => {
+                    let granted = self.live.iter().map(|(pid, process)| {
+                        let own = process.own(*pid);
+                        let (bytes, margin) = (own.charged, own.uncharged_margin);
+                        (*pid, Granted { bytes, margin })
+                    });
+                    self.balloon = 0;
+                    let size = balloon_size(&self.sample(), &granted.collect(), Bytes::ZERO);
+                    self.balloon = size.map_or(0, |size| size.0.min(bytes));
+                }
+                Step::Look => {}
+            }
+            self.balloon = self.balloon.min(CAPACITY - self.pinned());
+            self.managed = self.managed.min(CAPACITY - self.pinned() - self.balloon);
+        }
+
+        /// Adds a sample, whose candidates are the exporters that have exited.
+        fn look(&self, samples: &mut SampleWindow<usize>) {
+            let own = self.live.iter();
+            let own = own.map(|(pid, process)| (*pid, process.own(*pid)));
+            samples.push(
+                self.parked.len(),
+                &self.sample(),
+                &own.collect(),
+                &BTreeMap::new(),
+                Bytes(self.balloon),
+            );
+        }
+
+        /// The bytes that the first exited `exporters` have left and processes hold.
+        fn held(&self, exporters: usize) -> u64 {
+            let mapped = self.live.values().flat_map(|process| &process.mapped);
+            let mapped = mapped.filter(|(exporter, _)| **exporter < exporters);
+            let parked = self.parked.iter().take(exporters);
+            parked.sum::<u64>() + mapped.map(|(_, bytes)| bytes).sum::<u64>()
+        }
+    }
+
     proptest! {
         /// Holders of orphaned exports only become fewer, as no process can start to hold them. The
-        /// bound never falls below the orphaned bytes, but for noise, whatever managed memory comes
-        /// and goes, and whatever of it a balloon evicts. It reaches zero once all holders have
-        /// exited and a balloon has displaced the managed memory.
+        /// bound never falls below the bytes that the candidates left, but for noise, whatever
+        /// managed memory comes and goes, and whatever of it a balloon evicts. It reaches zero once
+        /// all holders have exited and a balloon has displaced the managed memory.
         #[test]
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
-            let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
-            const CAPACITY: u64 = 8 << 30;
-            let (mut parked, mut managed, mut balloon) = (256 * MIB, 0, 0);
+            let mut gpu = Gpu { parked: vec![256 * MIB], ..Gpu::default() };
             let mut samples = SampleWindow::default();
-            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, unlisted: u64, balloon: u64| {
-                let charged: Vec<(u32, u64)> = has
-                    .iter()
-                    .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
-                    .collect();
-                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + unlisted + balloon;
-                let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
-                samples.push((), &sample_of(used, &charged), &self::own(&own), &BTreeMap::new(), Bytes(balloon));
-            };
             for step in steps {
-                match step {
-                    Step::Has(pid, bytes) => drop(has.insert(pid, 518 * MIB + bytes)),
-                    Step::Dies(pid) => {
-                        has.remove(&pid);
-                        mapped.remove(&pid);
-                    }
-                    Step::Parked(bytes) => parked = bytes.min(parked),
-                    Step::Mapped(pid, bytes) => if has.contains_key(&pid) {
-                        let moved = bytes.min(parked);
-                        parked -= moved;
-                        *mapped.entry(pid).or_default() += moved;
-                    },
-                    Step::Managed(bytes) => managed = bytes,
-                    Step::Balloon(bytes) => balloon = bytes,
-                    Step::Look => take(&mut samples, &has, &mapped, parked + managed, balloon),
+                let looks = matches!(step, Step::Look);
+                gpu.take(step);
+                if looks {
+                    gpu.look(&mut samples);
                 }
-                let pinned: u64 = has.values().map(|bytes| bytes + 10 * MIB).sum();
-                let pinned = pinned + parked + mapped.values().sum::<u64>();
-                balloon = balloon.min(CAPACITY - pinned);
-                managed = managed.min(CAPACITY - pinned - balloon);
-                if let Some(bound) = samples.bound().map(|(_, bound)| bound.for_container(None)) {
+                if let Some((exporters, bound)) = samples.bound() {
                     // Each live process may have this margin beyond its charge, which may also hide
                     // bytes of others.
-                    let besides = 64 * MIB * mapped.len() as u64;
-                    prop_assert!(bound.0 + NOISE_FLOOR + besides >= parked + mapped.values().sum::<u64>());
+                    let besides = 64 * MIB * gpu.live.len() as u64;
+                    let bound = bound.for_container(None).0;
+                    prop_assert!(bound + NOISE_FLOOR + besides >= gpu.held(*exporters));
                 }
             }
-            let pinned: u64 = has.values().map(|bytes| bytes + 10 * MIB).sum();
+            gpu.parked.fill(0);
+            gpu.live.values_mut().for_each(|process| process.mapped.clear());
+            gpu.managed = 0;
+            gpu.balloon = CAPACITY - gpu.pinned();
             for _ in 0..WINDOW {
-                take(&mut samples, &has, &BTreeMap::new(), 0, CAPACITY - pinned);
+                gpu.look(&mut samples);
             }
             prop_assert_eq!(samples.bound().map(|(_, bound)| bound.for_container(None)), Some(Bytes::ZERO));
         }
