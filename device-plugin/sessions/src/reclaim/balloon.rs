@@ -14,12 +14,14 @@ use super::super::grants::GrantPause;
 use super::super::managed::PublishedBalloon;
 use super::super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::super::{Shared, lock};
-use super::{
-    Candidates, Look, SAMPLE_INTERVAL, apply_bound, collect_candidates, live_leases, own_memory,
-};
+use super::{Candidates, Look, apply_bound, collect_candidates, live_leases, own_memory};
 
 /// How long samples are taken while a balloon is held.
 const BALLOON_SAMPLES_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The pause between two samples while a balloon is held. Beside a busy neighbour the driver takes
+/// most of that time for its answers.
+const BALLOON_SAMPLE_PAUSE: Duration = Duration::from_millis(5);
 
 /// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
 const BALLOON_TIMEOUT: Duration = Duration::from_secs(5);
@@ -128,30 +130,35 @@ fn bound_by_balloon(
 ) -> Option<Proof> {
     let _published = PublishedBalloon::new(shared, gpu, size);
     let (mut window, mut held) = (SampleWindow::default(), Bytes::ZERO);
+    let mut sampled = Duration::ZERO;
     let sample_while_held = &mut |bytes, until: Instant| {
         held = bytes;
         let until = until.min(Instant::now() + BALLOON_SAMPLES_TIMEOUT);
-        while window.bound().is_none() && Instant::now() + SAMPLE_INTERVAL < until {
-            let sample = || sample_until(shared, gpu, until - SAMPLE_INTERVAL);
+        let begun = Instant::now();
+        while window.bound().is_none() && Instant::now() + BALLOON_SAMPLE_PAUSE < until {
+            let sample = || sample_until(shared, gpu, until);
             let candidates = collect_candidates(shared, gpu);
             let look =
                 candidates.and_then(|candidates| Look::take(shared, gpu, candidates, sample));
             if let Some(look) = look {
                 look.add_to(&mut window, bytes);
             }
-            std::thread::sleep(SAMPLE_INTERVAL);
+            std::thread::sleep(BALLOON_SAMPLE_PAUSE);
         }
+        sampled = begun.elapsed();
     };
     if let Err(error) = balloon.hold(gpu, size, until, sample_while_held) {
         tracing::warn!(%error, "nothing is proven free beside managed memory");
         return None;
     }
     let Some((candidates, bound)) = window.bound() else {
-        tracing::info!(%gpu, size = size.0, held = held.0, "too few samples beside a balloon");
+        let samples = window.len();
+        let (size, held) = (size.0, held.0);
+        tracing::info!(%gpu, size, held, samples, ?sampled, "too few samples beside a balloon");
         return None;
     };
-    let unproven = bound.for_container(None);
-    tracing::info!(%gpu, size = size.0, held = held.0, unproven = unproven.0, "balloon held");
+    let (size, unproven) = (size.0, bound.for_container(None).0);
+    tracing::info!(%gpu, size, held = held.0, unproven, ?sampled, "balloon held");
     Some(Proof {
         held,
         candidates: candidates.clone(),
