@@ -15,7 +15,8 @@ use crate::runtime::{DeviceRuntime, ManagedSource, SharedResource};
 /// Allocator of a runtime's managed memory, which all handles of the runtime share.
 ///
 /// Each allocation is a `cuMemAllocManaged`. The shim charges it to the container's quota of
-/// managed memory, or without such a quota to its device quota. The sizes are bytes of the virtual address range, wherever the pages are.
+/// managed memory, or without such a quota to its device quota. The sizes are bytes of the virtual
+/// address range, wherever the pages are.
 #[derive(Debug)]
 pub struct ManagedAllocator {
     runtime: DeviceRuntime,
