@@ -301,6 +301,25 @@ pub const TRIALS: &[ClusterTrial] = &[
         "pods/nodes/owners-long",
         "100 times two owners get a GPU each from the borrowers that hold all whole GPUs of three nodes",
     ),
+    ClusterTrial {
+        needs: Some((36, "ResourceHealthStatus by default")),
+        ..long_trial(
+            "main/cluster/facts-device-ids",
+            "fact F10: the kubelet accepts 4 MiB in a list and no byte more, leaves an ended stream closed, and takes more than 6 times as long when 4 times as many ids of a pod change",
+        )
+    },
+    long_trial(
+        "main/cluster/facts-restart-times",
+        "fact F18: a kubelet with default settings restarts a killed container at once, then after at least 10, 20 and 40 s",
+    ),
+    long_trial(
+        "main/cluster/facts-nomination",
+        "fact F19: freed devices go to pending pods of lower priority, or to the waiting pod once a node is nominated for it; three evictions end a Job with backoffLimit 2",
+    ),
+    long_trial(
+        "main/cluster/facts-write-times",
+        "fact F20: a write of a GpuNode of 85 KiB takes the API server more than twice as long as one of 3 KiB",
+    ),
     trial(
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind on the machine",

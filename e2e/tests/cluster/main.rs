@@ -12,6 +12,7 @@ mod cluster_state;
 mod console;
 mod demo;
 mod enforcement;
+mod facts;
 mod health;
 mod input;
 mod installation;
@@ -55,7 +56,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 28] = [
+    let groups: [Vec<Trial>; 29] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         installation::trials(),
         demo::trials(),
         nodes::trials(),
+        facts::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
