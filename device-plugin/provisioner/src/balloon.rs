@@ -17,13 +17,9 @@ use crate::print_line;
 /// The largest piece: the driver takes long for one that it has to evict memory for.
 const MAX_PIECE: u64 = 256 << 20;
 
-/// How long the process goes on to allocate. The driver moves 3 GiB of managed memory a second to
-/// the host (docs/benchmarks.md).
-const INFLATE_TIME: Duration = Duration::from_millis(2_500);
-
 /// How long the process holds the memory at most.
 const HOLD_TIMEOUT: Timespec = Timespec {
-    tv_sec: 2,
+    tv_sec: 5,
     tv_nsec: 0,
 };
 
@@ -33,15 +29,15 @@ struct Held {
     bytes: u64,
 }
 
-/// Allocates at most `bytes`, prints the amount, and prints it again once the agent has closed
-/// standard input.
+/// Allocates at most `bytes` for at most that time. Prints the amount, and prints it again once the
+/// agent has closed standard input.
 ///
 /// # Errors
 /// The driver has no such GPU, or the agent did not close standard input in time.
-pub(crate) fn hold(gpu: GpuUuid, bytes: u64) -> anyhow::Result<()> {
+pub(crate) fn hold(gpu: GpuUuid, bytes: u64, time: Duration) -> anyhow::Result<()> {
     let device = Driver::get()?.device_by_uuid(gpu)?;
     let memory = Physical::new(&device)?;
-    let _blocks = inflate(&memory, bytes, Instant::now() + INFLATE_TIME);
+    let _blocks = inflate(&memory, bytes, Instant::now() + time);
     let held = Held {
         bytes: memory.bytes_outstanding(),
     };

@@ -21,6 +21,7 @@ mod server;
 use std::io::Write as _;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use bursar_runtime::driver::GpuUuid;
@@ -53,6 +54,9 @@ enum Command {
         /// The most memory in bytes.
         #[arg(long)]
         bytes: u64,
+        /// The most time for allocations in milliseconds: the driver may move managed memory first.
+        #[arg(long)]
+        milliseconds: u64,
     },
     /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
     CheckQuota {
@@ -93,9 +97,10 @@ fn main() -> anyhow::Result<()> {
                 Some(Command::Balloon {
                     gpu: Gpu { gpu },
                     bytes,
+                    milliseconds,
                 }),
             ..
-        } => balloon::hold(gpu, bytes),
+        } => balloon::hold(gpu, bytes, Duration::from_millis(milliseconds)),
         Args {
             command: Some(Command::CheckQuota { bytes }),
             ..

@@ -330,6 +330,7 @@ fn scrub_check_reports_whether_freed_memory_is_cleared() {
 fn balloon(lab: &SimMachine) -> (Child, impl Iterator<Item = String>) {
     let mut command = lab.command(PROGRAM);
     command.args(["balloon", "--gpu", FIRST, "--bytes", "68719476736"]);
+    command.args(["--milliseconds", "10000"]);
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut balloon = piped.spawn().unwrap();
     let lines = BufReader::new(balloon.stdout.take().unwrap()).lines();

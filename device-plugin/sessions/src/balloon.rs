@@ -49,9 +49,10 @@ pub struct BalloonError {
 
 /// Holds device memory for a moment; the agent implements this with a process of its own.
 pub trait Balloon: Send + Sync + 'static {
-    /// Allocates at most `bytes` of a GPU, as much as the driver gives without delay. Then it calls
-    /// `look` with the amount and the time at which `look` must return. The memory is free when
-    /// this returns: at `until`, or as soon as a process that hangs in the driver has exited.
+    /// Allocates at most `bytes` of a GPU, as much as the driver gives until `look_time` is left.
+    /// Then it calls `look` with the amount and the time at which `look` must return. The memory is
+    /// free when this returns: at `until`, or as soon as a process that hangs in the driver has
+    /// exited.
     ///
     /// # Errors
     /// The memory was perhaps not held until `look` returned.
@@ -59,6 +60,7 @@ pub trait Balloon: Send + Sync + 'static {
         &self,
         gpu: &GpuUuid,
         bytes: Bytes,
+        look_time: Duration,
         until: Instant,
         look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError>;

@@ -509,6 +509,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "tests::balloon::node_has_one_balloon_and_then_waits_for_an_audit",
                     "tests::balloon::nothing_is_evicted_before_the_audit_allows_it",
                     "tests::balloon::only_held_memory_stays_unproven_beside_a_balloon",
+                    "tests::balloon::slow_samples_have_time_beside_a_balloon",
                 ],
                 ignored: false,
                 env: &[],

@@ -17,9 +17,8 @@ use tracing::warn;
 use super::Provisioners;
 use crate::scrub_check::read_line;
 
-/// The least time for the samples. Before that the process starts, and allocates for at most
-/// two and a half seconds (`provisioner/src/balloon.rs`).
-const LOOK_TIME: Duration = Duration::from_millis(650);
+/// The time for the start of the process and its last allocation.
+const START_TIME: Duration = Duration::from_millis(500);
 
 /// How long the process may take to confirm what it has held.
 const CONFIRM_TIMEOUT: Duration = Duration::from_millis(250);
@@ -47,13 +46,17 @@ impl Balloon for Provisioners {
         &self,
         gpu: &GpuUuid,
         bytes: Bytes,
+        look_time: Duration,
         until: Instant,
         look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError> {
+        let look_from = until - EXIT_TIMEOUT - CONFIRM_TIMEOUT - look_time;
+        let allocates = look_from.saturating_duration_since(Instant::now() + START_TIME);
         let mut command = self.program.command(gpu);
-        command.args(["balloon", "--gpu", gpu.as_str(), "--bytes"]);
-        command.arg(bytes.0.to_string());
-        let held = self.run_balloon(gpu, command, until, look);
+        command.args(["balloon", "--gpu", gpu.as_str()]);
+        command.args(["--bytes", &bytes.0.to_string()]);
+        command.args(["--milliseconds", &allocates.as_millis().to_string()]);
+        let held = self.run_balloon(gpu, command, look_from, until, look);
         held.map_err(|cause| BalloonError {
             gpu: gpu.clone(),
             cause,
@@ -76,6 +79,7 @@ impl Provisioners {
         &self,
         gpu: &GpuUuid,
         mut command: Command,
+        look_from: Instant,
         until: Instant,
         look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), String> {
@@ -101,7 +105,7 @@ impl Provisioners {
         };
         let held = output.ok_or("its process has no output".to_owned());
         let held = held.and_then(|mut output| {
-            let first = read_held(&mut output, look_until - LOOK_TIME)?;
+            let first = read_held(&mut output, look_from)?;
             look(first, look_until);
             drop(input);
             let second = read_held(&mut output, exit_at)?;
@@ -188,7 +192,7 @@ mod tests {
         command.args(["-c", script]);
         let (mut told, until) = (None, Instant::now() + Duration::from_secs(20));
         let look = &mut |bytes, _| told = Some(bytes);
-        let held = provisioners.run_balloon(&gpu(), command, until, look);
+        let held = provisioners.run_balloon(&gpu(), command, until, until, look);
         (told, held)
     }
 
@@ -223,7 +227,8 @@ mod tests {
                 let left = |until: Instant| until.saturating_duration_since(Instant::now());
                 std::thread::sleep(left(look_until));
             };
-            let held = provisioners.run_balloon(&gpu(), command, until, look);
+            let look_from = begun + Duration::from_secs(2);
+            let held = provisioners.run_balloon(&gpu(), command, look_from, until, look);
             assert!(held.is_err() && begun.elapsed() < Duration::from_secs(20));
             assert!(!provisioners.has_balloon(&gpu()));
             assert_eq!(told.is_some(), is_told);

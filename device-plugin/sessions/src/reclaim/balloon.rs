@@ -12,16 +12,19 @@ use tokio::task::JoinHandle;
 use super::super::balloon::{Balloon, Granted, balloon_size};
 use super::super::grants::GrantPause;
 use super::super::managed::PublishedBalloon;
-use super::super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
+use super::super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow, WINDOW};
 use super::super::{Shared, lock};
 use super::{Candidates, Look, apply_bound, collect_candidates, live_leases, own_memory};
 
-/// How long samples are taken while a balloon is held.
-const BALLOON_SAMPLES_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// The pause between two samples while a balloon is held. Beside a busy neighbour the driver takes
-/// most of that time for its answers.
+/// The pause between two samples while a balloon is held.
 const BALLOON_SAMPLE_PAUSE: Duration = Duration::from_millis(5);
+
+/// The least and the most time for samples while a balloon is held. The driver takes 0.2 s for the
+/// answers of one sample beside busy programs (docs/benchmarks.md).
+const LOOK_TIME: (Duration, Duration) = (Duration::from_millis(650), Duration::from_millis(2_600));
+
+/// The samples for which there should be time: a window, and two that take longer than the first.
+const SAMPLES: u32 = 2 + WINDOW as u32;
 
 /// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
 const BALLOON_TIMEOUT: Duration = Duration::from_secs(5);
@@ -74,14 +77,14 @@ pub(in super::super) async fn prove_by_balloon(turn: BalloonTurn, pause: GrantPa
     let (shared, gpu) = (Arc::clone(&turn.shared), turn.gpu.clone());
     let balloon = Arc::clone(&turn.balloon);
     let prove = move || {
-        let Some(size) = begin_balloon(&shared, &gpu, until - HOLD_TIME) else {
+        let Some(begun) = begin_balloon(&shared, &gpu, until - HOLD_TIME) else {
             return Attempt::NotBegun;
         };
-        let Some(proof) = bound_by_balloon(&shared, &gpu, balloon.as_ref(), size, until) else {
+        let Some(proof) = bound_by_balloon(&shared, &gpu, balloon.as_ref(), begun, until) else {
             return Attempt::Ended;
         };
         apply_bound(&shared, &gpu, &proof.candidates, &proof.bound);
-        match proof.held < size {
+        match proof.held < begun.size {
             true => Attempt::Partial(proof.held),
             false => Attempt::Ended,
         }
@@ -98,10 +101,20 @@ pub(in super::super) async fn prove_by_balloon(turn: BalloonTurn, pause: GrantPa
     }
 }
 
+/// A balloon that may begin.
+#[derive(Clone, Copy)]
+struct Begun {
+    size: Bytes,
+    /// The time that a window of samples needs beside the GPU's programs.
+    look_time: Duration,
+}
+
 /// Returns the size of a balloon that displaces managed memory. Takes idle credit back, unless even
 /// without it a balloon would displace nothing.
-fn begin_balloon(shared: &Shared, gpu: &GpuUuid, begin_by: Instant) -> Option<Bytes> {
+fn begin_balloon(shared: &Shared, gpu: &GpuUuid, begin_by: Instant) -> Option<Begun> {
+    let asked = Instant::now();
     let sample = sample_until(shared, gpu, begin_by)?;
+    let look_time = (asked.elapsed() + BALLOON_SAMPLE_PAUSE) * SAMPLES;
     let kept = Bytes(leased(shared, gpu).0.saturating_add(shared.reserved.0));
     balloon_size(&sample, &used(shared, gpu), kept)?;
     for running in lock(&shared.containers).values() {
@@ -109,7 +122,10 @@ fn begin_balloon(shared: &Shared, gpu: &GpuUuid, begin_by: Instant) -> Option<By
     }
     // A process may have used its idle credit since the sample. Then it is still granted.
     let size = balloon_size(&sample, &granted(shared, gpu), kept)?;
-    (Instant::now() <= begin_by).then_some(size)
+    (Instant::now() <= begin_by).then_some(Begun {
+        size,
+        look_time: look_time.clamp(LOOK_TIME.0, LOOK_TIME.1),
+    })
 }
 
 /// The memory that a balloon held, and the bound that it proved.
@@ -125,7 +141,7 @@ fn bound_by_balloon(
     shared: &Arc<Shared>,
     gpu: &GpuUuid,
     balloon: &dyn Balloon,
-    size: Bytes,
+    Begun { size, look_time }: Begun,
     until: Instant,
 ) -> Option<Proof> {
     let _published = PublishedBalloon::new(shared, gpu, size);
@@ -133,7 +149,6 @@ fn bound_by_balloon(
     let mut sampled = Duration::ZERO;
     let sample_while_held = &mut |bytes, until: Instant| {
         held = bytes;
-        let until = until.min(Instant::now() + BALLOON_SAMPLES_TIMEOUT);
         let begun = Instant::now();
         while window.bound().is_none() && Instant::now() + BALLOON_SAMPLE_PAUSE < until {
             let sample = || sample_until(shared, gpu, until);
@@ -147,7 +162,7 @@ fn bound_by_balloon(
         }
         sampled = begun.elapsed();
     };
-    if let Err(error) = balloon.hold(gpu, size, until, sample_while_held) {
+    if let Err(error) = balloon.hold(gpu, size, look_time, until, sample_while_held) {
         tracing::warn!(%error, "nothing is proven free beside managed memory");
         return None;
     }

@@ -44,6 +44,7 @@ impl Balloon for FakeGpu {
         &self,
         _gpu: &GpuUuid,
         bytes: Bytes,
+        look_time: Duration,
         until: Instant,
         look: &mut dyn FnMut(Bytes, Instant),
     ) -> Result<(), BalloonError> {
@@ -54,6 +55,11 @@ impl Balloon for FakeGpu {
         }
         self.is_held.store(true, Ordering::SeqCst);
         let look_until = until - Duration::from_millis(750);
+        if !self.sample_time.is_zero() {
+            // A busy driver takes all the time that it is given.
+            let look_from = look_until - look_time;
+            std::thread::sleep(look_from.saturating_duration_since(Instant::now()));
+        }
         look(Bytes(bytes.0.min(CAPACITY.0 - self.held)), look_until);
         self.is_held.store(false, Ordering::SeqCst);
         Ok(())
@@ -125,6 +131,18 @@ async fn only_held_memory_stays_unproven_beside_a_balloon() {
         let before = before.copied().unwrap_or_default();
         assert!(after.was_held_since(before), "the audit knows it");
     }
+}
+
+#[tokio::test]
+async fn slow_samples_have_time_beside_a_balloon() {
+    let folder = tempfile::tempdir().unwrap();
+    let gpu = FakeGpu {
+        sample_time: Duration::from_millis(180),
+        ..FakeGpu::default()
+    };
+    let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
+    assert!(matches!(prove(&sessions).await, Attempt::Ended));
+    assert!(proven(&sessions).is_some());
 }
 
 #[tokio::test]
