@@ -1,6 +1,6 @@
 """Shows on a real GPU that memory of a dead exporter is proven free beside managed memory, and what that costs.
 
-usage: managed.py ARCHIVE
+usage: managed.py ARCHIVE [--covered GIB] [--oversubscribed GIB]
 
 ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver, gcc and cgroup v2; no network. The script
 starts a cluster of one node with Bursar. Pods with managed memory use it while a pod shares memory between processes
@@ -22,9 +22,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 OUT_OF_MEMORY = 2
 MANAGED = "bursar.dev/managed-memory-gib"
 CONTEXT_GIB = 2
-COVERED_GIB, OVERSUBSCRIBED_GIB, NEIGHBOUR_GIB, EXPORTED_GIB = 4, 8, 24, 5
-# Both balloons come within the longer life: after 5 seconds, and 30 seconds later.
-SHORT_S, LONG_S, RUNNING_S = 3, 12, 75
+NEIGHBOUR_GIB, EXPORTED_GIB = 24, 5
+# Both balloons come within the longer life: after 5 seconds, and 30 seconds later. The pods outlast both exporters.
+SHORT_S, LONG_S, RUNNING_S = 3, 12, 130
 PROVEN_WITHIN_MS = {SHORT_S: 10_000, LONG_S: 40_000}
 
 
@@ -54,7 +54,10 @@ def main():
     """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("archive")
+    parser.add_argument("--covered", type=int, default=4, help="managed memory in GiB of the pod without a managed quota")
+    parser.add_argument("--oversubscribed", type=int, default=8, help="managed memory in GiB of the pod with one")
     arguments = parser.parse_args()
+    covered_gib, oversubscribed_gib = arguments.covered, arguments.oversubscribed
     table = Table("what", "seen")
     with tempfile.TemporaryDirectory() as scratch:
         programs = os.path.join(scratch, "programs")
@@ -66,17 +69,17 @@ def main():
         archive = image.write(REFERENCE, scratch)
         with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
             cluster.load(archive)
-            cluster.configure('managed-memory-capacity = "0"', f'managed-memory-capacity = "{2 * OVERSUBSCRIBED_GIB}Gi"')
+            cluster.configure('managed-memory-capacity = "0"', f'managed-memory-capacity = "{2 * oversubscribed_gib}Gi"')
             table.say("the cluster is up, managed memory is offered")
             pods = {
                 "covered": with_host_memory(
-                    pod("covered", COVERED_GIB + CONTEXT_GIB, ["/programs/managed", "resident", str(COVERED_GIB << 10), str(RUNNING_S)], programs),
-                    2 * COVERED_GIB,
+                    pod("covered", covered_gib + CONTEXT_GIB, ["/programs/managed", "resident", str(covered_gib << 10), str(RUNNING_S)], programs),
+                    2 * covered_gib,
                 ),
                 "oversubscribed": with_host_memory(
-                    pod("oversubscribed", CONTEXT_GIB, ["/programs/managed", "resident", str(OVERSUBSCRIBED_GIB << 10), str(RUNNING_S)], programs),
-                    2 * OVERSUBSCRIBED_GIB,
-                    OVERSUBSCRIBED_GIB,
+                    pod("oversubscribed", CONTEXT_GIB, ["/programs/managed", "resident", str(oversubscribed_gib << 10), str(RUNNING_S)], programs),
+                    2 * oversubscribed_gib,
+                    oversubscribed_gib,
                 ),
                 "neighbour": pod(
                     "neighbour",
