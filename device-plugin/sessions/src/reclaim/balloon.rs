@@ -14,10 +14,9 @@ use super::super::grants::GrantPause;
 use super::super::managed::PublishedBalloon;
 use super::super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow, WINDOW};
 use super::super::{Shared, lock};
-use super::{Candidates, Look, apply_bound, collect_candidates, live_leases, own_memory};
-
-/// The pause between two samples while a balloon is held.
-const BALLOON_SAMPLE_PAUSE: Duration = Duration::from_millis(5);
+use super::{
+    Candidates, Look, SAMPLE_INTERVAL, apply_bound, collect_candidates, live_leases, own_memory,
+};
 
 /// The least and the most time for samples while a balloon is held. The driver takes 0.2 s for the
 /// answers of one sample beside busy programs (docs/benchmarks.md).
@@ -114,7 +113,7 @@ struct Begun {
 fn begin_balloon(shared: &Shared, gpu: &GpuUuid, begin_by: Instant) -> Option<Begun> {
     let asked = Instant::now();
     let sample = sample_until(shared, gpu, begin_by)?;
-    let look_time = (asked.elapsed() + BALLOON_SAMPLE_PAUSE) * SAMPLES;
+    let look_time = (asked.elapsed() + SAMPLE_INTERVAL) * SAMPLES;
     let kept = Bytes(leased(shared, gpu).0.saturating_add(shared.reserved.0));
     balloon_size(&sample, &used(shared, gpu), kept)?;
     for running in lock(&shared.containers).values() {
@@ -150,7 +149,7 @@ fn bound_by_balloon(
     let sample_while_held = &mut |bytes, until: Instant| {
         held = bytes;
         let begun = Instant::now();
-        while window.bound().is_none() && Instant::now() + BALLOON_SAMPLE_PAUSE < until {
+        while window.bound().is_none() && Instant::now() + SAMPLE_INTERVAL < until {
             let sample = || sample_until(shared, gpu, until);
             let candidates = collect_candidates(shared, gpu);
             let look =
@@ -158,7 +157,7 @@ fn bound_by_balloon(
             if let Some(look) = look {
                 look.add_to(&mut window, bytes);
             }
-            std::thread::sleep(BALLOON_SAMPLE_PAUSE);
+            std::thread::sleep(SAMPLE_INTERVAL);
         }
         sampled = begun.elapsed();
     };
