@@ -144,7 +144,8 @@ async fn gpu_whose_start_hangs_takes_no_pods_until_one_succeeds() {
     let other = fixture.machine.admit("b", 4).await;
     fixture.machine.until_started(&other).await;
     assert_eq!(fixture.allocation_and_gpu(&other).1, second);
-    assert_eq!(api.gpu(&first)["runtime"]["state"], "Starting");
+    // The status follows a moment later.
+    until_state(&api, &first, "Starting").await;
     let refused = until_state(&api, &first, "Refused").await;
     let reason = refused["reason"].as_str().unwrap();
     assert!(reason.contains("no answer within 20 s"), "{reason}");
