@@ -110,22 +110,19 @@ fn wrong_dependencies(packages: &[Package], floors: &[&[&str]]) -> Vec<String> {
 
 /// Returns the crates of [`OVER_RUNTIME`] that depend on another way to the driver, tests included.
 fn past_the_runtime(packages: &[Package]) -> Vec<String> {
-    let mut past = Vec::new();
-    for Package {
-        name, dependencies, ..
-    } in packages
-    {
-        let others = dependencies.iter().map(|on| &*on.name);
-        let others = others.filter(|on| OVER_RUNTIME.contains(&&**name) && DRIVERS.contains(on));
-        past.extend(
-            others.map(|on| format!("{name} depends on {on}, not on bursar-runtime alone")),
-        );
-    }
-    past
+    let over = packages
+        .iter()
+        .filter(|of| OVER_RUNTIME.contains(&&*of.name));
+    let past = over.flat_map(|of| {
+        let others = of.dependencies.iter().map(|on| &*on.name);
+        let others = others.filter(|on| DRIVERS.contains(on));
+        others.map(|on| format!("{} depends on {on}, not on bursar-runtime alone", of.name))
+    });
+    past.collect()
 }
 
-/// Returns the paths through which a file reaches the driver's functions: the libraries above, and
-/// the driver's raw handles and calls, which `bursar-runtime` exports for its own tests.
+/// Returns the paths through which a file reaches the driver's functions: [`DRIVERS`], and
+/// the driver's raw handles and calls that `bursar-runtime` exports.
 fn driver_calls(names: &Names) -> impl Iterator<Item = &Vec<String>> {
     names.paths.iter().filter(|path| {
         let mut pairs = path.windows(2);

@@ -22,7 +22,8 @@ use super::{
 /// answers of one sample beside busy programs (docs/benchmarks.md).
 const LOOK_TIME: (Duration, Duration) = (Duration::from_millis(650), Duration::from_millis(2_600));
 
-/// The samples for which there should be time: a window, and two that take longer than the first.
+/// The samples for which a balloon leaves time: a window, and two more, because the driver answers
+/// later while it moves pages.
 const SAMPLES: u32 = 2 + WINDOW as u32;
 
 /// How long grants wait for a balloon. Then they go on, even if its process hangs in the driver.
