@@ -142,7 +142,8 @@ async fn slow_samples_have_time_beside_a_balloon() {
     };
     let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     assert!(matches!(prove(&sessions).await, Attempt::Ended));
-    assert!(proven(&sessions).is_some());
+    let bound = proven(&sessions).unwrap();
+    assert!(bound <= Bytes::mib(512 + 64), "{bound}");
 }
 
 #[tokio::test]
