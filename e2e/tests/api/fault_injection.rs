@@ -13,13 +13,13 @@ use serde_json::json;
 
 use crate::isolated_scope::{IsolatedScope, condition};
 use crate::scenarios;
-use crate::server::{Permit, Server};
+use crate::server::{Permit, Server, is_long};
 use crate::test_case::{FaultPlan, Outcome, TestCase, WATCHED_KINDS};
 
-/// The numbers of the writes in a transition that fail, one per case.
-const WRITE_NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;
+/// The most writes of a transition.
+const MAX_WRITES: usize = 8;
 /// The kinds of disturbed watches.
-const TELLINGS: [WatchFault; 6] = [
+const WATCH_FAULTS: [WatchFault; 6] = [
     // The first case takes longest.
     WatchFault::Lagging,
     WatchFault::Delayed,
@@ -33,6 +33,24 @@ const TELLINGS: [WatchFault; 6] = [
 const DELETED_KINDS: usize = 4;
 /// The minimum number of disturbed events of each resource.
 const MIN_EVENTS: usize = 5;
+
+/// Returns the numbers of the writes in a transition that fail, one per case: every second from
+/// `first`, and each in the long tier.
+fn failing_numbers(first: usize) -> Vec<usize> {
+    if is_long() {
+        (1..=MAX_WRITES).collect()
+    } else {
+        (first..=MAX_WRITES).step_by(2).collect()
+    }
+}
+
+/// Counts the writes of a transition that fail.
+fn count_failing(numbers: &[usize], writes: &[String]) -> usize {
+    numbers
+        .iter()
+        .filter(|number| **number <= writes.len())
+        .count()
+}
 
 /// Runs all scenarios concurrently.
 async fn run_scenarios(
@@ -61,11 +79,11 @@ async fn run_scenarios(
 }
 
 async fn merge_outcomes(
-    tours: impl IntoIterator<Item = impl Future<Output = Result<Outcome, Failed>>>,
+    runs: impl IntoIterator<Item = impl Future<Output = Result<Outcome, Failed>>>,
 ) -> Result<Outcome, Failed> {
     let mut sum = Outcome::default();
     let mut failures = Vec::new();
-    for outcome in join_all(tours).await {
+    for outcome in join_all(runs).await {
         match outcome {
             Ok(outcome) => sum = sum.merge(outcome),
             Err(failed) => failures.extend(failed.message().map(str::to_owned)),
@@ -80,10 +98,10 @@ async fn merge_outcomes(
 /// Returns the outcome of the scenarios without faults, which run once for all comparisons.
 async fn undisturbed_outcome(server: &Server) -> Result<&Outcome, Failed> {
     let plan = |case: &str| FaultPlan::with_telling(case, WatchFault::NoFault);
-    let tour = server
+    let run = server
         .undisturbed
         .get_or_init(async || run_scenarios(server, "plain", plan).await);
-    tour.await.as_ref().map_err(Clone::clone)
+    run.await.as_ref().map_err(Clone::clone)
 }
 
 /// Checks that three in four of the expected writes have failed as planned. The undisturbed run has
@@ -100,14 +118,14 @@ fn check_faults_met(
     let meant = plain.filter(|one| made.contains(&one.change));
     let meant = times * meant.map(|one| of(&one.writes)).sum::<usize>();
     let met: usize = outcome.transitions.iter().map(|one| one.faults_met).sum();
-    let told = format!(
+    let summary = format!(
         "{met} writes of {meant} met; {}",
         outcome.check_durations()?
     );
     if 4 * met < 3 * meant {
-        return Err(told.into());
+        return Err(summary.into());
     }
-    Ok(told)
+    Ok(summary)
 }
 
 /// Runs the scenarios without faults. Their writes are those that must fail in other trials.
@@ -123,21 +141,29 @@ pub(crate) async fn undisturbed(server: &Server) -> Result<String, Failed> {
     ))
 }
 
+/// Kills the operator before odd writes of a transition and after even ones, and before and after
+/// each in the long tier.
 pub(crate) async fn crashes(server: &Server) -> Result<String, Failed> {
     let fates = [
-        ("before", WriteFault::RequestDropped),
-        ("after", WriteFault::ResponseDropped),
+        ("before", WriteFault::RequestDropped, failing_numbers(1)),
+        ("after", WriteFault::ResponseDropped, failing_numbers(2)),
     ];
-    let tours = WRITE_NUMBERS.flat_map(|number| fates.map(|(when, fate)| (number, when, fate)));
-    let tours = tours.map(async |(number, when, fate)| {
+    let cases = fates.iter().flat_map(|(when, fate, numbers)| {
+        numbers.iter().map(move |number| (*when, *fate, *number))
+    });
+    let runs = cases.map(async |(when, fate, number)| {
         let plan = |case: &str| FaultPlan {
             kill_operator: true,
             ..FaultPlan::with_fate(case, fate, FaultyWrites::Nth(number))
         };
         run_scenarios(server, &format!("crash-{when}-{number}"), plan).await
     });
-    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(tours))?;
-    check_faults_met(&outcome, plain, fates.len(), <[_]>::len)
+    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
+    let crashes = |writes: &[String]| {
+        let of_fate = |(.., numbers): &(_, _, Vec<usize>)| count_failing(numbers, writes);
+        fates.iter().map(of_fate).sum()
+    };
+    check_faults_met(&outcome, plain, 1, crashes)
 }
 
 pub(crate) async fn failing_writes(server: &Server) -> Result<String, Failed> {
@@ -149,55 +175,51 @@ pub(crate) async fn failing_writes(server: &Server) -> Result<String, Failed> {
         ),
         ("garbled", WriteFault::ErrorAfterWrite),
     ];
-    let tours = fates.map(async |(name, fate)| {
+    let runs = fates.map(async |(name, fate)| {
         let plan = |case: &str| FaultPlan::with_fate(case, fate, FaultyWrites::FirstAttempts);
         run_scenarios(server, name, plan).await
     });
-    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(tours))?;
+    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
     // Each distinct write fails at its first attempt.
     let once = |writes: &[String]| writes.iter().collect::<BTreeSet<_>>().len();
     check_faults_met(&outcome, plain, fates.len(), once)
 }
 
-/// Drops the response to every second write of a transition, and to each in the long tier.
-/// `crashes` drops the response to each, and kills the operator.
+/// Drops the response to odd writes of a transition, and to each in the long tier. `crashes` drops
+/// responses too, and kills the operator.
 pub(crate) async fn unanswered_writes(server: &Server) -> Result<String, Failed> {
-    let step = match std::env::var_os("BURSAR_LONG") {
-        Some(_) => 1,
-        None => 2,
-    };
-    let numbers: Vec<usize> = WRITE_NUMBERS.step_by(step).collect();
-    let tours = numbers.iter().map(async |&number| {
+    let numbers = failing_numbers(1);
+    let runs = numbers.iter().map(async |&number| {
         let plan = |case: &str| {
             FaultPlan::with_fate(case, WriteFault::ResponseDropped, FaultyWrites::Nth(number))
         };
         run_scenarios(server, &format!("unanswered-{number}"), plan).await
     });
-    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(tours))?;
-    let dropped = |writes: &[String]| numbers.iter().filter(|at| **at <= writes.len()).count();
+    let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
+    let dropped = |writes: &[String]| count_failing(&numbers, writes);
     check_faults_met(&outcome, plain, 1, dropped)
 }
 
 pub(crate) async fn watches(server: &Server) -> Result<String, Failed> {
-    let tours = TELLINGS.map(async |telling| {
-        let name = format!("{telling:?}").to_lowercase();
+    let runs = WATCH_FAULTS.map(async |fault| {
+        let name = format!("{fault:?}").to_lowercase();
         let outcome =
-            run_scenarios(server, &name, |case| FaultPlan::with_telling(case, telling)).await?;
-        check_every_kind_disturbed(telling, &outcome.disturbed_events)?;
+            run_scenarios(server, &name, |case| FaultPlan::with_telling(case, fault)).await?;
+        check_every_kind_disturbed(fault, &outcome.disturbed_events)?;
         Ok(outcome)
     });
-    let outcome = merge_outcomes(tours).await?;
+    let outcome = merge_outcomes(runs).await?;
     let events: usize = outcome.disturbed_events.values().sum();
-    let lasted = outcome.check_durations()?;
-    Ok(format!("{events} events not told plainly; {lasted}"))
+    let durations = outcome.check_durations()?;
+    Ok(format!("{events} events were disturbed; {durations}"))
 }
 
 /// Checks that events of every resource were disturbed, deletions included.
 fn check_every_kind_disturbed(
-    telling: WatchFault,
+    fault: WatchFault,
     dealt: &BTreeMap<String, usize>,
 ) -> Result<(), Failed> {
-    let lags = telling == WatchFault::Lagging;
+    let lags = fault == WatchFault::Lagging;
     let (changed, gone) = if lags {
         (&LAGGING_KINDS[..], &[][..])
     } else {
@@ -209,12 +231,12 @@ fn check_every_kind_disturbed(
             .filter(|(event, _)| event.ends_with(&format!(" {kind}")));
         let of_it: usize = of_it.map(|(_, count)| count).sum();
         if of_it < MIN_EVENTS {
-            return Err(format!("{telling:?}: {of_it} events of {kind}: {dealt:?}").into());
+            return Err(format!("{fault:?}: {of_it} events of {kind}: {dealt:?}").into());
         }
     }
     for kind in gone {
         if !dealt.contains_key(&format!("DELETED {kind}")) {
-            return Err(format!("{telling:?}: none of {kind} went: {dealt:?}").into());
+            return Err(format!("{fault:?}: none of {kind} went: {dealt:?}").into());
         }
     }
     Ok(())

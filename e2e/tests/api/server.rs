@@ -16,6 +16,11 @@ const CLUSTER: &str = "api";
 const MAX_CONCURRENT_CASES: u32 = 60;
 static PERMITS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_CASES as usize);
 
+/// Returns whether the long tier runs, with all cases of each trial.
+pub(crate) fn is_long() -> bool {
+    std::env::var_os("BURSAR_LONG").is_some()
+}
+
 /// The permission to make changes. Cases that only watch a state need none.
 pub(crate) type Permit = SemaphorePermit<'static>;
 
