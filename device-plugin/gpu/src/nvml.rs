@@ -226,11 +226,11 @@ impl NvmlWatcher {
             return;
         };
         let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
-        let of_it = |slot: &&ProbeSlot| slot.uuid.as_ref() == Some(physical) && !slot.is_hung;
+        let is_of_gpu = |slot: &&ProbeSlot| slot.uuid.as_ref() == Some(physical) && !slot.is_hung;
         if let Some(running) = self
             .gpu_slots
             .iter()
-            .find(of_it)
+            .find(is_of_gpu)
             .and_then(|s| s.process.as_ref())
         {
             // The queue has room for a request of every caller in the agent.
@@ -285,9 +285,9 @@ impl NvmlWatcher {
             return;
         }
         self.retire_drained(&released);
-        if let Some(places) = self.addresses_except(&released) {
-            self.retain_at(&places);
-            if places.is_empty() {
+        if let Some(addresses) = self.addresses_except(&released) {
+            self.retain_at(&addresses);
+            if addresses.is_empty() {
                 let driver =
                     std::mem::replace(&mut self.driver_slot, ProbeSlot::new(Scope::Driver));
                 self.retire(driver);

@@ -135,8 +135,8 @@ impl ProbeSlot {
         }
     }
 
-    pub(super) fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
-        matches!(&self.scope, Scope::Address(place) if places.contains(place))
+    pub(super) fn is_at(&self, addresses: &BTreeSet<PciAddress>) -> bool {
+        matches!(&self.scope, Scope::Address(address) if addresses.contains(address))
     }
 }
 
