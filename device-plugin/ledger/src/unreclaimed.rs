@@ -146,7 +146,7 @@ mod tests {
         let number = ledger.unreclaimed_versions()[&gpu()];
         assert!(
             !ledger.lower_unreclaimed(&gpu(), number, Bytes::gib(3)),
-            "no news"
+            "unchanged"
         );
         assert_eq!(ledger.advance(now), []);
         assert!(ledger.lower_unreclaimed(&gpu(), number, Bytes::gib(2)));

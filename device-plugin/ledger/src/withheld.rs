@@ -22,18 +22,18 @@ impl Ledger {
     /// Sets the GPUs that CUDA refused last: their bound memory stays bound, and no more is bound.
     /// They keep their capacity, so that pods wait for them. True where this changed the set.
     pub fn set_refused_gpus(&mut self, refused: BTreeSet<GpuUuid>) -> bool {
-        let news = self.refused != refused;
+        let changed = self.refused != refused;
         self.refused = refused;
-        news
+        changed
     }
 
     /// Sets the GPUs on which CUDA was tried. No memory of other GPUs is bound until then, but for
     /// MIG instances. True where this changed the set.
     pub fn set_tried_gpus(&mut self, tried: BTreeSet<GpuUuid>) -> bool {
         let tried = Some(tried);
-        let news = self.tried != tried;
+        let changed = self.tried != tried;
         self.tried = tried;
-        news
+        changed
     }
 
     /// Whether no memory of the GPU may be bound before CUDA was tried there.
@@ -115,10 +115,10 @@ mod tests {
         ));
         let of_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
         assert!(ledger.set_withheld(of_gpu(Bytes::mib(5_500))));
-        assert!(!ledger.set_withheld(of_gpu(Bytes::mib(5_500))), "no news");
+        assert!(!ledger.set_withheld(of_gpu(Bytes::mib(5_500))), "unchanged");
         assert!(
             !ledger.set_withheld(BTreeMap::new()),
-            "nothing was seen of it"
+            "nothing is measured on it"
         );
         let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 8, 4) else {
             panic!("two are free");
@@ -174,7 +174,7 @@ mod tests {
         ));
         let refused = BTreeSet::from(gpus.clone());
         assert!(ledger.set_refused_gpus(refused.clone()));
-        assert!(!ledger.set_refused_gpus(refused), "no news");
+        assert!(!ledger.set_refused_gpus(refused), "unchanged");
         let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 16, 16) else {
             panic!("CUDA refuses both");
         };
@@ -198,7 +198,7 @@ mod tests {
             BindOutcome::Bound(_)
         ));
         assert!(ledger.set_tried_gpus(BTreeSet::new()));
-        assert!(!ledger.set_tried_gpus(BTreeSet::new()), "no news");
+        assert!(!ledger.set_tried_gpus(BTreeSet::new()), "unchanged");
         assert!(
             matches!(start(&mut ledger, "a", 0, 10), BindOutcome::Bound(_)),
             "what is bound stays bound"

@@ -100,12 +100,12 @@ impl<'a> Search<'a> {
     /// The bins that can take a share of a container, the best first: the reserved ones first
     /// or last, the others by `aim`.
     fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
-        let able = self
+        let usable = self
             .bins
             .iter()
             .enumerate()
             .filter(|(_, bin)| bin.capacity > 0);
-        let mut ranked: Vec<_> = able
+        let mut ranked: Vec<_> = usable
             .filter_map(|(index, bin)| {
                 let beside = self
                     .request
@@ -118,7 +118,7 @@ impl<'a> Search<'a> {
                     .map(|parts| amount_on(parts, index))
                     .sum();
                 let free = bin.free.saturating_add(bound).saturating_sub(beside);
-                let could = match self.aim {
+                let available = match self.aim {
                     Aim::BestFit | Aim::WorstFit => free,
                     Aim::SmallestShortage => bin.attainable.saturating_sub(beside),
                     Aim::EventualShortage => bin.eventual.saturating_sub(beside),
@@ -135,7 +135,7 @@ impl<'a> Search<'a> {
                 // containers do not.
                 let peak = self.request.peak(&self.placed, index);
                 let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
-                (could >= share).then_some((is_late, adds, rank, index))
+                (available >= share).then_some((is_late, adds, rank, index))
             })
             .collect();
         ranked.sort_unstable();

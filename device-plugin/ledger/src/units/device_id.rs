@@ -38,7 +38,8 @@ impl Resource {
         let quanta = Quantum::ALL.into_iter();
         quanta
             .flat_map(|quantum| {
-                [Self::DeviceMemory, Self::ManagedMemory].map(|it| (it, it.name(quantum)))
+                [Self::DeviceMemory, Self::ManagedMemory]
+                    .map(|resource| (resource, resource.name(quantum)))
             })
             .find_map(|(resource, known)| (known == name).then_some(resource))
     }
