@@ -105,15 +105,15 @@ impl Program {
     /// path.
     fn link_driver(&self) -> io::Result<()> {
         let driver = Driver::find_configured(&self.driver).map_err(io::Error::other)?;
-        // Provisioners of several GPUs start at the same time, so each link has a fresh name before
-        // its rename.
-        let fresh = self
+        // Provisioners of several GPUs start at the same time, so each link has a temporary name
+        // before its rename.
+        let temporary = self
             .libraries
             .join(format!("new-{:x}", rand::random::<u64>()));
         let library = self.libraries.join(LIBCUDA);
         std::fs::create_dir_all(&self.libraries)?;
-        std::os::unix::fs::symlink(&driver.libcuda.path, &fresh)?;
-        std::fs::rename(&fresh, &library)
+        std::os::unix::fs::symlink(&driver.libcuda.path, &temporary)?;
+        std::fs::rename(&temporary, &library)
     }
 }
 
@@ -341,14 +341,14 @@ impl Provisioners {
     /// Waits until the driver has scrubbed freed memory, so that the next create need not.
     pub(crate) async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
         let timeout = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
-        let swept = self
+        let scrubbed = self
             .ask(
                 gpu,
                 ProvisionerRequest::AwaitScrub { bytes: bytes.0 },
                 timeout,
             )
             .await;
-        if let Err(error) = swept {
+        if let Err(error) = scrubbed {
             info!(%gpu, %error, "failed to wait for scrubbing");
         }
     }
@@ -493,17 +493,23 @@ mod tests {
         provisioners.records.runtimes.send_modify(|all| {
             all.extend(gpus.clone().map(|gpu| (gpu, RuntimeRecord::default())));
         });
-        let mut told = provisioners.without_concurrent_access();
+        let mut without_access = provisioners.without_concurrent_access();
         let accesses = [ManagedAccess::Concurrent, ManagedAccess::Exclusive];
         for (gpu, access) in gpus.iter().zip(accesses) {
             let start = |record: &mut RuntimeRecord| record.succeed(access, Instant::now());
             provisioners.records.update(gpu, start);
         }
-        assert_eq!(*told.borrow_and_update(), [gpus[1].clone()].into());
+        assert_eq!(
+            *without_access.borrow_and_update(),
+            [gpus[1].clone()].into()
+        );
         provisioners.records.update(&gpus[1], RuntimeRecord::end);
-        assert!(!told.has_changed().unwrap(), "an ended runtime has told");
+        assert!(
+            !without_access.has_changed().unwrap(),
+            "an ended runtime keeps its report"
+        );
         provisioners.retain_gpus(&[gpus[0].clone()].into());
-        assert!(told.borrow().is_empty());
+        assert!(without_access.borrow().is_empty());
     }
 
     #[tokio::test]

@@ -92,9 +92,9 @@ fn select_leases<'a>(
     ranked.truncate(MAX_RETAINED);
     let reports = ranked.into_iter().map(|(_, lease)| LeaseReport::new(lease));
     let mut reports: Vec<_> = reports.collect();
-    reports.sort_by(|one, next| {
+    reports.sort_by(|left, right| {
         let key = |lease: &LeaseReport| (lease.namespace.clone(), lease.name.clone());
-        (key(one), one.generation).cmp(&(key(next), next.generation))
+        (key(left), left.generation).cmp(&(key(right), right.generation))
     });
     reports
 }

@@ -250,7 +250,7 @@ impl Supervisor {
         self.provisioners.end(&plan.end);
         let started = plan.start.iter().map(|gpu| self.provisioners.start(gpu));
         // Each start is tried, whatever becomes of the others.
-        let failed = started.filter(|begun| !begun).count();
+        let failed = started.filter(|is_begun| !is_begun).count();
         if failed > 0 {
             plan.wake_by(now + START_RETRY);
         }

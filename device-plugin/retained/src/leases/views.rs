@@ -112,8 +112,8 @@ impl LeaseTable {
     /// The container that is charged for a lease, until the lease is charged as orphaned exports.
     pub(crate) fn owner(&self, id: LeaseId) -> Option<AllocationId> {
         let lease = self.leases.get(&id)?;
-        let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
-        is_one.then_some(lease.record.owner)
+        let has_owner = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
+        has_owner.then_some(lease.record.owner)
     }
 
     /// The GPU and the size of a lease.
