@@ -41,12 +41,12 @@ struct Provisioner {
 
 impl Provisioner {
     fn start(program: &Path, gpu: &str) -> anyhow::Result<Provisioner> {
-        let (socket, theirs) = UnixStream::pair()?;
+        let (socket, child_socket) = UnixStream::pair()?;
         socket.set_read_timeout(Some(TIMEOUT))?;
         let process = Command::new(program)
             .args(["--gpu", gpu])
             .env("CUDA_VISIBLE_DEVICES", gpu)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(child_socket)))
             .spawn()
             .with_context(|| format!("failed to start {}", program.display()))?;
         match receive_message(&socket)?.0 {
