@@ -73,22 +73,22 @@ mod tests {
 
     #[tokio::test]
     async fn watch_continues_without_events() {
-        let quiet = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let client = client_of(&quiet).await;
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = client_of(&silent).await;
         let server = tokio::spawn(async move {
-            let (mut stream, _) = quiet.accept().await.unwrap();
+            let (mut stream, _) = silent.accept().await.unwrap();
             let _ = stream.read(&mut [0; 4096]).await.unwrap();
-            let begins = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
-            stream.write_all(begins).await.unwrap();
+            let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+            stream.write_all(head).await.unwrap();
             std::future::pending::<()>().await
         });
         let nodes = bursar_apiserver::gpu_node::gpu_nodes(client);
         let params = kube::api::WatchParams::default();
-        let begun = nodes.watch(&params, "1");
-        let begun = timeout(Duration::from_secs(10), begun).await.unwrap();
-        let mut events = std::pin::pin!(begun.unwrap());
-        let told = timeout(10 * SILENCE, events.next()).await;
-        assert!(told.is_err(), "{told:?}");
+        let watch = nodes.watch(&params, "1");
+        let watch = timeout(Duration::from_secs(10), watch).await.unwrap();
+        let mut events = std::pin::pin!(watch.unwrap());
+        let next_event = timeout(10 * SILENCE, events.next()).await;
+        assert!(next_event.is_err(), "{next_event:?}");
         server.abort();
     }
 }
