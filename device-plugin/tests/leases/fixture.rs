@@ -211,10 +211,13 @@ impl Drop for Fixture {
 
 /// Waits for the result of a scrub check. Over the simulated driver, the check reads some GiB by
 /// processor on a busy machine.
-pub(crate) async fn wait_for_scrub_check(what: &str, is_seen: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !is_seen() {
-        assert!(begun.elapsed() < SCRUB_CHECK_LIMIT, "not seen: {what}");
+pub(crate) async fn wait_for_scrub_check(description: &str, is_finished: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_finished() {
+        assert!(
+            start.elapsed() < SCRUB_CHECK_LIMIT,
+            "no result: {description}"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -239,10 +242,10 @@ fn open_while(
     bytes: u64,
     is_expected: impl Fn(&str) -> bool,
 ) -> Result<Opened, String> {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         match tenant.open(name, bytes) {
-            Err(why) if is_expected(&why) && begun.elapsed() < retry_limit(&why) => {
+            Err(why) if is_expected(&why) && start.elapsed() < retry_limit(&why) => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             opened => return opened,

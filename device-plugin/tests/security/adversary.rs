@@ -91,7 +91,7 @@ async fn adversary_harms_nobody_but_itself() {
         processes: AtomicU64::new(0),
         steps: AtomicU64::new(0),
         max_steps: env_number(STEPS),
-        begun: Instant::now(),
+        start: Instant::now(),
         is_stopped: AtomicBool::new(false),
         traces: Mutex::default(),
     };
@@ -110,7 +110,7 @@ async fn adversary_harms_nobody_but_itself() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let ((), seen) = node.run_load(load).await;
+    let ((), result) = node.run_load(load).await;
     threads
         .into_iter()
         .for_each(|thread| thread.join().unwrap());
@@ -126,7 +126,7 @@ async fn adversary_harms_nobody_but_itself() {
     let (_, metrics) = node.machine.get("/metrics").await;
     let names: Vec<&str> = hostile.iter().map(|tenant| tenant.allocation()).collect();
     assert_eq!(false_finding(&metrics, &node.machine.log(), &names), None);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }
 
 /// The state of one run of hostile processes.
@@ -135,7 +135,7 @@ struct Search {
     processes: AtomicU64,
     steps: AtomicU64,
     max_steps: Option<u64>,
-    begun: Instant,
+    start: Instant,
     is_stopped: AtomicBool,
     /// The last steps of the processes that ended last, oldest first.
     traces: Mutex<Vec<String>>,
@@ -145,7 +145,7 @@ impl Search {
     fn is_over(&self) -> bool {
         let is_done = match self.max_steps {
             Some(most) => self.steps.load(Ordering::SeqCst) >= most,
-            None => self.begun.elapsed() >= DEFAULT_TIME,
+            None => self.start.elapsed() >= DEFAULT_TIME,
         };
         is_done || self.is_stopped.load(Ordering::SeqCst)
     }
@@ -326,12 +326,12 @@ fn run_honest(greedy: bool) {
     };
     let held = Units(QUOTA.0 / 4);
     let mut take = |units: Units| {
-        let begun = Instant::now();
+        let start = Instant::now();
         while let Err(CreditError::Short(missing)) = slot.charge(units) {
             let units = Units(missing);
             let answer = ask(Request::Credit { account: 0, units });
             // Memory of the container's former processes may be reclaimed a moment later.
-            let may_wait = greedy && begun.elapsed() < Duration::from_secs(20);
+            let may_wait = greedy && start.elapsed() < Duration::from_secs(20);
             let is_granted = matches!(answer, Response::Granted { .. });
             assert!(is_granted || may_wait, "{answer:?}");
             if !is_granted {
@@ -340,13 +340,13 @@ fn run_honest(greedy: bool) {
         }
     };
     take(held);
-    let over = Arc::new(AtomicBool::new(greedy));
-    let told = Arc::clone(&over);
+    let input_ended = Arc::new(AtomicBool::new(greedy));
+    let is_ended = Arc::clone(&input_ended);
     std::thread::spawn(move || {
         let _ = io::stdin().read_to_end(&mut Vec::new());
-        told.store(true, Ordering::SeqCst);
+        is_ended.store(true, Ordering::SeqCst);
     });
-    while !over.load(Ordering::SeqCst) {
+    while !input_ended.load(Ordering::SeqCst) {
         assert_eq!(neighbour_violation(&page, held), None);
         std::thread::sleep(Duration::from_millis(20));
     }
