@@ -43,14 +43,14 @@ impl SampleRequests {
     ) -> BTreeMap<GpuUuid, SampleAnswer> {
         self.0.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            let question = || (procfs::now_ticks(), ask(gpu));
-            self.0.entry(gpu.clone()).or_insert_with(question);
+            let request = || (procfs::now_ticks(), ask(gpu));
+            self.0.entry(gpu.clone()).or_insert_with(request);
         }
-        let mut seen = BTreeMap::new();
-        let mut open = BTreeMap::new();
+        let mut answers = BTreeMap::new();
+        let mut unanswered = BTreeMap::new();
         for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
-                Ok(Ok(Ok(sample))) => drop(seen.insert(
+                Ok(Ok(Ok(sample))) => drop(answers.insert(
                     gpu,
                     SampleAnswer {
                         asked_at: asked,
@@ -60,11 +60,11 @@ impl SampleRequests {
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
                 // The process of the GPU has ended, or the GPU has none at present.
                 Ok(Err(_)) => {}
-                Err(_) => drop(open.insert(gpu, (asked, pending))),
+                Err(_) => drop(unanswered.insert(gpu, (asked, pending))),
             }
         }
-        self.0 = open;
-        seen
+        self.0 = unanswered;
+        answers
     }
 }
 
@@ -96,10 +96,11 @@ pub(crate) fn identify(
         .iter()
         .map(|(pid, bytes)| (*pid, Some(*bytes)));
     let contextless: Vec<_> = contextless.filter_map(listed).filter(is_in_pod).collect();
-    let of_them = contextless.iter().filter_map(|listed| listed.bytes);
-    let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    let contextless_bytes = contextless.iter().filter_map(|listed| listed.bytes);
+    let contextless_bytes =
+        contextless_bytes.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     processes.extend(contextless);
-    let unlisted = sample.unattributed().0.saturating_sub(of_them);
+    let unlisted = sample.unattributed().0.saturating_sub(contextless_bytes);
     GpuSample {
         gpu,
         unattributed_signed: sample.unattributed_signed(),
@@ -150,7 +151,7 @@ fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
     live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
 }
 
-/// Whether a process that was seen earlier still runs.
+/// Whether a process that was observed earlier still runs.
 pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
     let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
@@ -190,13 +191,13 @@ mod tests {
 
     #[tokio::test]
     async fn hanging_gpu_is_asked_once_and_left_out_until_it_answers() {
-        let (hung, held) = oneshot::channel();
-        let held = std::cell::RefCell::new(Some(held));
+        let (late_answer, hung) = oneshot::channel();
+        let hung = std::cell::RefCell::new(Some(hung));
         let asked = std::cell::Cell::new(0);
         let ask = |gpu: &GpuUuid| {
             asked.set(asked.get() + 1);
             match gpu.as_str() {
-                "GPU-a" => held.take().unwrap(),
+                "GPU-a" => hung.take().unwrap(),
                 _ => {
                     let (answer, answered) = oneshot::channel();
                     answer.send(Ok(sample())).unwrap();
@@ -204,24 +205,28 @@ mod tests {
                 }
             }
         };
-        let mut questions = SampleRequests::default();
+        let mut requests = SampleRequests::default();
         for _ in 0..5 {
-            let begun = Instant::now();
-            let deadline = begun + Duration::from_millis(20);
-            let seen = questions.collect(&gpus(), ask, deadline).await;
+            let started = Instant::now();
+            let deadline = started + Duration::from_millis(20);
+            let answers = requests.collect(&gpus(), ask, deadline).await;
             assert_eq!(
-                seen.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
+                answers.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
                 ["GPU-b"]
             );
             assert!(
-                begun.elapsed() < Duration::from_secs(5),
+                started.elapsed() < Duration::from_secs(5),
                 "no longer than its deadline"
             );
         }
         assert_eq!(asked.get(), 1 + 5);
-        hung.send(Ok(sample())).unwrap();
-        let seen = questions.collect(&gpus(), ask, Instant::now()).await;
-        assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
+        late_answer.send(Ok(sample())).unwrap();
+        let answers = requests.collect(&gpus(), ask, Instant::now()).await;
+        assert_eq!(
+            answers.len(),
+            2,
+            "what comes late is taken at the next audit"
+        );
     }
 
     /// Writes the files of a process, in this cgroup, to a folder in place of `/proc`.
@@ -249,10 +254,10 @@ mod tests {
             },
         };
         let none = BTreeSet::new();
-        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
-        let listed = seen.processes.iter().map(|listed| listed.pid);
+        let sample = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
+        let listed = sample.processes.iter().map(|listed| listed.pid);
         assert_eq!(listed.collect::<Vec<_>>(), [7]);
-        assert_eq!(seen.unattributed, Some(Bytes::gib(3)));
+        assert_eq!(sample.unattributed, Some(Bytes::gib(3)));
     }
 
     #[test]
