@@ -239,16 +239,16 @@ pub(crate) fn is_gpu_node(name: &str) -> bool {
 
 /// Whether the agent has to ask which GPUs a container may open. It has to if the container can
 /// make device nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of
-/// all GPUs where it may, so a node in `seen` alone proves nothing.
+/// all GPUs where it may, so a node in `visible` alone proves nothing.
 pub(crate) fn needs_device_check(
     given: &BTreeSet<String>,
-    seen: &BTreeSet<String>,
+    visible: &BTreeSet<String>,
     bounding: u64,
     over_the_host: bool,
 ) -> bool {
     /// `CAP_MKNOD` (linux/capability.h).
     const MKNOD: u64 = 1 << 27;
-    over_the_host && bounding & MKNOD != 0 || !seen.is_subset(given)
+    over_the_host && bounding & MKNOD != 0 || !visible.is_subset(given)
 }
 
 /// Checks which GPUs a container may open that it was not given.

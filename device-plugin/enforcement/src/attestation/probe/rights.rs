@@ -54,7 +54,7 @@ impl PodAttestor {
         host: &HostView,
     ) -> RightsRecord {
         let asked = before.clone();
-        let of = |gap: EnforcementGap| RightsRecord {
+        let with_gap = |gap: EnforcementGap| RightsRecord {
             gap: Some(gap),
             device_check: asked,
             ..RightsRecord::default()
@@ -63,7 +63,7 @@ impl PodAttestor {
         let bounding = match self.read_text(pid, "status") {
             Ok(status) => bounding_capabilities(&status),
             Err(error) if error.kind() == ErrorKind::FileTooLarge => {
-                return of(EnforcementGap::not_attested(
+                return with_gap(EnforcementGap::not_attested(
                     "its first process belongs to too many groups",
                 ));
             }
@@ -76,18 +76,19 @@ impl PodAttestor {
         let namespace = self.read_link(pid, "ns/user");
         let over_the_host = namespace.is_some() && namespace == host.user_namespace;
         if let Some(gap) = evaluate::check_capabilities(bounding, over_the_host) {
-            return of(gap);
+            return with_gap(gap);
         }
-        let Some(seen) = self.visible_gpu_nodes(pid, mounts) else {
-            return of(EnforcementGap::not_attested(
+        let Some(visible) = self.visible_gpu_nodes(pid, mounts) else {
+            return with_gap(EnforcementGap::not_attested(
                 "its /dev has too many names to be read",
             ));
         };
         let (mut gap, mut asked) = (None, before);
         let other_gpus = host.other_gpu_nodes(&given.nodes);
-        let asks = evaluate::needs_device_check(&given.nodes, &seen, bounding, over_the_host);
-        if asks && !other_gpus.is_empty() {
-            let now = self.check_devices(folder, (other_gpus, seen), asked, host);
+        let must_check =
+            evaluate::needs_device_check(&given.nodes, &visible, bounding, over_the_host);
+        if must_check && !other_gpus.is_empty() {
+            let now = self.check_devices(folder, (other_gpus, visible), asked, host);
             gap = match &now {
                 DeviceCheck {
                     openable: Some(openable),
@@ -114,20 +115,23 @@ impl PodAttestor {
         }
     }
 
-    /// Checks which of `other_gpus` a container may open, where `seen` are the GPU nodes in its
+    /// Checks which of `other_gpus` a container may open, where `visible` are the GPU nodes in its
     /// `/dev`. A result is reused until either changes.
     fn check_devices(
         &self,
         folder: &Path,
-        (other_gpus, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
+        (other_gpus, visible): (BTreeMap<String, PathBuf>, BTreeSet<String>),
         before: Option<DeviceCheck>,
         host: &HostView,
     ) -> DeviceCheck {
         let same = |before: &DeviceCheck| {
-            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &seen)
+            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &visible)
         };
         let answered = |before: &DeviceCheck| before.openable.is_some();
-        if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
+        if let Some(before) = before
+            .as_ref()
+            .filter(|before| same(before) && answered(before))
+        {
             return before.clone();
         }
         let asked = device_access::AccessQuery {
@@ -142,7 +146,7 @@ impl PodAttestor {
         let silent = before.and_then(|before| before.unanswered_since);
         DeviceCheck {
             other_gpus,
-            visible_gpus: seen,
+            visible_gpus: visible,
             unanswered_since: openable.is_none().then(|| silent.unwrap_or(host.now)),
             openable,
         }
