@@ -187,7 +187,7 @@ fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
 pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
-    match others.iter().find(|said| said.is_amiss()) {
+    match others.iter().find(|condition| condition.is_amiss()) {
         None if others.is_empty() => ConditionUpdate {
             type_: names::READY,
             holds: None,
@@ -676,10 +676,10 @@ mod tests {
         published.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
         let status = render(&published, &GpuNodeStatus::default(), Some(9), &at(10));
         assert_eq!(status.observed_generation, Some(7));
-        let said = &status.quotas[0];
-        assert_eq!(said.state, QuotaState::Pending);
-        assert_eq!(said.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
-        assert_eq!(said.used.as_ref().unwrap().bytes(), Ok(5 << 30));
+        let outcome = &status.quotas[0];
+        assert_eq!(outcome.state, QuotaState::Pending);
+        assert_eq!(outcome.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
+        assert_eq!(outcome.used.as_ref().unwrap().bytes(), Ok(5 << 30));
         let restarted = render(&report(), &status, Some(9), &at(20));
         assert_eq!(restarted.observed_generation, Some(7));
         assert_eq!(restarted.quotas, status.quotas);
@@ -726,11 +726,11 @@ mod tests {
     #[test]
     fn unhealthy_gpu_has_a_reason_and_a_time() {
         let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
-        let mut ill = report();
-        ill.gpus[0].health = GpuHealth::Unhealthy {
+        let mut faulty = report();
+        faulty.gpus[0].health = GpuHealth::Unhealthy {
             reason: "Xid79".into(),
         };
-        let after = render(&ill, &before, Some(1), &at(60));
+        let after = render(&faulty, &before, Some(1), &at(60));
         assert_eq!(after.gpus[0].health.reason, "Xid79");
         assert_eq!(after.gpus[0].health.since, Some(at(60)));
         assert_eq!(after.gpus[1].health.since, Some(at(10)));
@@ -760,14 +760,14 @@ mod tests {
             time: Some("2026-01-01T00:00:00Z".parse().unwrap()),
             ..of_gpu.clone()
         };
-        let mut ill = report();
-        ill.faults = vec![of_context, of_gpu];
-        let first = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
-        let said: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
+        let mut faulty = report();
+        faulty.faults = vec![of_context, of_gpu];
+        let first = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
+        let times: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
         assert_eq!(first.faults[0].kind, FaultKind::Gpu);
-        assert_eq!(*said[0], at(10));
-        assert_ne!(*said[1], at(10));
-        assert_eq!(render(&ill, &first, Some(1), &at(500)), first);
+        assert_eq!(*times[0], at(10));
+        assert_ne!(*times[1], at(10));
+        assert_eq!(render(&faulty, &first, Some(1), &at(500)), first);
     }
 
     #[test]
@@ -780,11 +780,11 @@ mod tests {
             fault(71, FaultAction::BeyondMaximum),
             fault(70, FaultAction::Evict),
         ];
-        let ill = NodeReport {
+        let faulty = NodeReport {
             faults: older.chain(waiting).collect(),
             ..report()
         };
-        let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+        let status = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
         let ids: Vec<&str> = status
             .faults
             .iter()
