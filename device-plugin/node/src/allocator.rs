@@ -353,7 +353,7 @@ impl<H: HostOps> NodeAllocator<H> {
             .map(|(id, _)| id)
             .collect();
         for id in allocations {
-            let told = held
+            let recorded = held
                 .iter()
                 .find(|entry| entry.allocation == id)
                 .map(|entry| entry.container.as_str());
@@ -361,7 +361,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 .container_names
                 .entry(id)
                 .or_insert_with(|| ContainerName {
-                    container: told.unwrap_or(container).to_owned(),
+                    container: recorded.unwrap_or(container).to_owned(),
                     pod: None,
                 });
             holder.pod = name.clone().or(holder.pod.take());

@@ -207,13 +207,13 @@ mod tests {
             gpu("GPU-a", Bytes::gib(16), Health::Healthy),
             gpu("GPU-b", Bytes::gib(8), Health::Healthy),
         ];
-        let sick = [
+        let with_lost = [
             gpu("GPU-a", Bytes::gib(16), LOST),
             gpu("GPU-b", Bytes::gib(8), Health::Healthy),
         ];
         assert_eq!(count(&well), Ok((24, 24)));
-        assert_eq!(count(&sick), Ok((24, 8)));
-        let message = offered(&sick).unwrap()[0].to_message();
+        assert_eq!(count(&with_lost), Ok((24, 8)));
+        let message = offered(&with_lost).unwrap()[0].to_message();
         assert_eq!(
             (
                 message.devices[7].id.as_str(),

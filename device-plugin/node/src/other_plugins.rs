@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// The owners of this node's GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum GpuOwners {
-    /// The kubelet has not said it yet.
+    /// The kubelet has not listed the devices of all plugins yet.
     #[default]
     Unknown,
     /// No other plugin offers GPUs.

@@ -71,12 +71,12 @@ impl<H: HostOps> NodeAllocator<H> {
         }
         self.metrics.count_release();
         info!(%pod, allocations = ended.len(), "pod released");
-        for (_, waiter) in self
+        for (_, call) in self
             .waiting_calls
-            .extract_if(.., |_, waiter| waiter.request.pod == *pod)
+            .extract_if(.., |_, call| call.request.pod == *pod)
         {
             send_result(
-                waiter.result,
+                call.result,
                 Err(PrepareError::Failed("the pod has ended".to_owned())),
             );
         }

@@ -413,16 +413,16 @@ impl TestNode {
                 continue;
             };
             for allocation in &binding.allocations {
-                let told: Vec<_> = disk.cdi[allocation]
+                let described: Vec<_> = disk.cdi[allocation]
                     .gpus
                     .iter()
                     .map(|gpu| (&gpu.uuid, gpu.quota))
                     .collect();
-                let true_: Vec<_> = shares
+                let expected: Vec<_> = shares
                     .iter()
                     .map(|s| (&s.gpu, s.quanta.bytes(Quantum::Gib1)))
                     .collect();
-                assert_eq!(told, true_);
+                assert_eq!(described, expected);
             }
         }
         for gpu in self.allocator.view(self.now).gpus {

@@ -65,8 +65,8 @@ impl<H: HostOps> NodeAllocator<H> {
             self.checkpoint_dirty = true;
             self.record_wait(binding.claim, now);
             let result = self.commit_binding(&binding).await;
-            if let Some(waiter) = self.waiting_calls.remove(&binding.claim) {
-                send_result(waiter.result, result);
+            if let Some(call) = self.waiting_calls.remove(&binding.claim) {
+                send_result(call.result, result);
             }
         }
         // All changes are on record before the next event.
@@ -75,16 +75,15 @@ impl<H: HostOps> NodeAllocator<H> {
 
     /// Ends the calls whose deadline has passed or whose caller has gone.
     pub(super) fn expire_waits(&mut self, now: BootTime) {
-        let over = |_: &ClaimId, waiter: &mut WaitingCall| {
-            waiter.deadline <= now || waiter.result.is_closed()
-        };
+        let has_ended =
+            |_: &ClaimId, call: &mut WaitingCall| call.deadline <= now || call.result.is_closed();
         let ended: Vec<WaitingCall> = self
             .waiting_calls
-            .extract_if(.., over)
-            .map(|(_, waiter)| waiter)
+            .extract_if(.., has_ended)
+            .map(|(_, call)| call)
             .collect();
         for WaitingCall {
-            request: start,
+            request,
             ticket,
             result,
             ..
@@ -95,7 +94,7 @@ impl<H: HostOps> NodeAllocator<H> {
             self.ledger.stop_waiting(ticket, now);
             self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
-            info!(pod = %start.pod, reason = message, "no room before the deadline");
+            info!(pod = %request.pod, reason = message, "no room before the deadline");
             send_result(result, Err(PrepareError::NoRoom(message)));
         }
     }

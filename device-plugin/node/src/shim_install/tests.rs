@@ -198,15 +198,15 @@ fn stub_is_called_libcuda_so_and_needs_the_shim() {
         .arg(build.join(STUB))
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
     for part in [
         "soname: [libcuda.so]",
         "Shared library: [libcuda.so.1]",
         "GNU_STACK",
     ] {
-        assert!(said.contains(part), "{part} is missing in: {said}");
+        assert!(text.contains(part), "{part} is missing in: {text}");
     }
-    assert!(!said.contains("RWE"), "no stack becomes executable: {said}");
+    assert!(!text.contains("RWE"), "no stack becomes executable: {text}");
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
 }
 
