@@ -233,14 +233,14 @@ mod tests {
         // The subshell is forked and executes no program itself.
         shell.args(["-c", "(sleep 2; :) & echo $!; wait"]);
         let mut shell = shell.stdout(std::process::Stdio::piped()).spawn().unwrap();
-        let mut said = String::new();
+        let mut pid_line = String::new();
         let mut lines = io::BufReader::new(shell.stdout.take().unwrap());
-        io::BufRead::read_line(&mut lines, &mut said).unwrap();
+        io::BufRead::read_line(&mut lines, &mut pid_line).unwrap();
         let stat = |pid: &str| {
             let text = read_small(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
             Stat::parse(&text).unwrap()
         };
-        assert!(stat(said.trim()).forked);
+        assert!(stat(pid_line.trim()).forked);
         assert!(!stat(&shell.id().to_string()).forked);
         shell.wait().unwrap();
     }
@@ -310,17 +310,19 @@ mod tests {
 
     /// The lines within the bounds, and whether these are all lines of the file.
     fn read_lines(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
-        let mut seen = Vec::new();
+        let mut lines = Vec::new();
         let bounds = Bounds {
             bytes,
             lines: count,
         };
-        let all = for_each_line(file(text).path(), bounds, |line| seen.push(line.to_owned()));
+        let all = for_each_line(file(text).path(), bounds, |line| {
+            lines.push(line.to_owned())
+        });
         match all {
             Ok(read) => assert_eq!(read, text.len() as u64),
             Err(ref error) => assert_eq!(error.kind(), ErrorKind::FileTooLarge),
         }
-        (seen, all.is_ok())
+        (lines, all.is_ok())
     }
 
     #[test]
