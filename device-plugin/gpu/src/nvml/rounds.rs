@@ -81,8 +81,8 @@ impl NvmlWatcher {
     /// its first answer names its GPU with it; another process would wait as long.
     pub(super) fn retain_at(&mut self, addresses: &BTreeSet<PciAddress>) {
         let is_retired = |slot: &mut ProbeSlot| !slot.is_at(addresses) && !slot.is_starting();
-        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
-        gone.into_iter().for_each(|slot| self.retire(slot));
+        let retired: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
+        retired.into_iter().for_each(|slot| self.retire(slot));
     }
 
     /// Stops the processes of GPUs that are `drained` whole.
@@ -92,8 +92,8 @@ impl NvmlWatcher {
             let uuid = slot.uuid.as_ref();
             uuid.is_some_and(|uuid| registry.is_drained_by(uuid, drained))
         };
-        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
-        gone.into_iter().for_each(|slot| self.retire(slot));
+        let retired: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
+        retired.into_iter().for_each(|slot| self.retire(slot));
     }
 
     /// Searches for the library. At most one search waits; while a disk hangs the last known path
