@@ -279,9 +279,9 @@ mod tests {
     /// A machine with an accepted registration and an open stream.
     fn live(now: Instant) -> StateMachine {
         let mut machine = StateMachine::default();
-        let quiet = observation(Some(KUBELET), serving(0, 0, 0));
-        assert_eq!(machine.next_step(quiet, now), Step::Register);
-        machine.registration_accepted(quiet, now);
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        assert_eq!(machine.next_step(no_stream, now), Step::Register);
+        machine.registration_accepted(no_stream, now);
         let open = observation(Some(KUBELET), serving(0, 1, 1));
         assert_eq!(machine.next_step(open, now), Step::Idle(None));
         assert!(machine.is_live());
@@ -449,24 +449,24 @@ mod tests {
     #[test]
     fn registration_without_a_stream_is_repeated() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let quiet = observation(Some(KUBELET), serving(0, 0, 0));
-        machine.next_step(quiet, now);
-        machine.registration_accepted(quiet, now);
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        machine.next_step(no_stream, now);
+        machine.registration_accepted(no_stream, now);
         let late = now + STREAM_TIMEOUT;
-        assert_eq!(machine.next_step(quiet, now), Step::Idle(Some(late)));
+        assert_eq!(machine.next_step(no_stream, now), Step::Idle(Some(late)));
         assert_eq!(
-            machine.next_step(quiet, late),
+            machine.next_step(no_stream, late),
             Step::Idle(Some(late + MIN_BACKOFF))
         );
-        registers_anew(&mut machine, quiet, late + MIN_BACKOFF);
+        registers_anew(&mut machine, no_stream, late + MIN_BACKOFF);
     }
 
     #[test]
     fn stream_that_ended_between_observations_is_noticed() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let quiet = observation(Some(KUBELET), serving(0, 0, 0));
-        machine.next_step(quiet, now);
-        machine.registration_accepted(quiet, now);
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        machine.next_step(no_stream, now);
+        machine.registration_accepted(no_stream, now);
         let flashed = observation(Some(KUBELET), serving(0, 0, 1));
         assert_eq!(
             machine.next_step(flashed, now),
@@ -479,15 +479,15 @@ mod tests {
         let (mut machine, mut now) = (StateMachine::default(), Instant::now());
         let mut pauses = Vec::new();
         for server in 0..8 {
-            let quiet = observation(Some(KUBELET), serving(server, 0, 0));
-            assert_eq!(machine.next_step(quiet, now), Step::Register);
+            let no_stream = observation(Some(KUBELET), serving(server, 0, 0));
+            assert_eq!(machine.next_step(no_stream, now), Step::Register);
             machine.attempt_failed(now);
-            let Step::Idle(Some(until)) = machine.next_step(quiet, now) else {
+            let Step::Idle(Some(until)) = machine.next_step(no_stream, now) else {
                 panic!("no pause")
             };
             pauses.push((until - now).as_millis());
             now = until;
-            assert_eq!(machine.next_step(quiet, now), Step::Serve);
+            assert_eq!(machine.next_step(no_stream, now), Step::Serve);
             machine.server_started();
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
