@@ -361,10 +361,10 @@ mod tests {
         let waits = plan(&[leaking(16)], &[0], &[single(16), single(4)]);
         assert_eq!(single_places(&waits), [None, None]);
         assert_eq!(waits.set_aside, [7]);
-        let hopeless = plan(&[leaking(15)], &[0], &[single(16), single(4)]);
-        assert_eq!(single_places(&hopeless), [None, Some(vec![(0, 4)])]);
-        let beside = plan(&[leaking(16), bin(16, 3)], &[0, 0], &[single(16)]);
-        assert_eq!(beside.set_aside, [0, 3], "the clean bin comes first");
+        let impossible = plan(&[leaking(15)], &[0], &[single(16), single(4)]);
+        assert_eq!(single_places(&impossible), [None, Some(vec![(0, 4)])]);
+        let two_bins = plan(&[leaking(16), bin(16, 3)], &[0, 0], &[single(16)]);
+        assert_eq!(two_bins.set_aside, [0, 3], "the clean bin comes first");
     }
 
     #[test]

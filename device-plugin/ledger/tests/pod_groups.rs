@@ -294,9 +294,9 @@ fn restarted_container_leaves_planned_places_of_others() {
     start_bound(&mut ledger, &pod, 0);
     // The GPU of another container fails before that container starts, so both later containers are
     // placed again.
-    let lost = |ledger: &mut Ledger, lost: &str| {
+    let fail_gpu = |ledger: &mut Ledger, failed: &str| {
         ledger.set_gpus(listed(&[16, 16, 16]).map(|gpu| Gpu {
-            health: match gpu.uuid.as_str() == lost {
+            health: match gpu.uuid.as_str() == failed {
                 true => Health::Unhealthy,
                 false => Health::Healthy,
             },
@@ -304,9 +304,9 @@ fn restarted_container_leaves_planned_places_of_others() {
         }));
     };
     for gpu in ["GPU-0", "GPU-1"] {
-        lost(&mut ledger, gpu);
+        fail_gpu(&mut ledger, gpu);
     }
-    lost(&mut ledger, "none");
+    fail_gpu(&mut ledger, "none");
     start_bound(&mut ledger, &pod, 1);
     let before = bound_by_gpu(&ledger);
     assert_eq!(before.iter().sum::<u32>(), 30);

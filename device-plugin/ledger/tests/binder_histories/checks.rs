@@ -52,7 +52,7 @@ pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
     if let (Some(before_head), Some(head)) = (&before.head, &head)
         && before_head.claim.claim == head.claim.claim
         && grants_since(node, &before, &bindings, &queued_claims)
-            .all(|taker| is_lower_ranked(taker, before_head))
+            .all(|grant| is_lower_ranked(grant, before_head))
     {
         assert!(
             head.largest_free >= before_head.largest_free,
@@ -223,12 +223,12 @@ struct Grant {
 }
 
 /// Whether the queue's rules rank the head before this claim, whatever the order of arrival.
-fn is_lower_ranked(taker: Grant, head: &Head) -> bool {
+fn is_lower_ranked(grant: Grant, head: &Head) -> bool {
     let priority = head.claim.priority.0;
-    taker.priority < priority
-        || (taker.priority == priority
-            && !taker.late
-            && (head.late || taker.quanta < head.claim.device_ids.quanta()))
+    grant.priority < priority
+        || (grant.priority == priority
+            && !grant.late
+            && (head.late || grant.quanta < head.claim.device_ids.quanta()))
 }
 
 /// Checks a binding that the ledger reports.

@@ -388,8 +388,8 @@ impl Node {
 
     fn start_container(&mut self, index: usize, container: usize) {
         let start = self.pods[index].bind_request(container);
-        let lost = self.random.random_bool(0.05);
-        if lost {
+        let loses_answer = self.random.random_bool(0.05);
+        if loses_answer {
             // The agent crashes before it writes the checkpoint, so the kubelet gets no answer and
             // retries.
             self.coverage.lost_events += 1;
