@@ -84,10 +84,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn checksum_finds_every_flipped_bit(mut bytes in prop::collection::vec(any::<u8>(), 1..200), place: prop::sample::Index, bit in 0..8) {
+        fn checksum_finds_every_flipped_bit(mut bytes in prop::collection::vec(any::<u8>(), 1..200), position: prop::sample::Index, bit in 0..8) {
             let before = of(&bytes);
-            let place = place.index(bytes.len());
-            bytes[place] ^= 1u8 << bit;
+            let position = position.index(bytes.len());
+            bytes[position] ^= 1u8 << bit;
             prop_assert_ne!(of(&bytes), before);
         }
 
