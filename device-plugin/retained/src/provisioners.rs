@@ -282,8 +282,8 @@ impl Provisioners {
         self.records.unfit.subscribe()
     }
 
-    /// The GPUs that CUDA has refused since their last start that succeeded: by one of the known
-    /// codes, by a start that hung, or by three failed starts in a row. A GPU that it refuses for
+    /// The GPUs that CUDA has refused since their last start that succeeded. A refusal is a known
+    /// code, a start that hung, or the third failed start in a row. A GPU that CUDA refuses for
     /// long is [unfit](Self::unfit).
     pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
         self.records.refused.subscribe()
@@ -426,9 +426,9 @@ impl Provisioners {
         let thread = self
             .thread(gpu)
             .map_err(|error| ProvisionerError::Exited(error.to_string()))?;
-        let gone = || ProvisionerError::Exited("its thread has exited".to_owned());
-        thread.send(job).map_err(|_| gone())?;
-        answer.await.unwrap_or_else(|_| Err(gone()))
+        let exited = || ProvisionerError::Exited("its thread has exited".to_owned());
+        thread.send(job).map_err(|_| exited())?;
+        answer.await.unwrap_or_else(|_| Err(exited()))
     }
 
     fn thread(&self, gpu: &GpuUuid) -> io::Result<Sender<Job>> {

@@ -29,7 +29,8 @@ pub struct RetainedStatus {
     pub readable: usize,
     /// Leases by namespace and name: at most [`MAX_RETAINED`], the largest of each namespace.
     pub leases: Vec<LeaseReport>,
-    /// How many leases are charged to nobody, because the agent cannot read their GPU and size.
+    /// How many leases are charged to no container, because the agent cannot read their GPU and
+    /// size.
     pub uncharged: usize,
 }
 

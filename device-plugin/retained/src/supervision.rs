@@ -67,11 +67,11 @@ struct Plan {
 /// Whether a GPU should have a runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Demand {
-    /// None may run.
+    /// No runtime may run.
     Barred,
-    /// One that runs goes on.
+    /// A running runtime goes on.
     Tolerated,
-    /// One is started.
+    /// A runtime is started.
     Wanted,
 }
 

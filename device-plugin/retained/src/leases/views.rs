@@ -68,7 +68,8 @@ impl LeaseTable {
         Bytes(all.fold(0, |sum, bytes| sum.saturating_add(bytes.0)))
     }
 
-    /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
+    /// The number of leases that are charged to no container, because their GPU and size are
+    /// unreadable.
     pub(crate) fn uncharged(&self) -> usize {
         let unreadable = self.unreadable.values();
         unreadable.filter(|extent| extent.is_none()).count()

@@ -478,8 +478,8 @@ mod tests {
             matches!(refused, ProvisionerError::TimedOut(_)),
             "{refused}"
         );
-        let untouched = BTreeMap::from([("GPU-a".parse().unwrap(), RuntimeRecord::default())]);
-        assert_eq!(*runtimes.borrow(), untouched, "it starts nothing");
+        let unchanged = BTreeMap::from([("GPU-a".parse().unwrap(), RuntimeRecord::default())]);
+        assert_eq!(*runtimes.borrow(), unchanged, "it starts nothing");
     }
 
     #[test]

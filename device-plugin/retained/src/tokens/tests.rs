@@ -160,8 +160,8 @@ fn token_carries_generations_and_is_of_its_namespace() {
         for caller in [caller(A, 10), caller(A, 11), caller(B, 20), caller(B, 999)] {
             assert_eq!(fixture.redeem(caller, &token).as_ref(), Ok(&expected));
         }
-        let stranger = fixture.redeem(caller(C, 30), &token);
-        assert_eq!(stranger, Err(TokenRefusal::Unknown));
+        let foreign = fixture.redeem(caller(C, 30), &token);
+        assert_eq!(foreign, Err(TokenRefusal::Unknown));
     }
 }
 
