@@ -226,11 +226,11 @@ fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
     );
     let used = lab.sim().unwrap().used(0);
     let since = Instant::now();
-    let swept = provisioner
+    let response = provisioner
         .ask(ProvisionerRequest::AwaitScrub { bytes: u64::MAX })
         .0;
     let took = since.elapsed();
-    assert_eq!(swept, ProvisionerResponse::Scrubbed);
+    assert_eq!(response, ProvisionerResponse::Scrubbed);
     // The simulated GPU has 16 GiB.
     assert!(took >= Duration::from_millis(49), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
