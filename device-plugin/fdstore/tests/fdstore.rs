@@ -471,16 +471,17 @@ fn full_fd_store_stays_within_its_memory() {
 #[test]
 fn partial_message_and_garbage_delay_no_agent_for_long() {
     let fd_store = FdStore::start();
-    let mut half = fd_store.connect().unwrap();
-    half.write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
+    let mut partial = fd_store.connect().unwrap();
+    partial
+        .write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
         .unwrap();
     let mut garbage = fd_store.connect().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();
-    let crowd: Vec<_> = (0..20).map(|_| fd_store.connect().unwrap()).collect();
+    let idle_connections: Vec<_> = (0..20).map(|_| fd_store.connect().unwrap()).collect();
     let since = Instant::now();
     assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
-    drop((half, garbage, crowd));
+    drop((partial, garbage, idle_connections));
 }
 
 #[test]
