@@ -37,11 +37,13 @@ fn client_with_deadlines(mut config: kube::Config, silence: Duration) -> kube::R
     config.connect_timeout = Some(silence);
     config.write_timeout = Some(silence);
     config.read_timeout = Some(WATCH_TIMEOUT);
-    let begins = MapFutureLayer::new(move |answer: ResponseFuture| async move {
+    let head_deadline = MapFutureLayer::new(move |answer: ResponseFuture| async move {
         let answer: Result<_, BoxError> = timeout(silence, answer).await?;
         answer
     });
-    Ok(ClientBuilder::try_from(config)?.with_layer(&begins).build())
+    Ok(ClientBuilder::try_from(config)?
+        .with_layer(&head_deadline)
+        .build())
 }
 
 /// A response of kube's client that has not arrived yet.
