@@ -60,7 +60,7 @@ fn free(program: &mut Container) -> u64 {
     program.number("info")
 }
 
-/// Waits until nearly all memory of a pod of `gib` GiB is free for its program: all but its context.
+/// Waits until a program's free memory is nearly the `gib` GiB of its pod: all but its context.
 /// Returns the amount in whole chunks.
 pub(crate) async fn wait_for_quota(program: &mut Container, gib: u64) -> u64 {
     let start = Instant::now();
@@ -200,7 +200,7 @@ async fn pod_with_managed_memory_past_the_shim_is_named() {
     wait_until_named(&machine, &api_server).await;
 }
 
-/// The agent cannot tell whose host memory is on a GPU, so it names and kills nobody for it.
+/// The agent cannot tell whose host memory is on a GPU, so it names and kills no pod for it.
 #[tokio::test]
 async fn host_memory_on_a_gpu_is_a_finding_about_no_pod() {
     let api_server = FakeApiServer::start(Duration::ZERO).await;

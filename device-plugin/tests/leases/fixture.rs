@@ -164,8 +164,11 @@ impl Fixture {
 
     /// Sends SIGKILL to every provisioner of this agent. Returns their number.
     pub(crate) fn kill_provisioners(&self) -> usize {
-        let gone = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
-        self.provisioners().iter().filter(|pid| gone(pid)).count()
+        let is_killed = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
+        self.provisioners()
+            .iter()
+            .filter(|pid| is_killed(pid))
+            .count()
     }
 
     /// Starts a process in a pod's container and passes it the agent's socket.

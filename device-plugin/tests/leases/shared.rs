@@ -52,8 +52,8 @@ async fn unscrubbed_gpu_serves_one_namespace_until_reboot() {
     let [_, second] = two_tenants(&machine).await;
     let third = admit(&machine, "three", "three-a", 2).await;
     machine.until_refused(&third, NOT_SHARED).await;
-    let mate = admit(&machine, "one", "one-b", 2).await;
-    machine.until_started(&mate).await;
+    let neighbour = admit(&machine, "one", "one-b", 2).await;
+    machine.until_started(&neighbour).await;
     // Memory of the ended pods is still readable, whatever namespace comes next.
     machine.end(&second);
     machine.until_refused(&third, NOT_SHARED).await;

@@ -339,8 +339,8 @@ impl TenantProcess {
 }
 
 fn token_from_hex(text: &str) -> GpuToken {
-    let places = (0..text.len()).step_by(2);
-    let bytes = places.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
+    let positions = (0..text.len()).step_by(2);
+    let bytes = positions.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
     GpuToken::try_from(bytes.collect::<Vec<u8>>()).unwrap()
 }
 

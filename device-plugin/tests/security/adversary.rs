@@ -574,9 +574,9 @@ impl Hostile {
     /// Writes to any field: the magic number, the number of accounts, the fence, or one of the
     /// first accounts.
     fn write_page(&mut self) {
-        let places = [0, 8, 12, 16];
-        let place = match self.random_below(4) {
-            0 => places[self.random_below(4) as usize],
+        let offsets = [0, 8, 12, 16];
+        let offset = match self.random_below(4) {
+            0 => offsets[self.random_below(4) as usize],
             1 => u64::from(self.random_below(PAGE_BYTES as u32 / 4)) * 4,
             _ => 64 + u64::from(self.random_below(2)) * 64 + u64::from(self.random_below(10)) * 4,
         };
@@ -591,7 +591,7 @@ impl Hostile {
         let pages: Vec<&File> = pages.chain(&self.closed_pages).collect();
         let index = self.random.random_range(0..pages.len().max(1));
         if let Some(page) = pages.get(index) {
-            let _ = page.write_at(&bytes[..length], place.min(PAGE_BYTES as u64 - 8));
+            let _ = page.write_at(&bytes[..length], offset.min(PAGE_BYTES as u64 - 8));
         }
     }
 
@@ -729,8 +729,8 @@ impl Hostile {
         match self.tokens.last().cloned() {
             Some(token) if self.random_below(2) == 0 => {
                 let mut bytes = token.as_bytes().to_vec();
-                let place = self.random.random_range(0..bytes.len());
-                bytes[place] ^= self.random_below(3) as u8;
+                let position = self.random.random_range(0..bytes.len());
+                bytes[position] ^= self.random_below(3) as u8;
                 let token = GpuToken::try_from(bytes).unwrap();
                 TokenRequest::Redeem { version, token }
             }

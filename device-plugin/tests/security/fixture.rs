@@ -171,12 +171,12 @@ impl Node {
         let (socket, until) = (self.neighbour.socket.clone(), Arc::clone(&over));
         let neighbour = tokio::task::spawn_blocking(move || measure_round_trips(&socket, &until));
         let mut most = agent_usage(&self.machine);
-        let mut look = tokio::time::interval(Duration::from_millis(50));
+        let mut sample_tick = tokio::time::interval(Duration::from_millis(50));
         tokio::pin!(load);
         let output = loop {
             tokio::select! {
                 output = &mut load => break output,
-                _ = look.tick() => most = most.max(agent_usage(&self.machine)),
+                _ = sample_tick.tick() => most = most.max(agent_usage(&self.machine)),
             }
         };
         over.store(true, Ordering::SeqCst);
@@ -379,8 +379,8 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
 /// The neighbour's times until each answer, sorted.
 fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
-    let patience = Some(Duration::from_secs(60));
-    stream.set_read_timeout(patience).unwrap();
+    let limit = Some(Duration::from_secs(60));
+    stream.set_read_timeout(limit).unwrap();
     let hello = Request::Hello {
         version: 1,
         image: 1,
