@@ -152,11 +152,11 @@ impl GpuGenerations {
 
     /// The GPUs that the previous agent of this boot recorded.
     pub fn persisted_gpus(&self) -> BTreeMap<GpuUuid, PersistedGpu> {
-        let of_this_boot = self
+        let current_boot = self
             .entries
             .iter()
             .filter(|(_, entry)| entry.boot == self.boot);
-        of_this_boot
+        current_boot
             .map(|(uuid, Entry { gpu, memory, .. })| {
                 let (gpu, memory) = (gpu.clone(), *memory);
                 (
@@ -524,9 +524,9 @@ mod tests {
             numbers.iter().map(generation_of).collect::<Vec<u64>>()
         };
         let all: Vec<usize> = (0..3 * MAX_ENTRIES).collect();
-        let mut given = Vec::new();
+        let mut assigned = Vec::new();
         for cut in all.chunks(64) {
-            given.extend(observe(&mut agent, cut));
+            assigned.extend(observe(&mut agent, cut));
             assert!(
                 agent.entries.len() <= MAX_ENTRIES,
                 "{}",
@@ -536,7 +536,7 @@ mod tests {
         let mut agent = fixture.load_after(&agent, "boot-2");
         for number in [0, 1, MAX_ENTRIES, 2 * MAX_ENTRIES, 3 * MAX_ENTRIES - 1] {
             let now = observe(&mut agent, &[number])[0];
-            assert!(now > given[number], "{number}: {now}");
+            assert!(now > assigned[number], "{number}: {now}");
         }
         // The next agent observes a GPU before it has read the file.
         assert!(agent.flush());
@@ -553,7 +553,7 @@ mod tests {
             agent.observe(&recut);
             std::thread::sleep(Duration::from_millis(5));
         }
-        let largest = given.iter().max().unwrap();
+        let largest = assigned.iter().max().unwrap();
         assert!(agent.by_gpu()[&recut[0].gpu.uuid] > *largest);
     }
 

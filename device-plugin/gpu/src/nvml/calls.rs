@@ -114,12 +114,13 @@ impl<'nvml> NvmlCalls<'nvml> {
                 with_utilization,
             } => {
                 // NVML refuses the call for MIG instances.
-                let asked = with_utilization && !self.lacks_utilization && !gpu.is_mig();
+                let wants_utilization =
+                    with_utilization && !self.lacks_utilization && !gpu.is_mig();
                 let mut is_unsupported_call = false;
                 let sample = self.call(nvml, &gpu, |device| {
                     let mut sample = sample_memory(device, &gpu)?;
                     // An idle GPU costs no call.
-                    if asked && !sample.charges.is_empty() {
+                    if wants_utilization && !sample.charges.is_empty() {
                         match sm_percents(device, &sample.charges) {
                             Ok(percents) => sample.sm_percents = Some(percents),
                             Err(error) => is_unsupported_call = is_unsupported(&error),
