@@ -207,13 +207,13 @@ impl Request {
         let parts = self.bound.iter().map(|parts| parts.iter());
         let bound = parts.map(|parts| parts.map(|(_, share)| u64::from(*share)).sum());
         let sizes: Vec<u64> = new.chain(bound.clone()).collect();
-        let of_set = |set: &u64| -> u64 {
+        let size_of_set = |set: &u64| -> u64 {
             let sizes = sizes.iter().enumerate();
             sizes
                 .map(|(number, size)| size * ((set >> number) & 1))
                 .sum()
         };
-        let most = self.concurrent_sets.iter().map(of_set).max();
+        let most = self.concurrent_sets.iter().map(size_of_set).max();
         let free = bins.iter().map(|bin| u64::from(bin.free));
         most.unwrap_or_default() <= free.chain(bound).sum()
     }

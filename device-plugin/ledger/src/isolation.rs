@@ -260,10 +260,10 @@ mod tests {
     /// The GPUs on which a pod has memory.
     fn gpus_of(ledger: &Ledger, pod: &str) -> Vec<String> {
         let gpus = ledger.view(NOW).gpus;
-        let of_pod = gpus
+        let pod_gpus = gpus
             .iter()
             .filter(|gpu| gpu.pods.keys().any(|uid| uid.as_str() == pod));
-        of_pod.map(|gpu| gpu.uuid.to_string()).collect()
+        pod_gpus.map(|gpu| gpu.uuid.to_string()).collect()
     }
 
     #[test]

@@ -27,7 +27,7 @@ impl Ledger {
             let stays = |lease| {
                 leases
                     .get(&gpu)
-                    .is_some_and(|of_gpu| of_gpu.contains_key(lease))
+                    .is_some_and(|gpu_leases| gpu_leases.contains_key(lease))
             };
             let ended = before.iter().filter(|(lease, _)| !stays(lease));
             let ended = total(ended.map(|(_, bytes)| bytes));
@@ -40,8 +40,8 @@ impl Ledger {
     /// Counts the bytes of an ended lease as unreclaimed. A lease that the ledger still lists
     /// counts already: its bytes become unreclaimed when the list loses it.
     pub fn end_lease(&mut self, lease: LeaseId, gpu: GpuUuid, bytes: Bytes, now: BootTime) {
-        let of_gpu = self.orphaned_leases.get(&gpu);
-        if !of_gpu.is_some_and(|of_gpu| of_gpu.contains_key(&lease)) {
+        let gpu_leases = self.orphaned_leases.get(&gpu);
+        if !gpu_leases.is_some_and(|gpu_leases| gpu_leases.contains_key(&lease)) {
             self.add_unreclaimed(gpu, bytes, now);
         }
     }

@@ -109,18 +109,18 @@ impl Ledger {
             && let Some(group) = self.pod_groups.get(&claim.pod)
             && group.containers.len() <= MAX_CONTAINERS
         {
-            let of_pod = || {
+            let pod_claims = || {
                 let claims = self.claims.values();
                 claims.filter(|other| other.pod == claim.pod && other.resource == claim.resource)
             };
             // A claim that is idle without a successor has waited too long for a retry.
             let had_turn = |device_ids: &DeviceIdSet| {
                 let has_successor = || {
-                    of_pod().any(|other| {
+                    pod_claims().any(|other| {
                         other.device_ids != *device_ids && other.device_ids.overlaps(device_ids)
                     })
                 };
-                of_pod()
+                pod_claims()
                     .filter(|other| other.device_ids == *device_ids)
                     .any(|other| match other.state {
                         State::Bound { .. } | State::AwaitingRetry { .. } => true,

@@ -113,9 +113,9 @@ mod tests {
             start(&mut ledger, "a", 0, 8),
             BindOutcome::Bound(_)
         ));
-        let of_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
-        assert!(ledger.set_withheld(of_gpu(Bytes::mib(5_500))));
-        assert!(!ledger.set_withheld(of_gpu(Bytes::mib(5_500))), "unchanged");
+        let on_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
+        assert!(ledger.set_withheld(on_gpu(Bytes::mib(5_500))));
+        assert!(!ledger.set_withheld(on_gpu(Bytes::mib(5_500))), "unchanged");
         assert!(
             !ledger.set_withheld(BTreeMap::new()),
             "nothing is measured on it"
@@ -136,7 +136,7 @@ mod tests {
             (Quanta(8), Bytes::mib(5_500))
         );
         // More than is free is withheld: bound memory stays bound.
-        ledger.set_withheld(of_gpu(Bytes::gib(20)));
+        ledger.set_withheld(on_gpu(Bytes::gib(20)));
         let view = ledger.view(NOW);
         assert_eq!(
             (view.gpus[0].bound, view.gpus[0].free),
@@ -146,7 +146,7 @@ mod tests {
             start(&mut ledger, "a", 0, 8),
             BindOutcome::Bound(_)
         ));
-        ledger.set_withheld(of_gpu(Bytes::ZERO));
+        ledger.set_withheld(on_gpu(Bytes::ZERO));
         let BindOutcome::Bound(bound) = start(&mut ledger, "b", 8, 4) else {
             panic!("eight are free");
         };
@@ -243,13 +243,13 @@ mod tests {
     #[test]
     fn whole_gpu_is_awaited_where_no_memory_is_withheld() {
         let (mut ledger, gpus) = with_two_gpus();
-        let of_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
-        ledger.set_withheld(of_first(Bytes::gib(16)));
+        let on_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
+        ledger.set_withheld(on_first(Bytes::gib(16)));
         for (pod, first) in [("b1", 0), ("b2", 8)] {
             let outcome = start(&mut ledger, pod, first, 8);
             assert!(matches!(outcome, BindOutcome::Bound(_)));
         }
-        ledger.set_withheld(of_first(Bytes::mib(1)));
+        ledger.set_withheld(on_first(Bytes::mib(1)));
         let outcome = start(&mut ledger, "whole", 16, 16);
         assert!(matches!(outcome, BindOutcome::Queued(..)));
         ledger.release_pod(&"b1".parse().unwrap());

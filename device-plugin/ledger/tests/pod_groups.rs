@@ -102,22 +102,22 @@ fn bound_by_gpu(ledger: &Ledger) -> Vec<u32> {
 fn pod_of_4_4_12_12_fits_on_two_gpus_of_16() {
     let mut ledger = ledger_with_gpus(&[16, 16]);
     let pod = allocate_pod(&mut ledger, "p", &[0..4, 4..8, 8..20, 20..32]);
-    let mut of_gpus: BTreeMap<String, u32> = BTreeMap::new();
+    let mut quanta_by_gpu: BTreeMap<String, u32> = BTreeMap::new();
     for container in 0..4 {
         for (gpu, quanta) in start_bound(&mut ledger, &pod, container) {
-            *of_gpus.entry(gpu).or_default() += quanta;
+            *quanta_by_gpu.entry(gpu).or_default() += quanta;
         }
     }
-    assert_eq!(of_gpus.into_values().collect::<Vec<_>>(), [16, 16]);
+    assert_eq!(quanta_by_gpu.into_values().collect::<Vec<_>>(), [16, 16]);
 }
 
 #[test]
 fn two_pods_of_7_and_9_fit_on_two_gpus_of_16() {
     let mut ledger = ledger_with_gpus(&[16, 16]);
-    let one = allocate_pod(&mut ledger, "one", &[0..7, 7..16]);
-    let two = allocate_pod(&mut ledger, "two", &[16..23, 23..32]);
+    let first = allocate_pod(&mut ledger, "one", &[0..7, 7..16]);
+    let second = allocate_pod(&mut ledger, "two", &[16..23, 23..32]);
     for container in 0..2 {
-        for pod in [&one, &two] {
+        for pod in [&first, &second] {
             start_bound(&mut ledger, pod, container);
         }
     }
