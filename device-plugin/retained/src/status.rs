@@ -200,7 +200,7 @@ mod tests {
             .map(|lease| lease.name.as_str())
             .collect();
         assert_eq!(few, ["a", "b"]);
-        let mut of_many = listed.iter().filter(|lease| lease.namespace == "many");
-        assert!(of_many.all(|lease| lease.bytes == Bytes::gib(2)));
+        let mut many_leases = listed.iter().filter(|lease| lease.namespace == "many");
+        assert!(many_leases.all(|lease| lease.bytes == Bytes::gib(2)));
     }
 }

@@ -82,8 +82,8 @@ impl LeaseTable {
         if self.store_connected {
             for (id, lease) in &self.leases {
                 if lease.stage == Stage::Live && lease.is_charged {
-                    let of_gpu = live.entry(lease.record.title.gpu.clone()).or_default();
-                    of_gpu.insert(*id, lease.record.bytes);
+                    let gpu_leases = live.entry(lease.record.title.gpu.clone()).or_default();
+                    gpu_leases.insert(*id, lease.record.bytes);
                 }
             }
             for (id, extent) in &self.unreadable {

@@ -331,8 +331,10 @@ impl Model {
 
     /// Replaces the orphaned leases as the node's ledger does.
     fn set_orphaned(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
-        let of_gpus = orphaned.values().flatten();
-        let leases: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
+        let all_orphaned = orphaned.values().flatten();
+        let leases: BTreeMap<_, _> = all_orphaned
+            .map(|(lease, bytes)| (*lease, bytes.0))
+            .collect();
         let left = self
             .orphaned
             .iter()
