@@ -84,8 +84,8 @@ impl FdStore {
     fn open_memory_count(&self) -> usize {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).unwrap();
         let files = fds.filter_map(|fd| fd.unwrap().path().read_link().ok());
-        let of_memory = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:retained");
-        files.filter(of_memory).count()
+        let is_memfd = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:retained");
+        files.filter(is_memfd).count()
     }
 }
 
