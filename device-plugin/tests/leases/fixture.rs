@@ -142,9 +142,9 @@ impl Fixture {
         let threads = fs::read_dir(format!("/proc/{agent}/task"))
             .unwrap()
             .flatten();
-        let of_threads =
+        let children_of_threads =
             threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
-        let pids: BTreeSet<String> = of_threads
+        let pids: BTreeSet<String> = children_of_threads
             .chain(children)
             .flat_map(|pids| {
                 pids.split_whitespace()
@@ -191,7 +191,7 @@ impl Fixture {
 
     pub(crate) fn allocation_and_gpu(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
-        let of_pod = devices.iter().find_map(|(file, binding)| {
+        let found = devices.iter().find_map(|(file, binding)| {
             let binding: serde_json::Value = serde_json::from_str(binding).unwrap();
             let allocation = file
                 .strip_prefix("bursar.dev-gpu-")?
@@ -199,7 +199,7 @@ impl Fixture {
             let gpu = binding["gpus"][0]["uuid"].as_str()?.to_owned();
             (binding["pod"] == pod.uid.as_str()).then(|| (allocation.to_owned(), gpu))
         });
-        of_pod.unwrap()
+        found.unwrap()
     }
 }
 

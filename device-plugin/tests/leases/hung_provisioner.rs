@@ -90,11 +90,11 @@ struct StoppedProvisioner(Pid);
 fn provisioner(fixture: &Fixture, pod: &Pod) -> Pid {
     let (_, gpu) = fixture.allocation_and_gpu(pod);
     let mut provisioners = fixture.provisioners().into_iter();
-    let of_gpu = provisioners.find(|pid| {
+    let pid = provisioners.find(|pid| {
         let words = fs::read_to_string(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
         words.unwrap().contains(&gpu)
     });
-    of_gpu.unwrap()
+    pid.unwrap()
 }
 
 /// Whether the main thread of a process waits. A thread that has work is runnable, also on a busy

@@ -83,15 +83,15 @@ async fn runtime_client_finds_its_lease_after_restarts() {
     let (mut first, created) = start_client(&fixture, &pod).await;
     assert_eq!(created["found"], false);
     let tokens = first.call("token");
-    let (of_lease, own) = tokens.split_once(' ').unwrap();
-    let lease = redeem(&mut reader, of_lease).map(|(lease, block)| (lease > 0, block));
+    let (lease_token, own_token) = tokens.split_once(' ').unwrap();
+    let lease = redeem(&mut reader, lease_token).map(|(lease, block)| (lease > 0, block));
     assert_eq!(lease, Ok((true, 1)));
-    assert_eq!(redeem(&mut reader, own), Ok((0, 2)));
+    assert_eq!(redeem(&mut reader, own_token), Ok((0, 2)));
     // The client kills itself. The test reads the end of its output, which may come before the
     // process has ended.
     assert_eq!(first.call("kill"), "");
     drop(first);
-    for token in [of_lease, own] {
+    for token in [lease_token, own_token] {
         eventually("the end of its tokens", || {
             is_fenced(&redeem(&mut reader, token), Generation::Process)
         })

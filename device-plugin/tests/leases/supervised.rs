@@ -330,14 +330,14 @@ async fn runtime_killed_amid_a_create_lends_nothing_and_restarts() {
     until_state(&api, &gpu, "Ready").await;
     let runtime = runtime_of(&fixture, &gpu).unwrap();
     kill_process(runtime, Signal::STOP).unwrap();
-    let asked = std::thread::spawn(move || {
+    let opening = std::thread::spawn(move || {
         let opened = tenant.open("second", 2 * GIB);
         (tenant, opened)
     });
     // The request is in the stopped process's socket by then.
     tokio::time::sleep(Duration::from_millis(500)).await;
     kill_process(runtime, Signal::KILL).unwrap();
-    let (_tenant, opened) = asked.join().unwrap();
+    let (_tenant, opened) = opening.join().unwrap();
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     let lent = format!("bursar_gpu_retained_bytes{{gpu=\"{gpu}\"}} {}\n", 3 * GIB);
     let failed = format!("bursar_gpu_runtime_failures_total{{gpu=\"{gpu}\",class=\"exit\"}} 1\n");
