@@ -33,7 +33,7 @@ use super::audit::kill::kill;
 /// How often the sessions are asked which GPUs are in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long a GPU must be unused before it is released. By then an audit has seen processes that
+/// How long a GPU must be unused before it is released. By then an audit has found processes that
 /// use the driver past the shim.
 const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 

@@ -38,29 +38,29 @@ impl SampleRequests {
     pub(crate) async fn collect(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
-        ask: impl Fn(&GpuUuid) -> PendingSample,
+        request_sample: impl Fn(&GpuUuid) -> PendingSample,
         deadline: Instant,
     ) -> BTreeMap<GpuUuid, SampleAnswer> {
         self.0.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            let request = || (procfs::now_ticks(), ask(gpu));
+            let request = || (procfs::now_ticks(), request_sample(gpu));
             self.0.entry(gpu.clone()).or_insert_with(request);
         }
         let mut answers = BTreeMap::new();
         let mut unanswered = BTreeMap::new();
-        for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
+        for (gpu, (requested_at, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
                 Ok(Ok(Ok(sample))) => drop(answers.insert(
                     gpu,
                     SampleAnswer {
-                        asked_at: asked,
+                        asked_at: requested_at,
                         sample,
                     },
                 )),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
                 // The process of the GPU has ended, or the GPU has none at present.
                 Ok(Err(_)) => {}
-                Err(_) => drop(unanswered.insert(gpu, (asked, pending))),
+                Err(_) => drop(unanswered.insert(gpu, (requested_at, pending))),
             }
         }
         self.0 = unanswered;
@@ -78,7 +78,7 @@ pub(crate) fn identify(
     allowed: &BTreeSet<String>,
 ) -> GpuSample {
     let SampleAnswer {
-        asked_at: asked,
+        asked_at: requested_at,
         sample,
     } = answer;
     let percents = sample.sm_percents.as_ref();
@@ -87,7 +87,7 @@ pub(crate) fn identify(
             pid,
             bytes,
             sm_percent: percents.map(|percents| percents.get(&pid).copied().unwrap_or_default()),
-            live: find_live(proc, pid, asked).map(|live| allow(live, proc, pid, allowed)),
+            live: find_live(proc, pid, requested_at).map(|live| allow(live, proc, pid, allowed)),
         })
     };
     let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
@@ -139,8 +139,9 @@ fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -
     }
 }
 
-/// The process with a pid that the driver listed when it was `asked`; none where it has ended.
-fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
+/// The process with a pid that the driver listed in reply to the request at `requested_at`; none
+/// where the process has ended.
+fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
     let folder = proc.join(pid.to_string());
     let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
     // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
@@ -148,7 +149,7 @@ fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
         true => cgroup_of_thread(&folder, pid),
         false => procfs::read_small(&folder.join("cgroup")).ok(),
     };
-    live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
+    live_process(&stat, ProcessOwner::parse(&cgroup?), requested_at)
 }
 
 /// Whether a process that was observed earlier still runs.
@@ -165,11 +166,15 @@ fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
     procfs::read_small(&others.next()?.path().join("cgroup")).ok()
 }
 
-/// None for a process that has ended, and for one that started after the driver was `asked` and
-/// reuses the pid of the listed one.
-pub(super) fn live_process(stat: &Stat, owner: ProcessOwner, asked: u64) -> Option<LiveProcess> {
+/// None for a process that has ended, and for one that started after the request to the driver at
+/// `requested_at` and reuses the pid of the listed process.
+pub(super) fn live_process(
+    stat: &Stat,
+    owner: ProcessOwner,
+    requested_at: u64,
+) -> Option<LiveProcess> {
     let start = stat.start_ticks;
-    (!stat.has_exited() && start < asked).then_some(LiveProcess { start, owner })
+    (!stat.has_exited() && start < requested_at).then_some(LiveProcess { start, owner })
 }
 
 #[cfg(test)]
@@ -193,9 +198,9 @@ mod tests {
     async fn hanging_gpu_is_asked_once_and_left_out_until_it_answers() {
         let (late_answer, hung) = oneshot::channel();
         let hung = std::cell::RefCell::new(Some(hung));
-        let asked = std::cell::Cell::new(0);
-        let ask = |gpu: &GpuUuid| {
-            asked.set(asked.get() + 1);
+        let request_count = std::cell::Cell::new(0);
+        let request = |gpu: &GpuUuid| {
+            request_count.set(request_count.get() + 1);
             match gpu.as_str() {
                 "GPU-a" => hung.take().unwrap(),
                 _ => {
@@ -209,7 +214,7 @@ mod tests {
         for _ in 0..5 {
             let started = Instant::now();
             let deadline = started + Duration::from_millis(20);
-            let answers = requests.collect(&gpus(), ask, deadline).await;
+            let answers = requests.collect(&gpus(), request, deadline).await;
             assert_eq!(
                 answers.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
                 ["GPU-b"]
@@ -219,9 +224,9 @@ mod tests {
                 "no longer than its deadline"
             );
         }
-        assert_eq!(asked.get(), 1 + 5);
+        assert_eq!(request_count.get(), 1 + 5);
         late_answer.send(Ok(sample())).unwrap();
-        let answers = requests.collect(&gpus(), ask, Instant::now()).await;
+        let answers = requests.collect(&gpus(), request, Instant::now()).await;
         assert_eq!(
             answers.len(),
             2,
@@ -289,9 +294,9 @@ mod tests {
     #[test]
     fn own_process_is_live_and_an_unused_pid_is_not() {
         let proc = Path::new("/proc");
-        let me = find_live(proc, std::process::id(), u64::MAX).unwrap();
+        let own = find_live(proc, std::process::id(), u64::MAX).unwrap();
         assert_eq!(find_live(proc, u32::MAX, u64::MAX), None);
-        let before = find_live(proc, std::process::id(), me.start);
+        let before = find_live(proc, std::process::id(), own.start);
         assert_eq!(before, None, "it started after the driver was asked");
     }
 

@@ -240,8 +240,8 @@ impl AuditResult {
         (charged, exited_bytes)
     }
 
-    /// Compares the memory that is listed for no process, or for exited ones (`exited_bytes`), with what
-    /// the accounts explain.
+    /// Compares the memory that is listed for no process, or for exited ones (`exited_bytes`), with
+    /// what the accounts explain.
     fn compare_unlisted(
         &mut self,
         sample: &GpuSample,

@@ -1,10 +1,11 @@
 //! Decides whether all managed memory of a GPU may be moved to the host without harm to its owners:
 //! pure.
 //!
-//! The driver takes host memory for it in the cgroup of the owner. Its part that is on the host
-//! already needs none, but no figure tells that part. So each owner must have room for all managed
-//! memory that its pod has mapped, on any GPU. The node must have room for that of all pods. The
-//! driver tells nothing of processes that the attestation does not know, so none may use the GPU.
+//! The driver takes host memory for moved pages in the cgroup of the owner. Pages that are on the
+//! host already need none, but no figure counts these pages. So each owner must have room for all
+//! managed memory that its pod has mapped, on any GPU. The node must have room for the managed
+//! memory of all pods. No figure covers a process that the attestation does not know, so no such
+//! process may use the GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,7 +36,7 @@ pub enum EvictionRisk {
         "pods have more managed memory than the node has host memory available for them; add host memory"
     )]
     NodeRoom,
-    /// A process in no container of ours may have managed memory.
+    /// A process outside the agent's containers may have managed memory.
     #[error("process {0} in no pod with GPU memory uses the GPU; end it")]
     UnknownProcess(u32),
 }

@@ -12,9 +12,9 @@ use super::compare::{AuditResult, Finding, GpuSample};
 
 /// The number of samples, one a second, that decide.
 const WINDOW: usize = 10;
-/// So many of these samples may show less, so that freeing for single samples hides nothing.
+/// This many samples of the window may show less, so that freeing for single samples hides nothing.
 const OUTLIERS: usize = 2;
-/// After so many lower samples in a row the withheld amount falls.
+/// The withheld amount falls after this many lower samples in a row.
 const FALL_AFTER: usize = 3;
 /// Smaller changes are ignored, since the node's checkpoint is written for each.
 const STEP: u64 = 64 << 20;
@@ -197,7 +197,7 @@ mod tests {
             let held = withheld.observe(&with_balloon, &result(0), &gpus);
             assert_eq!(held, [(gpu(), Bytes(GIB))].into(), "beside a balloon");
         }
-        let gone = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
-        assert_eq!(gone, BTreeMap::new());
+        let after_removal = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
+        assert_eq!(after_removal, BTreeMap::new());
     }
 }

@@ -58,8 +58,8 @@ pub async fn run(
     faults: watch::Sender<Vec<FaultReport>>,
     stop: CancellationToken,
 ) {
-    let news = inputs.sessions.fault_reports();
-    let (mut waits, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
+    let new_reports = inputs.sessions.fault_reports();
+    let (mut barriers, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
     let mut log = open_log(&inputs.paths.kernel_log);
     let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
     let mut restarts = AwaitedRestarts::default();
@@ -70,9 +70,9 @@ pub async fn run(
     loop {
         let is_barrier = tokio::select! {
             () = stop.cancelled() => return,
-            () = news.notified() => false,
+            () = new_reports.notified() => false,
             Ok(()) = xids.changed() => false,
-            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => true,
+            1.. = barriers.recv_many(&mut waiting, barriers.max_capacity()) => true,
             _ = every.tick() => false,
         };
         let now = clock::read_clocks();
@@ -118,9 +118,9 @@ pub async fn run(
 
 /// Lets the hellos go on that wait for the log.
 fn release(waiting: &mut Vec<oneshot::Sender<()>>) {
-    for waits in waiting.drain(..) {
+    for barrier in waiting.drain(..) {
         // A session that waited too long has dropped its receiver.
-        let _ = waits.send(());
+        let _ = barrier.send(());
     }
 }
 
@@ -147,8 +147,8 @@ impl FaultInputs {
     }
 
     fn find_suspect(&self, XidLine { gpu, pid, .. }: XidLine, at: BootTime) -> Option<XidTarget> {
-        let on = self.snapshots.borrow().inventory.gpus_at(gpu);
-        self.sessions.find_xid_target(pid, &on, at)
+        let gpus = self.snapshots.borrow().inventory.gpus_at(gpu);
+        self.sessions.find_xid_target(pid, &gpus, at)
     }
 
     fn publish_new_faults(&self, now: ClockReading) {

@@ -72,8 +72,8 @@ impl PodAttestor {
         }
         let (mut running, mut gap) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
-            let waits = self.waiting_since.get(pid);
-            if waits.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
+            let waiting_since = self.waiting_since.get(pid);
+            if waiting_since.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
                 gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
             }
@@ -90,7 +90,7 @@ impl PodAttestor {
                         has_shim: uses.has_shim,
                         device_mappings: uses.device_mappings.clone(),
                         managed_mapped: uses.managed_mapped,
-                        is_stale: waits.is_some(),
+                        is_stale: waiting_since.is_some(),
                     };
                     running.insert(*pid, process);
                     gap = gap.or_else(|| uses.gap.clone());

@@ -49,14 +49,14 @@ impl PodAttestor {
         folder: &Path,
         first: (u32, Stat),
         mounts: &MountTable,
-        given: &ContainerGrant,
+        grant: &ContainerGrant,
         before: Option<DeviceCheck>,
         host: &HostView,
     ) -> RightsRecord {
-        let asked = before.clone();
+        let device_check = before.clone();
         let with_gap = |gap: EnforcementGap| RightsRecord {
             gap: Some(gap),
-            device_check: asked,
+            device_check,
             ..RightsRecord::default()
         };
         let (pid, _) = first;
@@ -83,12 +83,12 @@ impl PodAttestor {
                 "its /dev has too many names to be read",
             ));
         };
-        let (mut gap, mut asked) = (None, before);
-        let other_gpus = host.other_gpu_nodes(&given.nodes);
+        let (mut gap, mut device_check) = (None, before);
+        let other_gpus = host.other_gpu_nodes(&grant.nodes);
         let must_check =
-            evaluate::needs_device_check(&given.nodes, &visible, bounding, over_the_host);
+            evaluate::needs_device_check(&grant.nodes, &visible, bounding, over_the_host);
         if must_check && !other_gpus.is_empty() {
-            let now = self.check_devices(folder, (other_gpus, visible), asked, host);
+            let now = self.check_devices(folder, (other_gpus, visible), device_check, host);
             gap = match &now {
                 DeviceCheck {
                     openable: Some(openable),
@@ -106,12 +106,12 @@ impl PodAttestor {
                         )
                     }),
             };
-            asked = Some(now);
+            device_check = Some(now);
         }
         RightsRecord {
             gap,
             minor_gap: evaluate::check_scheduling(bounding, over_the_host),
-            device_check: asked,
+            device_check,
         }
     }
 
@@ -134,12 +134,12 @@ impl PodAttestor {
         {
             return before.clone();
         }
-        let asked = device_access::AccessQuery {
+        let query = device_access::AccessQuery {
             proc: &self.paths.proc,
             cgroup_root: &self.paths.cgroup_root,
             container_cgroup: folder,
         };
-        let openable = openable_nodes(Path::new(SELF_EXE), asked, &other_gpus);
+        let openable = openable_nodes(Path::new(SELF_EXE), query, &other_gpus);
         let openable =
             openable.inspect_err(|error| warn!(%error, ?folder, "failed to check device access"));
         let openable = openable.ok();

@@ -285,7 +285,7 @@ fn holders_are_all_named_when_of_several_containers() {
 
 #[test]
 fn unaccounted_memory_names_the_only_container_with_driver() {
-    let of = |processes: &[(u64, u32, bool, &[u64])]| {
+    let only_container = |processes: &[(u64, u32, bool, &[u64])]| {
         let members = [usage(1, 1024, &[(5, 0)]), usage(2, 1024, &[(6, 0)])];
         let containers = attested(processes.iter().copied());
         let result = compare_accounts(
@@ -304,10 +304,10 @@ fn unaccounted_memory_names_the_only_container_with_driver() {
             other => panic!("{other:?}"),
         }
     };
-    let (one, other) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
-    assert_eq!(of(&[one]), Some(AllocationId::from_bits(1)));
-    assert_eq!(of(&[one, other]), None);
-    assert_eq!(of(&[]), None);
+    let (first, second) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
+    assert_eq!(only_container(&[first]), Some(AllocationId::from_bits(1)));
+    assert_eq!(only_container(&[first, second]), None);
+    assert_eq!(only_container(&[]), None);
 }
 
 #[test]

@@ -73,14 +73,14 @@ impl FakeNode {
         match step {
             Step::Advance(pid) => self.advance(pid),
             Step::Reap(pid) => {
-                let gone = self.actors.get(&pid);
-                if gone.is_some_and(|actor| actor.stage == Stage::ExitKnown) {
+                let actor = self.actors.get(&pid);
+                if actor.is_some_and(|actor| actor.stage == Stage::ExitKnown) {
                     self.actors.remove(&pid);
                 }
             }
             Step::Hold(pid) => {
-                let live = self.actors.get(&pid);
-                if live.is_some_and(|actor| actor.stage == Stage::HasContext) {
+                let actor = self.actors.get(&pid);
+                if actor.is_some_and(|actor| actor.stage == Stage::HasContext) {
                     self.held.insert(pid);
                 }
             }
@@ -161,21 +161,21 @@ impl FakeNode {
         }
     }
 
-    fn alive(&self, pid: u32, asked: u64) -> Option<LiveProcess> {
+    fn alive(&self, pid: u32, requested_at: u64) -> Option<LiveProcess> {
         let actor = self.actors.get(&pid)?;
         let ended = matches!(actor.stage, Stage::Ended | Stage::ExitKnown);
         let owner = ProcessOwner::Container {
             pod: pod(1),
             cgroup: "c".into(),
         };
-        live_process(&stat(actor.start, ended), owner, asked)
+        live_process(&stat(actor.start, ended), owner, requested_at)
     }
 }
 
 /// The findings of an audit whose steps, in that order, come before the given steps of the program.
 fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
     let mut node = FakeNode::default();
-    let (mut asked, mut listed, mut usage) = (0, Vec::new(), None);
+    let (mut requested_at, mut listed, mut usage) = (0, Vec::new(), None);
     let mut containers = AttestedState::default();
     let mut alive = BTreeMap::new();
     for number in 0..=steps.len() {
@@ -183,13 +183,15 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
             match audit {
                 Audit::Driver => {
                     containers.exited_pids.clone_from(&node.exited);
-                    asked = node.now;
+                    requested_at = node.now;
                     listed = node.listed();
                 }
                 Audit::Accounts => usage = Some(node.usage()),
                 Audit::Identify => {
                     let all = listed.iter();
-                    alive = all.map(|pid| (*pid, node.alive(*pid, asked))).collect();
+                    alive = all
+                        .map(|pid| (*pid, node.alive(*pid, requested_at)))
+                        .collect();
                 }
             }
         }
@@ -253,8 +255,11 @@ fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
     ];
     let frees = [Step::Release(1), Step::Reclaim];
     let steps: Vec<Step> = pid_is_reused.into_iter().chain(frees).collect();
-    let (asked, end) = (pid_is_reused.len(), steps.len());
-    assert_eq!(findings_among(&steps, AUDIT_ORDER, [asked, end, end]), []);
+    let (requested_at, end) = (pid_is_reused.len(), steps.len());
+    assert_eq!(
+        findings_among(&steps, AUDIT_ORDER, [requested_at, end, end]),
+        []
+    );
 }
 
 #[test]

@@ -133,7 +133,7 @@ proptest! {
     #[test]
     fn residency_is_a_finding_only_beyond_the_charges(
         containers in prop::collection::vec((0..4_096_u64, 0..=100_u64, any::<bool>()), 1..6),
-        kept in 0..=128_u64,
+        managed_cache in 0..=128_u64,
         held in 0..8_192_u64,
     ) {
         let (mut usage, mut maps, mut resident, mut charged_in_all) = (vec![], vec![], 0, 0);
@@ -145,9 +145,9 @@ proptest! {
         }
         let mut known = mapped(&maps);
         known.managed_gpus = [gpu()].into();
-        prop_assert_eq!(findings(resident + kept, &usage, &known), vec![]);
-        let beyond = resident + kept + held > charged_in_all + 128 + 64;
-        prop_assert_eq!(!findings(resident + kept + held, &usage, &known).is_empty(), beyond);
+        prop_assert_eq!(findings(resident + managed_cache, &usage, &known), vec![]);
+        let beyond = resident + managed_cache + held > charged_in_all + 128 + 64;
+        prop_assert_eq!(!findings(resident + managed_cache + held, &usage, &known).is_empty(), beyond);
     }
 }
 
