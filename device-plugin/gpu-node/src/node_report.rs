@@ -79,7 +79,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
     let Snapshot {
         inventory,
         view,
-        queued_claims: waits,
+        queued_claims,
         generations,
         ..
     } = snapshot;
@@ -101,7 +101,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
-        waiting: pending_containers(waits),
+        waiting: pending_containers(queued_claims),
         not_enforced: inputs
             .audited
             .not_enforced

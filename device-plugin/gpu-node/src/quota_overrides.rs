@@ -116,16 +116,16 @@ pub(crate) fn quota_outcome(
             .iter()
             .filter(move |balance| named.contains(&&balance.account))
     });
-    let (mut quota, mut used, mut above, mut any) = (0_u64, 0_u64, false, false);
+    let (mut quota, mut used, mut is_exceeded, mut is_found) = (0_u64, 0_u64, false, false);
     for account in accounts {
         let in_use = account.in_use();
-        any = true;
-        above |= in_use > account.quota;
+        is_found = true;
+        is_exceeded |= in_use > account.quota;
         quota = quota.saturating_add(account.quota.0);
         used = used.saturating_add(in_use.0);
     }
     let (quota, used) = (Bytes(quota), Bytes(used));
-    match (any, above) {
+    match (is_found, is_exceeded) {
         (false, _) => QuotaOutcome::NotFound,
         (true, false) => QuotaOutcome::Applied(quota),
         (true, true) => QuotaOutcome::Pending { quota, used },

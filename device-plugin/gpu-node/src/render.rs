@@ -104,7 +104,7 @@ pub fn render(
         faults: select_faults(
             faults
                 .iter()
-                .map(|one| fault_status(one, before, now))
+                .map(|fault| fault_status(fault, before, now))
                 .collect(),
         ),
         containers: first(containers, MAX_CONTAINERS),
@@ -167,15 +167,16 @@ pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
 /// without an action. It acts on a fault that is only reported where the policy has changed since.
 /// It then needs one such fault of the container, and the new policy changes the status anyway.
 fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
-    let has = |fault: &Fault, action| fault.kind == FaultKind::Context && fault.action == action;
-    let is_reported = |fault: &Fault| has(fault, Some(FaultAction::Report));
+    let has_action =
+        |fault: &Fault, action| fault.kind == FaultKind::Context && fault.action == action;
+    let is_reported = |fault: &Fault| has_action(fault, Some(FaultAction::Report));
     let container_of = |fault: &Fault| {
         let container = fault.container.as_ref()?;
         Some((container.pod_uid.clone(), container.container.clone()))
     };
     let waiting = |faults: &[Fault]| {
         let mut waiting = faults.to_vec();
-        waiting.retain(|fault| !has(fault, None) && !is_reported(fault));
+        waiting.retain(|fault| !has_action(fault, None) && !is_reported(fault));
         waiting
     };
     let reported = |faults: &[Fault]| -> BTreeSet<_> {
@@ -349,8 +350,8 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
         let is_gpus = fault.kind == FaultKind::Gpu;
-        let is_asked = fault.action.is_some_and(FaultAction::awaits_eviction);
-        (!is_gpus, !is_asked)
+        let awaits_eviction = fault.action.is_some_and(FaultAction::awaits_eviction);
+        (!is_gpus, !awaits_eviction)
     };
     faults.sort_by(|a, b| (rank(a), a.time.0, &a.id).cmp(&(rank(b), b.time.0, &b.id)));
     faults.truncate(MAX_FAULTS);
@@ -607,10 +608,15 @@ mod tests {
             is_urgent(&none_open, &status(9, &[(9, Some(Report))])),
             "the operator knows no fault of the container"
         );
-        let mut elsewhere = report_with_faults(9, &[(9, Some(Report))]);
-        elsewhere.faults[0].image.as_mut().unwrap().container = "sidecar".into();
-        let elsewhere = render(&elsewhere, &GpuNodeStatus::default(), Some(1), &at(10));
-        assert!(is_urgent(&first, &elsewhere), "another container");
+        let mut other_container = report_with_faults(9, &[(9, Some(Report))]);
+        other_container.faults[0].image.as_mut().unwrap().container = "sidecar".into();
+        let other_container = render(
+            &other_container,
+            &GpuNodeStatus::default(),
+            Some(1),
+            &at(10),
+        );
+        assert!(is_urgent(&first, &other_container), "another container");
     }
 
     #[test]
@@ -834,7 +840,7 @@ mod tests {
                 ..gpu.clone()
             })
             .collect();
-        let lacking = EnforcementGap {
+        let gap = EnforcementGap {
             pod_uid: "0f".into(),
             namespace: "n".repeat(63),
             pod: "p".repeat(253),
@@ -842,7 +848,7 @@ mod tests {
             reason: "MountedOver".into(),
             message: "ü".repeat(256),
         };
-        full.not_enforced = vec![lacking; 300];
+        full.not_enforced = vec![gap; 300];
         let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
         assert_eq!(status.gpus.len(), MAX_GPUS);
         let pods = || {

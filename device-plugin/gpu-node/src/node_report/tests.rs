@@ -127,7 +127,7 @@ fn inputs() -> ReportInputs {
     }
 }
 
-/// Whether a condition says nothing amiss: host memory on GPUs is amiss where it holds.
+/// Whether a condition reports no problem: host memory on GPUs is a problem where it holds.
 fn has_no_problem(update: &ConditionUpdate) -> bool {
     match update.type_ {
         names::PAGEABLE_MEMORY_ON_GPU => update.holds != Some(true),
@@ -558,13 +558,13 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
 
 #[test]
 fn kubelet_restart_publishes_no_event() {
-    let well = node_report(&snapshot(), &inputs());
-    let gone = ReportInputs {
+    let healthy = node_report(&snapshot(), &inputs());
+    let disconnected = ReportInputs {
         registration: Registration::NotRegistered(NotRegistered::NoStream),
         ..inputs()
     };
     assert_eq!(
-        transition_events(Some(&well), &node_report(&snapshot(), &gone)),
+        transition_events(Some(&healthy), &node_report(&snapshot(), &disconnected)),
         []
     );
 }
@@ -612,13 +612,13 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         inputs.retained = retained;
         let report = node_report(&snapshot(), &inputs);
         assert!(report.conditions.iter().all(|update| !update.is_amiss()));
-        let of = |type_| condition(&report, type_);
-        let scrubbed = of(names::MEMORY_SCRUBBED);
+        let condition_of = |type_| condition(&report, type_);
+        let scrubbed = condition_of(names::MEMORY_SCRUBBED);
         assert_eq!(
             scrubbed.1 == names::NOT_SCRUBBED,
             !inputs.retained.refused.is_empty()
         );
-        of(names::RETAINED_MEMORY)
+        condition_of(names::RETAINED_MEMORY)
     };
     let working = inputs().retained;
     assert_eq!(retained_condition(working.clone()), (Some(true), names::OK));
