@@ -247,7 +247,7 @@ impl NodeTask {
                     // The NVML thread ends only with the agent.
                     Err(_) => return,
                 },
-                // These tasks end only with the agent.
+                // The tasks that send on the other channels end only with the agent.
                 Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
                 Ok(()) = self.inputs.refused_by_cuda.changed() => self.apply_starts().await,
                 Ok(()) = wait_if_present(&mut self.inputs.tried_by_cuda) => {
@@ -281,8 +281,8 @@ impl NodeTask {
                     self.heartbeat.send_replace(Instant::now());
                 }
                 _ = collect.tick() => {
-                    let trouble = self.allocator.host_mut().cdi_problem();
-                    self.allocator.set_cdi_problem(trouble);
+                    let problem = self.allocator.host_mut().cdi_problem();
+                    self.allocator.set_cdi_problem(problem);
                     // Repeats reads and writes that failed before.
                     let inventory = self.inputs.inventory.borrow().clone();
                     self.observe_generations(inventory.gpus());
@@ -437,7 +437,7 @@ impl NodeTask {
         self.publish();
     }
 
-    /// Advertises the node's devices. Running pods keep theirs where the new ones cannot be
+    /// Advertises the node's devices. Running pods keep their devices where the new ones cannot be
     /// advertised.
     fn advertise(&mut self, inventory: &Inventory) {
         // A node without a GPU has nothing to register.

@@ -282,13 +282,13 @@ mod tests {
     #[test]
     fn both_resources_together_stay_within_the_kubelet_limit() {
         let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
-        let with = |managed| {
+        let offered_with = |managed| {
             let config = config(Quantum::Mib256, managed, Bytes::ZERO);
             devices(&gpus, &config, &no_claims(), &no_devices())
         };
-        assert!(with(Bytes::gib(24)).is_ok());
+        assert!(offered_with(Bytes::gib(24)).is_ok());
         assert_eq!(
-            with(Bytes::gib(25)),
+            offered_with(Bytes::gib(25)),
             Err(DevicesError::TooManyDeviceIds { count: 4_100 })
         );
     }

@@ -107,11 +107,11 @@ mod tests {
                 resource: name.to_owned(),
                 devices: 2,
             };
-            let ours = ("bursar.dev/gpu-memory-gib", 32);
-            assert_eq!(owners(&[ours, (name, 2)]), other);
-            assert_eq!(owners(&[ours, (name, 0)]), GpuOwners::BursarAlone);
+            let own = ("bursar.dev/gpu-memory-gib", 32);
+            assert_eq!(owners(&[own, (name, 2)]), other);
+            assert_eq!(owners(&[own, (name, 0)]), GpuOwners::BursarAlone);
         }
-        let beside = [("nvidia.com/rdma", 1), ("smarter-devices/fuse", 1)];
-        assert_eq!(owners(&beside), GpuOwners::BursarAlone);
+        let other_resources = [("nvidia.com/rdma", 1), ("smarter-devices/fuse", 1)];
+        assert_eq!(owners(&other_resources), GpuOwners::BursarAlone);
     }
 }

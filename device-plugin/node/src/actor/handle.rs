@@ -1,4 +1,4 @@
-//! Passes the kubelet's calls to the node task, and tells pods of their outcome.
+//! Passes the kubelet's calls to the node task, and publishes their outcome on the pods.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -152,14 +152,17 @@ impl Allocator for NodeHandle {
         };
         let container = NamedContainer::of(&identity);
         let (result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
+        let (wait_reason, waiting) = oneshot::channel();
         let bind = PrepareRequest {
             resource,
             device_ids,
             identity,
             deadline: until,
         };
-        let reply = Reply { result, waits };
+        let reply = Reply {
+            result,
+            wait_reason,
+        };
         self.commands
             .send(Command::Prepare { bind, reply })
             .await
@@ -335,8 +338,8 @@ mod tests {
         let handle = handle(false, &published);
         let (container, started) = (container(), tokio::time::Instant::now());
         let (result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
-        waits.send(reason()).unwrap();
+        let (wait_reason, waiting) = oneshot::channel();
+        wait_reason.send(reason()).unwrap();
         let node = async {
             while published.lock().unwrap().is_empty() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -387,8 +390,8 @@ mod tests {
         let handle = handle(true, &Published::default());
         let started = tokio::time::Instant::now();
         let (_result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
-        waits.send(reason()).unwrap();
+        let (wait_reason, waiting) = oneshot::channel();
+        wait_reason.send(reason()).unwrap();
         let (result, _) = handle.follow(Some(&container()), bound, waiting).await;
         assert!(
             matches!(result, Err(PrepareError::PodDeleted)),

@@ -92,8 +92,8 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Lets the ledger account for the leases of ended allocations, and for the memory of theirs
-    /// that other processes may still map. Returns the exported memory.
+    /// Lets the ledger account for the leases of ended allocations, and for their exported memory,
+    /// which other processes may still map. Returns the exported memory.
     pub(super) async fn account_for_ended(
         &mut self,
         ended: &[AllocationId],

@@ -11,8 +11,8 @@ use super::super::host::HostOps;
 use super::{NodeAllocator, QueuedClaim, WaitingCall, send_result};
 
 impl<H: HostOps> NodeAllocator<H> {
-    /// Lets a call wait for room, and tells its caller the `reason`. An earlier call of the claim
-    /// ends.
+    /// Queues a call until its claim has room, and sends its caller the `reason`. An earlier call
+    /// of the claim ends.
     ///
     /// `held` are the kubelet's entries for the container.
     pub(super) fn queue_call(
@@ -20,7 +20,7 @@ impl<H: HostOps> NodeAllocator<H> {
         call: WaitingCall,
         held: &[CheckpointEntry],
         mut reason: WaitReason,
-        waits: oneshot::Sender<WaitReason>,
+        wait_reason: oneshot::Sender<WaitReason>,
         now: BootTime,
     ) {
         self.name_pods(&mut reason);
@@ -28,7 +28,7 @@ impl<H: HostOps> NodeAllocator<H> {
         self.record_queued(&call, held, reason.gpus.is_some(), now);
         let message = reason.to_string();
         // The caller may have gone; its call ends with the next tick.
-        let _ = waits.send(reason);
+        let _ = wait_reason.send(reason);
         if let Some(before) = self.waiting_calls.insert(call.ticket.claim, call) {
             send_result(before.result, Err(PrepareError::NoRoom(message)));
         }
@@ -110,8 +110,8 @@ impl<H: HostOps> NodeAllocator<H> {
     pub(super) fn observe_oldest_wait(&mut self, now: BootTime) {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
-        let waits = self.queued_claims.values();
-        let oldest = waits.map(|wait| now.since(wait.queued_at)).max();
+        let claims = self.queued_claims.values();
+        let oldest = claims.map(|claim| now.since(claim.queued_at)).max();
         self.metrics.set_oldest_wait(oldest.unwrap_or_default());
     }
 }

@@ -143,7 +143,10 @@ fn symbols_that_the_driver_lacks_are_hidden() {
     let image = fs::read(machine.path("image/libcuda.so.1")).unwrap();
     let copy = fs::read(build.join(LIBCUDA)).unwrap();
     assert_eq!(image.len(), copy.len());
-    let changed = image.iter().zip(&copy).filter(|(one, other)| one != other);
+    let changed = image
+        .iter()
+        .zip(&copy)
+        .filter(|(original, copied)| original != copied);
     assert!(changed.count() <= 24, "one symbol's entry and nothing else");
 }
 
