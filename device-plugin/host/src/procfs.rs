@@ -41,12 +41,12 @@ pub struct Bounds {
     pub lines: usize,
 }
 
-/// Passes the lines of a file to `see` and returns the number of bytes read.
+/// Passes the lines of a file to `visit` and returns the number of bytes read.
 ///
 /// # Errors
 /// The operating system's error; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines
 /// within them.
-pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
+pub fn for_each_line(path: &Path, bounds: Bounds, mut visit: impl FnMut(&str)) -> io::Result<u64> {
     let mut file = BufReader::with_capacity(64 << 10, File::open(path)?);
     let (mut read, mut line) = (0, Vec::new());
     for left in (0..=bounds.lines).rev() {
@@ -60,7 +60,7 @@ pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> 
         if left == 0 || length > MAX_LINE || read > bounds.bytes {
             break;
         }
-        see(String::from_utf8_lossy(&line).trim_end_matches('\n'));
+        visit(String::from_utf8_lossy(&line).trim_end_matches('\n'));
     }
     Err(ErrorKind::FileTooLarge.into())
 }
@@ -176,11 +176,11 @@ const COMM_BYTES: usize = 15;
 /// Whether one of the programs has the name in `/proc/<pid>/comm`, which the kernel cuts.
 pub fn is_named(comm: &str, programs: &BTreeSet<String>) -> bool {
     let comm = comm.trim_end_matches('\n');
-    let cut = |program: &str| program.floor_char_boundary(COMM_BYTES);
+    let name_length = |program: &str| program.floor_char_boundary(COMM_BYTES);
     !comm.is_empty()
         && programs
             .iter()
-            .any(|program| program[..cut(program)] == *comm)
+            .any(|program| program[..name_length(program)] == *comm)
 }
 
 /// The pod of a cgroup directory.
