@@ -122,12 +122,12 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut plan = DrainPlan::new(drain.borrow().clone());
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
+            _ = ticker.tick() => {}
             // Without the API server no order arrives, and the ticks go on.
             Ok(()) = inputs.orders.changed() => {}
         }

@@ -116,14 +116,14 @@ pub async fn run(
     published: watch::Sender<Limits>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(POLL_INTERVAL);
+    let mut ticker = interval(POLL_INTERVAL);
     let mut reapply = interval_at(Instant::now() + REAPPLY_INTERVAL, REAPPLY_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut limits = Limits::new();
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
+            _ = ticker.tick() => {}
             _ = reapply.tick() => limits.clear(),
             // The channel is closed only when the agent ends.
             Ok(()) = snapshots.changed() => {}

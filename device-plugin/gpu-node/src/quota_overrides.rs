@@ -180,12 +180,12 @@ pub async fn run(
     applied: watch::Sender<AppliedSpec>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(RECLAIM_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(RECLAIM_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
+            _ = ticker.tick() => {}
             // Without the API server the spec never changes; the ticks go on.
             Ok(()) = orders.changed() => {}
         }

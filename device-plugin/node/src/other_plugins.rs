@@ -62,9 +62,9 @@ pub async fn run(
     owners: watch::Sender<GpuOwners>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    while stop.run_until_cancelled(every.tick()).await.is_some() {
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    while stop.run_until_cancelled(ticker.tick()).await.is_some() {
         let Some(offered) = stop.run_until_cancelled(kubelet.offered_devices()).await else {
             return;
         };

@@ -171,9 +171,9 @@ impl Auditor {
 
     /// Audits until `stop`.
     pub async fn run(mut self, config: Config, stop: CancellationToken) {
-        let mut every = interval(AUDIT_INTERVAL);
-        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while stop.run_until_cancelled(every.tick()).await.is_some() {
+        let mut ticker = interval(AUDIT_INTERVAL);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while stop.run_until_cancelled(ticker.tick()).await.is_some() {
             if stop
                 .run_until_cancelled(self.audit(&config))
                 .await

@@ -65,15 +65,15 @@ pub async fn run(
     let mut restarts = AwaitedRestarts::default();
     let mut killer = Killer::new(inputs.paths.proc.clone(), Arc::clone(&inputs.sessions));
     let mut xids = inputs.xids.clone();
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let is_barrier = tokio::select! {
             () = stop.cancelled() => return,
             () = new_reports.notified() => false,
             Ok(()) = xids.changed() => false,
             1.. = barriers.recv_many(&mut waiting, barriers.max_capacity()) => true,
-            _ = every.tick() => false,
+            _ = ticker.tick() => false,
         };
         let now = clock::read_clocks();
         let read = log.as_mut().map(|log| log.read(now.moment));
@@ -102,7 +102,7 @@ pub async fn run(
         if is_whole {
             release(&mut waiting);
         } else if !waiting.is_empty() {
-            every.reset_immediately();
+            ticker.reset_immediately();
         }
         inputs.publish_new_faults(now);
         inputs.publish_restarts(&mut restarts, now);
@@ -152,13 +152,13 @@ impl FaultInputs {
     }
 
     fn publish_new_faults(&self, now: ClockReading) {
-        let alone = self
+        let disconnected_for = self
             .disconnected_since
             .borrow()
             .map(|since| since.elapsed());
         let faults = self
             .sessions
-            .take_new_faults(alone.unwrap_or_default(), now);
+            .take_new_faults(disconnected_for.unwrap_or_default(), now);
         if faults.is_empty() {
             return;
         }
