@@ -209,8 +209,8 @@ mod tests {
             let file = mounts
                 .iter()
                 .find(|mount| mount.mount_point == Path::new("/opt/x/lib"));
-            let whole = over.contains(" /opt/x/lib/a ");
-            assert_eq!(mounts.is_visible(file.unwrap()), whole, "{over}");
+            let is_visible = over.contains(" /opt/x/lib/a ");
+            assert_eq!(mounts.is_visible(file.unwrap()), is_visible, "{over}");
         }
     }
 

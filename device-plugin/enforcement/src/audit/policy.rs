@@ -41,11 +41,11 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         } => (1, Vec::new()),
         Finding::Holder {
             process,
-            is_only_suspect: alone,
+            is_only_suspect,
             ..
         } => (
             HOLDER_AFTER,
-            alone.then_some(*process).into_iter().collect(),
+            is_only_suspect.then_some(*process).into_iter().collect(),
         ),
         Finding::OverManaged { .. } | Finding::Unaccounted { .. } => {
             (UNACCOUNTED_AFTER, Vec::new())
@@ -142,12 +142,12 @@ mod tests {
     #[test]
     fn holder_is_killed_only_when_it_is_the_only_suspect() {
         let config = config(AuditPolicy::Kill);
-        let holder = |alone| Finding::Holder {
+        let holder = |is_only_suspect| Finding::Holder {
             gpu: "GPU-a".parse().unwrap(),
             process: PROCESS,
             bytes: Bytes::gib(1),
             allocation: AllocationId::from_bits(1),
-            is_only_suspect: alone,
+            is_only_suspect,
         };
         let published: Vec<bool> = (1..=4)
             .map(|strikes| action(&holder(true), strikes, &config).publish_event)

@@ -172,15 +172,15 @@ mod tests {
         };
         assert!(message(&undecided).starts_with("XID 31 poisoned"));
         let decided = |action| Some((action, RecordedMoment(BootTime::default())));
-        let alone = Fault {
+        let process_only = Fault {
             decided: decided(RecoveryAction::EndProcess),
             held_since: Some(BootTime::default()),
             ..fault()
         };
-        assert!(message(&alone).ends_with(": it ends, and its container goes on"));
+        assert!(message(&process_only).ends_with(": it ends, and its container goes on"));
         let held = Fault {
             decided: decided(RecoveryAction::RestartContainer { over_limit: false }),
-            ..alone
+            ..process_only
         };
         assert!(message(&held).contains("(MemoryHeld)"));
     }

@@ -43,8 +43,8 @@ fn gap_reason(mounts: &MountTable) -> Option<GapReason> {
 #[test]
 fn container_has_no_gap_when_every_mount_is_present() {
     assert_eq!(check_mounts(&expected(), &table("")), None);
-    let beside = "300 100 0:60 / /usr/lib/x/other rw - tmpfs t rw\n";
-    assert_eq!(check_mounts(&expected(), &table(beside)), None);
+    let other_mount = "300 100 0:60 / /usr/lib/x/other rw - tmpfs t rw\n";
+    assert_eq!(check_mounts(&expected(), &table(other_mount)), None);
 }
 
 #[test]

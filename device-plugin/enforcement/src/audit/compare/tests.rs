@@ -130,9 +130,9 @@ fn holders(
     let holder = |finding: &Finding| match finding {
         Finding::Holder {
             process,
-            is_only_suspect: alone,
+            is_only_suspect,
             ..
-        } => Some((process.pid, *alone)),
+        } => Some((process.pid, *is_only_suspect)),
         _ => None,
     };
     result.findings.iter().filter_map(holder).collect()

@@ -136,17 +136,17 @@ proptest! {
         managed_cache in 0..=128_u64,
         held in 0..8_192_u64,
     ) {
-        let (mut usage, mut maps, mut resident, mut charged_in_all) = (vec![], vec![], 0, 0);
+        let (mut usage, mut maps, mut resident, mut total_charged) = (vec![], vec![], 0, 0);
         for (number, (charged, percent, is_covered)) in (1..).zip(containers) {
             usage.push(container(number, charged, is_covered));
             maps.push((number, charged));
             resident += charged * percent / 100;
-            charged_in_all += charged;
+            total_charged += charged;
         }
         let mut known = mapped(&maps);
         known.managed_gpus = [gpu()].into();
         prop_assert_eq!(findings(resident + managed_cache, &usage, &known), vec![]);
-        let beyond = resident + managed_cache + held > charged_in_all + 128 + 64;
+        let beyond = resident + managed_cache + held > total_charged + 128 + 64;
         prop_assert_eq!(!findings(resident + managed_cache + held, &usage, &known).is_empty(), beyond);
     }
 }
