@@ -37,11 +37,13 @@ fn client_with_deadlines(mut config: kube::Config, silence: Duration) -> kube::R
     config.connect_timeout = Some(silence);
     config.write_timeout = Some(silence);
     config.read_timeout = Some(WATCH_TIMEOUT);
-    let begins = MapFutureLayer::new(move |answer: ResponseFuture| async move {
+    let head_deadline = MapFutureLayer::new(move |answer: ResponseFuture| async move {
         let answer: Result<_, BoxError> = timeout(silence, answer).await?;
         answer
     });
-    Ok(ClientBuilder::try_from(config)?.with_layer(&begins).build())
+    Ok(ClientBuilder::try_from(config)?
+        .with_layer(&head_deadline)
+        .build())
 }
 
 /// A response of kube's client that has not arrived yet.
@@ -73,22 +75,22 @@ mod tests {
 
     #[tokio::test]
     async fn watch_continues_without_events() {
-        let quiet = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let client = client_of(&quiet).await;
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = client_of(&silent).await;
         let server = tokio::spawn(async move {
-            let (mut stream, _) = quiet.accept().await.unwrap();
+            let (mut stream, _) = silent.accept().await.unwrap();
             let _ = stream.read(&mut [0; 4096]).await.unwrap();
-            let begins = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
-            stream.write_all(begins).await.unwrap();
+            let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+            stream.write_all(head).await.unwrap();
             std::future::pending::<()>().await
         });
         let nodes = bursar_apiserver::gpu_node::gpu_nodes(client);
         let params = kube::api::WatchParams::default();
-        let begun = nodes.watch(&params, "1");
-        let begun = timeout(Duration::from_secs(10), begun).await.unwrap();
-        let mut events = std::pin::pin!(begun.unwrap());
-        let told = timeout(10 * SILENCE, events.next()).await;
-        assert!(told.is_err(), "{told:?}");
+        let watch = nodes.watch(&params, "1");
+        let watch = timeout(Duration::from_secs(10), watch).await.unwrap();
+        let mut events = std::pin::pin!(watch.unwrap());
+        let next_event = timeout(10 * SILENCE, events.next()).await;
+        assert!(next_event.is_err(), "{next_event:?}");
         server.abort();
     }
 }

@@ -60,8 +60,8 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
     let client = bursar_device_plugin::connect_api_server().await;
-    let around = RunOptions::new(args.node_name.clone(), client);
-    Ok(bursar_device_plugin::run(config, around, shutdown).await?)
+    let options = RunOptions::new(args.node_name.clone(), client);
+    Ok(bursar_device_plugin::run(config, options, shutdown).await?)
 }
 
 fn init_logging(args: &Args) -> anyhow::Result<()> {

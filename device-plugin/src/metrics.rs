@@ -145,8 +145,8 @@ impl Metrics {
             faults: fault_figures(report),
             ..GpuFigures::default()
         };
-        for of_gpu in &report.gpus {
-            let GpuReport { gpu, memory, .. } = of_gpu;
+        for gpu_report in &report.gpus {
+            let GpuReport { gpu, memory, .. } = gpu_report;
             let info = GpuInfoLabels {
                 gpu: gpu.uuid.to_string(),
                 index: gpu.minor.to_string(),
@@ -155,7 +155,7 @@ impl Metrics {
             };
             figures.infos.push((info, 1));
             let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
-            let (capacity, free) = (of_gpu.capacity(), memory.unbound());
+            let (capacity, free) = (gpu_report.capacity(), memory.unbound());
             let states = [
                 ("total", gpu.memory.0),
                 ("capacity", bytes(capacity)),
@@ -172,7 +172,7 @@ impl Metrics {
                 let amount = i64::try_from(amount).unwrap_or(i64::MAX);
                 figures.memory.push((label, amount));
             }
-            let is_healthy = of_gpu.health == GpuHealth::Healthy;
+            let is_healthy = gpu_report.health == GpuHealth::Healthy;
             figures
                 .healthy
                 .push(((&gpu.uuid).into(), is_healthy.into()));

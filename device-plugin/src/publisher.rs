@@ -200,13 +200,18 @@ mod tests {
     use super::*;
 
     /// The readiness of a node with these conditions, with GPUs or without.
-    fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {
-        let conditions = said.iter().map(|&(type_, holds, reason)| ConditionUpdate {
-            type_,
-            holds,
-            reason,
-            message: "why".into(),
-        });
+    fn verdict_of(
+        gpus: bool,
+        conditions: &[(&'static str, Option<bool>, &'static str)],
+    ) -> Verdict {
+        let conditions = conditions
+            .iter()
+            .map(|&(type_, holds, reason)| ConditionUpdate {
+                type_,
+                holds,
+                reason,
+                message: "why".into(),
+            });
         let mut report = NodeReport {
             conditions: conditions.collect(),
             ..report()
@@ -229,8 +234,8 @@ mod tests {
             (names::CHECKPOINT_INTACT, names::CHECKPOINT_REBUILT),
             (names::RETAINED_MEMORY, names::FD_STORE_UNAVAILABLE),
         ] {
-            let said = (type_, Some(false), reason);
-            assert_eq!(verdict_of(true, &[said]), Verdict::Well, "{reason}");
+            let condition = (type_, Some(false), reason);
+            assert_eq!(verdict_of(true, &[condition]), Verdict::Well, "{reason}");
         }
     }
 
@@ -249,8 +254,12 @@ mod tests {
             ),
         ] {
             let well = (names::WITHIN_DEVICE_ID_LIMIT, Some(true), names::OK);
-            let said = verdict_of(true, &[well, (type_, holds, reason)]);
-            assert_eq!(said, Verdict::Unwell(format!("{type_}: why")), "{reason}");
+            let verdict = verdict_of(true, &[well, (type_, holds, reason)]);
+            assert_eq!(
+                verdict,
+                Verdict::Unwell(format!("{type_}: why")),
+                "{reason}"
+            );
         }
     }
 

@@ -23,9 +23,9 @@ pub(crate) fn follow(
     let task = async move {
         loop {
             let now = with_kubelet(&dir, &name, own.borrow_and_update().clone());
-            sender.send_if_modified(|told| {
-                let changed = *told != now;
-                *told = now;
+            sender.send_if_modified(|published| {
+                let changed = *published != now;
+                *published = now;
                 changed
             });
             tokio::select! {

@@ -58,13 +58,13 @@ fn main() -> ExitCode {
     }
     let trial = Trial::test("idle_agent_allocates_little_for_each_of_250_pods", || {
         let runtime = Runtime::new()?;
-        let made = runtime
+        let per_pod = runtime
             .block_on(count_idle_allocations())
             .map_err(Failed::from)?;
-        println!("{made} allocations for each of {PODS} pods in a second");
-        match made <= MOST {
+        println!("{per_pod} allocations for each of {PODS} pods in a second");
+        match per_pod <= MOST {
             true => Ok(()),
-            false => Err(format!("{made} allocations are more than {MOST}").into()),
+            false => Err(format!("{per_pod} allocations are more than {MOST}").into()),
         }
     });
     libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code()
@@ -78,10 +78,10 @@ fn run_agent(config: &Path) {
         .enable_all()
         .build()
         .unwrap();
-    let around = RunOptions::new("idle".to_owned(), None);
+    let options = RunOptions::new("idle".to_owned(), None);
     runtime.spawn(bursar_device_plugin::run(
         config,
-        around,
+        options,
         CancellationToken::new(),
     ));
     for line in std::io::stdin().lines() {
@@ -104,23 +104,23 @@ async fn count_idle_allocations() -> Outcome<usize> {
         command
     })
     .await?;
-    let mut asks = node.agent.stdin.take().ok_or("no input")?;
+    let mut input = node.agent.stdin.take().ok_or("no input")?;
     let mut lines = BufReader::new(node.agent.stdout.take().ok_or("no output")?).lines();
     let mut allocations = || -> Outcome<usize> {
-        writeln!(asks)?;
+        writeln!(input)?;
         Ok(lines.next().ok_or("the agent has ended")??.parse()?)
     };
     for number in 0..PODS {
         node.start(&format!("p{number}"), 1).await?;
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let before = allocations()?;
         tokio::time::sleep(WINDOW).await;
-        let made = (allocations()? - before) / PODS / WINDOW.as_secs() as usize;
-        if made <= MOST || begun.elapsed() > PATIENCE {
-            return Ok(made);
+        let per_pod = (allocations()? - before) / PODS / WINDOW.as_secs() as usize;
+        if per_pod <= MOST || start.elapsed() > PATIENCE {
+            return Ok(per_pod);
         }
-        println!("not idle yet: {made} allocations");
+        println!("not idle yet: {per_pod} allocations");
     }
 }

@@ -71,7 +71,7 @@ impl Fixture {
     ///
     /// A process's exit closes its sockets at once, but the exit of threads in this process does
     /// not. If the kubelet saw a stream end later, it would attribute the end to the successor. So
-    /// this waits until the kubelet has seen the end.
+    /// this waits until the kubelet has observed the end.
     async fn kill_agent(&mut self) -> (Ledger, Devices) {
         let agent = self.agent.take().expect("a living agent");
         let devices = agent.devices.borrow().clone();

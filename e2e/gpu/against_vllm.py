@@ -95,10 +95,10 @@ class Trial:
         path = os.pathsep.join([self.site, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "WARNING"}
         output = subprocess.run(command, check=False, text=True, env=environment, capture_output=True, timeout=300)
-        said = [line for line in output.stdout.splitlines() if line.startswith("{")]
-        if not said:
+        lines = [line for line in output.stdout.splitlines() if line.startswith("{")]
+        if not lines:
             raise RuntimeError(f"{model} was not loaded ({output.returncode}):\n{output.stderr[-3000:]}")
-        return output.returncode, json.loads(said[-1])
+        return output.returncode, json.loads(lines[-1])
 
 
 def again(trial, table, what, model, engine=None):
@@ -107,9 +107,9 @@ def again(trial, table, what, model, engine=None):
     ended, first = trial.load(model, then="kill", engine=engine)
     _, second = trial.load(model, engine=engine)
     right = [ended == -signal.SIGKILL, second["external"] > 0 == first["external"], not first["log"] and not second["log"]]
-    for said in (first, second):
-        right += [said[part] == plain[part] for part in ("tensors", "scales", "classes", "marked")]
-        right.append(said["read_only"] in (None, said["parameters"]))
+    for loaded in (first, second):
+        right += [loaded[part] == plain[part] for part in ("tensors", "scales", "classes", "marked")]
+        right.append(loaded["read_only"] in (None, loaded["parameters"]))
     wrong = False if all(right) else json.dumps([right, first["log"], second["log"]])
     found = f"{len(second['parameters'])} parameters retained"
     table.add(f"{what}: a worker after SIGKILL", found, "all as vLLM loads them", wrong=wrong)

@@ -141,7 +141,7 @@ def main():
     if options.device == "host":
         retained = sorted(name for name, parameter in parameters.items() if read_only(parameter.data_ptr()))
     attention = [module for module in model.modules() if hasattr(module, "_k_scale_float")]
-    said = {
+    report = {
         "loader": type(loader).__name__,
         "differ": [name for name in METHODS if hasattr(BaseModelLoader, name) and parameters_of(loader, name) != parameters_of(BaseModelLoader, name)],
         "external": external,
@@ -154,7 +154,7 @@ def main():
         "classes": {name: type(parameter).__name__ for name, parameter in parameters.items()},
         "marked": sorted(name for name, parameter in parameters.items() if hasattr(parameter, "weight_loader")),
     }
-    print(json.dumps(said), flush=True)
+    print(json.dumps(report), flush=True)
     if options.then == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if options.then == "write":

@@ -59,11 +59,11 @@ class Cluster:
     def complaint(self):
         """Returns the status of the node and the agent's log, for a failed row."""
         nodes = json.loads(self.kubectl("get", "gpunodes", "--output", "json"))["items"]
-        said = [json.dumps(condition) for node in nodes for condition in node["status"]["conditions"]]
-        said.append(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "wide"))
-        said.append(self.kubectl("get", "events"))
-        said.append(self.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE, check=False))
-        return "\n".join(said)
+        parts = [json.dumps(condition) for node in nodes for condition in node["status"]["conditions"]]
+        parts.append(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "wide"))
+        parts.append(self.kubectl("get", "events"))
+        parts.append(self.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE, check=False))
+        return "\n".join(parts)
 
     def kill_findings(self):
         """Sets the agent's policy to `kill`, and waits for an agent with this policy."""
@@ -82,13 +82,13 @@ class Cluster:
 
     def findings(self, about=None, but=None, reasons=FINDINGS):
         """Returns times, reasons and notes of the findings about a pod, or about other objects, oldest first."""
-        said = []
+        found = []
         for event in json.loads(self.kubectl("get", "events.events.k8s.io", "--all-namespaces", "--output", "json"))["items"]:
             name = event["regarding"].get("name")
             if event["reason"] in reasons and about in (None, name) and name != but:
                 at = datetime.datetime.fromisoformat(event["eventTime"]).timestamp()
-                said.append((at, event["reason"], event.get("note", "")))
-        return sorted(said)
+                found.append((at, event["reason"], event.get("note", "")))
+        return sorted(found)
 
     def answer(self, name, bound):
         """Waits for a pod's end, and returns its phase and the last JSON line of its log."""

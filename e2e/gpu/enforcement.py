@@ -58,7 +58,7 @@ def field(name, *allowed):
 
 def all_of(*judges):
     """Combines checks, all of which must pass."""
-    return lambda answer: next((said for said in (judge(answer) for judge in judges) if said), None)
+    return lambda answer: next((reason for reason in (judge(answer) for judge in judges) if reason), None)
 
 
 def rows(rounds):
@@ -117,13 +117,13 @@ def together(cluster, programs):
     cluster.apply(pod("greedy", 4, [PYTHON, "/programs/quota.py", "torch"], programs))
     phase, greedy, log = cluster.answer("greedy", 60)
     steady_phase = cluster.kubectl("get", "pod", "steady", "--output", "jsonpath={.status.phase}")
-    said = filled(4)(greedy) if phase == "Succeeded" and greedy else f"{phase}: {log[-1500:]}"
-    if said is None and steady_phase != "Running":
-        said = f"the other pod was {steady_phase} by then"
-    yield "beside it: torch takes all it can get", 4, show(greedy), said
+    wrong = filled(4)(greedy) if phase == "Succeeded" and greedy else f"{phase}: {log[-1500:]}"
+    if wrong is None and steady_phase != "Running":
+        wrong = f"the other pod was {steady_phase} by then"
+    yield "beside it: torch takes all it can get", 4, show(greedy), wrong
     phase, steady, log = cluster.answer("steady", 60)
-    said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or steady is None else field("wrong", 0)(steady)
-    yield "torch computes all the while", 16, show(steady), said
+    wrong = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or steady is None else field("wrong", 0)(steady)
+    yield "torch computes all the while", 16, show(steady), wrong
     print("\n| NODE | GPU | POD | QUOTA | SEES | TOOK | WHAT IT WAS TOLD |\n|---|---|---|---|---|---|---|")
     for name, gib, answer in ("steady", 16, steady), ("greedy", 4, greedy):
         node = cluster.kubectl("get", "pod", name, "--output", "jsonpath={.spec.nodeName}")
@@ -190,10 +190,10 @@ def main():
                 cluster.apply(pod(name, gib, command, programs, env.items()))
                 phase, answer, log = cluster.answer(name, 180)
                 try:
-                    said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
+                    wrong = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
                 except KeyError as missing:
-                    said = f"no {missing} in its answer"
-                table.add(title, gib, show(answer), wrong=said)
+                    wrong = f"no {missing} in its answer"
+                table.add(title, gib, show(answer), wrong=wrong)
                 cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
             if not arguments.only or "together" in arguments.only:
                 for *cells, wrong in together(cluster, programs):
@@ -205,8 +205,8 @@ def main():
             right = phase == "Succeeded" and shown.startswith("4096 MiB")
             table.add("nvidia-smi", 4, shown, wrong=None if right else phase)
             # The second half of the comparison calls the driver without the shim.
-            said = cluster.findings(but=compared)
-            table.add("findings about honest programs", "", len(said), wrong=str(said) if said else None)
+            findings = cluster.findings(but=compared)
+            table.add("findings about honest programs", "", len(findings), wrong=str(findings) if findings else None)
     return table.show()
 
 

@@ -224,16 +224,16 @@ class Calls:
             return value.value
 
         self._call("cuCtxSynchronize")
-        seen = [reserved()]
+        samples = [reserved()]
         pointer = self._pool_allocation(size)
         self._call("cuCtxSynchronize")
-        seen.append(reserved())
+        samples.append(reserved())
         self._call("cuMemFreeAsync", pointer, None)
         # The free has long completed, but no call of the host has waited for it.
         time.sleep(0.3)
-        seen.append(reserved())
+        samples.append(reserved())
         self._call("cuCtxSynchronize")
-        return [*seen, reserved()]
+        return [*samples, reserved()]
 
     def _stream(self):
         return self._new("cuStreamCreate", NON_BLOCKING, kind=ctypes.c_void_p)
@@ -574,8 +574,8 @@ def killed(gpu, table):
         holder.process.wait()
     right = busy and held >= size and is_free
     claim = "after SIGKILL under a running kernel, its memory is free again"
-    seen = f"{mib(held)} before, {mib(max(0, left))} after" + ("" if busy else "; the kernel did not run")
-    table.add("F8", claim, seen, wrong=not right)
+    cell = f"{mib(held)} before, {mib(max(0, left))} after" + ("" if busy else "; the kernel did not run")
+    table.add("F8", claim, cell, wrong=not right)
     why = NO_TIMES if SIMULATED else None
     table.add("F8", "100 GiB within 112 ms", f"{took * 1e3:.0f} ms of {size // GIB} GiB", wrong=took > 1, unshown=why)
     time.sleep(0 if SIMULATED else 1)
@@ -603,9 +603,9 @@ def query(gpu, table):
             file.write(QUERY)
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
         least, most, pair = client.ask("query_times", library)
-    seen = f"{least:.0f} to {most:.0f} ns; `cuMemAlloc` and `cuMemFree` {pair / 1e3:.0f} us"
+    cell = f"{least:.0f} to {most:.0f} ns; `cuMemAlloc` and `cuMemFree` {pair / 1e3:.0f} us"
     wrong = of_range(least, 1, 1000) or of_range(pair / most, 10, 1e6)
-    table.add("F9", claim, seen, wrong=wrong, unshown=NO_TIMES if SIMULATED else None)
+    table.add("F9", claim, cell, wrong=wrong, unshown=NO_TIMES if SIMULATED else None)
 
 
 def pools(gpu, table):

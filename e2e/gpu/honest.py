@@ -51,12 +51,12 @@ def wrong(answer):
     if "answers" in answer:
         if len(answer["answers"]) != 1:
             return "the starts had different answers"
-        (said,) = answer["answers"]
+        (text,) = answer["answers"]
         try:
-            start = json.loads(said)
+            start = json.loads(text)
         except ValueError:
-            return said
-        return None if start.get("ran_on", True) and start.get("answer", 0) == 0 else said
+            return text
+        return None if start.get("ran_on", True) and start.get("answer", 0) == 0 else text
     return None if all(part["wrong"] == 0 for part in answer.get("ranks", [answer])) else "a result was wrong"
 
 
@@ -94,9 +94,9 @@ def main():
                 right = phase == "Succeeded" and answer is not None
                 table.add(title, json.dumps(answer), wrong=wrong(answer) if right else f"{phase}: {log[-1500:]}")
             minutes = len(names) * arguments.seconds // 60
-            said = cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
-            table.add(f"findings in {minutes} minutes of programs", len(said), wrong=str(said) if said else None)
-            if said:
+            findings = cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
+            table.add(f"findings in {minutes} minutes of programs", len(findings), wrong=str(findings) if findings else None)
+            if findings:
                 print(cluster.complaint()[-8000:])
     return table.show()
 

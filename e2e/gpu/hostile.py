@@ -46,8 +46,8 @@ def held(cluster, name, answer):
 
 def honest(cluster, name, answer):
     """Checks that an honest program gets its quota, and that no finding names it."""
-    said = cluster.findings(name)
-    return (f"accused: {said}" if said else None), f"got {answer.get('got_mib')} MiB"
+    findings = cluster.findings(name)
+    return (f"accused: {findings}" if findings else None), f"got {answer.get('got_mib')} MiB"
 
 
 ROWS = (

@@ -26,17 +26,17 @@ SHARE = "40"
 
 def shortest(program, cell):
     """Returns the milliseconds of the shortest of three rounds after one start."""
-    rows, code, said = rows_of([program, "turns", SHARE], given=f"{cell}\n" * 3)
+    rows, code, output = rows_of([program, "turns", SHARE], given=f"{cell}\n" * 3)
     if code or not rows or any(row["failed"] for row in rows):
-        raise RuntimeError(f"{program} ended with {code}: {said[-800:]}")
+        raise RuntimeError(f"{program} ended with {code}: {output[-800:]}")
     return min(row["ms"] for row in rows)
 
 
 def pairs(program):
     """Returns the nanoseconds of a pair of 1 MiB in one thread, alone and under a `Budget`, of one start."""
-    rows, code, said = rows_of([program, "pair"])
+    rows, code, output = rows_of([program, "pair"])
     if code:
-        raise RuntimeError(f"{program} ended with {code}: {said[-800:]}")
+        raise RuntimeError(f"{program} ended with {code}: {output[-800:]}")
     found = {row["source"]: row["ns"] for row in rows if (row["bytes"], row["threads"]) == (1 << 20, 1)}
     return [found[source] for source in PAIRS.values()]
 

@@ -108,8 +108,8 @@ def main():
             held, failures = balloons(cluster)
             shown = "; ".join(f"{size:.1f} GiB held, {unproven:.1f} unproven" for size, unproven in held)
             table.add("balloons", shown, wrong="; ".join(failures) or not held)
-            said = cluster.findings()
-            table.add("findings", len(said), wrong=str(said) if said else None)
+            findings = cluster.findings()
+            table.add("findings", len(findings), wrong=str(findings) if findings else None)
             if any(row[-1] != "right" for row in table.rows):
                 print(cluster.complaint()[-8000:])
     return table.show()

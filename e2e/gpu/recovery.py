@@ -114,8 +114,8 @@ def main():
             table.add("a neighbour that computes", json.dumps(beside), "0 wrong", wrong=wrong)
             if wrong:
                 table.say(cluster.complaint())
-            said = [finding for finding in cluster.findings() if finding[0] > begun]
-            table.add("findings about honest programs", len(said), 0, wrong=str(said) if said else None)
+            findings = [finding for finding in cluster.findings() if finding[0] > begun]
+            table.add("findings about honest programs", len(findings), 0, wrong=str(findings) if findings else None)
     return table.show()
 
 

@@ -95,8 +95,8 @@ class Talker:
 
     def end(self):
         """Closes the input, waits for the exit, and returns the last line."""
-        said, _ = self.process.communicate(timeout=60)
-        return [json.loads(line) for line in said.splitlines()]
+        output, _ = self.process.communicate(timeout=60)
+        return [json.loads(line) for line in output.splitlines()]
 
 
 @contextlib.contextmanager
@@ -201,9 +201,9 @@ def kills(machine, table, options):
 def scrub_check(machine, table, options):
     """Checks that the driver clears freed memory before another tenant gets it."""
     command = [machine.program("bursar-provisioner"), "scrub-check", "--gpu", machine.gpu]
-    said = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
+    output = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
     # The first line reports that the process has a context, for the agent to measure.
-    verdict = json.loads(said.splitlines()[-1])
+    verdict = json.loads(output.splitlines()[-1])
     table.add("(d) the scrub check's verdict", json.dumps(verdict), "Scrubbed", wrong=verdict["verdict"] != "Scrubbed")
     tenants = [machine.start("tenant", options.sizes[0] * GIB) for _ in range(2)]
     for tenant in tenants:

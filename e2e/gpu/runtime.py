@@ -62,9 +62,9 @@ def peer(program):
     program = os.path.join(os.path.dirname(program), "rmm")
     if not os.path.exists(program):
         return {**{cell: (ms, "another day") for cell, ms in RMM.items()}, "pair": (RMM_PAIR, "another day")}
-    rows, code, said = rows_of([program])
+    rows, code, output = rows_of([program])
     if code:
-        raise RuntimeError(f"{program} ended with {code}: {said[-800:]}")
+        raise RuntimeError(f"{program} ended with {code}: {output[-800:]}")
     best = {}
     for row in rows:
         if row.get("failed"):
@@ -136,8 +136,8 @@ def random(program):
     """Runs RMM's nine cells, and counts failed allocations."""
     rmm = peer(program)
     turns = by_turns(program, rmm) if all(source != "another day" for _, source in rmm.values()) else {}
-    rows, code, said = rows_of([program], "random")
-    driver, driver_code, driver_said = rows_of([program], "native")
+    rows, code, output = rows_of([program], "random")
+    driver, driver_code, driver_output = rows_of([program], "native")
     native = {(row["allocations"], row["max_mib"]): row["ms"] for row in driver}
     for row in rows:
         if row["row"] != "random":
@@ -158,9 +158,9 @@ def random(program):
         beside += f"{native.get(cell, 0) / ms:.1f}x"
         yield f"{row['source']}: {cell[0]} to {cell[1]} MiB", took, beside, wrong
     left = next((row for row in rows if row["row"] == "left"), None)
-    yield "what is left after all", show(left), "", said[-800:] if code or left is None else None
+    yield "what is left after all", show(left), "", output[-800:] if code or left is None else None
     if driver_code:
-        yield "the driver's pool", driver_said[-800:], "", f"exit code {driver_code}"
+        yield "the driver's pool", driver_output[-800:], "", f"exit code {driver_code}"
 
 
 def earlier(program):
@@ -180,9 +180,9 @@ def earlier(program):
     for number in range(STARTS):
         took = {}
         for one in (program, other) if number % 2 else (other, program):
-            took[one], code, said = rows_of([one], "pair")
+            took[one], code, output = rows_of([one], "pair")
             if code:
-                raise RuntimeError(said)
+                raise RuntimeError(output)
         for mine, yours in zip(took[program], took[other], strict=True):
             title = f"pair, {mine['bytes']} bytes, {mine['threads']} threads: {mine['source']}"
             pairs.setdefault(title, []).append((mine["ns"], yours["ns"], mine["ns"] / yours["ns"]))
@@ -205,7 +205,7 @@ def pair(program):
     """Measures one allocation and its free."""
     best, resource = peer(program)["pair"]
     goal = best * PAIR_SHARE
-    rows, code, said = rows_of([program], "pair")
+    rows, code, output = rows_of([program], "pair")
     native = {row["bytes"]: row["ns"] for row in rows if row["source"] == "cuMemAllocAsync"}
     for row in rows:
         if row["source"] == "cuMemAllocAsync":
@@ -217,7 +217,7 @@ def pair(program):
         beside = f"RMM ({resource}) {best:.0f} ns: {best / row['ns']:.1f}x; driver's pool {native.get(row['bytes'], 0):.0f} ns"
         yield f"pair, {row['bytes']} bytes, {row['threads']} threads: {row['source']}", took, beside, wrong
     if code:
-        yield "pair", said[-800:], "", f"exit code {code}"
+        yield "pair", output[-800:], "", f"exit code {code}"
 
 
 def steal(program):
@@ -226,8 +226,8 @@ def steal(program):
         if command is None:
             yield title, "no compute-sanitizer", "", "not run"
             continue
-        rows, code, said = rows_of(command, "steal")
-        yield title, show(rows[0] if rows else None), "", said[-800:] if code or not rows else None
+        rows, code, output = rows_of(command, "steal")
+        yield title, show(rows[0] if rows else None), "", output[-800:] if code or not rows else None
 
 
 def planted(program):
@@ -237,12 +237,12 @@ def planted(program):
         if command is None:
             yield f"overflow, {how}", "no compute-sanitizer", "", "not run"
             continue
-        _, code, said = rows_of(command, "planted", how)
-        found = next((line.strip("= ") for line in said.splitlines() if "Invalid __global__ write" in line), None)
-        yield f"overflow, {how}", found or said[-800:], "", None if found and code else "not found"
-    rows, _, said = rows_of([program], "planted", "canary")
+        _, code, output = rows_of(command, "planted", how)
+        found = next((line.strip("= ") for line in output.splitlines() if "Invalid __global__ write" in line), None)
+        yield f"overflow, {how}", found or output[-800:], "", None if found and code else "not found"
+    rows, _, output = rows_of([program], "planted", "canary")
     right = rows and rows[0]["refused"] == "Corrupted"
-    yield "overflow, canary", show(rows[0]) if rows else said[-800:], "", None if right else "not found"
+    yield "overflow, canary", show(rows[0]) if rows else output[-800:], "", None if right else "not found"
 
 
 def sources(program):
@@ -264,8 +264,8 @@ def clean(program, name, *arguments):
         if command is None:
             yield title, "no compute-sanitizer", "", "not run"
             continue
-        _, code, said = rows_of(command, *arguments)
-        yield title, f"{len(said.splitlines())} lines", "", said[-1500:] if code else None
+        _, code, output = rows_of(command, *arguments)
+        yield title, f"{len(output.splitlines())} lines", "", output[-1500:] if code else None
 
 
 def sanitized(program, *options):

@@ -58,15 +58,15 @@ def memory_kib(pid):
 
 def last_starts(cluster):
     """Returns the time of each GPU's last finished start by the agent's log, as seconds since the epoch."""
-    said = {}
+    started = {}
     for line in cluster.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE).splitlines():
         if "provisioner started" not in line:
             continue
         record = json.loads(line)
         fields = record.get("fields", record)
         at = datetime.datetime.fromisoformat(record["timestamp"].replace("Z", "+00:00"))
-        said[fields["gpu"]] = at.timestamp()
-    return said
+        started[fields["gpu"]] = at.timestamp()
+    return started
 
 
 def gpu_node(cluster):
@@ -97,8 +97,8 @@ def judge_processes(cluster, table, title, starts):
 
     right = until(ready)
     table.add(f"{title}: ready, start {starts}", json.dumps(states(cluster)), wrong=not right)
-    said, pids = last_starts(cluster), provisioners()
-    took = [said[gpu] - started_at(pid) for gpu, pid in pids.items()]
+    started, pids = last_starts(cluster), provisioners()
+    took = [started[gpu] - started_at(pid) for gpu, pid in pids.items()]
     table.add(f"{title}: from the process to its readiness", ", ".join(f"{seconds:.2f} s" for seconds in took), wrong=len(took) != len(states(cluster)))
     sizes = [memory_kib(pid) for pid in pids.values()]
     table.add(f"{title}: resident, proportional memory", ", ".join(f"{rss / 1024:.1f}, {pss / 1024:.1f} MiB" for rss, pss in sizes))

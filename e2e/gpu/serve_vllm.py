@@ -174,10 +174,10 @@ class Server:
 
     def post(self, path, body=None, seconds=60):
         """Sends a request that has to succeed, and returns the response's text."""
-        said = self.ask("post", path, json.dumps(body) if body else "", "--seconds", seconds, bound=seconds + 10)
-        if said["status"] != 200:
-            self.fail(f"{path}: {said}")
-        return said["text"]
+        response = self.ask("post", path, json.dumps(body) if body else "", "--seconds", seconds, bound=seconds + 10)
+        if response["status"] != 200:
+            self.fail(f"{path}: {response}")
+        return response["text"]
 
     def call(self, method, seconds=60):
         """Calls a method of vLLM's worker."""
@@ -185,10 +185,10 @@ class Server:
 
     def answer(self):
         """Returns the tokens of the fixed request."""
-        said = self.ask("answer")
-        if said["status"] != 200 or len(said["tokens"] or []) != 32:
-            self.fail(f"no answer: {said}")
-        return said["tokens"]
+        response = self.ask("answer")
+        if response["status"] != 200 or len(response["tokens"] or []) != 32:
+            self.fail(f"no answer: {response}")
+        return response["tokens"]
 
     def first(self, bound, since=None):
         """Waits for the first token, and returns the seconds from `since`, or from the start."""
@@ -204,10 +204,10 @@ class Server:
                 self.fail("the server ended" if self.ended() else f"no token after {bound:.0f} s")
             time.sleep(0.5)
         text = client.stdout.read()
-        said = json.loads(text.splitlines()[-1]) if client.returncode == 0 else {"at": None, "failure": text[-600:]}
-        if said["at"] is None:
-            self.fail(f"no token after {bound:.0f} s: {said['failure']}")
-        return said["at"] - since
+        result = json.loads(text.splitlines()[-1]) if client.returncode == 0 else {"at": None, "failure": text[-600:]}
+        if result["at"] is None:
+            self.fail(f"no token after {bound:.0f} s: {result['failure']}")
+        return result["at"] - since
 
     def found(self, pattern):
         """Returns a number of vLLM's log."""
@@ -358,13 +358,13 @@ def quota(bench, table):
                 TOO_LONG,
             ),
         ]
-        said = server.ask("load", "--requests", 1000, "--at-once", 64, bound=120)
-        cell = f"{said['answered']} of 1000, {said['tokens_per_s']} tokens/s, p50 {said['p50_ms']} ms, p99 {said['p99_ms']} ms"
+        load = server.ask("load", "--requests", 1000, "--at-once", 64, bound=120)
+        cell = f"{load['answered']} of 1000, {load['tokens_per_s']} tokens/s, p50 {load['p50_ms']} ms, p99 {load['p99_ms']} ms"
         table.add(
             "requests answered, while two other servers start and fail",
             cell,
             "all",
-            wrong=(said["failure"] or True) if said["answered"] != 1000 else None,
+            wrong=(load["failure"] or True) if load["answered"] != 1000 else None,
         )
         for other, what, pattern in refused:
             deadline = time.monotonic() + bench.bound(COLD)
@@ -392,8 +392,8 @@ def quota(bench, table):
         table.add("the same answer after that", same, True, wrong=not same)
         sleeps(bench, table, server, before, (cache or 0) * MIB_OF_GIB)
         table.add("restarts of the server", server.restarts(), 0, wrong=server.restarts() != 0)
-        said = bench.cluster.findings(about=server.pod)
-        table.add("findings about the server", len(said), 0, wrong=str(said) if said else None)
+        findings = bench.cluster.findings(about=server.pod)
+        table.add("findings about the server", len(findings), 0, wrong=str(findings) if findings else None)
 
 
 def sleeps(bench, table, server, before, cache_mib):
@@ -436,7 +436,7 @@ def together(servers, bench, requests, seed):
     running = [
         subprocess.Popen(server.client(*options), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for server in servers
     ]
-    said = []
+    results = []
     for server, client in zip(servers, running):
         try:
             out, failure = client.communicate(timeout=bound)
@@ -446,8 +446,8 @@ def together(servers, bench, requests, seed):
             server.fail(f"{requests} requests took more than {bound:.0f} s")
         if client.returncode != 0:
             server.fail(failure[-600:])
-        said.append(json.loads(out.splitlines()[-1]))
-    return said
+        results.append(json.loads(out.splitlines()[-1]))
+    return results
 
 
 def figures(rows):
@@ -513,8 +513,8 @@ class GreedyPod:
 
     def answer(self):
         """Waits for its end, and returns its answer, or None after a failure."""
-        phase, said, _ = self.bench.cluster.answer(self.pod, self.bench.bound(60))
-        return said if phase == "Succeeded" else None
+        phase, answer, _ = self.bench.cluster.answer(self.pod, self.bench.bound(60))
+        return answer if phase == "Succeeded" else None
 
 
 class GreedyProcess:
@@ -550,10 +550,10 @@ def beside_greedy(bench, table, native, pods, requests, both, turns=2):
             while "begun" not in greedy.log() and time.monotonic() < deadline:
                 time.sleep(0.2)
             rows[make].append(together(native if make is GreedyProcess else pods, bench, requests, 50 + turn))
-            still, said, most = greedy.running(), greedy.answer(), greedy.quota_mib
-            right = still and said and (most is None or said["got_mib"] <= most == said["sees_mib"])
+            still, answer, most = greedy.running(), greedy.answer(), greedy.quota_mib
+            right = still and answer and (most is None or answer["got_mib"] <= most == answer["sees_mib"])
             where = "without Bursar" if most is None else f"in a pod of {most // MIB_OF_GIB} GiB"
-            cell = json.dumps(said)
+            cell = json.dumps(answer)
             table.add(f"the program that allocates, {where}", cell, "its quota" if most else "", wrong=None if right else greedy.log()[-1500:])
     table.add("two servers beside it without Bursar", figures(rows[GreedyProcess]), "", wrong=unanswered(rows[GreedyProcess]))
     table.add("two servers beside it in pods", figures(rows[GreedyPod]), "all answered", wrong=unanswered(rows[GreedyPod]))
@@ -583,20 +583,20 @@ def cost(bench, table, turns):
         caches = [server.found(KV_CACHE) for server in (*native, *pods)]
         table.add("KV caches without Bursar, and in pods", ", ".join(f"{cache} GiB" for cache in caches), "")
         # The first requests are slower, and decide the length of a turn.
-        (said,) = together(native[:1], bench, 256, 100)
+        (result,) = together(native[:1], bench, 256, 100)
         together(pods[:1], bench, 256, 100)
-        requests = max(128, min(4000, int(4 * said["tokens_per_s"] / 64)))
+        requests = max(128, min(4000, int(4 * result["tokens_per_s"] / 64)))
         by_turns(bench, table, "one server", native[:1], pods[:1], requests, turns, 150)
         both = by_turns(bench, table, "two servers at the same time", native, pods, requests // 2, turns, 60)
         beside_greedy(bench, table, native, pods, requests // 2, both)
         for server in pods:
-            said = bench.cluster.findings(about=server.pod)
-            wrong = said or server.restarts()
+            findings = bench.cluster.findings(about=server.pod)
+            wrong = findings or server.restarts()
             table.add(
                 f"findings and restarts of {server.pod}",
-                f"{len(said)}, {server.restarts()}",
+                f"{len(findings)}, {server.restarts()}",
                 "0, 0",
-                wrong=str(said) if wrong else None,
+                wrong=str(findings) if wrong else None,
             )
 
 
@@ -631,8 +631,8 @@ def examples(bench, table):
             took, sees = server.first(COLD), server.call("bursar_memory")["total_mib"]
             cell = f"{took:.1f} s; {gib(sees)}; KV cache {server.found(KV_CACHE)} GiB"
             table.add(f"{name}: the first token; its GPU", cell, f"{size} GiB", wrong=sees != size * MIB_OF_GIB)
-        said = [together([server for _, _, server in servers], bench, 500, 7)]
-        table.add("both serve 500 requests at the same time", figures(said), "all answered", wrong=unanswered(said))
+        results = [together([server for _, _, server in servers], bench, 500, 7)]
+        table.add("both serve 500 requests at the same time", figures(results), "all answered", wrong=unanswered(results))
         for name, _, server in servers:
             found = bench.cluster.findings(about=server.pod)
             bad = found or server.restarts()
@@ -716,8 +716,8 @@ def retained(bench, table, bars):
     with ended(Pod.start(bench, QUOTA, 0.8, *options, bursar=True, restart="Always")) as server:
         took = server.first(COLD)
         bars["start that commits its weights"] = round(took, 2)
-        said = re.search(f".*({NOT_RETAINED}).*", server.log())
-        table.add("a start that commits its weights", f"{took:.1f} s", "no warning", wrong=said.group(0)[-600:] if said else None)
+        warning = re.search(f".*({NOT_RETAINED}).*", server.log())
+        table.add("a start that commits its weights", f"{took:.1f} s", "no warning", wrong=warning.group(0)[-600:] if warning else None)
         weights, answer, found = server.call("bursar_checksum"), server.answer(), server.ask("cached")
         losses(table, server, "retained weights", bars, (weights["checksum"], answer), False)
         after = server.ask("cached")
@@ -738,9 +738,9 @@ def in_place(bench, table, bars):
     images = [json.loads(line) for line in log.splitlines() if line.startswith('{"image"')]
     restarts = bench.cluster.kubectl("get", "pod", name, "--output", "jsonpath={.status.containerStatuses[0].restartCount}")
     bench.cluster.kubectl("delete", "pod", name, "--now", "--wait=true", "--timeout=30s", check=False)
-    same = len({(said["checksum"], str(said["answer"])) for said in images}) == 1
+    same = len({(image["checksum"], str(image["answer"])) for image in images}) == 1
     right = phase == "Succeeded" and same and restarts == "0" and len(images) == faults + 1
-    times = [said["s"] for said in images[1:]]
+    times = [image["s"] for image in images[1:]]
     if times:
         bars["retained weights, executed in place"] = round(statistics.median(times), 2)
     cell = f"{', '.join(f'{took} s' for took in times)}; {len(images)} images, {restarts} restarts of the container"
@@ -754,14 +754,14 @@ def quantized(bench, table, bars):
     """Loads FP8 weights with the load format `bursar`, which vLLM 0.26 cannot attach."""
     with ended(Pod.start(bench, QUOTA, 0.8, "--load-format", "bursar", bursar=True, model=bench.quantized)) as server:
         bars["FP8, loaded"] = round(server.first(COLD), 2)
-        said = re.search(f".*({NOT_RETAINED}).*", server.log())
+        warning = re.search(f".*({NOT_RETAINED}).*", server.log())
         load = server.ask("load", "--requests", 64)
-        cell = f"{load['answered']} of 64 answered; {said.group(0)[-200:] if said else 'no warning'}"
+        cell = f"{load['answered']} of 64 answered; {warning.group(0)[-200:] if warning else 'no warning'}"
         table.add(
             "FP8 weights with the load format bursar",
             cell,
             "served, and not retained is said",
-            wrong=load["answered"] != 64 or not said,
+            wrong=load["answered"] != 64 or not warning,
         )
 
 

@@ -45,10 +45,10 @@ class Servers:
         servers = [subprocess.Popen(self.command(begin, self.programs), **output) for _ in range(count)]
         answers = []
         for server in servers:
-            said, failure = server.communicate(timeout=START + self.seconds + 60)
+            output, failure = server.communicate(timeout=START + self.seconds + 60)
             if server.returncode != 0:
                 raise RuntimeError(failure[-800:])
-            answers.append(json.loads(said.splitlines()[-1]))
+            answers.append(json.loads(output.splitlines()[-1]))
         return answers
 
     def start(self, count):

@@ -61,14 +61,14 @@ class Gaps:
 
     def __init__(self, cluster):
         self.cluster = cluster
-        self.seen = set()
+        self.not_enforced = set()
 
     def look(self):
         """Reads the list, and the events of this reason."""
         for node in json.loads(self.cluster.kubectl("get", "gpunodes", "--output", "json"))["items"]:
-            self.seen |= {json.dumps(gap, sort_keys=True) for gap in node["status"].get("notEnforced") or []}
+            self.not_enforced |= {json.dumps(gap, sort_keys=True) for gap in node["status"].get("notEnforced") or []}
         events = json.loads(self.cluster.kubectl("get", "events.events.k8s.io", "--output", "json"))["items"]
-        self.seen |= {event["regarding"]["name"] + ": " + event.get("note", "") for event in events if event["reason"] == "GpuQuotaNotEnforced"}
+        self.not_enforced |= {event["regarding"]["name"] + ": " + event.get("note", "") for event in events if event["reason"] == "GpuQuotaNotEnforced"}
 
 
 def finish(cluster, table, gaps, title, name, gib, bound, judge):
@@ -76,10 +76,10 @@ def finish(cluster, table, gaps, title, name, gib, bound, judge):
     phase, answer, log = cluster.answer(name, bound)
     gaps.look()
     try:
-        said = judge(answer) if phase == "Succeeded" and answer else f"{phase}: {log[-1200:]}"
+        wrong = judge(answer) if phase == "Succeeded" and answer else f"{phase}: {log[-1200:]}"
     except KeyError as missing:
-        said = f"no {missing} in its answer"
-    table.add(title, gib, shown(answer) if answer and "ranks" in answer else json.dumps(answer), wrong=said)
+        wrong = f"no {missing} in its answer"
+    table.add(title, gib, shown(answer) if answer and "ranks" in answer else json.dumps(answer), wrong=wrong)
     cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
     return answer
 
@@ -316,10 +316,10 @@ def main():
                 waits_and_drains(cluster, table, gaps, programs)
             programs_over_two(cluster, table, gaps, programs, arguments.seconds, alone, arguments.only)
             gaps.look()
-            said = [finding for finding in cluster.findings() if finding[0] > begun]
-            table.add("containers told as not enforced", "", len(gaps.seen), wrong=str(gaps.seen) if gaps.seen else None)
-            table.add("findings about honest programs", "", len(said), wrong=str(said) if said else None)
-            if said or gaps.seen:
+            findings = [finding for finding in cluster.findings() if finding[0] > begun]
+            table.add("containers told as not enforced", "", len(gaps.not_enforced), wrong=str(gaps.not_enforced) if gaps.not_enforced else None)
+            table.add("findings about honest programs", "", len(findings), wrong=str(findings) if findings else None)
+            if findings or gaps.not_enforced:
                 print(cluster.complaint()[-8000:])
     return table.show()
 

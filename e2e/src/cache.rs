@@ -67,9 +67,9 @@ mod tests {
     #[test]
     fn get_or_make_makes_once_when_called_concurrently() {
         let root = tempfile::tempdir().unwrap();
-        let made = AtomicUsize::new(0);
+        let calls = AtomicUsize::new(0);
         let make = |folder: &Path| {
-            made.fetch_add(1, Ordering::SeqCst);
+            calls.fetch_add(1, Ordering::SeqCst);
             std::thread::sleep(std::time::Duration::from_millis(50));
             fs::write(folder.join("result"), "42")
         };
@@ -81,7 +81,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(made.load(Ordering::SeqCst), 1);
+        assert_eq!(calls.load(Ordering::SeqCst), 1);
     }
 
     #[test]

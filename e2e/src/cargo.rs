@@ -18,8 +18,8 @@ pub(crate) fn set_built(folder: PathBuf) {
 
 /// Returns the folder of all built programs and libraries, once they are built.
 pub(crate) fn built() -> Option<PathBuf> {
-    let told = || std::env::var_os(BUILT_VARIABLE).map(PathBuf::from);
-    BUILT.get().cloned().or_else(told)
+    let from_environment = || std::env::var_os(BUILT_VARIABLE).map(PathBuf::from);
+    BUILT.get().cloned().or_else(from_environment)
 }
 
 /// Returns a command for the cargo that runs this program, so that a `+toolchain` on the command

@@ -45,14 +45,14 @@ pub enum ChartError {
         source: io::Error,
     },
     /// The program exited with a failure.
-    #[error("{program} failed ({status}): {said}")]
+    #[error("{program} failed ({status}): {stderr}")]
     Failed {
         /// The program.
         program: PathBuf,
         /// Its exit status.
         status: String,
         /// Its standard error.
-        said: String,
+        stderr: String,
     },
 }
 
@@ -207,7 +207,7 @@ async fn run(program: &Path, arguments: &[&str], kubeconfig: &Path) -> Result<St
     Err(ChartError::Failed {
         program: program.to_path_buf(),
         status: output.status.to_string(),
-        said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
     })
 }
 

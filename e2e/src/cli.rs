@@ -248,14 +248,14 @@ fn make_release(options: &ReleaseOptions, progress: &Progress) -> anyhow::Result
         true => Some(release::build_programs(progress)?),
         false => None,
     };
-    let made = release::make(options, programs.as_ref(), progress)?;
-    for image in made.images.values() {
+    let release = release::make(options, programs.as_ref(), progress)?;
+    for image in release.images.values() {
         println!("{image}");
     }
-    if let Some(chart) = made.chart {
+    if let Some(chart) = release.chart {
         println!("{chart}");
     }
-    println!("{}", made.folder.display());
+    println!("{}", release.folder.display());
     Ok(())
 }
 

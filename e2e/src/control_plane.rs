@@ -47,12 +47,12 @@ pub enum ControlPlaneError {
         source: io::Error,
     },
     /// A program failed.
-    #[error("{program}: {said}")]
+    #[error("{program}: {stderr}")]
     Program {
         /// The program.
         program: PathBuf,
         /// Its standard error.
-        said: String,
+        stderr: String,
     },
     /// The output of helm is not valid YAML.
     #[error("the rendered chart: {0}")]
@@ -302,9 +302,9 @@ async fn run_to_success(
             .await
             .map_err(system_error(program))?;
     }
-    let failed = |said: String| ControlPlaneError::Program {
+    let failed = |stderr: String| ControlPlaneError::Program {
         program: program.to_path_buf(),
-        said,
+        stderr,
     };
     let output = timeout(PROGRAM_TIMEOUT, child.wait_with_output())
         .await

@@ -20,15 +20,15 @@ fn main() -> ExitCode {
 /// Joins the messages of the error and its causes, without a cause that the message before
 /// contains.
 fn format_error_chain(error: &anyhow::Error) -> String {
-    let mut told = String::new();
+    let mut chain = String::new();
     for cause in error.chain().map(ToString::to_string) {
-        if told.is_empty() {
-            told = cause;
-        } else if !told.contains(&cause) {
-            told = format!("{told}: {cause}");
+        if chain.is_empty() {
+            chain = cause;
+        } else if !chain.contains(&cause) {
+            chain = format!("{chain}: {cause}");
         }
     }
-    told
+    chain
 }
 
 #[cfg(test)]

@@ -41,12 +41,12 @@ pub enum SimError {
         source: io::Error,
     },
     /// `simgpu` exited with a failure.
-    #[error("simgpu {arguments}: {said}")]
+    #[error("simgpu {arguments}: {stderr}")]
     Failed {
         /// Its arguments.
         arguments: String,
         /// Its standard error.
-        said: String,
+        stderr: String,
     },
 }
 
@@ -166,14 +166,14 @@ impl SimulatedGpus {
             if !node.file_type().is_char_device() {
                 continue;
             }
-            let made = mknodat(
+            let created = mknodat(
                 CWD,
                 dev.join(entry.file_name()),
                 FileType::CharacterDevice,
                 Mode::from_raw_mode(0o666),
                 node.rdev(),
             );
-            match made {
+            match created {
                 Err(error) if error != Errno::EXIST => return Err(error.into()),
                 _ => {}
             }
@@ -211,10 +211,10 @@ impl SimulatedGpus {
         if output.status.success() {
             return Ok(());
         }
-        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         Err(SimError::Failed {
             arguments: arguments.join(" "),
-            said,
+            stderr,
         })
     }
 }

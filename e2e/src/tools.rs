@@ -88,8 +88,8 @@ impl DebianPackage {
     /// first use and not installed.
     fn program(&self, program: &str) -> Result<PathBuf, CacheError<ToolError>> {
         let installed = PathBuf::from(program);
-        let asked = Command::new(&installed).arg("--version").output();
-        if asked.is_ok_and(|asked| asked.status.success()) {
+        let output = Command::new(&installed).arg("--version").output();
+        if output.is_ok_and(|output| output.status.success()) {
             return Ok(installed);
         }
         let key = self.programs.join("+");

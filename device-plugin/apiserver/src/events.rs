@@ -308,7 +308,7 @@ mod tests {
         use axum::body::{Body, to_bytes};
         use axum::http::{Method, Request, Response};
 
-        let (sent, mut seen) = mpsc::channel(4);
+        let (sent, mut received) = mpsc::channel(4);
         let server = tower::service_fn(move |request: Request<kube::client::Body>| {
             let sent = sent.clone();
             async move {
@@ -334,7 +334,7 @@ mod tests {
         let stop = CancellationToken::new();
         event_sender.run(client, "node".into(), metrics, stop).await;
         for why in ["one reason", "another"] {
-            assert_eq!(seen.recv().await, Some((Method::POST, why.into())));
+            assert_eq!(received.recv().await, Some((Method::POST, why.into())));
         }
     }
 
@@ -356,15 +356,15 @@ mod tests {
         use axum::body::{Body, to_bytes};
         use axum::http::{Request, Response};
 
-        let (sent, mut seen) = mpsc::channel(4);
+        let (sent, mut received) = mpsc::channel(4);
         let server = tower::service_fn(move |request: Request<kube::client::Body>| {
             let sent = sent.clone();
             async move {
-                let what = format!("{} {}", request.method(), request.uri().path());
+                let call = format!("{} {}", request.method(), request.uri().path());
                 let body = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
                 let mut event = serde_json::from_slice::<serde_json::Value>(&body).unwrap();
                 let count = event["series"]["count"].clone();
-                sent.send((what, count)).await.unwrap();
+                sent.send((call, count)).await.unwrap();
                 event["metadata"]["name"] = "p.1".into();
                 Ok::<_, axum::Error>(Response::new(Body::from(event.to_string())))
             }
@@ -384,8 +384,8 @@ mod tests {
         update_counts(&client, repeated).await;
         let events = "/apis/events.k8s.io/v1/namespaces/n/events";
         let created = (format!("POST {events}"), serde_json::Value::Null);
-        assert_eq!(seen.recv().await, Some(created));
+        assert_eq!(received.recv().await, Some(created));
         let counted = (format!("PATCH {events}/p.1"), 1_000.into());
-        assert_eq!(seen.recv().await, Some(counted));
+        assert_eq!(received.recv().await, Some(counted));
     }
 }

@@ -112,7 +112,7 @@ mod tests {
         let namespaces: Vec<_> = orders
             .context_policies
             .iter()
-            .map(|one| &one.namespace)
+            .map(|policy| &policy.namespace)
             .collect();
         assert_eq!(namespaces, ["b"]);
         assert_eq!((orders.drain.len(), orders.restarts.len()), (1, 1));

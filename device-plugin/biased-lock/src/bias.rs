@@ -41,11 +41,11 @@ pub(super) fn enter<M: AtomicOps>(
     // section.
     M::store(inside, lock, Ordering::Release);
     M::light_fence();
-    let mine = M::load(owner, Ordering::Relaxed) == me;
-    if !mine {
+    let is_owner = M::load(owner, Ordering::Relaxed) == me;
+    if !is_owner {
         exit::<M>(inside);
     }
-    mine
+    is_owner
 }
 
 /// Releases a lock that [`enter`] or [`grant`] took.

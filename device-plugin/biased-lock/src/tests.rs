@@ -192,8 +192,8 @@ fn revoker_never_enters_beside_the_owner() {
         });
         for _ in 0..REVOCATIONS {
             *lock.lock() += 1;
-            let seen = rounds.load(Ordering::Relaxed);
-            while rounds.load(Ordering::Relaxed) < seen + 3 {
+            let rounds_before = rounds.load(Ordering::Relaxed);
+            while rounds.load(Ordering::Relaxed) < rounds_before + 3 {
                 std::hint::spin_loop();
             }
         }

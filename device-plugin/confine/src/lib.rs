@@ -90,7 +90,9 @@ pub enum ConfineError {
 pub fn restrict_agent() -> Result<(), ConfineError> {
     let kept = AGENT_CAPABILITIES
         .iter()
-        .fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
+        .fold(CapabilitySet::empty(), |set, (_, capability, _)| {
+            set | *capability
+        });
     limit_capabilities_to(kept).map_err(ConfineError::Capabilities)?;
     Ok(filter::deny(filter::AGENT_DENIED_SYSCALLS)?)
 }

@@ -39,8 +39,10 @@ fn main() -> ExitCode {
             // This machine may permit fewer capabilities, and without CAP_SETPCAP the bounding set
             // stays.
             let kept = bursar_confine::AGENT_CAPABILITIES.iter();
-            let kept = kept.filter(|(_, one, _)| has_capability(*one));
-            let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
+            let kept = kept.filter(|(_, capability, _)| has_capability(*capability));
+            let kept = kept.fold(CapabilitySet::empty(), |set, (_, capability, _)| {
+                set | *capability
+            });
             let kept = format!(" CapPrm={0:016x} CapBnd={0:016x}", kept.bits());
             let kept = if has_capability(CapabilitySet::SETPCAP) {
                 kept
@@ -57,8 +59,10 @@ fn main() -> ExitCode {
                 fs::write(file, "content")?;
             }
             let all = [CapabilitySet::MKNOD, CapabilitySet::SYS_ADMIN];
-            let kept = all.into_iter().filter(|one| has_capability(*one));
-            let kept = kept.fold(CapabilitySet::empty(), |set, one| set | one);
+            let kept = all
+                .into_iter()
+                .filter(|capability| has_capability(*capability));
+            let kept = kept.fold(CapabilitySet::empty(), |set, capability| set | capability);
             let token = match bursar_confine::hides_files() {
                 true => "EACCES",
                 false => "ok",
@@ -100,10 +104,10 @@ fn check_confinement(confinement: &str, folder: &Path, expected: &str) -> Result
         .arg(format!("{CHILD}{confinement}"))
         .env(FOLDER, folder)
         .output()?;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    match output.status.success() && said.starts_with(expected) {
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    match output.status.success() && stdout.starts_with(expected) {
         true => Ok(()),
-        false => Err(format!("{}: not {expected:?} but {said:?}", output.status).into()),
+        false => Err(format!("{}: not {expected:?} but {stdout:?}", output.status).into()),
     }
 }
 

@@ -33,7 +33,7 @@ use super::audit::kill::kill;
 /// How often the sessions are asked which GPUs are in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long a GPU must be unused before it is released. By then an audit has seen processes that
+/// How long a GPU must be unused before it is released. By then an audit has found processes that
 /// use the driver past the shim.
 const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 
@@ -122,12 +122,12 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut plan = DrainPlan::new(drain.borrow().clone());
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
+            _ = ticker.tick() => {}
             // Without the API server no order arrives, and the ticks go on.
             Ok(()) = inputs.orders.changed() => {}
         }
@@ -195,40 +195,46 @@ mod tests {
 
     #[test]
     fn gpu_is_released_when_unused_for_a_while() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         assert_eq!(
-            bed.at(0, &["GPU-a"], &["GPU-a", "GPU-b"]),
+            fixture.at(0, &["GPU-a"], &["GPU-a", "GPU-b"]),
             [vec!["GPU-a"], vec![]]
         );
-        assert_eq!(bed.at(1, &["GPU-a"], &["GPU-b"]), [[""; 0]; 2]);
-        assert_eq!(bed.at(2, &["GPU-a"], &["GPU-a"]), [vec!["GPU-a"], vec![]]);
-        assert_eq!(bed.at(3, &["GPU-a"], &[]), [[""; 0]; 2]);
-        assert_eq!(bed.at(4, &["GPU-a"], &[]), [[""; 0]; 2]);
-        assert_eq!(bed.at(5, &["GPU-a"], &[]), [vec![], vec!["GPU-a"]]);
+        assert_eq!(fixture.at(1, &["GPU-a"], &["GPU-b"]), [[""; 0]; 2]);
+        assert_eq!(
+            fixture.at(2, &["GPU-a"], &["GPU-a"]),
+            [vec!["GPU-a"], vec![]]
+        );
+        assert_eq!(fixture.at(3, &["GPU-a"], &[]), [[""; 0]; 2]);
+        assert_eq!(fixture.at(4, &["GPU-a"], &[]), [[""; 0]; 2]);
+        assert_eq!(fixture.at(5, &["GPU-a"], &[]), [vec![], vec!["GPU-a"]]);
     }
 
     #[test]
     fn released_gpu_stays_released_when_used_again() {
-        let mut bed = Fixture::new();
-        bed.at(0, &["GPU-a"], &[]);
-        bed.at(2, &["GPU-a"], &[]);
+        let mut fixture = Fixture::new();
+        fixture.at(0, &["GPU-a"], &[]);
+        fixture.at(2, &["GPU-a"], &[]);
         assert_eq!(
-            bed.at(3, &["GPU-a"], &["GPU-a"]),
+            fixture.at(3, &["GPU-a"], &["GPU-a"]),
             [vec!["GPU-a"], vec!["GPU-a"]]
         );
-        assert_eq!(bed.at(4, &["GPU-a"], &[]), [vec![], vec!["GPU-a"]]);
+        assert_eq!(fixture.at(4, &["GPU-a"], &[]), [vec![], vec!["GPU-a"]]);
     }
 
     #[test]
     fn drain_starts_over_when_its_order_was_withdrawn() {
-        let mut bed = Fixture::new();
-        bed.at(0, &["GPU-a", "GPU-b"], &[]);
+        let mut fixture = Fixture::new();
+        fixture.at(0, &["GPU-a", "GPU-b"], &[]);
         assert_eq!(
-            bed.at(2, &["GPU-a", "GPU-b"], &[]),
+            fixture.at(2, &["GPU-a", "GPU-b"], &[]),
             [vec![], vec!["GPU-a", "GPU-b"]]
         );
-        assert_eq!(bed.at(3, &["GPU-b"], &[]), [vec![], vec!["GPU-b"]]);
-        assert_eq!(bed.at(4, &["GPU-a", "GPU-b"], &[]), [vec![], vec!["GPU-b"]]);
+        assert_eq!(fixture.at(3, &["GPU-b"], &[]), [vec![], vec!["GPU-b"]]);
+        assert_eq!(
+            fixture.at(4, &["GPU-a", "GPU-b"], &[]),
+            [vec![], vec!["GPU-b"]]
+        );
     }
 
     #[test]

@@ -56,26 +56,26 @@ pub enum LimitState {
 /// once, since only one of them is alive.
 pub(crate) fn desired_limits(
     containers: &[BoundContainer],
-    books: &[ContainerUsage],
+    usage: &[ContainerUsage],
 ) -> BTreeMap<LimitKey, Bytes> {
-    let books = by_allocation(books);
+    let usage = by_allocation(usage);
     let mut claims = BTreeMap::new();
     for container in containers {
-        let of_it = books.get(&container.allocation);
-        let (Some(cgroup), Some(books)) = (&container.cgroup, of_it) else {
+        let container_usage = usage.get(&container.allocation);
+        let (Some(cgroup), Some(container_usage)) = (&container.cgroup, container_usage) else {
             continue;
         };
-        for account in &books.accounts {
+        for account in &container_usage.accounts {
             if let Account::Gpu(gpu) = &account.account {
-                let place = (cgroup.clone(), gpu.clone());
-                let most: &mut Bytes = claims.entry((place, container.claim)).or_default();
+                let key = (cgroup.clone(), gpu.clone());
+                let most: &mut Bytes = claims.entry((key, container.claim)).or_default();
                 *most = account.quota.max(*most);
             }
         }
     }
     let mut desired: BTreeMap<LimitKey, Bytes> = BTreeMap::new();
-    for ((place, _), Bytes(bytes)) in claims {
-        let sum = desired.entry(place).or_default();
+    for ((key, _), Bytes(bytes)) in claims {
+        let sum = desired.entry(key).or_default();
         sum.0 = sum.0.saturating_add(bytes);
     }
     desired
@@ -99,9 +99,9 @@ fn is_cgroup_v2(cgroup: &Path) -> bool {
 pub(crate) fn is_limited(
     limits: &Limits,
     container: &BoundContainer,
-    books: &ContainerUsage,
+    usage: &ContainerUsage,
 ) -> bool {
-    books.gpus().all(|gpu| {
+    usage.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));
         matches!(limit, Some(LimitState::Set(_)))
@@ -116,32 +116,32 @@ pub async fn run(
     published: watch::Sender<Limits>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(POLL_INTERVAL);
-    let mut again = interval_at(Instant::now() + REAPPLY_INTERVAL, REAPPLY_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(POLL_INTERVAL);
+    let mut reapply = interval_at(Instant::now() + REAPPLY_INTERVAL, REAPPLY_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut limits = Limits::new();
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
-            _ = again.tick() => limits.clear(),
+            _ = ticker.tick() => {}
+            _ = reapply.tick() => limits.clear(),
             // The channel is closed only when the agent ends.
             Ok(()) = snapshots.changed() => {}
         }
         let containers = snapshots.borrow_and_update().containers.clone();
         let desired = desired_limits(&containers, &sessions.container_usage());
-        limits.retain(|place, _| desired.contains_key(place));
-        for (place, bytes) in desired {
-            if needs_update(bytes, limits.get(&place)) {
+        limits.retain(|key, _| desired.contains_key(key));
+        for (key, bytes) in desired {
+            if needs_update(bytes, limits.get(&key)) {
                 // NVML may take seconds to answer about a failing GPU.
                 let Some(limit) = stop
-                    .run_until_cancelled(set_limit(&nvml, &place, bytes))
+                    .run_until_cancelled(set_limit(&nvml, &key, bytes))
                     .await
                 else {
                     return;
                 };
-                log_change(&place, &limit, published.borrow().get(&place));
-                limits.insert(place, limit);
+                log_change(&key, &limit, published.borrow().get(&key));
+                limits.insert(key, limit);
             }
         }
         published.send_if_modified(|before| {
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    fn books(allocation: u64, accounts: &[(&str, u64)]) -> ContainerUsage {
+    fn usage(allocation: u64, accounts: &[(&str, u64)]) -> ContainerUsage {
         let account = |(name, gib): &(&str, u64)| {
             let account = match *name {
                 "managed" => Account::Managed,
@@ -221,33 +221,36 @@ mod tests {
     #[test]
     fn pod_limit_is_the_sum_of_its_containers_per_gpu() {
         let containers = [container(1, 1), container(2, 2)];
-        let books = [
-            books(1, &[("GPU-a", 4), ("managed", 9)]),
-            books(2, &[("GPU-a", 2), ("GPU-b", 2)]),
+        let usage = [
+            usage(1, &[("GPU-a", 4), ("managed", 9)]),
+            usage(2, &[("GPU-a", 2), ("GPU-b", 2)]),
         ];
         let expected = [
             (limit_key("GPU-a"), Bytes::gib(6)),
             (limit_key("GPU-b"), Bytes::gib(2)),
         ];
-        assert_eq!(desired_limits(&containers, &books), expected.into());
+        assert_eq!(desired_limits(&containers, &usage), expected.into());
     }
 
     #[test]
     fn containers_that_share_a_claim_count_once_by_the_larger_quota() {
         let containers = [container(1, 1), container(2, 1)];
-        let books = [books(1, &[("GPU-a", 4)]), books(2, &[("GPU-a", 3)])];
+        let usage = [usage(1, &[("GPU-a", 4)]), usage(2, &[("GPU-a", 3)])];
         let expected = [(limit_key("GPU-a"), Bytes::gib(4))];
-        assert_eq!(desired_limits(&containers, &books), expected.into());
+        assert_eq!(desired_limits(&containers, &usage), expected.into());
     }
 
     #[test]
-    fn pod_has_no_limit_without_cgroup_or_books() {
-        let homeless = BoundContainer {
+    fn pod_has_no_limit_without_cgroup_or_usage() {
+        let without_cgroup = BoundContainer {
             cgroup: None,
             ..container(1, 1)
         };
         assert_eq!(
-            desired_limits(&[homeless, container(2, 2)], &[books(1, &[("GPU-a", 4)])]),
+            desired_limits(
+                &[without_cgroup, container(2, 2)],
+                &[usage(1, &[("GPU-a", 4)])]
+            ),
             BTreeMap::new()
         );
     }
@@ -268,12 +271,12 @@ mod tests {
 
     #[test]
     fn container_is_limited_when_each_of_its_gpus_is() {
-        let (container, books) = (container(1, 1), books(1, &[("GPU-a", 4), ("GPU-b", 4)]));
-        let one = (limit_key("GPU-a"), LimitState::Set(Bytes::gib(4)));
-        let mut limits = Limits::from([one, (limit_key("GPU-b"), LimitState::Unsupported)]);
-        assert!(!is_limited(&limits, &container, &books));
+        let (container, usage) = (container(1, 1), usage(1, &[("GPU-a", 4), ("GPU-b", 4)]));
+        let first = (limit_key("GPU-a"), LimitState::Set(Bytes::gib(4)));
+        let mut limits = Limits::from([first, (limit_key("GPU-b"), LimitState::Unsupported)]);
+        assert!(!is_limited(&limits, &container, &usage));
         limits.insert(limit_key("GPU-b"), LimitState::Set(Bytes::gib(4)));
-        assert!(is_limited(&limits, &container, &books));
+        assert!(is_limited(&limits, &container, &usage));
     }
 
     #[test]

@@ -38,8 +38,9 @@ pub(crate) enum ListenerError {
 impl Listener {
     /// Listens in a folder that only this user may enter.
     pub(crate) fn bind(folder: &Path) -> Result<Listener, ListenerError> {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
+        let created = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        created
+            .and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
             .map_err(|error| ListenerError::CreateDir(folder.to_owned(), error))?;
         let lock = lock(&folder.join("fdstore.lock"))?;
         let path = folder.join(SOCKET_NAME);

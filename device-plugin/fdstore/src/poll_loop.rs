@@ -25,7 +25,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 struct Peer {
     stream: UnixStream,
-    /// Whether the peer said hello.
+    /// Whether the peer has sent its hello.
     is_agent: bool,
 }
 

@@ -84,8 +84,8 @@ impl FdStore {
     fn open_memory_count(&self) -> usize {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).unwrap();
         let files = fds.filter_map(|fd| fd.unwrap().path().read_link().ok());
-        let of_memory = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:retained");
-        files.filter(of_memory).count()
+        let is_memfd = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:retained");
+        files.filter(is_memfd).count()
     }
 }
 
@@ -214,7 +214,7 @@ fn acknowledged_leases_outlive_killed_agents() {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(agent.stdout.take().unwrap()).lines();
-        let line = |line: String| {
+        let parse_line = |line: String| {
             let mut words = line.split(' ').map(str::to_owned);
             let word = words.next()?;
             Some((word, words.next()?.parse::<u64>().ok()?))
@@ -222,32 +222,36 @@ fn acknowledged_leases_outlive_killed_agents() {
         let mut received = 0;
         let enough = rand::rng().random_range(1..40);
         while received < enough {
-            let said = lines.next().expect("the agent prints a line").unwrap();
-            received += usize::from(record_line(line(said), &mut acknowledged, &mut last_put));
+            let line = lines.next().expect("the agent prints a line").unwrap();
+            received += usize::from(record_line(
+                parse_line(line),
+                &mut acknowledged,
+                &mut last_put,
+            ));
         }
         agent.kill().unwrap();
-        for said in lines.map_while(Result::ok) {
-            record_line(line(said), &mut acknowledged, &mut last_put);
+        for line in lines.map_while(Result::ok) {
+            record_line(parse_line(line), &mut acknowledged, &mut last_put);
         }
         agent.wait().unwrap();
 
         let mut next = fd_store.agent();
-        let there: Vec<u64> = next.list().iter().map(|entry| entry.lease).collect();
+        let listed: Vec<u64> = next.list().iter().map(|entry| entry.lease).collect();
         // The kill may come between an operation and its line: one put more, one drop more.
-        let more: Vec<_> = there
+        let more: Vec<_> = listed
             .iter()
             .filter(|lease| !acknowledged.contains(lease))
             .collect();
         assert!(more.is_empty() || more == [&(last_put + 1)], "{more:?}");
         let fewer: Vec<_> = acknowledged
             .iter()
-            .filter(|lease| !there.contains(lease))
+            .filter(|lease| !listed.contains(lease))
             .collect();
         assert!(
             fewer.is_empty() || (fewer == [&(last_put - 1)] && last_put % 3 == 0),
             "acknowledged and lost: {fewer:?} of {last_put}"
         );
-        acknowledged = there.into_iter().collect();
+        acknowledged = listed.into_iter().collect();
         last_put = acknowledged.last().copied().unwrap_or(last_put);
     }
     let mut agent = fd_store.agent();
@@ -263,11 +267,11 @@ fn acknowledged_leases_outlive_killed_agents() {
 }
 
 fn record_line(
-    said: Option<(String, u64)>,
+    reported: Option<(String, u64)>,
     acknowledged: &mut std::collections::BTreeSet<u64>,
     last_put: &mut u64,
 ) -> bool {
-    match said {
+    match reported {
         Some((word, lease)) if word == "put" => {
             *last_put = lease;
             acknowledged.insert(lease)
@@ -467,16 +471,17 @@ fn full_fd_store_stays_within_its_memory() {
 #[test]
 fn partial_message_and_garbage_delay_no_agent_for_long() {
     let fd_store = FdStore::start();
-    let mut half = fd_store.connect().unwrap();
-    half.write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
+    let mut partial = fd_store.connect().unwrap();
+    partial
+        .write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
         .unwrap();
     let mut garbage = fd_store.connect().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();
-    let crowd: Vec<_> = (0..20).map(|_| fd_store.connect().unwrap()).collect();
+    let idle_connections: Vec<_> = (0..20).map(|_| fd_store.connect().unwrap()).collect();
     let since = Instant::now();
     assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
-    drop((half, garbage, crowd));
+    drop((partial, garbage, idle_connections));
 }
 
 #[test]
@@ -488,8 +493,8 @@ fn second_fd_store_leaves_the_socket_to_the_first() {
         .output()
         .unwrap();
     assert!(!second.status.success());
-    let said = String::from_utf8_lossy(&second.stderr).into_owned();
-    assert!(said.contains("another fd store holds"), "{said}");
+    let stderr = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(stderr.contains("another fd store holds"), "{stderr}");
     assert_eq!(fd_store.agent().list().len(), 1);
 }
 

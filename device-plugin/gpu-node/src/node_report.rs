@@ -75,11 +75,11 @@ pub struct ReportInputs {
 }
 
 /// Computes the report.
-pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
+pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
     let Snapshot {
         inventory,
         view,
-        queued_claims: waits,
+        queued_claims,
         generations,
         ..
     } = snapshot;
@@ -88,42 +88,42 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
     };
     let gpu = |state: &GpuState| GpuReport {
-        runtime: runtime_report(&state.gpu.uuid, &around.retained),
-        eviction_risk: around.audited.eviction_risks.get(&state.gpu.uuid).cloned(),
+        runtime: runtime_report(&state.gpu.uuid, &inputs.retained),
+        eviction_risk: inputs.audited.eviction_risks.get(&state.gpu.uuid).cloned(),
         ..gpu_report(state, view, generation_of(state, generations))
     };
     let pod_names = pod_names(snapshot);
     NodeReport {
-        boot_id: around.boot_id.clone(),
+        boot_id: inputs.boot_id.clone(),
         driver_version,
-        token_key: around.token_key,
-        quantum: around.config.quantum,
+        token_key: inputs.token_key,
+        quantum: inputs.config.quantum,
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
-        waiting: pending_containers(waits),
-        not_enforced: around
+        waiting: pending_containers(queued_claims),
+        not_enforced: inputs
             .audited
             .not_enforced
             .iter()
             .map(enforcement_gap)
             .collect(),
-        applied_spec: around.overrides.clone(),
+        applied_spec: inputs.overrides.clone(),
         faults: inventory
             .gpus()
             .iter()
             .filter_map(|state| gpu_fault(state, generations))
-            .chain(around.faults.iter().cloned())
+            .chain(inputs.faults.iter().cloned())
             .collect(),
-        containers: gpu_containers(snapshot, &around.audited),
-        retained_count: around.retained.readable,
-        retained: around
+        containers: gpu_containers(snapshot, &inputs.audited),
+        retained_count: inputs.retained.readable,
+        retained: inputs
             .retained
             .leases
             .iter()
             .map(|lease| retained_lease(lease, &pod_names))
             .collect(),
-        namespaces: around
+        namespaces: inputs
             .audited
             .namespaces
             .iter()
@@ -132,18 +132,18 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
         pod_names,
         conditions: vec![
             gpus_found_condition(snapshot),
-            registered_condition(&around.registration),
-            cdi_ready_condition(snapshot, around.runtime_problem.as_deref()),
+            registered_condition(&inputs.registration),
+            cdi_ready_condition(snapshot, inputs.runtime_problem.as_deref()),
             token_limit_condition(snapshot),
             checkpoint_intact_condition(snapshot),
-            state_written_condition(late_write(snapshot, &around.audited)),
-            audited_condition(&around.audited),
-            driver_limits_condition(&around.limits),
-            retained_memory_condition(&around.retained),
-            memory_scrubbed_condition(snapshot, &around.retained),
-            accepted_condition(&around.overrides),
-            sole_owner_condition(&around.owners),
-            managed_memory_condition(around.config.managed_capacity, &snapshot.uvm),
+            state_written_condition(late_write(snapshot, &inputs.audited)),
+            audited_condition(&inputs.audited),
+            driver_limits_condition(&inputs.limits),
+            retained_memory_condition(&inputs.retained),
+            memory_scrubbed_condition(snapshot, &inputs.retained),
+            accepted_condition(&inputs.overrides),
+            sole_owner_condition(&inputs.owners),
+            managed_memory_condition(inputs.config.managed_capacity, &snapshot.uvm),
             pageable_memory_condition(&snapshot.uvm, cfg!(target_arch = "aarch64")),
         ],
     }

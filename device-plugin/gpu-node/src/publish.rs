@@ -101,18 +101,18 @@ impl Schedule {
         }
     }
 
-    /// Plans the attempts after one that began at `begun`; `has_read` says whether it read the
+    /// Plans the attempts after one that began at `started_at`; `has_read` says whether it read the
     /// object.
     fn plan_after(
         &mut self,
         outcome: &Result<Synced, GpuNodeError>,
-        begun: Instant,
+        started_at: Instant,
         has_read: bool,
     ) {
         let rate = self.rate;
         self.is_deferred = matches!(outcome, Ok(Synced::Deferred));
         if has_read || !matches!(outcome, Ok(Synced::Unchanged | Synced::Deferred)) {
-            self.next_probe = begun + rate.probe_interval;
+            self.next_probe = started_at + rate.probe_interval;
         }
         match outcome {
             Ok(Synced::Unchanged | Synced::Deferred) => {}
@@ -185,20 +185,20 @@ impl<O: GpuNodeApi> Publisher<O> {
                 () = async { sleep(rate.batch_delay).await; sleep_until(schedule.next_write).await } => {}
             }
             let report = self.reports.borrow_and_update().clone();
-            let begun = Instant::now();
+            let started_at = Instant::now();
             let reads_object = known.is_none();
             let outcome = tokio::select! {
                 () = shutdown.cancelled() => return,
                 outcome = timeout(
                     rate.request_timeout,
-                    self.sync(&mut known, &report, begun < schedule.next_quiet_write),
+                    self.sync(&mut known, &report, started_at < schedule.next_quiet_write),
                 ) => outcome,
             };
             let outcome = outcome.unwrap_or(Err(GpuNodeError::Timeout {
                 within: rate.request_timeout,
             }));
-            self.tell_reachability(outcome.is_ok(), begun);
-            schedule.plan_after(&outcome, begun, reads_object);
+            self.publish_reachability(outcome.is_ok(), started_at);
+            schedule.plan_after(&outcome, started_at, reads_object);
             match outcome {
                 Ok(Synced::Unchanged | Synced::Deferred) => {}
                 Ok(Synced::Written) => self.metrics.count_gpu_node_write(true),
@@ -212,13 +212,14 @@ impl<O: GpuNodeApi> Publisher<O> {
         }
     }
 
-    /// Tells since when the API server is unreachable, after an attempt that began at `begun`.
-    fn tell_reachability(&self, is_reachable: bool, begun: Instant) {
+    /// Publishes since when the API server is unreachable, after an attempt that began at
+    /// `started_at`.
+    fn publish_reachability(&self, is_reachable: bool, started_at: Instant) {
         self.unreachable_since.send_if_modified(|since| {
             let before = *since;
             *since = match is_reachable {
                 true => None,
-                false => before.or(Some(begun)),
+                false => before.or(Some(started_at)),
             };
             *since != before
         });
@@ -473,7 +474,7 @@ mod tests {
         publish_during(&fake, async |reports| {
             reports.send_modify(|report| report.containers = vec![container(1)]);
             written(1).await;
-            let (writes, begun) = (fake.writes(), Instant::now());
+            let (writes, started_at) = (fake.writes(), Instant::now());
             for generation in 2..=10 {
                 reports.send_modify(|report| report.containers = vec![container(generation)]);
                 sleep(Duration::from_millis(30)).await;
@@ -487,7 +488,7 @@ mod tests {
             written(11).await;
             let took = urgent.elapsed();
             assert!(took >= FAST.quiet_interval, "written after {took:?}");
-            let intervals = begun.elapsed().as_secs() / FAST.quiet_interval.as_secs();
+            let intervals = started_at.elapsed().as_secs() / FAST.quiet_interval.as_secs();
             let most = usize::try_from(intervals).unwrap() + 2;
             assert!(fake.writes() - writes <= most, "{} writes", fake.writes());
         })

@@ -65,12 +65,12 @@ impl QuotaOutcome {
 pub(crate) fn plan_quotas(
     orders: &[QuotaOverride],
     containers: &[BoundContainer],
-    books: &[ContainerUsage],
+    usage: &[ContainerUsage],
 ) -> Vec<(AllocationId, Account, Option<Bytes>)> {
     let containers = by_allocation(containers);
     let mut plan = Vec::new();
-    for books in books {
-        let Some(container) = containers.get(&books.allocation) else {
+    for container_usage in usage {
+        let Some(container) = containers.get(&container_usage.allocation) else {
             // The node does not know the container, so its overrides cannot be determined.
             continue;
         };
@@ -79,14 +79,14 @@ pub(crate) fn plan_quotas(
             .iter()
             .filter(|order| matches_container(order, container))
         {
-            for (account, bytes) in matching_accounts(order, books) {
+            for (account, bytes) in matching_accounts(order, container_usage) {
                 let least = lowered.entry(account).or_insert(bytes);
                 *least = bytes.min(*least);
             }
         }
-        for AccountBalance { account, .. } in &books.accounts {
+        for AccountBalance { account, .. } in &container_usage.accounts {
             plan.push((
-                books.allocation,
+                container_usage.allocation,
                 account.clone(),
                 lowered.get(account).copied(),
             ));
@@ -99,33 +99,33 @@ pub(crate) fn plan_quotas(
 pub(crate) fn quota_outcome(
     order: &QuotaOverride,
     containers: &[BoundContainer],
-    books: &[ContainerUsage],
+    usage: &[ContainerUsage],
 ) -> QuotaOutcome {
     let containers = by_allocation(containers);
-    let named = books.iter().filter(|books| {
-        let container = containers.get(&books.allocation);
+    let named = usage.iter().filter(|container_usage| {
+        let container = containers.get(&container_usage.allocation);
         container.is_some_and(|container| matches_container(order, container))
     });
-    let accounts = named.flat_map(|books| {
-        let named = matching_accounts(order, books)
+    let accounts = named.flat_map(|container_usage| {
+        let named = matching_accounts(order, container_usage)
             .into_iter()
             .map(|(account, _)| account);
         let named: Vec<_> = named.collect();
-        books
+        container_usage
             .accounts
             .iter()
-            .filter(move |of_it| named.contains(&&of_it.account))
+            .filter(move |balance| named.contains(&&balance.account))
     });
-    let (mut quota, mut used, mut above, mut any) = (0_u64, 0_u64, false, false);
+    let (mut quota, mut used, mut is_exceeded, mut is_found) = (0_u64, 0_u64, false, false);
     for account in accounts {
         let in_use = account.in_use();
-        any = true;
-        above |= in_use > account.quota;
+        is_found = true;
+        is_exceeded |= in_use > account.quota;
         quota = quota.saturating_add(account.quota.0);
         used = used.saturating_add(in_use.0);
     }
     let (quota, used) = (Bytes(quota), Bytes(used));
-    match (any, above) {
+    match (is_found, is_exceeded) {
         (false, _) => QuotaOutcome::NotFound,
         (true, false) => QuotaOutcome::Applied(quota),
         (true, true) => QuotaOutcome::Pending { quota, used },
@@ -148,7 +148,7 @@ fn matches_container(order: &QuotaOverride, container: &BoundContainer) -> bool 
 /// The accounts that an override names, with the quota of each.
 fn matching_accounts<'a>(
     order: &QuotaOverride,
-    books: &'a ContainerUsage,
+    container_usage: &'a ContainerUsage,
 ) -> Vec<(&'a Account, Bytes)> {
     // The schema admits only readable amounts; an unreadable one lowers nothing.
     let Ok(bytes) = order.quota.bytes() else {
@@ -158,7 +158,10 @@ fn matching_accounts<'a>(
         Account::Managed => order.account == MANAGED,
         Account::Gpu(gpu) => order.account == DEVICE || order.account == gpu.as_str(),
     };
-    let accounts = books.accounts.iter().map(|of_it| &of_it.account);
+    let accounts = container_usage
+        .accounts
+        .iter()
+        .map(|balance| &balance.account);
     let named: Vec<_> = accounts.filter(is_named).collect();
     // Device memory is divided evenly among a container's GPUs.
     let share = bytes / u64::try_from(named.len().max(1)).unwrap_or(u64::MAX);
@@ -174,15 +177,15 @@ pub async fn run(
     sessions: Arc<Sessions>,
     snapshots: watch::Receiver<Snapshot>,
     mut orders: watch::Receiver<Option<ParsedSpec>>,
-    ordered: watch::Sender<AppliedSpec>,
+    applied: watch::Sender<AppliedSpec>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(RECLAIM_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(RECLAIM_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            _ = every.tick() => {}
+            _ = ticker.tick() => {}
             // Without the API server the spec never changes; the ticks go on.
             Ok(()) = orders.changed() => {}
         }
@@ -203,9 +206,9 @@ pub async fn run(
             // The container may have ended since the plan was made.
             let _ = sessions.override_quota(&allocation, &account, bytes);
         }
-        let books = sessions.container_usage();
+        let usage = sessions.container_usage();
         let outcome = |order: QuotaOverride| {
-            let outcome = quota_outcome(&order, &containers, &books);
+            let outcome = quota_outcome(&order, &containers, &usage);
             (order, outcome)
         };
         let after = AppliedSpec {
@@ -213,7 +216,7 @@ pub async fn run(
             quotas: quotas.into_iter().map(outcome).collect(),
             unrecognized: not_understood,
         };
-        ordered.send_if_modified(|before| {
+        applied.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
                 info!(quotas = ?after.quotas, "quota overrides applied");
@@ -230,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    fn books(number: u64, accounts: &[(&str, u64, u64)]) -> ContainerUsage {
+    fn usage(number: u64, accounts: &[(&str, u64, u64)]) -> ContainerUsage {
         let account = |(name, quota, used): &(&str, u64, u64)| {
             let account = match *name {
                 MANAGED => Account::Managed,
@@ -270,11 +273,11 @@ mod tests {
     /// GPUs.
     fn planned(orders: &[QuotaOverride]) -> Vec<Option<u64>> {
         let containers = [container(1, "main"), container(2, "side")];
-        let books = [
-            books(1, &[("GPU-a", 8, 4), (MANAGED, 2, 0)]),
-            books(2, &[("GPU-a", 8, 4), ("GPU-b", 8, 4)]),
+        let usage = [
+            usage(1, &[("GPU-a", 8, 4), (MANAGED, 2, 0)]),
+            usage(2, &[("GPU-a", 8, 4), ("GPU-b", 8, 4)]),
         ];
-        let plan = plan_quotas(orders, &containers, &books);
+        let plan = plan_quotas(orders, &containers, &usage);
         plan.into_iter()
             .map(|(.., bytes)| bytes.map(|bytes| bytes.0 >> 30))
             .collect()
@@ -305,8 +308,8 @@ mod tests {
             planned(std::slice::from_ref(&both)),
             [None, None, Some(3), Some(3)]
         );
-        let one = order("side", "GPU-a", "1Gi");
-        assert_eq!(planned(&[one, both]), [None, None, Some(1), Some(3)]);
+        let single = order("side", "GPU-a", "1Gi");
+        assert_eq!(planned(&[single, both]), [None, None, Some(1), Some(3)]);
     }
 
     #[test]
@@ -314,8 +317,8 @@ mod tests {
         let containers = [container(2, "side")];
         let order = order("side", DEVICE, "6Gi");
         let outcome = |used| {
-            let books = [books(2, &[("GPU-a", 3, used), ("GPU-b", 3, 0)])];
-            quota_outcome(&order, &containers, &books)
+            let usage = [usage(2, &[("GPU-a", 3, used), ("GPU-b", 3, 0)])];
+            quota_outcome(&order, &containers, &usage)
         };
         let pending = QuotaOutcome::Pending {
             quota: Bytes::gib(6),
@@ -330,9 +333,9 @@ mod tests {
         let containers = [container(1, "main")];
         let order = order("main", DEVICE, "3Gi");
         let outcome = |set: fn(&mut AccountBalance) -> &mut Bytes| {
-            let mut books = [books(1, &[("GPU-a", 3, 1)])];
-            *set(&mut books[0].accounts[0]) = Bytes::gib(3);
-            quota_outcome(&order, &containers, &books)
+            let mut usage = [usage(1, &[("GPU-a", 3, 1)])];
+            *set(&mut usage[0].accounts[0]) = Bytes::gib(3);
+            quota_outcome(&order, &containers, &usage)
         };
         let pending = QuotaOutcome::Pending {
             quota: Bytes::gib(3),
@@ -345,14 +348,14 @@ mod tests {
 
     #[test]
     fn override_for_an_unknown_container_is_not_found() {
-        let (containers, books) = ([container(1, "main")], [books(1, &[("GPU-a", 8, 4)])]);
+        let (containers, usage) = ([container(1, "main")], [usage(1, &[("GPU-a", 8, 4)])]);
         for order in [
             order("main", "GPU-x", "1Gi"),
             order("main", MANAGED, "1Gi"),
             order("x", DEVICE, "1Gi"),
         ] {
             assert_eq!(
-                quota_outcome(&order, &containers, &books),
+                quota_outcome(&order, &containers, &usage),
                 QuotaOutcome::NotFound,
                 "{order:?}"
             );

@@ -104,7 +104,7 @@ pub fn render(
         faults: select_faults(
             faults
                 .iter()
-                .map(|one| fault_status(one, before, now))
+                .map(|fault| fault_status(fault, before, now))
                 .collect(),
         ),
         containers: first(containers, MAX_CONTAINERS),
@@ -167,15 +167,16 @@ pub(crate) fn is_urgent(before: &GpuNodeStatus, after: &GpuNodeStatus) -> bool {
 /// without an action. It acts on a fault that is only reported where the policy has changed since.
 /// It then needs one such fault of the container, and the new policy changes the status anyway.
 fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
-    let has = |fault: &Fault, action| fault.kind == FaultKind::Context && fault.action == action;
-    let is_reported = |fault: &Fault| has(fault, Some(FaultAction::Report));
+    let has_action =
+        |fault: &Fault, action| fault.kind == FaultKind::Context && fault.action == action;
+    let is_reported = |fault: &Fault| has_action(fault, Some(FaultAction::Report));
     let container_of = |fault: &Fault| {
         let container = fault.container.as_ref()?;
         Some((container.pod_uid.clone(), container.container.clone()))
     };
     let waiting = |faults: &[Fault]| {
         let mut waiting = faults.to_vec();
-        waiting.retain(|fault| !has(fault, None) && !is_reported(fault));
+        waiting.retain(|fault| !has_action(fault, None) && !is_reported(fault));
         waiting
     };
     let reported = |faults: &[Fault]| -> BTreeSet<_> {
@@ -187,7 +188,7 @@ fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
 pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
-    match others.iter().find(|said| said.is_amiss()) {
+    match others.iter().find(|condition| condition.is_amiss()) {
         None if others.is_empty() => ConditionUpdate {
             type_: names::READY,
             holds: None,
@@ -349,8 +350,8 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
         let is_gpus = fault.kind == FaultKind::Gpu;
-        let is_asked = fault.action.is_some_and(FaultAction::awaits_eviction);
-        (!is_gpus, !is_asked)
+        let awaits_eviction = fault.action.is_some_and(FaultAction::awaits_eviction);
+        (!is_gpus, !awaits_eviction)
     };
     faults.sort_by(|a, b| (rank(a), a.time.0, &a.id).cmp(&(rank(b), b.time.0, &b.id)));
     faults.truncate(MAX_FAULTS);
@@ -607,10 +608,15 @@ mod tests {
             is_urgent(&none_open, &status(9, &[(9, Some(Report))])),
             "the operator knows no fault of the container"
         );
-        let mut elsewhere = report_with_faults(9, &[(9, Some(Report))]);
-        elsewhere.faults[0].image.as_mut().unwrap().container = "sidecar".into();
-        let elsewhere = render(&elsewhere, &GpuNodeStatus::default(), Some(1), &at(10));
-        assert!(is_urgent(&first, &elsewhere), "another container");
+        let mut other_container = report_with_faults(9, &[(9, Some(Report))]);
+        other_container.faults[0].image.as_mut().unwrap().container = "sidecar".into();
+        let other_container = render(
+            &other_container,
+            &GpuNodeStatus::default(),
+            Some(1),
+            &at(10),
+        );
+        assert!(is_urgent(&first, &other_container), "another container");
     }
 
     #[test]
@@ -676,10 +682,10 @@ mod tests {
         published.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
         let status = render(&published, &GpuNodeStatus::default(), Some(9), &at(10));
         assert_eq!(status.observed_generation, Some(7));
-        let said = &status.quotas[0];
-        assert_eq!(said.state, QuotaState::Pending);
-        assert_eq!(said.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
-        assert_eq!(said.used.as_ref().unwrap().bytes(), Ok(5 << 30));
+        let outcome = &status.quotas[0];
+        assert_eq!(outcome.state, QuotaState::Pending);
+        assert_eq!(outcome.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
+        assert_eq!(outcome.used.as_ref().unwrap().bytes(), Ok(5 << 30));
         let restarted = render(&report(), &status, Some(9), &at(20));
         assert_eq!(restarted.observed_generation, Some(7));
         assert_eq!(restarted.quotas, status.quotas);
@@ -726,11 +732,11 @@ mod tests {
     #[test]
     fn unhealthy_gpu_has_a_reason_and_a_time() {
         let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
-        let mut ill = report();
-        ill.gpus[0].health = GpuHealth::Unhealthy {
+        let mut faulty = report();
+        faulty.gpus[0].health = GpuHealth::Unhealthy {
             reason: "Xid79".into(),
         };
-        let after = render(&ill, &before, Some(1), &at(60));
+        let after = render(&faulty, &before, Some(1), &at(60));
         assert_eq!(after.gpus[0].health.reason, "Xid79");
         assert_eq!(after.gpus[0].health.since, Some(at(60)));
         assert_eq!(after.gpus[1].health.since, Some(at(10)));
@@ -760,14 +766,14 @@ mod tests {
             time: Some("2026-01-01T00:00:00Z".parse().unwrap()),
             ..of_gpu.clone()
         };
-        let mut ill = report();
-        ill.faults = vec![of_context, of_gpu];
-        let first = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
-        let said: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
+        let mut faulty = report();
+        faulty.faults = vec![of_context, of_gpu];
+        let first = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
+        let times: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
         assert_eq!(first.faults[0].kind, FaultKind::Gpu);
-        assert_eq!(*said[0], at(10));
-        assert_ne!(*said[1], at(10));
-        assert_eq!(render(&ill, &first, Some(1), &at(500)), first);
+        assert_eq!(*times[0], at(10));
+        assert_ne!(*times[1], at(10));
+        assert_eq!(render(&faulty, &first, Some(1), &at(500)), first);
     }
 
     #[test]
@@ -780,11 +786,11 @@ mod tests {
             fault(71, FaultAction::BeyondMaximum),
             fault(70, FaultAction::Evict),
         ];
-        let ill = NodeReport {
+        let faulty = NodeReport {
             faults: older.chain(waiting).collect(),
             ..report()
         };
-        let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+        let status = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
         let ids: Vec<&str> = status
             .faults
             .iter()
@@ -834,7 +840,7 @@ mod tests {
                 ..gpu.clone()
             })
             .collect();
-        let lacking = EnforcementGap {
+        let gap = EnforcementGap {
             pod_uid: "0f".into(),
             namespace: "n".repeat(63),
             pod: "p".repeat(253),
@@ -842,7 +848,7 @@ mod tests {
             reason: "MountedOver".into(),
             message: "ü".repeat(256),
         };
-        full.not_enforced = vec![lacking; 300];
+        full.not_enforced = vec![gap; 300];
         let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
         assert_eq!(status.gpus.len(), MAX_GPUS);
         let pods = || {

@@ -69,8 +69,8 @@ fn gpus(gpus: &[GpuReport]) -> String {
     if further > 0 {
         parts.push(format!("{further} more models"));
     }
-    let is_ill = |gpu: &&GpuReport| gpu.health != GpuHealth::Healthy;
-    match gpus.iter().filter(is_ill).count() {
+    let is_unhealthy = |gpu: &&GpuReport| gpu.health != GpuHealth::Healthy;
+    match gpus.iter().filter(is_unhealthy).count() {
         0 => {}
         ill => parts.push(format!("{ill} unhealthy")),
     }
@@ -230,14 +230,14 @@ mod tests {
         let mut report = report();
         let gpu = report.gpus[0].clone();
         let models = (0..40).map(|number| format!("{number}{}", "ü".repeat(200)));
-        let with = |model| GpuReport {
+        let with_model = |model| GpuReport {
             gpu: Gpu {
                 model,
                 ..gpu.gpu.clone()
             },
             ..gpu.clone()
         };
-        report.gpus = models.map(with).collect();
+        report.gpus = models.map(with_model).collect();
         assert!(summarize(&report).gpus.len() <= 256);
     }
 }

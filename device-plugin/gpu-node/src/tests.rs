@@ -62,10 +62,10 @@ impl Fixture {
     }
 
     fn start_with(api: SimApiServer, client: Client, drain: DrainState) -> Self {
-        let (reports, reported) = watch::channel(report());
+        let (reports, report_receiver) = watch::channel(report());
         let (orders, ordered) = watch::channel(None);
-        let (seen, sees) = watch::channel(Observation::Pending);
-        let (unheard, since) = watch::channel(Some(Instant::now()));
+        let (observation_sender, observation) = watch::channel(Observation::Pending);
+        let (outage_sender, outage) = watch::channel(Some(Instant::now()));
         let (history, stop, metrics) = (
             History::default(),
             CancellationToken::new(),
@@ -73,18 +73,18 @@ impl Fixture {
         );
         let publisher = Publisher {
             api: GpuNodeClient::new(client.clone(), NODE, history.clone()),
-            reports: reported,
-            observed: sees,
+            reports: report_receiver,
+            observed: observation,
             spec: ordered.clone(),
             drain: watch::channel(drain).1,
             rate: Rate::default(),
-            unreachable_since: unheard,
+            unreachable_since: outage_sender,
             metrics: metrics.clone(),
         };
         tokio::spawn(publisher.run(stop.clone()));
         let output = WatchOutput {
             spec: orders,
-            observed: seen,
+            observed: observation_sender,
             metrics,
         };
         tokio::spawn(spec_watch::run(
@@ -98,7 +98,7 @@ impl Fixture {
             api,
             reports,
             spec: ordered,
-            unreachable_since: since,
+            unreachable_since: outage,
             generation: 1,
             stop,
         }
@@ -132,7 +132,7 @@ impl Fixture {
         self.api.put(KIND, object);
     }
 
-    async fn wait_until(&self, what: &str, within: Duration, done: impl Fn(&Self) -> bool) {
+    async fn wait_until(&self, context: &str, within: Duration, done: impl Fn(&Self) -> bool) {
         let reached = async {
             while !done(self) {
                 sleep(Duration::from_millis(10)).await;
@@ -141,7 +141,7 @@ impl Fixture {
         let outcome = timeout(within, reached).await;
         assert!(
             outcome.is_ok(),
-            "{what}: not within {within:?}; object {}, orders {:?}, writes {:?}",
+            "{context}: not within {within:?}; object {}, orders {:?}, writes {:?}",
             self.object(),
             self.spec.borrow(),
             self.api.writes()
@@ -160,12 +160,12 @@ impl Fixture {
     }
 
     /// Asserts that nothing is written for a minute.
-    async fn assert_quiet(&self, what: &str) {
+    async fn assert_quiet(&self, context: &str) {
         sleep(Duration::from_secs(5)).await;
         let before = self.api.writes().len();
         sleep(Duration::from_secs(60)).await;
         let writes = self.api.writes().split_off(before);
-        assert!(writes.is_empty(), "{what}: {writes:?}");
+        assert!(writes.is_empty(), "{context}: {writes:?}");
     }
 }
 
@@ -369,7 +369,7 @@ async fn spec_of_another_version_stops_nothing_else() {
 
 #[tokio::test(start_paused = true)]
 async fn status_and_spec_arrive_through_every_watch_fault() {
-    let tellings = [
+    let watch_faults = [
         WatchFault::Delayed,
         WatchFault::Lagging,
         WatchFault::Duplicated,
@@ -378,19 +378,19 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         WatchFault::Expired,
         WatchFault::Stalled,
     ];
-    for telling in tellings {
-        let what = format!("{telling:?}");
-        let promised = match telling {
+    for watch_fault in watch_faults {
+        let context = format!("{watch_fault:?}");
+        let promised = match watch_fault {
             WatchFault::Stalled => STALLED_TIME,
             _ => PROMISED_TIME,
         };
         let api = SimApiServer::start();
         api.put("nodes", node("first"));
-        let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
+        let faults = Faults::for_all_objects(WriteFault::RequestDropped, watch_fault);
         let client = api.client_with_faults(&faults);
         let mut fixture = Fixture::start_with(api, client, DrainState::default());
         fixture.wait_until_written_within(promised).await;
-        if telling == WatchFault::Lagging {
+        if watch_fault == WatchFault::Lagging {
             // From now on the API server's watch cache lags behind.
             sleep(Duration::from_secs(15)).await;
         }
@@ -398,25 +398,25 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
             fixture.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
             fixture.report_free(round);
             fixture
-                .wait_until(&what, promised, |fixture| {
+                .wait_until(&context, promised, |fixture| {
                     fixture.has_free(round) && fixture.drained_gpus() == [gpu(round)]
                 })
                 .await;
         }
         fixture.api.delete(KIND, "", NODE);
         fixture
-            .wait_until(&what, promised, |fixture| fixture.has_free(7))
+            .wait_until(&context, promised, |fixture| fixture.has_free(7))
             .await;
-        fixture.assert_quiet(&what).await;
-        assert_eq!(fixture.drained_gpus(), [gpu(7)], "{what}");
-        let dealt: usize = faults.faulted_events().values().sum();
-        assert!(dealt >= 3, "{what}: {dealt} events were disturbed");
+        fixture.assert_quiet(&context).await;
+        assert_eq!(fixture.drained_gpus(), [gpu(7)], "{context}");
+        let faulted: usize = faults.faulted_events().values().sum();
+        assert!(faulted >= 3, "{context}: {faulted} events were disturbed");
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn status_arrives_through_every_write_fault() {
-    let fates = [
+    let write_faults = [
         WriteFault::Refused(StatusCode::CONFLICT),
         WriteFault::Refused(StatusCode::TOO_MANY_REQUESTS),
         WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
@@ -424,25 +424,25 @@ async fn status_arrives_through_every_write_fault() {
         WriteFault::ResponseDropped,
         WriteFault::ErrorAfterWrite,
     ];
-    for fate in fates {
-        for doomed in 1..=3 {
-            let what = format!("write {doomed}: {fate:?}");
+    for write_fault in write_faults {
+        for faulty_write in 1..=3 {
+            let context = format!("write {faulty_write}: {write_fault:?}");
             let api = SimApiServer::start();
             api.put("nodes", node("first"));
-            let faults = Faults::for_all_objects(fate, WatchFault::NoFault);
-            faults.set_faulty_writes(FaultyWrites::Nth(doomed));
+            let faults = Faults::for_all_objects(write_fault, WatchFault::NoFault);
+            faults.set_faulty_writes(FaultyWrites::Nth(faulty_write));
             let client = api.client_with_faults(&faults);
             let fixture = Fixture::start_with(api, client, DrainState::default());
             fixture
-                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(32))
+                .wait_until(&context, PROMISED_TIME, |fixture| fixture.has_free(32))
                 .await;
             fixture.report_free(7);
             fixture
-                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
+                .wait_until(&context, PROMISED_TIME, |fixture| fixture.has_free(7))
                 .await;
-            fixture.assert_quiet(&what).await;
-            assert_eq!(faults.fault_count(), 1, "{what}");
-            assert_eq!(*fixture.unreachable_since.borrow(), None, "{what}");
+            fixture.assert_quiet(&context).await;
+            assert_eq!(faults.fault_count(), 1, "{context}");
+            assert_eq!(*fixture.unreachable_since.borrow(), None, "{context}");
         }
     }
 }
@@ -457,7 +457,7 @@ async fn lost_answer_counts_as_outage_from_its_request() {
     fixture.wait_until_written().await;
     assert_eq!(*fixture.unreachable_since.borrow(), None);
     faults.set_faulty_writes(FaultyWrites::FirstAttempts);
-    let begun = Instant::now();
+    let started = Instant::now();
     fixture.report_free(7);
     fixture
         .wait_until("it is noticed", PROMISED_TIME, |fixture| {
@@ -466,9 +466,9 @@ async fn lost_answer_counts_as_outage_from_its_request() {
         .await;
     let since = fixture.unreachable_since.borrow().unwrap();
     assert!(
-        since - begun < Duration::from_secs(2),
+        since - started < Duration::from_secs(2),
         "{:?}",
-        since - begun
+        since - started
     );
     fixture
         .wait_until("it is written", PROMISED_TIME, |fixture| {

@@ -32,15 +32,15 @@ const MAX_ENTRIES: usize = 512;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
-    #[serde(deserialize_with = "at_most_the_largest")]
+    #[serde(deserialize_with = "clamp_generation")]
     generation: u64,
-    /// The boot in which the GPU was last seen.
+    /// The boot in which the GPU was last observed.
     boot: String,
     /// Its health at that time.
     #[serde(default)]
     memory: PersistedHealth,
     /// Its description at that time; none where another version wrote one that cannot be parsed.
-    #[serde(default, deserialize_with = "if_it_makes_sense")]
+    #[serde(default, deserialize_with = "parse_or_none")]
     gpu: Option<Gpu>,
 }
 
@@ -48,11 +48,11 @@ struct Entry {
 /// API uses.
 const MAX_READ_GENERATION: u64 = 1 << 53;
 
-fn at_most_the_largest<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+fn clamp_generation<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(u64::deserialize(from)?.min(MAX_READ_GENERATION))
 }
 
-fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, D::Error> {
+fn parse_or_none<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, D::Error> {
     Ok(serde_json::from_value(Value::deserialize(from)?).ok())
 }
 
@@ -118,21 +118,21 @@ impl GpuGenerations {
     /// When the system starts no thread.
     pub fn load(run: Checkpoint, disk: Checkpoint, boot: String) -> std::io::Result<Self> {
         let disk = WriteBehindFile::open(disk, Checkpoint::save_durably)?;
-        let of_disk: Option<Entries> = disk.read(READ_TIMEOUT);
-        let of_run: Option<Entries> = run.load().unwrap_or_else(|error| {
+        let disk_entries: Option<Entries> = disk.read(READ_TIMEOUT);
+        let run_entries: Option<Entries> = run.load().unwrap_or_else(|error| {
             warn!(%error, "failed to read generations from the run folder; using those on the disk");
             let _ = run.move_aside();
             None
         });
-        if of_disk.is_none() {
+        if disk_entries.is_none() {
             warn!(
-                known = of_run.is_some(),
+                known = run_entries.is_some(),
                 "failed to read generations from the disk yet"
             );
         }
-        let unread = of_disk.is_none() && of_run.is_none();
-        let mut entries = of_disk.unwrap_or_default();
-        for (uuid, entry) in of_run.unwrap_or_default() {
+        let unread = disk_entries.is_none() && run_entries.is_none();
+        let mut entries = disk_entries.unwrap_or_default();
+        for (uuid, entry) in run_entries.unwrap_or_default() {
             // An agent of another version may have written the disk's file alone.
             let newer = entries.get(&uuid).map(|other| other.generation);
             if newer <= Some(entry.generation) {
@@ -152,11 +152,11 @@ impl GpuGenerations {
 
     /// The GPUs that the previous agent of this boot recorded.
     pub fn persisted_gpus(&self) -> BTreeMap<GpuUuid, PersistedGpu> {
-        let of_this_boot = self
+        let current_boot = self
             .entries
             .iter()
             .filter(|(_, entry)| entry.boot == self.boot);
-        of_this_boot
+        current_boot
             .map(|(uuid, Entry { gpu, memory, .. })| {
                 let (gpu, memory) = (gpu.clone(), *memory);
                 (
@@ -174,23 +174,24 @@ impl GpuGenerations {
     fn merge_disk(&mut self, read: Entries) {
         self.is_unread = false;
         let first = first_generation(&read);
-        for (_, seen) in self
+        for (_, entry) in self
             .entries
             .iter_mut()
             .filter(|(uuid, _)| !read.contains_key(*uuid))
         {
-            seen.generation += first - 1;
+            entry.generation += first - 1;
         }
         for (uuid, read) in read {
             // Entries made meanwhile started at 1: they continue from the recorded number.
             let meanwhile = self.entries.remove(&uuid);
             let mut entry = read;
-            if let Some(seen) = meanwhile {
-                let of_before = entry.boot != self.boot || (entry.memory.away && !seen.memory.away);
-                entry.generation += seen.generation - 1 + u64::from(of_before);
-                entry.boot = seen.boot;
-                entry.memory = seen.memory;
-                entry.gpu = seen.gpu;
+            if let Some(observed) = meanwhile {
+                let is_lost =
+                    entry.boot != self.boot || (entry.memory.away && !observed.memory.away);
+                entry.generation += observed.generation - 1 + u64::from(is_lost);
+                entry.boot = observed.boot;
+                entry.memory = observed.memory;
+                entry.gpu = observed.gpu;
             }
             self.entries.insert(uuid, entry);
         }
@@ -391,17 +392,17 @@ mod tests {
 
     #[test]
     fn generation_grows_with_each_boot_and_each_return_alone() {
-        let bed = Fixture::new();
-        let mut agent = bed.load("boot-1");
+        let fixture = Fixture::new();
+        let mut agent = fixture.load("boot-1");
         agent.observe(&state(HEALTHY));
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 1);
         agent.observe(&state(ABSENT));
         assert_eq!(generation(&agent), 1);
-        let mut agent = bed.load_after(&agent, "boot-1");
+        let mut agent = fixture.load_after(&agent, "boot-1");
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 2, "a return while no agent ran");
-        let mut agent = bed.load_after(&agent, "boot-2");
+        let mut agent = fixture.load_after(&agent, "boot-2");
         agent.observe(&state(HEALTHY));
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 3);
@@ -409,59 +410,67 @@ mod tests {
 
     #[test]
     fn each_bump_is_told_once_with_both_numbers() {
-        let bed = Fixture::new();
-        let mut agent = bed.load("boot-1");
-        let told = |agent: &mut GpuGenerations, memory| {
+        let fixture = Fixture::new();
+        let mut agent = fixture.load("boot-1");
+        let observe_changes = |agent: &mut GpuGenerations, memory| {
             let changes = agent.observe(&state(memory)).into_iter();
             changes
                 .map(|change| (change.before, change.after))
                 .collect::<Vec<_>>()
         };
-        assert_eq!(told(&mut agent, HEALTHY), [], "a new GPU has lost nothing");
-        assert_eq!(told(&mut agent, ABSENT), []);
-        assert_eq!(told(&mut agent, HEALTHY), [(1, 2)]);
-        assert_eq!(told(&mut agent, HEALTHY), []);
-        let mut agent = bed.load_after(&agent, "boot-1");
-        assert_eq!(told(&mut agent, HEALTHY), [], "the agent alone restarted");
-        let mut agent = bed.load_after(&agent, "boot-2");
-        assert_eq!(told(&mut agent, HEALTHY), [(2, 3)]);
+        assert_eq!(
+            observe_changes(&mut agent, HEALTHY),
+            [],
+            "a new GPU has lost nothing"
+        );
+        assert_eq!(observe_changes(&mut agent, ABSENT), []);
+        assert_eq!(observe_changes(&mut agent, HEALTHY), [(1, 2)]);
+        assert_eq!(observe_changes(&mut agent, HEALTHY), []);
+        let mut agent = fixture.load_after(&agent, "boot-1");
+        assert_eq!(
+            observe_changes(&mut agent, HEALTHY),
+            [],
+            "the agent alone restarted"
+        );
+        let mut agent = fixture.load_after(&agent, "boot-2");
+        assert_eq!(observe_changes(&mut agent, HEALTHY), [(2, 3)]);
         let change = GenerationChange {
             gpu: "GPU-a".parse().unwrap(),
             before: 2,
             after: 3,
         };
-        let said = "the memory of GPU-a has generation 3 instead of 2: its contents are lost";
-        assert_eq!(change.to_string(), said);
+        let text = "the memory of GPU-a has generation 3 instead of 2: its contents are lost";
+        assert_eq!(change.to_string(), text);
     }
 
     #[test]
     fn generation_stays_when_gpu_recovers_without_absence() {
         let mut agent = Fixture::new().load("boot-1");
-        let mut sick = state(HEALTHY);
-        sick[0].health = Health::Unhealthy(UnhealthyReason::Xid(74));
-        agent.observe(&sick);
+        let mut unhealthy = state(HEALTHY);
+        unhealthy[0].health = Health::Unhealthy(UnhealthyReason::Xid(74));
+        agent.observe(&unhealthy);
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 1);
     }
 
     #[test]
     fn gpu_and_required_reset_persist_within_the_boot() {
-        let bed = Fixture::new();
-        let seen = state(AWAITS_RESET);
-        bed.load("boot-1").observe(&seen);
-        let remembered = PersistedGpu {
-            gpu: Some(seen[0].gpu.clone()),
+        let fixture = Fixture::new();
+        let states = state(AWAITS_RESET);
+        fixture.load("boot-1").observe(&states);
+        let expected = PersistedGpu {
+            gpu: Some(states[0].gpu.clone()),
             health: AWAITS_RESET,
         };
         let uuid = "GPU-a".parse().unwrap();
-        assert_eq!(bed.load("boot-1").persisted_gpus()[&uuid], remembered);
-        assert!(bed.load("boot-2").persisted_gpus().is_empty());
+        assert_eq!(fixture.load("boot-1").persisted_gpus()[&uuid], expected);
+        assert!(fixture.load("boot-2").persisted_gpus().is_empty());
     }
 
     #[test]
     fn gpu_is_not_persisted_when_it_was_repartitioned() {
-        let bed = Fixture::new();
-        let mut agent = bed.load("boot-1");
+        let fixture = Fixture::new();
+        let mut agent = fixture.load("boot-1");
         let whole = state(PersistedHealth::default());
         agent.observe(&whole);
         agent.observe(&[]);
@@ -478,7 +487,7 @@ mod tests {
 
     #[test]
     fn generation_is_kept_when_gpu_record_is_unreadable() {
-        let bed = Fixture::new();
+        let fixture = Fixture::new();
         for gpu in [
             "",
             r#","gpu":null"#,
@@ -486,9 +495,11 @@ mod tests {
         ] {
             let text = format!(r#"{{"GPU-a":{{"generation":7,"boot":"boot-1"{gpu}}}}}"#);
             let entries: Entries = serde_json::from_str(&text).unwrap();
-            Checkpoint::new(bed.path()).save_durably(&entries).unwrap();
-            let _ = std::fs::remove_file(bed.0.path().join("boot-1"));
-            let agent = bed.load("boot-1");
+            Checkpoint::new(fixture.path())
+                .save_durably(&entries)
+                .unwrap();
+            let _ = std::fs::remove_file(fixture.0.path().join("boot-1"));
+            let agent = fixture.load("boot-1");
             assert_eq!(generation(&agent), 7);
             assert_eq!(
                 agent.persisted_gpus().into_values().next().unwrap().gpu,
@@ -499,105 +510,108 @@ mod tests {
 
     #[test]
     fn generations_are_bounded_and_unique_when_gpus_are_recut() {
-        let bed = Fixture::new();
-        let mut agent = bed.load("boot-1");
-        let see = |agent: &mut GpuGenerations, numbers: &[usize]| {
+        let fixture = Fixture::new();
+        let mut agent = fixture.load("boot-1");
+        let observe = |agent: &mut GpuGenerations, numbers: &[usize]| {
             let cut = numbers.iter().map(|number| {
                 let mut gpu = state(HEALTHY).remove(0);
                 gpu.gpu.uuid = format!("MIG-{number}").parse().unwrap();
                 gpu
             });
             agent.observe(&cut.collect::<Vec<_>>());
-            let of_it = |number: &usize| agent.by_gpu()[&format!("MIG-{number}").parse().unwrap()];
-            numbers.iter().map(of_it).collect::<Vec<u64>>()
+            let generation_of =
+                |number: &usize| agent.by_gpu()[&format!("MIG-{number}").parse().unwrap()];
+            numbers.iter().map(generation_of).collect::<Vec<u64>>()
         };
         let all: Vec<usize> = (0..3 * MAX_ENTRIES).collect();
-        let mut given = Vec::new();
+        let mut assigned = Vec::new();
         for cut in all.chunks(64) {
-            given.extend(see(&mut agent, cut));
+            assigned.extend(observe(&mut agent, cut));
             assert!(
                 agent.entries.len() <= MAX_ENTRIES,
                 "{}",
                 agent.entries.len()
             );
         }
-        let mut agent = bed.load_after(&agent, "boot-2");
+        let mut agent = fixture.load_after(&agent, "boot-2");
         for number in [0, 1, MAX_ENTRIES, 2 * MAX_ENTRIES, 3 * MAX_ENTRIES - 1] {
-            let now = see(&mut agent, &[number])[0];
-            assert!(now > given[number], "{number}: {now}");
+            let now = observe(&mut agent, &[number])[0];
+            assert!(now > assigned[number], "{number}: {now}");
         }
         // The next agent observes a GPU before it has read the file.
         assert!(agent.flush());
-        let away = bed.path().with_extension("away");
-        std::fs::rename(bed.path(), &away).unwrap();
-        std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
-        let mut agent = bed.load("boot-3");
+        let away = fixture.path().with_extension("away");
+        std::fs::rename(fixture.path(), &away).unwrap();
+        std::os::unix::fs::symlink("generations.json", fixture.path()).unwrap();
+        let mut agent = fixture.load("boot-3");
         let mut recut = state(HEALTHY);
         recut[0].gpu.uuid = "MIG-2".parse().unwrap();
         agent.observe(&recut);
-        std::fs::rename(&away, bed.path()).unwrap();
-        let begun = std::time::Instant::now();
-        while agent.by_gpu().is_empty() && begun.elapsed() < TIMEOUT {
+        std::fs::rename(&away, fixture.path()).unwrap();
+        let start = std::time::Instant::now();
+        while agent.by_gpu().is_empty() && start.elapsed() < TIMEOUT {
             agent.observe(&recut);
             std::thread::sleep(Duration::from_millis(5));
         }
-        let largest = given.iter().max().unwrap();
+        let largest = assigned.iter().max().unwrap();
         assert!(agent.by_gpu()[&recut[0].gpu.uuid] > *largest);
     }
 
     #[test]
     fn malformed_file_is_moved_aside() {
-        let bed = Fixture::new();
-        std::fs::write(bed.path(), "{").unwrap();
-        let mut agent = bed.load("boot-1");
+        let fixture = Fixture::new();
+        std::fs::write(fixture.path(), "{").unwrap();
+        let mut agent = fixture.load("boot-1");
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 1);
-        assert!(bed.path().with_extension("malformed").exists());
+        assert!(fixture.path().with_extension("malformed").exists());
     }
 
     #[test]
     fn file_stays_in_place_when_it_cannot_be_read() {
-        let bed = Fixture::new();
-        bed.load("boot-1").observe(&state(HEALTHY));
-        bed.load("boot-2").observe(&state(HEALTHY));
-        let away = bed.path().with_extension("away");
-        std::fs::rename(bed.path(), &away).unwrap();
+        let fixture = Fixture::new();
+        fixture.load("boot-1").observe(&state(HEALTHY));
+        fixture.load("boot-2").observe(&state(HEALTHY));
+        let away = fixture.path().with_extension("away");
+        std::fs::rename(fixture.path(), &away).unwrap();
         // A symbolic link to itself makes the read fail.
-        std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
-        let mut agent = bed.load("boot-3");
+        std::os::unix::fs::symlink("generations.json", fixture.path()).unwrap();
+        let mut agent = fixture.load("boot-3");
         agent.observe(&state(HEALTHY));
-        assert!(bed.path().is_symlink());
+        assert!(fixture.path().is_symlink());
         assert_eq!(agent.by_gpu(), BTreeMap::new(), "it is not 1");
-        std::fs::rename(&away, bed.path()).unwrap();
-        let begun = std::time::Instant::now();
-        while agent.by_gpu().is_empty() && begun.elapsed() < TIMEOUT {
+        std::fs::rename(&away, fixture.path()).unwrap();
+        let start = std::time::Instant::now();
+        while agent.by_gpu().is_empty() && start.elapsed() < TIMEOUT {
             agent.observe(&state(HEALTHY));
             std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(generation(&agent), 3);
-        assert_eq!(generation(&bed.load_after(&agent, "boot-3")), 3);
+        assert_eq!(generation(&fixture.load_after(&agent, "boot-3")), 3);
     }
 
     #[test]
     fn generations_go_on_within_a_boot_when_the_disk_hangs() {
-        let bed = Fixture::new();
-        bed.load("boot-0").observe(&state(HEALTHY));
+        let fixture = Fixture::new();
+        fixture.load("boot-0").observe(&state(HEALTHY));
         // A named pipe without a reader makes each write of the disk's file hang.
-        let beside = bed.path().with_extension("new");
-        let made = std::process::Command::new("mkfifo").arg(&beside).status();
-        assert!(made.unwrap().success());
-        let mut agent = bed.load("boot-1");
+        let temporary = fixture.path().with_extension("new");
+        let status = std::process::Command::new("mkfifo")
+            .arg(&temporary)
+            .status();
+        assert!(status.unwrap().success());
+        let mut agent = fixture.load("boot-1");
         agent.observe(&state(HEALTHY));
         agent.observe(&state(ABSENT));
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 3);
         // A named pipe in place of the file makes each read hang.
-        std::fs::remove_file(bed.path()).unwrap();
-        let made = std::process::Command::new("mkfifo")
-            .arg(bed.path())
+        std::fs::remove_file(fixture.path()).unwrap();
+        let status = std::process::Command::new("mkfifo")
+            .arg(fixture.path())
             .status();
-        assert!(made.unwrap().success());
-        let mut next = bed.load("boot-1");
+        assert!(status.unwrap().success());
+        let mut next = fixture.load("boot-1");
         assert_eq!(generation(&next), 3);
         next.observe(&state(HEALTHY));
         assert_eq!(generation(&next), 3, "the agent's restart is no loss");

@@ -208,169 +208,183 @@ mod tests {
 
     #[test]
     fn one_failed_probe_changes_nothing() {
-        let mut bed = Fixture::new();
-        assert!(bed.record(1, HealthEvent::ProbeFailed).is_healthy());
-        assert!(bed.record(2, HealthEvent::ProbeFailed).is_healthy());
-        assert!(bed.record(3, HealthEvent::ProbeSucceeded).is_healthy());
-        assert!(bed.record(4, HealthEvent::ProbeFailed).is_healthy());
+        let mut fixture = Fixture::new();
+        assert!(fixture.record(1, HealthEvent::ProbeFailed).is_healthy());
+        assert!(fixture.record(2, HealthEvent::ProbeFailed).is_healthy());
+        assert!(fixture.record(3, HealthEvent::ProbeSucceeded).is_healthy());
+        assert!(fixture.record(4, HealthEvent::ProbeFailed).is_healthy());
     }
 
     #[test]
     fn three_failed_probes_in_a_row_make_it_unhealthy() {
-        let mut bed = Fixture::new();
-        bed.record(1, HealthEvent::ProbeFailed);
-        bed.record(2, HealthEvent::ProbeFailed);
+        let mut fixture = Fixture::new();
+        fixture.record(1, HealthEvent::ProbeFailed);
+        fixture.record(2, HealthEvent::ProbeFailed);
         assert_eq!(
-            bed.record(3, HealthEvent::ProbeFailed),
+            fixture.record(3, HealthEvent::ProbeFailed),
             Health::Unhealthy(UnhealthyReason::NoAnswer)
         );
     }
 
     #[test]
     fn gpu_memory_is_not_lost_when_nvml_cannot_be_asked() {
-        let mut bed = Fixture::new();
-        bed.record(1, HealthEvent::NvmlUnavailable);
-        bed.record(2, HealthEvent::NvmlUnavailable);
-        let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
-        assert_eq!(bed.record(3, HealthEvent::ProbeFailed), sick);
-        assert!(!bed.monitor.memory().away, "it was asked once");
-        bed.record(4, HealthEvent::ProbeFailed);
-        bed.record(5, HealthEvent::NvmlUnavailable);
-        bed.record(6, HealthEvent::ProbeFailed);
-        assert!(bed.monitor.memory().away);
+        let mut fixture = Fixture::new();
+        fixture.record(1, HealthEvent::NvmlUnavailable);
+        fixture.record(2, HealthEvent::NvmlUnavailable);
+        let unhealthy = Health::Unhealthy(UnhealthyReason::NoAnswer);
+        assert_eq!(fixture.record(3, HealthEvent::ProbeFailed), unhealthy);
+        assert!(!fixture.monitor.memory().away, "NVML answered once");
+        fixture.record(4, HealthEvent::ProbeFailed);
+        fixture.record(5, HealthEvent::NvmlUnavailable);
+        fixture.record(6, HealthEvent::ProbeFailed);
+        assert!(fixture.monitor.memory().away);
     }
 
     #[test]
     fn gpu_is_unhealthy_at_once_when_a_call_hangs() {
-        let mut bed = Fixture::new();
-        let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
+        let mut fixture = Fixture::new();
+        let unhealthy = Health::Unhealthy(UnhealthyReason::NoAnswer);
         for second in 1..=3 {
-            assert_eq!(bed.record(second, HealthEvent::CallTimedOut), sick);
+            assert_eq!(fixture.record(second, HealthEvent::CallTimedOut), unhealthy);
         }
-        assert!(!bed.monitor.memory().away, "nothing is known of its memory");
-        assert_eq!(bed.recovers_at(4), 13);
+        assert!(
+            !fixture.monitor.memory().away,
+            "nothing is known of its memory"
+        );
+        assert_eq!(fixture.recovers_at(4), 13);
     }
 
     #[test]
     fn gpu_is_unhealthy_at_once_when_an_xid_is_of_the_gpu() {
-        let mut bed = Fixture::new();
-        assert!(bed.record(1, HealthEvent::Xid(31)).is_healthy());
+        let mut fixture = Fixture::new();
+        assert!(fixture.record(1, HealthEvent::Xid(31)).is_healthy());
         assert_eq!(
-            bed.record(2, HealthEvent::Xid(79)),
+            fixture.record(2, HealthEvent::Xid(79)),
             Health::Unhealthy(UnhealthyReason::Xid(79))
         );
     }
 
     #[test]
     fn gpu_recovers_after_good_probes_and_recovery_time() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::NotListed);
-        assert_eq!(bed.recovers_at(1), 10);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::NotListed);
+        assert_eq!(fixture.recovers_at(1), 10);
     }
 
     #[test]
     fn recovery_time_restarts_and_first_reason_stays_on_failure() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Xid(48));
-        bed.record(8, HealthEvent::ProbeSucceeded);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Xid(48));
+        fixture.record(8, HealthEvent::ProbeSucceeded);
         assert_eq!(
-            bed.record(9, HealthEvent::NotListed),
+            fixture.record(9, HealthEvent::NotListed),
             Health::Unhealthy(UnhealthyReason::Xid(48))
         );
-        assert_eq!(bed.recovers_at(10), 19);
+        assert_eq!(fixture.recovers_at(10), 19);
     }
 
     #[test]
     fn recovery_time_doubles_up_to_a_bound_when_gpu_relapses() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         let (mut at, mut waits) = (0, Vec::new());
         for _ in 0..7 {
-            bed.record(at, HealthEvent::Xid(74));
-            let well = bed.recovers_at(at + 1);
-            waits.push(well - at);
-            at = well + 1;
+            fixture.record(at, HealthEvent::Xid(74));
+            let recovered_at = fixture.recovers_at(at + 1);
+            waits.push(recovered_at - at);
+            at = recovered_at + 1;
         }
         assert_eq!(waits, [10, 20, 40, 80, 160, 300, 300]);
     }
 
     #[test]
     fn recovery_time_is_reset_when_a_relapse_is_late() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Xid(74));
-        let well = bed.recovers_at(1);
-        bed.record(well + 1_000, HealthEvent::Xid(74));
-        assert_eq!(bed.recovers_at(well + 1_001), well + 1_010);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Xid(74));
+        let recovered_at = fixture.recovers_at(1);
+        fixture.record(recovered_at + 1_000, HealthEvent::Xid(74));
+        assert_eq!(
+            fixture.recovers_at(recovered_at + 1_001),
+            recovered_at + 1_010
+        );
     }
 
     #[test]
     fn gpu_stays_unhealthy_until_absent_when_xid_needs_reset() {
         for gone in [HealthEvent::NotListed, HealthEvent::ProbeFailed] {
-            let mut bed = Fixture::new();
-            bed.record(0, HealthEvent::Xid(48));
+            let mut fixture = Fixture::new();
+            fixture.record(0, HealthEvent::Xid(48));
             for second in 1..1_000 {
-                assert!(!bed.record(second, HealthEvent::ProbeSucceeded).is_healthy());
+                assert!(
+                    !fixture
+                        .record(second, HealthEvent::ProbeSucceeded)
+                        .is_healthy()
+                );
             }
             for second in 1_000..1_003 {
-                bed.record(second, gone);
+                fixture.record(second, gone);
             }
-            assert_eq!(bed.recovers_at(1_003), 1_012);
+            assert_eq!(fixture.recovers_at(1_003), 1_012);
         }
     }
 
     #[test]
     fn gpu_counts_as_reset_when_it_was_drained() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Xid(48));
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Xid(48));
         let drained = Health::Unhealthy(UnhealthyReason::Drained);
-        assert_eq!(bed.record(1, HealthEvent::Drained), drained);
+        assert_eq!(fixture.record(1, HealthEvent::Drained), drained);
         let memory = PersistedHealth {
             away: true,
             awaits_reset: Some(48),
             draining: false,
             drained: true,
         };
-        assert_eq!(bed.monitor.memory(), memory);
+        assert_eq!(fixture.monitor.memory(), memory);
         let successor = Fixture::with_persisted(memory);
         assert_eq!(successor.monitor.health(), drained);
         assert_eq!(successor.monitor.memory(), memory);
-        for mut bed in [bed, successor] {
-            assert_eq!(bed.record(100, HealthEvent::ProbeSucceeded), drained);
-            assert_eq!(bed.monitor.memory(), PersistedHealth::default());
+        for mut fixture in [fixture, successor] {
+            assert_eq!(fixture.record(100, HealthEvent::ProbeSucceeded), drained);
+            assert_eq!(fixture.monitor.memory(), PersistedHealth::default());
             assert_eq!(
-                bed.recovers_at(101),
+                fixture.recovers_at(101),
                 102,
-                "as many probes as after any sickness"
+                "as many probes as after any failure"
             );
         }
     }
 
     #[test]
     fn gpu_is_lost_when_missing_after_a_drain() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Drained);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Drained);
         assert_eq!(
-            bed.record(1, HealthEvent::NotListed),
+            fixture.record(1, HealthEvent::NotListed),
             Health::Unhealthy(UnhealthyReason::Lost)
         );
-        assert!(!bed.monitor.memory().drained);
+        assert!(!fixture.monitor.memory().drained);
     }
 
     #[test]
     fn gpu_still_needs_reset_when_one_probe_failed() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Xid(119));
-        bed.record(1, HealthEvent::ProbeFailed);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Xid(119));
+        fixture.record(1, HealthEvent::ProbeFailed);
         for second in 2..100 {
-            assert!(!bed.record(second, HealthEvent::ProbeSucceeded).is_healthy());
+            assert!(
+                !fixture
+                    .record(second, HealthEvent::ProbeSucceeded)
+                    .is_healthy()
+            );
         }
     }
 
     #[test]
     fn reason_with_reset_replaces_one_without() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::Xid(74));
-        let sick = bed.record(1, HealthEvent::Xid(48));
-        assert_eq!(sick, Health::Unhealthy(UnhealthyReason::Xid(48)));
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::Xid(74));
+        let unhealthy = fixture.record(1, HealthEvent::Xid(48));
+        assert_eq!(unhealthy, Health::Unhealthy(UnhealthyReason::Xid(48)));
     }
 
     #[test]
@@ -378,8 +392,8 @@ mod tests {
         let mut before = Fixture::new();
         before.record(0, HealthEvent::Xid(95));
         let mut after = Fixture::with_persisted(before.monitor.memory());
-        let sick = Health::Unhealthy(UnhealthyReason::Xid(95));
-        assert_eq!(after.record(60, HealthEvent::ProbeSucceeded), sick);
+        let unhealthy = Health::Unhealthy(UnhealthyReason::Xid(95));
+        assert_eq!(after.record(60, HealthEvent::ProbeSucceeded), unhealthy);
         before.record(1, HealthEvent::NotListed);
         let back = Fixture::with_persisted(before.monitor.memory());
         assert!(back.monitor.health().is_healthy());
@@ -387,9 +401,9 @@ mod tests {
 
     #[test]
     fn xid_requires_no_second_absence_when_gpu_is_missing() {
-        let mut bed = Fixture::new();
-        bed.record(0, HealthEvent::NotListed);
-        bed.record(0, HealthEvent::Xid(79));
-        assert_eq!(bed.recovers_at(1), 10);
+        let mut fixture = Fixture::new();
+        fixture.record(0, HealthEvent::NotListed);
+        fixture.record(0, HealthEvent::Xid(79));
+        assert_eq!(fixture.recovers_at(1), 10);
     }
 }

@@ -143,9 +143,9 @@ impl Inventory {
 
     /// The GPU at `address`, or its MIG instances.
     pub fn gpus_at(&self, address: PciAddress) -> Vec<GpuUuid> {
-        let there = self.gpus().iter().map(|state| &state.gpu);
-        let there = there.filter(|gpu| gpu.pci == Some(address));
-        there.map(|gpu| gpu.uuid.clone()).collect()
+        let gpus = self.gpus().iter().map(|state| &state.gpu);
+        let gpus = gpus.filter(|gpu| gpu.pci == Some(address));
+        gpus.map(|gpu| gpu.uuid.clone()).collect()
     }
 
     /// Marks these GPUs unhealthy, since their provisioners show that CUDA does not work there.

@@ -161,12 +161,15 @@ mod tests {
 
     #[test]
     fn memory_freed_or_allocated_beside_the_list_is_attributed() {
-        let beside = |before: u64, after: u64| GpuMemorySample {
+        let sample_around = |before: u64, after: u64| GpuMemorySample {
             used_after: Some(Bytes::mib(after)),
             ..sample(before, &[(1, Some(518))])
         };
-        assert_eq!(beside(527 + 4_096, 527).unattributed(), Bytes::ZERO);
-        assert_eq!(beside(527, 527 + 4_096).unattributed(), Bytes::ZERO);
-        assert_eq!(beside(1_551, 1_551).unattributed(), Bytes::mib(1_033 - 9));
+        assert_eq!(sample_around(527 + 4_096, 527).unattributed(), Bytes::ZERO);
+        assert_eq!(sample_around(527, 527 + 4_096).unattributed(), Bytes::ZERO);
+        assert_eq!(
+            sample_around(1_551, 1_551).unattributed(),
+            Bytes::mib(1_033 - 9)
+        );
     }
 }

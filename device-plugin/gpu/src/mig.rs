@@ -25,18 +25,19 @@ impl MigInstance {
     #[expect(unsafe_code, reason = "nvml-wrapper has no call for the two numbers")]
     pub fn query(nvml: &Nvml, device: &Device<'_>) -> Option<Self> {
         let library = nvml.lib();
-        let (of_gpu, of_compute) = (
+        let (get_gpu_instance, get_compute_instance) = (
             library.nvmlDeviceGetGpuInstanceId.as_ref().ok()?,
             library.nvmlDeviceGetComputeInstanceId.as_ref().ok()?,
         );
         let (mut gpu, mut compute) = (0, 0);
         // SAFETY: the handle is used within this block only, while `device` borrows its library.
         // Both functions take the handle and write one number each, to this stack.
-        let told = unsafe {
+        let is_known = unsafe {
             let handle = device.handle();
-            of_gpu(handle, &mut gpu) == 0 && of_compute(handle, &mut compute) == 0
+            get_gpu_instance(handle, &mut gpu) == 0
+                && get_compute_instance(handle, &mut compute) == 0
         };
-        told.then_some(Self {
+        is_known.then_some(Self {
             gpu_instance: gpu,
             compute_instance: compute,
         })

@@ -97,8 +97,8 @@ pub(crate) type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send 
 pub fn start(
     find: LibraryLocator,
     hidden: Vec<PathBuf>,
-    pace: PollIntervals,
-    policy: HealthThresholds,
+    intervals: PollIntervals,
+    thresholds: HealthThresholds,
     persisted: BTreeMap<GpuUuid, PersistedGpu>,
     drain: watch::Receiver<DrainState>,
 ) -> (
@@ -106,22 +106,22 @@ pub fn start(
     watch::Receiver<RecentXids>,
     NvmlHandle,
 ) {
-    let (questions, asked) = mpsc::unbounded_channel();
+    let (request_sender, requests) = mpsc::unbounded_channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
     let (xids, recent_xids) = watch::channel(RecentXids::default());
     let (report, reports) = mpsc::unbounded_channel();
     let watcher = NvmlWatcher {
         locate_library: find,
         hidden,
-        intervals: pace,
-        requests: asked,
+        intervals,
+        requests,
         deferred: Vec::new(),
         report_sender: report,
         reports,
         publish,
         xids,
         drain,
-        registry: GpuRegistry::new(policy, persisted),
+        registry: GpuRegistry::new(thresholds, persisted),
         logged_failure: None,
         next_process: 0,
         library: None,
@@ -140,7 +140,7 @@ pub fn start(
         inventory,
         recent_xids,
         NvmlHandle {
-            requests: questions,
+            requests: request_sender,
         },
     )
 }
@@ -187,7 +187,7 @@ impl NvmlWatcher {
         loop {
             let due = self.round_deadline.unwrap_or(self.next_round);
             tokio::select! {
-                question = self.requests.recv() => match question {
+                request = self.requests.recv() => match request {
                     Some((gpu, job)) => self.dispatch(&gpu, job),
                     // All handles were dropped: the agent ends.
                     None => return,
@@ -226,11 +226,11 @@ impl NvmlWatcher {
             return;
         };
         let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
-        let of_it = |slot: &&ProbeSlot| slot.uuid.as_ref() == Some(physical) && !slot.is_hung;
+        let is_of_gpu = |slot: &&ProbeSlot| slot.uuid.as_ref() == Some(physical) && !slot.is_hung;
         if let Some(running) = self
             .gpu_slots
             .iter()
-            .find(of_it)
+            .find(is_of_gpu)
             .and_then(|s| s.process.as_ref())
         {
             // The queue has room for a request of every caller in the agent.
@@ -285,17 +285,18 @@ impl NvmlWatcher {
             return;
         }
         self.retire_drained(&released);
-        if let Some(places) = self.addresses_except(&released) {
-            self.retain_at(&places);
-            if places.is_empty() {
+        if let Some(addresses) = self.addresses_except(&released) {
+            self.retain_at(&addresses);
+            if addresses.is_empty() {
                 let driver =
                     std::mem::replace(&mut self.driver_slot, ProbeSlot::new(Scope::Driver));
                 self.retire(driver);
             }
         }
-        let holds = |gpu: &Option<GpuUuid>| gpu.as_ref().is_none_or(|gpu| released.contains(gpu));
+        let may_hold =
+            |gpu: &Option<GpuUuid>| gpu.as_ref().is_none_or(|gpu| released.contains(gpu));
         let is_starting = self.gpu_slots.iter().any(ProbeSlot::is_starting);
-        if !is_starting && !self.exiting.values().any(holds) {
+        if !is_starting && !self.exiting.values().any(may_hold) {
             self.registry.set_drained(released, Instant::now());
             self.publish_inventory();
             (self.round_deadline, self.next_round) = (None, Instant::now());
@@ -303,17 +304,14 @@ impl NvmlWatcher {
     }
 
     fn record_probe(&mut self, probe: ProbeResult) {
-        let complaint = match &probe {
+        let failure = match &probe {
             ProbeResult::NoDriver(why) => Some(why.clone()),
             ProbeResult::Listed { .. } => None,
         };
-        if let Some(why) = complaint
-            .as_ref()
-            .filter(|_| complaint != self.logged_failure)
-        {
+        if let Some(why) = failure.as_ref().filter(|_| failure != self.logged_failure) {
             warn!(reason = %why, "nvml not available");
         }
-        self.logged_failure = complaint;
+        self.logged_failure = failure;
         self.registry.record_probe(probe, Instant::now());
         self.publish_inventory();
     }

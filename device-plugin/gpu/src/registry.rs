@@ -174,9 +174,9 @@ impl GpuRegistry {
         drained: &BTreeSet<GpuUuid>,
     ) -> Option<BTreeSet<PciAddress>> {
         let entries = || self.entries.iter();
-        let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
-        let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
-        places.filter(|_| entries().any(|entry| entry.gpu.is_in(drained)))
+        let remaining = entries().filter(|entry| !entry.gpu.is_in(drained));
+        let addresses = remaining.map(|entry| entry.gpu.pci).collect::<Option<_>>();
+        addresses.filter(|_| entries().any(|entry| entry.gpu.is_in(drained)))
     }
 
     /// A listed GPU that is not drained.
@@ -325,8 +325,8 @@ mod tests {
         }
     }
 
-    fn healths(roster: &GpuRegistry) -> Vec<(String, Health)> {
-        let inventory = roster.inventory();
+    fn healths(registry: &GpuRegistry) -> Vec<(String, Health)> {
+        let inventory = registry.inventory();
         inventory
             .gpus()
             .iter()
@@ -336,52 +336,52 @@ mod tests {
 
     #[test]
     fn inventory_tells_missing_driver_from_missing_gpus() {
-        let mut roster = registry();
-        assert_eq!(roster.inventory(), Inventory::Starting);
-        roster.record_probe(
+        let mut registry = registry();
+        assert_eq!(registry.inventory(), Inventory::Starting);
+        registry.record_probe(
             ProbeResult::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
             Instant::now(),
         );
         assert_eq!(
-            roster.inventory(),
+            registry.inventory(),
             Inventory::NoDriver(NoDriver::Missing("no libnvidia-ml".into()))
         );
-        roster.record_probe(listed(&[]), Instant::now());
-        assert_eq!(roster.inventory(), Inventory::NoGpu);
-        roster.record_probe(listed(&[gpu("GPU-a")]), Instant::now());
-        assert_eq!(roster.inventory().gpus().len(), 1);
+        registry.record_probe(listed(&[]), Instant::now());
+        assert_eq!(registry.inventory(), Inventory::NoGpu);
+        registry.record_probe(listed(&[gpu("GPU-a")]), Instant::now());
+        assert_eq!(registry.inventory().gpus().len(), 1);
     }
 
     #[test]
     fn gpu_stays_listed_as_unhealthy_when_missing() {
-        let (mut roster, start) = (registry(), Instant::now());
-        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
-        roster.record_probe(listed(&[gpu("GPU-b")]), start);
-        assert!(roster.has_unhealthy());
+        let (mut registry, start) = (registry(), Instant::now());
+        registry.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
+        registry.record_probe(listed(&[gpu("GPU-b")]), start);
+        assert!(registry.has_unhealthy());
         let lost = Health::Unhealthy(UnhealthyReason::Lost);
         assert_eq!(
-            healths(&roster),
+            healths(&registry),
             [("GPU-a".into(), lost), ("GPU-b".into(), Health::Healthy)]
         );
         for second in 1..=10 {
-            roster.record_probe(
+            registry.record_probe(
                 listed(&[gpu("GPU-a"), gpu("GPU-b")]),
                 start + Duration::from_secs(second),
             );
         }
-        assert!(!roster.has_unhealthy());
+        assert!(!registry.has_unhealthy());
     }
 
     /// The number of healthy GPUs after each of `probes`.
     fn healthy_counts(gpus: &[Gpu], probes: &[ProbeResult]) -> Vec<usize> {
-        let mut roster = registry();
-        roster.record_probe(listed(gpus), Instant::now());
-        let well = |probe: &ProbeResult| {
-            roster.record_probe(probe.clone(), Instant::now());
+        let mut registry = registry();
+        registry.record_probe(listed(gpus), Instant::now());
+        let count_healthy = |probe: &ProbeResult| {
+            registry.record_probe(probe.clone(), Instant::now());
             let healthy = |(_, health): &(String, Health)| health.is_healthy();
-            healths(&roster).iter().filter(|gpu| healthy(gpu)).count()
+            healths(&registry).iter().filter(|gpu| healthy(gpu)).count()
         };
-        probes.iter().map(well).collect()
+        probes.iter().map(count_healthy).collect()
     }
 
     #[test]
@@ -404,34 +404,38 @@ mod tests {
             (NoDriver::Failed(why()), false),
             (NoDriver::NotLoaded(why()), true),
         ] {
-            let (mut roster, now) = (registry(), Instant::now());
+            let (mut registry, now) = (registry(), Instant::now());
             let two = listed(&[gpu("GPU-a"), gpu("GPU-b")]);
-            roster.record_probe(two.clone(), now);
-            roster.record_xid(&uuid("GPU-a"), 48, now);
-            let memories = |roster: &GpuRegistry| {
-                let inventory = roster.inventory();
+            registry.record_probe(two.clone(), now);
+            registry.record_xid(&uuid("GPU-a"), 48, now);
+            let memories = |registry: &GpuRegistry| {
+                let inventory = registry.inventory();
                 let of = |state: &GpuState| (state.persisted.away, state.persisted.awaits_reset);
                 inventory.gpus().iter().map(of).collect::<Vec<_>>()
             };
             for _ in 0..3 {
-                roster.record_probe(ProbeResult::NoDriver(why.clone()), now);
+                registry.record_probe(ProbeResult::NoDriver(why.clone()), now);
             }
-            let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
-            assert_eq!(healths(&roster)[1], ("GPU-b".into(), sick), "{why:?}");
+            let unhealthy = Health::Unhealthy(UnhealthyReason::NoAnswer);
+            assert_eq!(
+                healths(&registry)[1],
+                ("GPU-b".into(), unhealthy),
+                "{why:?}"
+            );
             let expected = [(is_lost, Some(48)), (is_lost, None)];
-            assert_eq!(memories(&roster), expected, "{why:?}");
-            roster.record_probe(two, now);
+            assert_eq!(memories(&registry), expected, "{why:?}");
+            registry.record_probe(two, now);
             let awaits_reset = (!is_lost).then_some(48);
-            assert_eq!(memories(&roster)[0], (false, awaits_reset), "{why:?}");
+            assert_eq!(memories(&registry)[0], (false, awaits_reset), "{why:?}");
         }
     }
 
     #[test]
     fn gpu_does_not_answer_when_a_call_hangs_named_or_not() {
         let two = [gpu("GPU-a"), gpu("GPU-b")];
-        for (named, told) in [(vec![uuid("GPU-a")], true), (Vec::new(), false)] {
-            let (mut roster, now) = (registry(), Instant::now());
-            roster.record_probe(listed(&two), now);
+        for (named, timeouts_named) in [(vec![uuid("GPU-a")], true), (Vec::new(), false)] {
+            let (mut registry, now) = (registry(), Instant::now());
+            registry.record_probe(listed(&two), now);
             let probe = ProbeResult::Listed {
                 driver: None,
                 gpus: vec![gpu("GPU-b")],
@@ -439,15 +443,15 @@ mod tests {
                 lost: Vec::new(),
                 timed_out: named,
                 failures_named: true,
-                timeouts_named: told,
+                timeouts_named,
             };
             for _ in 0..9 {
-                roster.record_probe(probe.clone(), now);
+                registry.record_probe(probe.clone(), now);
             }
             let hangs = Health::Unhealthy(UnhealthyReason::NoAnswer);
             let well = ("GPU-b".to_owned(), Health::Healthy);
-            assert_eq!(healths(&roster), [("GPU-a".to_owned(), hangs), well]);
-            assert!(!roster.inventory().gpus()[0].persisted.away);
+            assert_eq!(healths(&registry), [("GPU-a".to_owned(), hangs), well]);
+            assert!(!registry.inventory().gpus()[0].persisted.away);
         }
     }
 
@@ -511,19 +515,22 @@ mod tests {
             gpu: None,
             health: awaits,
         };
-        let mut roster = with_persisted([(uuid("GPU-a"), persisted)]);
-        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
-        let sick = Health::Unhealthy(UnhealthyReason::Xid(48));
+        let mut registry = with_persisted([(uuid("GPU-a"), persisted)]);
+        registry.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let unhealthy = Health::Unhealthy(UnhealthyReason::Xid(48));
         assert_eq!(
-            healths(&roster),
-            [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
+            healths(&registry),
+            [
+                ("GPU-a".into(), unhealthy),
+                ("GPU-b".into(), Health::Healthy)
+            ]
         );
-        assert_eq!(roster.inventory().gpus()[0].persisted, awaits);
+        assert_eq!(registry.inventory().gpus()[0].persisted, awaits);
     }
 
     #[test]
     fn persisted_gpu_is_lost_when_next_agent_does_not_find_it() {
-        let was = |gpu: Gpu, memory: PersistedHealth| {
+        let recorded = |gpu: Gpu, memory: PersistedHealth| {
             let uuid = gpu.uuid.clone();
             let gpu = Some(gpu);
             (
@@ -537,38 +544,34 @@ mod tests {
         let well = PersistedHealth::default();
         let away = PersistedHealth { away: true, ..well };
         let awaits_reset = Some(79);
-        let fell = PersistedHealth {
+        let off_the_bus = PersistedHealth {
             awaits_reset,
             ..away
         };
-        let mut roster = with_persisted([
-            was(gpu("GPU-a"), well),
-            was(gpu("GPU-b"), well),
-            was(gpu("GPU-c"), away),
-            was(gpu("GPU-d"), fell),
+        let mut registry = with_persisted([
+            recorded(gpu("GPU-a"), well),
+            recorded(gpu("GPU-b"), well),
+            recorded(gpu("GPU-c"), away),
+            recorded(gpu("GPU-d"), off_the_bus),
             // This GPU is partitioned now.
-            was(gpu("GPU-e"), well),
-            was(gpu("GPU-f"), away),
+            recorded(gpu("GPU-e"), well),
+            recorded(gpu("GPU-f"), away),
         ]);
         let now = Instant::now();
-        roster.record_probe(
+        registry.record_probe(
             ProbeResult::NoDriver(NoDriver::Failed("not yet".into())),
             now,
         );
         assert_eq!(
-            healths(&roster),
+            healths(&registry),
             [],
             "nothing is said before NVML has listed any"
         );
         let mut first = listed(&[gpu("GPU-a"), mig("MIG-1", "GPU-e")]);
-        if let ProbeResult::Listed {
-            unresponsive: silent,
-            ..
-        } = &mut first
-        {
-            silent.push(uuid("GPU-f"));
+        if let ProbeResult::Listed { unresponsive, .. } = &mut first {
+            unresponsive.push(uuid("GPU-f"));
         }
-        roster.record_probe(first, now);
+        registry.record_probe(first, now);
         let lost = Health::Unhealthy(UnhealthyReason::Lost);
         let expected = [
             ("GPU-a", Health::Healthy),
@@ -579,17 +582,17 @@ mod tests {
             ("GPU-f", lost),
         ];
         assert_eq!(
-            healths(&roster),
+            healths(&registry),
             expected.map(|(gpu, why)| (gpu.to_owned(), why))
         );
-        let inventory = roster.inventory();
+        let inventory = registry.inventory();
         let memories: Vec<_> = inventory.gpus().iter().map(|gpu| gpu.persisted).collect();
-        assert_eq!(memories, [well, well, away, away, fell, away]);
-        roster.record_probe(
+        assert_eq!(memories, [well, well, away, away, off_the_bus, away]);
+        registry.record_probe(
             listed(&[gpu("GPU-a"), gpu("GPU-d"), mig("MIG-1", "GPU-e")]),
             now,
         );
-        assert_eq!(roster.inventory().gpus()[4].persisted, well, "it is back");
+        assert_eq!(registry.inventory().gpus()[4].persisted, well, "it is back");
     }
 
     #[test]
@@ -602,7 +605,7 @@ mod tests {
             gpu,
             health: memory,
         };
-        let mut roster = with_persisted([
+        let mut registry = with_persisted([
             (
                 uuid("GPU-b"),
                 persisted(Some(gpu("GPU-b")), PersistedHealth::default()),
@@ -619,14 +622,14 @@ mod tests {
         {
             silent.extend([uuid("GPU-b"), uuid("GPU-c")]);
         }
-        roster.record_probe(first, now);
+        registry.record_probe(first, now);
         let silent = Health::Unhealthy(UnhealthyReason::NoAnswer);
         let well = ("GPU-a".to_owned(), Health::Healthy);
-        assert_eq!(healths(&roster), [well, ("GPU-b".to_owned(), silent)]);
-        assert!(!roster.inventory().gpus()[1].persisted.away);
-        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
+        assert_eq!(healths(&registry), [well, ("GPU-b".to_owned(), silent)]);
+        assert!(!registry.inventory().gpus()[1].persisted.away);
+        registry.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
         let due = Health::Unhealthy(UnhealthyReason::Xid(48));
-        assert_eq!(healths(&roster)[2], ("GPU-c".to_owned(), due));
+        assert_eq!(healths(&registry)[2], ("GPU-c".to_owned(), due));
     }
 
     #[test]
@@ -635,33 +638,33 @@ mod tests {
             pci: place.parse().ok(),
             ..gpu
         };
-        let (one, two) = ("00000000:3B:00.0", "00000000:86:00.0");
+        let (first, second) = ("00000000:3B:00.0", "00000000:86:00.0");
         let gpus = [
-            at(one, mig("MIG-1", "GPU-a")),
-            at(one, mig("MIG-2", "GPU-a")),
-            at(two, gpu("GPU-b")),
+            at(first, mig("MIG-1", "GPU-a")),
+            at(first, mig("MIG-2", "GPU-a")),
+            at(second, gpu("GPU-b")),
         ];
-        let (mut roster, start) = (registry(), Instant::now());
-        roster.record_probe(listed(&gpus), start);
+        let (mut registry, start) = (registry(), Instant::now());
+        registry.record_probe(listed(&gpus), start);
         assert_eq!(
             (
-                roster.drained_count(),
-                roster.addresses_except(roster.drained())
+                registry.drained_count(),
+                registry.addresses_except(registry.drained())
             ),
             (0, None)
         );
-        roster.set_drained(BTreeSet::from([uuid("GPU-a")]), start);
-        assert!(roster.drained_count() == 1 && !roster.has_unhealthy());
+        registry.set_drained(BTreeSet::from([uuid("GPU-a")]), start);
+        assert!(registry.drained_count() == 1 && !registry.has_unhealthy());
         assert_eq!(
-            roster.addresses_except(roster.drained()),
-            Some(BTreeSet::from([two.parse().unwrap()]))
+            registry.addresses_except(registry.drained()),
+            Some(BTreeSet::from([second.parse().unwrap()]))
         );
         assert!(
-            roster.probed_gpu(&uuid("MIG-1")).is_none()
-                && roster.probed_gpu(&uuid("GPU-b")).is_some()
+            registry.probed_gpu(&uuid("MIG-1")).is_none()
+                && registry.probed_gpu(&uuid("GPU-b")).is_some()
         );
         // A drained GPU is not probed, so its absence from the list is no event.
-        roster.record_probe(listed(&gpus[2..]), start);
+        registry.record_probe(listed(&gpus[2..]), start);
         let drained = Health::Unhealthy(UnhealthyReason::Drained);
         let expected = [
             ("MIG-1", drained),
@@ -669,12 +672,12 @@ mod tests {
             ("GPU-b", Health::Healthy),
         ];
         assert_eq!(
-            healths(&roster),
+            healths(&registry),
             expected.map(|(gpu, health)| (gpu.to_owned(), health))
         );
-        roster.set_drained(BTreeSet::new(), start);
-        roster.record_probe(listed(&gpus), start);
-        let memories: Vec<_> = roster
+        registry.set_drained(BTreeSet::new(), start);
+        registry.record_probe(listed(&gpus), start);
+        let memories: Vec<_> = registry
             .inventory()
             .gpus()
             .iter()
@@ -685,38 +688,38 @@ mod tests {
 
     #[test]
     fn requested_drain_is_on_record_until_it_is_withdrawn() {
-        let mut roster = registry();
+        let mut registry = registry();
         let now = Instant::now();
         let gpus = [mig("MIG-1", "GPU-a"), gpu("GPU-b")];
-        roster.record_probe(listed(&gpus), now);
-        let records = |roster: &GpuRegistry| -> Vec<bool> {
-            let inventory = roster.inventory();
+        registry.record_probe(listed(&gpus), now);
+        let records = |registry: &GpuRegistry| -> Vec<bool> {
+            let inventory = registry.inventory();
             let gpus = inventory.gpus().iter();
             gpus.map(|gpu| gpu.persisted.draining).collect()
         };
-        assert!(roster.set_draining(&BTreeSet::from([uuid("GPU-a")])));
-        assert!(!roster.set_draining(&BTreeSet::from([uuid("GPU-a")])));
-        roster.record_probe(listed(&gpus), now);
-        roster.record_xid(&uuid("GPU-a"), 79, now);
-        assert_eq!(records(&roster), [true, false]);
-        assert!(roster.set_draining(&BTreeSet::new()));
-        assert_eq!(records(&roster), [false, false]);
+        assert!(registry.set_draining(&BTreeSet::from([uuid("GPU-a")])));
+        assert!(!registry.set_draining(&BTreeSet::from([uuid("GPU-a")])));
+        registry.record_probe(listed(&gpus), now);
+        registry.record_xid(&uuid("GPU-a"), 79, now);
+        assert_eq!(records(&registry), [true, false]);
+        assert!(registry.set_draining(&BTreeSet::new()));
+        assert_eq!(records(&registry), [false, false]);
     }
 
     #[test]
     fn xid_affects_mig_instances_of_its_gpu_alone() {
-        let mut roster = registry();
-        roster.record_probe(
+        let mut registry = registry();
+        registry.record_probe(
             listed(&[mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a"), gpu("GPU-b")]),
             Instant::now(),
         );
-        roster.record_xid(&uuid("GPU-a"), 79, Instant::now());
-        let sick = Health::Unhealthy(UnhealthyReason::Xid(79));
+        registry.record_xid(&uuid("GPU-a"), 79, Instant::now());
+        let unhealthy = Health::Unhealthy(UnhealthyReason::Xid(79));
         assert_eq!(
-            healths(&roster),
+            healths(&registry),
             [
-                ("MIG-1".into(), sick),
-                ("MIG-2".into(), sick),
+                ("MIG-1".into(), unhealthy),
+                ("MIG-2".into(), unhealthy),
                 ("GPU-b".into(), Health::Healthy)
             ]
         );
@@ -724,15 +727,18 @@ mod tests {
 
     #[test]
     fn gpu_is_removed_when_it_was_repartitioned() {
-        let mut roster = registry();
-        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
-        roster.record_probe(
+        let mut registry = registry();
+        registry.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        registry.record_probe(
             listed(&[mig("MIG-1", "GPU-a"), gpu("GPU-b")]),
             Instant::now(),
         );
-        assert!(!roster.has_unhealthy());
-        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
-        let names: Vec<_> = healths(&roster).into_iter().map(|(name, _)| name).collect();
+        assert!(!registry.has_unhealthy());
+        registry.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let names: Vec<_> = healths(&registry)
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
         assert_eq!(names, ["GPU-b", "GPU-a"]);
     }
 }

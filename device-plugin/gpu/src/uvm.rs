@@ -57,7 +57,7 @@ pub enum EvictionUnsafe {
         "nvidia_uvm is not loaded; a program that uses a GPU loads it, as does nvidia-modprobe -u"
     )]
     NotLoaded,
-    /// A GPU may hold managed memory, as long as its runtime has not told otherwise.
+    /// A GPU may hold managed memory, as long as its runtime has not reported otherwise.
     #[error("the agent is trying CUDA on the node's GPUs")]
     AwaitsFirstStarts,
     /// No cgroup pays for the host memory that backs managed memory.
@@ -102,7 +102,7 @@ impl UvmModule {
 
     /// Checks that a neighbour's allocation can always displace managed memory, and that the pod
     /// which owns it pays for the host memory. A module may be loaded later with other parameters.
-    /// After the first starts a GPU of which no runtime has told is no reason.
+    /// After the first starts a GPU about which no runtime has reported is no reason.
     ///
     /// # Errors
     /// The reason why not.

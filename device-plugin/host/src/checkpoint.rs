@@ -110,16 +110,16 @@ impl Checkpoint {
             source,
         })?;
         let text = format!("{HEAD}{}{MIDDLE}{data}{TAIL}", digest(&data));
-        let beside = self.path.with_extension("new");
-        fs::write(&beside, text)
+        let temporary = self.path.with_extension("new");
+        fs::write(&temporary, text)
             .map_err(|source| self.failed("write", source))
-            .and_then(|()| sync(&beside).map_err(|source| self.failed("sync", source)))
+            .and_then(|()| sync(&temporary).map_err(|source| self.failed("sync", source)))
             .and_then(|()| {
-                fs::rename(&beside, &self.path).map_err(|source| self.failed("rename", source))
+                fs::rename(&temporary, &self.path).map_err(|source| self.failed("rename", source))
             })
             .inspect_err(|_| {
                 // On a full disk the partial file would take the space that the next attempt needs.
-                let _ = fs::remove_file(&beside);
+                let _ = fs::remove_file(&temporary);
             })
     }
 

@@ -120,15 +120,15 @@ fn names_in(folder: &Path) -> impl Iterator<Item = OsString> {
 
 /// The kubelet's trees below `root`, breadth first.
 fn find_trees(root: &Path) -> Vec<PathBuf> {
-    let (mut found, mut level, mut seen) = (Vec::new(), vec![root.to_owned()], 0);
+    let (mut found, mut level, mut visited) = (Vec::new(), vec![root.to_owned()], 0);
     for _ in 0..MAX_DEPTH {
         let folders: Vec<PathBuf> = level.iter().flat_map(|folder| subdirs(folder)).collect();
-        seen += folders.len();
+        visited += folders.len();
         let (trees, others): (Vec<_>, Vec<_>) = folders
             .into_iter()
             .partition(|folder| is_kubelet_tree(folder));
         found.extend(trees);
-        if seen > MAX_DIRS {
+        if visited > MAX_DIRS {
             break;
         }
         level = others;
@@ -206,14 +206,14 @@ pub fn list_processes(container: &Path) -> (Vec<u32>, bool) {
     (pids, all)
 }
 
-/// Visits a container's cgroup and the nested ones until `see` returns true.
+/// Visits a container's cgroup and the nested ones until `visit` returns true.
 ///
-/// Returns whether all cgroups were visited and `see` never returned true.
-pub fn visit_cgroups(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bool {
-    let (mut level, mut seen) = (vec![container.to_owned()], 0);
+/// Returns whether all cgroups were visited and `visit` never returned true.
+pub fn visit_cgroups(container: &Path, mut visit: impl FnMut(&Path) -> bool) -> bool {
+    let (mut level, mut visited) = (vec![container.to_owned()], 0);
     for _ in 0..MAX_CONTAINER_DEPTH {
-        seen += level.len();
-        if level.iter().any(|folder| see(folder)) || seen > MAX_CONTAINER_CGROUPS {
+        visited += level.len();
+        if level.iter().any(|folder| visit(folder)) || visited > MAX_CONTAINER_CGROUPS {
             return false;
         }
         level = level.iter().flat_map(|folder| subdirs(folder)).collect();

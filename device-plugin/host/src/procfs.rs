@@ -41,12 +41,12 @@ pub struct Bounds {
     pub lines: usize,
 }
 
-/// Passes the lines of a file to `see` and returns the number of bytes read.
+/// Passes the lines of a file to `visit` and returns the number of bytes read.
 ///
 /// # Errors
 /// The operating system's error; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines
 /// within them.
-pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
+pub fn for_each_line(path: &Path, bounds: Bounds, mut visit: impl FnMut(&str)) -> io::Result<u64> {
     let mut file = BufReader::with_capacity(64 << 10, File::open(path)?);
     let (mut read, mut line) = (0, Vec::new());
     for left in (0..=bounds.lines).rev() {
@@ -60,7 +60,7 @@ pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> 
         if left == 0 || length > MAX_LINE || read > bounds.bytes {
             break;
         }
-        see(String::from_utf8_lossy(&line).trim_end_matches('\n'));
+        visit(String::from_utf8_lossy(&line).trim_end_matches('\n'));
     }
     Err(ErrorKind::FileTooLarge.into())
 }
@@ -176,11 +176,11 @@ const COMM_BYTES: usize = 15;
 /// Whether one of the programs has the name in `/proc/<pid>/comm`, which the kernel cuts.
 pub fn is_named(comm: &str, programs: &BTreeSet<String>) -> bool {
     let comm = comm.trim_end_matches('\n');
-    let cut = |program: &str| program.floor_char_boundary(COMM_BYTES);
+    let name_length = |program: &str| program.floor_char_boundary(COMM_BYTES);
     !comm.is_empty()
         && programs
             .iter()
-            .any(|program| program[..cut(program)] == *comm)
+            .any(|program| program[..name_length(program)] == *comm)
 }
 
 /// The pod of a cgroup directory.
@@ -233,14 +233,14 @@ mod tests {
         // The subshell is forked and executes no program itself.
         shell.args(["-c", "(sleep 2; :) & echo $!; wait"]);
         let mut shell = shell.stdout(std::process::Stdio::piped()).spawn().unwrap();
-        let mut said = String::new();
+        let mut pid_line = String::new();
         let mut lines = io::BufReader::new(shell.stdout.take().unwrap());
-        io::BufRead::read_line(&mut lines, &mut said).unwrap();
+        io::BufRead::read_line(&mut lines, &mut pid_line).unwrap();
         let stat = |pid: &str| {
             let text = read_small(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
             Stat::parse(&text).unwrap()
         };
-        assert!(stat(said.trim()).forked);
+        assert!(stat(pid_line.trim()).forked);
         assert!(!stat(&shell.id().to_string()).forked);
         shell.wait().unwrap();
     }
@@ -310,17 +310,19 @@ mod tests {
 
     /// The lines within the bounds, and whether these are all lines of the file.
     fn read_lines(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
-        let mut seen = Vec::new();
+        let mut lines = Vec::new();
         let bounds = Bounds {
             bytes,
             lines: count,
         };
-        let all = for_each_line(file(text).path(), bounds, |line| seen.push(line.to_owned()));
+        let all = for_each_line(file(text).path(), bounds, |line| {
+            lines.push(line.to_owned())
+        });
         match all {
             Ok(read) => assert_eq!(read, text.len() as u64),
             Err(ref error) => assert_eq!(error.kind(), ErrorKind::FileTooLarge),
         }
-        (seen, all.is_ok())
+        (lines, all.is_ok())
     }
 
     #[test]

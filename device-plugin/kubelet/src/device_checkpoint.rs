@@ -110,7 +110,7 @@ impl DeviceCheckpoint {
                 continue;
             };
             match parse_entry(resource, entry) {
-                Some(held) => checkpoint.entries.push(held),
+                Some(entry) => checkpoint.entries.push(entry),
                 None => checkpoint.skipped += 1,
             }
         }
@@ -128,7 +128,7 @@ impl DeviceCheckpoint {
     ) -> impl Iterator<Item = &'a CheckpointEntry> {
         self.entries
             .iter()
-            .filter(move |held| held.resource == resource && held.device_ids == *device_ids)
+            .filter(move |entry| entry.resource == resource && entry.device_ids == *device_ids)
     }
 }
 
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn entry_names_pod_container_device_ids_and_allocation() {
         let checkpoint = parse(&file(&[entry("uid-1", "main", &["m-0002", "m-0001"], 7)])).unwrap();
-        let held = CheckpointEntry {
+        let entry = CheckpointEntry {
             pod: "uid-1".parse().unwrap(),
             container: "main".to_owned(),
             resource: Resource::DeviceMemory,
@@ -241,7 +241,7 @@ mod tests {
         assert_eq!(
             checkpoint,
             DeviceCheckpoint {
-                entries: vec![held],
+                entries: vec![entry],
                 skipped: 0
             }
         );
@@ -328,7 +328,7 @@ mod tests {
         let both = device_ids(&[1, 2]);
         let names: Vec<_> = checkpoint
             .entries_with(Resource::DeviceMemory, &both)
-            .map(|held| held.container.as_str())
+            .map(|entry| entry.container.as_str())
             .collect();
         assert_eq!(names, ["init", "main"]);
     }

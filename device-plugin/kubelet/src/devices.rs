@@ -197,12 +197,15 @@ mod tests {
         let health = vec![DeviceHealth::Healthy, DeviceHealth::Unhealthy];
         let devices = Devices::new(Resource::ManagedMemory, health).unwrap();
         let message = devices.to_message();
-        let told: Vec<_> = message
+        let health_by_id: Vec<_> = message
             .devices
             .iter()
             .map(|d| (d.id.as_str(), d.health.as_str()))
             .collect();
-        assert_eq!(told, [("u-0000", "Healthy"), ("u-0001", "Unhealthy")]);
+        assert_eq!(
+            health_by_id,
+            [("u-0000", "Healthy"), ("u-0001", "Unhealthy")]
+        );
         assert_eq!((devices.len(), devices.healthy_count()), (2, 1));
     }
 }

@@ -179,10 +179,10 @@ mod tests {
     #[tokio::test]
     async fn watch_wakes_when_an_agent_socket_is_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let ours = dir.path().join("bursar-gpu-memory-1-0.sock");
-        std::fs::write(&ours, "").unwrap();
+        let own_socket = dir.path().join("bursar-gpu-memory-1-0.sock");
+        std::fs::write(&own_socket, "").unwrap();
         let mut watch = PluginDirWatch::new(dir.path()).unwrap();
-        std::fs::remove_file(ours).unwrap();
+        std::fs::remove_file(own_socket).unwrap();
         assert!(wakes(&mut watch).await);
     }
 

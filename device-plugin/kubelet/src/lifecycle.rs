@@ -178,15 +178,15 @@ impl<A: Allocator> Lifecycle<A> {
             watch = watch.or_else(|| self.watch_directory());
             self.drop_idle_servers();
             let streams = self.stream_counts();
-            let seen = self.observe();
-            match self.machine.next_step(seen, Instant::now()) {
+            let observation = self.observe();
+            match self.machine.next_step(observation, Instant::now()) {
                 Step::Serve => self.start_server(),
                 Step::Register => tokio::select! {
-                    () = self.register(seen) => {}
+                    () = self.register(observation) => {}
                     () = shutdown.cancelled() => {}
                 },
                 Step::Idle(until) => {
-                    self.publish(self.registration(seen));
+                    self.publish(self.registration(observation));
                     tokio::select! {
                         gone = self.wait_for_change(&mut watch, &streams, until) => if gone { watch = None },
                         () = shutdown.cancelled() => {}
@@ -216,8 +216,8 @@ impl<A: Allocator> Lifecycle<A> {
             }
             Err(error) => {
                 let text = error_chain(&error);
-                let told = self.watch_error.as_ref().map(|told| error_chain(told));
-                if told.as_ref() != Some(&text) {
+                let logged = self.watch_error.as_ref().map(|error| error_chain(error));
+                if logged.as_ref() != Some(&text) {
                     warn!(
                         resource = self.name,
                         reason = error.reason(),
@@ -250,9 +250,9 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     fn start_server(&mut self) {
-        if let Some(former) = self.server.take() {
-            former.remove_socket();
-            self.retired.push_back(former);
+        if let Some(previous) = self.server.take() {
+            previous.remove_socket();
+            self.retired.push_back(previous);
         }
         let started = Server::start(&self.dir, self.next_server, &self.service);
         self.next_server = self.next_server.wrapping_add(1);
@@ -272,7 +272,7 @@ impl<A: Allocator> Lifecycle<A> {
         }
     }
 
-    async fn register(&mut self, seen: Observation) {
+    async fn register(&mut self, observation: Observation) {
         let Some(endpoint) = self.server.as_ref().map(Server::endpoint) else {
             return;
         };
@@ -280,7 +280,8 @@ impl<A: Allocator> Lifecycle<A> {
             Ok(()) => {
                 info!(resource = self.name, endpoint, "registered");
                 self.failure = None;
-                self.machine.registration_accepted(seen, Instant::now());
+                self.machine
+                    .registration_accepted(observation, Instant::now());
             }
             Err(error) => self.record_failure(NotRegistered::Refused(error_chain(&error))),
         }
@@ -295,12 +296,12 @@ impl<A: Allocator> Lifecycle<A> {
         self.failure = Some(failure);
     }
 
-    fn registration(&self, seen: Observation) -> Registration {
-        let followed = self.retired.iter().any(|server| server.streams().now > 0);
-        if self.machine.is_live() || followed {
+    fn registration(&self, observation: Observation) -> Registration {
+        let has_stream = self.retired.iter().any(|server| server.streams().now > 0);
+        if self.machine.is_live() || has_stream {
             return Registration::Registered;
         }
-        let why = match (&self.watch_error, &self.failure, seen.kubelet) {
+        let why = match (&self.watch_error, &self.failure, observation.kubelet) {
             (Some(error @ WatchError::Directory { .. }), ..) => {
                 NotRegistered::Directory(error_chain(error))
             }
@@ -313,13 +314,13 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     fn publish(&self, registration: Registration) {
-        self.report.send_if_modified(|told| {
-            let news = *told != registration;
-            if news {
+        self.report.send_if_modified(|published| {
+            let changed = *published != registration;
+            if changed {
                 info!(resource = self.name, ?registration, "registration changed");
-                *told = registration;
+                *published = registration;
             }
-            news
+            changed
         });
     }
 

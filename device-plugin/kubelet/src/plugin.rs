@@ -65,7 +65,7 @@ impl<A: Allocator> Plugin<A> {
         allocator: Arc<A>,
         devices: watch::Receiver<Devices>,
         streams: InFlight,
-        bookings: InFlight,
+        allocate_calls: InFlight,
         end_streams: CancellationToken,
     ) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl<A: Allocator> Plugin<A> {
             allocator,
             devices,
             streams,
-            allocate_calls: bookings,
+            allocate_calls,
             end_streams,
         }
     }
@@ -93,10 +93,10 @@ impl<A: Allocator> Plugin<A> {
         allocation: Option<AllocationId>,
     ) -> Result<api::ContainerAllocateResponse, Status> {
         let device_ids = self.parse_device_ids(ids)?;
-        let booked = self
+        let allocating = self
             .allocator
             .allocate(self.resource, device_ids, allocation);
-        let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
+        let id = tokio::time::timeout(ALLOCATE_TIMEOUT, allocating)
             .await
             .map_err(|_| {
                 Status::deadline_exceeded(format!(
@@ -171,11 +171,11 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
     ) -> Result<Response<DeviceStream>, Status> {
         let counted = self.streams.start();
         let ended = self.end_streams.clone().cancelled_owned();
-        let images = device_updates(self.devices.clone()).map(move |devices| {
+        let updates = device_updates(self.devices.clone()).map(move |devices| {
             let _lives_as_long_as_the_stream = &counted;
             Ok(devices.to_message())
         });
-        Ok(Response::new(images.take_until(ended).boxed()))
+        Ok(Response::new(updates.take_until(ended).boxed()))
     }
 
     async fn get_preferred_allocation(
@@ -192,11 +192,11 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         request: Request<api::AllocateRequest>,
     ) -> Result<Response<api::AllocateResponse>, Status> {
         let _counted = self.allocate_calls.start();
-        let mut given = given_ids(request.metadata())?.into_iter();
+        let mut assigned_ids = parse_allocation_ids(request.metadata())?.into_iter();
         let containers = request.into_inner().container_requests;
         let mut container_responses = Vec::with_capacity(containers.len());
         for container in &containers {
-            let allocated = self.allocate_container(&container.devices_ids, given.next());
+            let allocated = self.allocate_container(&container.devices_ids, assigned_ids.next());
             container_responses.push(allocated.await?);
         }
         Ok(Response::new(api::AllocateResponse {
@@ -208,8 +208,10 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         &self,
         request: Request<api::PreStartContainerRequest>,
     ) -> Result<Response<api::PreStartContainerResponse>, Status> {
-        let callers = caller_timeout(request.metadata()).unwrap_or(PREPARE_TIMEOUT);
-        let limit = callers.min(PREPARE_TIMEOUT).saturating_sub(ANSWER_TIME);
+        let caller_limit = caller_timeout(request.metadata()).unwrap_or(PREPARE_TIMEOUT);
+        let limit = caller_limit
+            .min(PREPARE_TIMEOUT)
+            .saturating_sub(ANSWER_TIME);
         let device_ids = self.parse_device_ids(&request.into_inner().devices_ids)?;
         match tokio::time::timeout(
             PREPARE_TIMEOUT,
@@ -229,7 +231,7 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
 }
 
 /// The allocation ids that the plugin relay has given to the kubelet.
-fn given_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
+fn parse_allocation_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
     let ids = metadata.get_all(ALLOCATION_ID_METADATA).into_iter();
     let parse = |id: &MetadataValue<Ascii>| id.to_str().ok()?.parse().ok();
     ids.map(|id| {
@@ -274,10 +276,10 @@ fn device_updates(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devic
             if last.is_some() && devices.changed().await.is_err() {
                 futures::future::pending::<()>().await;
             }
-            let image = devices.borrow_and_update().clone();
-            if last.as_ref() != Some(&image) {
-                last = Some(image.clone());
-                return Some((image, (devices, last)));
+            let update = devices.borrow_and_update().clone();
+            if last.as_ref() != Some(&update) {
+                last = Some(update.clone());
+                return Some((update, (devices, last)));
             }
         }
     })
@@ -392,18 +394,18 @@ mod tests {
     #[tokio::test]
     async fn unchanged_devices_are_not_sent_again() {
         use crate::devices::DeviceHealth::{Healthy, Unhealthy};
-        let image = |health| Devices::new(Resource::DeviceMemory, vec![health]).unwrap();
-        let (sender, receiver) = watch::channel(image(Healthy));
-        let mut images = std::pin::pin!(device_updates(receiver));
-        assert_eq!(images.next().await, Some(image(Healthy)));
-        sender.send_replace(image(Healthy));
-        assert!(futures::poll!(images.next()).is_pending());
-        sender.send_replace(image(Unhealthy));
-        assert_eq!(images.next().await, Some(image(Unhealthy)));
+        let update = |health| Devices::new(Resource::DeviceMemory, vec![health]).unwrap();
+        let (sender, receiver) = watch::channel(update(Healthy));
+        let mut updates = std::pin::pin!(device_updates(receiver));
+        assert_eq!(updates.next().await, Some(update(Healthy)));
+        sender.send_replace(update(Healthy));
+        assert!(futures::poll!(updates.next()).is_pending());
+        sender.send_replace(update(Unhealthy));
+        assert_eq!(updates.next().await, Some(update(Unhealthy)));
         drop(sender);
         assert!(
-            futures::poll!(images.next()).is_pending(),
-            "the last image stands"
+            futures::poll!(updates.next()).is_pending(),
+            "the last update stands"
         );
     }
 }

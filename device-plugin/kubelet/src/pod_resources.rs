@@ -122,25 +122,25 @@ impl PodResourcesClient {
     /// Calls the kubelet. Retries once after a lost connection, and while the rate limit refuses.
     async fn call<T, F>(
         &self,
-        question: impl Fn(PodResourcesListerClient<Channel>) -> F,
+        request: impl Fn(PodResourcesListerClient<Channel>) -> F,
     ) -> Result<T, PodResourcesError>
     where
         F: Future<Output = Result<T, tonic::Status>>,
     {
-        let asked = async {
+        let attempts = async {
             let mut tries = 0;
             loop {
                 tries += 1;
-                match question(self.api.clone()).await {
-                    Err(lost) if tries == 1 && is_transport_error(&lost) => {}
-                    Err(refused) if tries < MAX_TRIES && is_rate_limited(&refused) => {
+                match request(self.api.clone()).await {
+                    Err(error) if tries == 1 && is_transport_error(&error) => {}
+                    Err(error) if tries < MAX_TRIES && is_rate_limited(&error) => {
                         tokio::time::sleep(RATE_LIMIT_PAUSE).await;
                     }
                     answer => break answer,
                 }
             }
         };
-        let answer = tokio::time::timeout(LIMIT, asked).await;
+        let answer = tokio::time::timeout(LIMIT, attempts).await;
         answer
             .map_err(|_| PodResourcesError::TimedOut)?
             .map_err(|status| match is_transport_error(&status) {
@@ -252,16 +252,16 @@ mod tests {
     async fn rate_limited_call_is_retried_and_refused_call_is_not() {
         let client = PodResourcesClient::new(Path::new("/nobody/listens/here"));
         let tries = |code: tonic::Code, fails: usize| {
-            let (client, asked) = (client.clone(), AtomicUsize::new(0));
+            let (client, calls) = (client.clone(), AtomicUsize::new(0));
             async move {
                 let answer = client.call(|_| async {
-                    match asked.fetch_add(1, Ordering::Relaxed) < fails {
+                    match calls.fetch_add(1, Ordering::Relaxed) < fails {
                         true => Err(tonic::Status::new(code, "rejected by rate limit")),
                         false => Ok(()),
                     }
                 });
                 let answer = answer.await;
-                (answer.is_ok(), asked.load(Ordering::Relaxed))
+                (answer.is_ok(), calls.load(Ordering::Relaxed))
             }
         };
         let limited = tonic::Code::ResourceExhausted;

@@ -114,7 +114,7 @@ pub(crate) struct StateMachine {
     /// The end of the present pause.
     not_before: Option<Instant>,
     /// The server of the last Register, which is not registered again.
-    used: Option<u32>,
+    attempted_server: Option<u32>,
 }
 
 impl Default for StateMachine {
@@ -124,7 +124,7 @@ impl Default for StateMachine {
             kubelet: None,
             backoff: MIN_BACKOFF,
             not_before: None,
-            used: None,
+            attempted_server: None,
         }
     }
 }
@@ -136,21 +136,21 @@ impl StateMachine {
     }
 
     /// Updates the state by an observation and returns the next step.
-    pub(crate) fn next_step(&mut self, seen: Observation, now: Instant) -> Step {
-        if seen.kubelet.is_some() && seen.kubelet != self.kubelet {
-            self.kubelet = seen.kubelet;
+    pub(crate) fn next_step(&mut self, observation: Observation, now: Instant) -> Step {
+        if observation.kubelet.is_some() && observation.kubelet != self.kubelet {
+            self.kubelet = observation.kubelet;
             self.reset_backoff();
         }
-        self.phase = self.next_phase(seen, now);
-        match (self.phase, seen.own, seen.kubelet) {
+        self.phase = self.next_phase(observation, now);
+        match (self.phase, observation.own, observation.kubelet) {
             (_, OwnServer::Missing, _) => self.unless_backing_off(Step::Serve, now),
             (Phase::Unregistered, OwnServer::Serving { server, .. }, Some(_)) => {
-                if self.used == Some(server) {
+                if self.attempted_server == Some(server) {
                     return self.unless_backing_off(Step::Serve, now);
                 }
                 let step = self.unless_backing_off(Step::Register, now);
                 if step == Step::Register {
-                    self.used = Some(server);
+                    self.attempted_server = Some(server);
                 }
                 step
             }
@@ -165,12 +165,12 @@ impl StateMachine {
         self.not_before = None;
     }
 
-    /// The kubelet has accepted the registration that followed the observation `seen`.
-    pub(crate) fn registration_accepted(&mut self, seen: Observation, now: Instant) {
+    /// The kubelet has accepted the registration that followed this observation.
+    pub(crate) fn registration_accepted(&mut self, observation: Observation, now: Instant) {
         if let Observation {
             kubelet: Some(kubelet),
             own: OwnServer::Serving { server, .. },
-        } = seen
+        } = observation
         {
             self.phase = Phase::Accepted {
                 kubelet,
@@ -187,16 +187,16 @@ impl StateMachine {
     }
 
     /// The phase that follows from an observation.
-    fn next_phase(&mut self, seen: Observation, now: Instant) -> Phase {
+    fn next_phase(&mut self, observation: Observation, now: Instant) -> Phase {
         match self.phase {
             Phase::Unregistered => Phase::Unregistered,
             Phase::Accepted {
                 kubelet,
                 server,
                 since,
-            } => match seen.own {
+            } => match observation.own {
                 OwnServer::Serving { server: s, .. } if s != server => Phase::Unregistered,
-                _ if is_recreated(seen.kubelet, kubelet) => Phase::Unregistered,
+                _ if is_recreated(observation.kubelet, kubelet) => Phase::Unregistered,
                 OwnServer::Serving { open, .. } if open > 0 => Phase::Live {
                     kubelet,
                     server,
@@ -210,9 +210,9 @@ impl StateMachine {
                 kubelet,
                 server,
                 since,
-            } => match seen.own {
+            } => match observation.own {
                 OwnServer::Serving { server: s, .. } if s != server => Phase::Unregistered,
-                _ if is_recreated(seen.kubelet, kubelet) => Phase::Unregistered,
+                _ if is_recreated(observation.kubelet, kubelet) => Phase::Unregistered,
                 OwnServer::Serving { open: 0, .. } => {
                     if now >= since + STABLE_AFTER {
                         self.reset_backoff();
@@ -243,8 +243,8 @@ impl StateMachine {
 }
 
 /// Whether there is a kubelet socket other than the registered one.
-fn is_recreated(seen: Option<SocketId>, registered: SocketId) -> bool {
-    seen.is_some_and(|seen| seen != registered)
+fn is_recreated(present: Option<SocketId>, registered: SocketId) -> bool {
+    present.is_some_and(|present| present != registered)
 }
 
 #[cfg(test)]
@@ -264,7 +264,7 @@ mod tests {
         ctime_ns: 200,
     };
 
-    fn seen(kubelet: Option<SocketId>, own: OwnServer) -> Observation {
+    fn observation(kubelet: Option<SocketId>, own: OwnServer) -> Observation {
         Observation { kubelet, own }
     }
 
@@ -279,22 +279,22 @@ mod tests {
     /// A machine with an accepted registration and an open stream.
     fn live(now: Instant) -> StateMachine {
         let mut machine = StateMachine::default();
-        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        assert_eq!(machine.next_step(quiet, now), Step::Register);
-        machine.registration_accepted(quiet, now);
-        let open = seen(Some(KUBELET), serving(0, 1, 1));
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        assert_eq!(machine.next_step(no_stream, now), Step::Register);
+        machine.registration_accepted(no_stream, now);
+        let open = observation(Some(KUBELET), serving(0, 1, 1));
         assert_eq!(machine.next_step(open, now), Step::Idle(None));
         assert!(machine.is_live());
         machine
     }
 
     /// Asserts that the machine serves on a new socket and registers that one.
-    fn registers_anew(machine: &mut StateMachine, seen: Observation, now: Instant) {
-        assert_eq!(machine.next_step(seen, now), Step::Serve);
+    fn registers_anew(machine: &mut StateMachine, observation: Observation, now: Instant) {
+        assert_eq!(machine.next_step(observation, now), Step::Serve);
         machine.server_started();
         let fresh = Observation {
             own: serving(1, 0, 0),
-            ..seen
+            ..observation
         };
         assert_eq!(machine.next_step(fresh, now), Step::Register);
     }
@@ -350,7 +350,7 @@ mod tests {
                         true => serving(server, open, opened),
                         false => OwnServer::Missing,
                     };
-                    match machine.next_step(seen(kubelet, own), now) {
+                    match machine.next_step(observation(kubelet, own), now) {
                         Step::Serve => {
                             (server, exists, open, opened) = (server + 1, true, 0, 0);
                             machine.server_started();
@@ -359,7 +359,7 @@ mod tests {
                             prop_assert!(registered.insert(server), "server {server}");
                             match refuses {
                                 true => machine.attempt_failed(now),
-                                false => machine.registration_accepted(seen(kubelet, own), now),
+                                false => machine.registration_accepted(observation(kubelet, own), now),
                             }
                         }
                         Step::Idle(_) => break,
@@ -373,12 +373,12 @@ mod tests {
     fn machine_serves_before_it_registers() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
         assert_eq!(
-            machine.next_step(seen(Some(KUBELET), OwnServer::Missing), now),
+            machine.next_step(observation(Some(KUBELET), OwnServer::Missing), now),
             Step::Serve
         );
         machine.server_started();
         assert_eq!(
-            machine.next_step(seen(Some(KUBELET), serving(0, 0, 0)), now),
+            machine.next_step(observation(Some(KUBELET), serving(0, 0, 0)), now),
             Step::Register
         );
     }
@@ -387,11 +387,11 @@ mod tests {
     fn machine_serves_and_waits_without_a_kubelet() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
         assert_eq!(
-            machine.next_step(seen(None, OwnServer::Missing), now),
+            machine.next_step(observation(None, OwnServer::Missing), now),
             Step::Serve
         );
         assert_eq!(
-            machine.next_step(seen(None, serving(0, 0, 0)), now),
+            machine.next_step(observation(None, serving(0, 0, 0)), now),
             Step::Idle(None)
         );
     }
@@ -400,7 +400,7 @@ mod tests {
     fn ended_stream_is_registered_again_after_the_backoff() {
         let now = Instant::now();
         let mut machine = live(now);
-        let ended = seen(Some(KUBELET), serving(0, 0, 1));
+        let ended = observation(Some(KUBELET), serving(0, 0, 1));
         let resume = now + MIN_BACKOFF;
         assert_eq!(machine.next_step(ended, now), Step::Idle(Some(resume)));
         assert!(!machine.is_live());
@@ -412,8 +412,8 @@ mod tests {
         let now = Instant::now();
         let mut machine = live(now);
         let (ended, restarted) = (serving(0, 0, 1), Some(RESTARTED));
-        machine.next_step(seen(Some(KUBELET), ended), now);
-        registers_anew(&mut machine, seen(restarted, ended), now);
+        machine.next_step(observation(Some(KUBELET), ended), now);
+        registers_anew(&mut machine, observation(restarted, ended), now);
     }
 
     #[test]
@@ -421,12 +421,12 @@ mod tests {
         let now = Instant::now();
         let mut machine = live(now);
         assert_eq!(
-            machine.next_step(seen(Some(RESTARTED), OwnServer::Missing), now),
+            machine.next_step(observation(Some(RESTARTED), OwnServer::Missing), now),
             Step::Serve
         );
         machine.server_started();
         assert_eq!(
-            machine.next_step(seen(Some(RESTARTED), serving(1, 0, 0)), now),
+            machine.next_step(observation(Some(RESTARTED), serving(1, 0, 0)), now),
             Step::Register
         );
     }
@@ -436,12 +436,12 @@ mod tests {
         let now = Instant::now();
         let mut machine = live(now);
         assert_eq!(
-            machine.next_step(seen(Some(KUBELET), OwnServer::Missing), now),
+            machine.next_step(observation(Some(KUBELET), OwnServer::Missing), now),
             Step::Serve
         );
         machine.server_started();
         assert_eq!(
-            machine.next_step(seen(Some(KUBELET), serving(1, 0, 0)), now),
+            machine.next_step(observation(Some(KUBELET), serving(1, 0, 0)), now),
             Step::Register
         );
     }
@@ -449,25 +449,25 @@ mod tests {
     #[test]
     fn registration_without_a_stream_is_repeated() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        machine.next_step(quiet, now);
-        machine.registration_accepted(quiet, now);
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        machine.next_step(no_stream, now);
+        machine.registration_accepted(no_stream, now);
         let late = now + STREAM_TIMEOUT;
-        assert_eq!(machine.next_step(quiet, now), Step::Idle(Some(late)));
+        assert_eq!(machine.next_step(no_stream, now), Step::Idle(Some(late)));
         assert_eq!(
-            machine.next_step(quiet, late),
+            machine.next_step(no_stream, late),
             Step::Idle(Some(late + MIN_BACKOFF))
         );
-        registers_anew(&mut machine, quiet, late + MIN_BACKOFF);
+        registers_anew(&mut machine, no_stream, late + MIN_BACKOFF);
     }
 
     #[test]
     fn stream_that_ended_between_observations_is_noticed() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        machine.next_step(quiet, now);
-        machine.registration_accepted(quiet, now);
-        let flashed = seen(Some(KUBELET), serving(0, 0, 1));
+        let no_stream = observation(Some(KUBELET), serving(0, 0, 0));
+        machine.next_step(no_stream, now);
+        machine.registration_accepted(no_stream, now);
+        let flashed = observation(Some(KUBELET), serving(0, 0, 1));
         assert_eq!(
             machine.next_step(flashed, now),
             Step::Idle(Some(now + MIN_BACKOFF))
@@ -479,21 +479,21 @@ mod tests {
         let (mut machine, mut now) = (StateMachine::default(), Instant::now());
         let mut pauses = Vec::new();
         for server in 0..8 {
-            let quiet = seen(Some(KUBELET), serving(server, 0, 0));
-            assert_eq!(machine.next_step(quiet, now), Step::Register);
+            let no_stream = observation(Some(KUBELET), serving(server, 0, 0));
+            assert_eq!(machine.next_step(no_stream, now), Step::Register);
             machine.attempt_failed(now);
-            let Step::Idle(Some(until)) = machine.next_step(quiet, now) else {
+            let Step::Idle(Some(until)) = machine.next_step(no_stream, now) else {
                 panic!("no pause")
             };
             pauses.push((until - now).as_millis());
             now = until;
-            assert_eq!(machine.next_step(quiet, now), Step::Serve);
+            assert_eq!(machine.next_step(no_stream, now), Step::Serve);
             machine.server_started();
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        machine.next_step(seen(Some(KUBELET), serving(8, 0, 0)), now);
+        machine.next_step(observation(Some(KUBELET), serving(8, 0, 0)), now);
         machine.attempt_failed(now);
-        let restarted = seen(Some(RESTARTED), serving(9, 0, 0));
+        let restarted = observation(Some(RESTARTED), serving(9, 0, 0));
         assert_eq!(machine.next_step(restarted, now), Step::Register);
         machine.attempt_failed(now);
         assert_eq!(
@@ -507,7 +507,7 @@ mod tests {
         let now = Instant::now();
         let mut machine = live(now);
         machine.backoff = MAX_BACKOFF;
-        let ended = seen(Some(KUBELET), serving(0, 0, 1));
+        let ended = observation(Some(KUBELET), serving(0, 0, 1));
         let later = now + STABLE_AFTER;
         assert_eq!(
             machine.next_step(ended, later),
@@ -518,7 +518,7 @@ mod tests {
     #[test]
     fn failed_socket_is_retried_after_the_backoff() {
         let (mut machine, now) = (StateMachine::default(), Instant::now());
-        let missing = seen(Some(KUBELET), OwnServer::Missing);
+        let missing = observation(Some(KUBELET), OwnServer::Missing);
         assert_eq!(machine.next_step(missing, now), Step::Serve);
         machine.attempt_failed(now);
         assert_eq!(

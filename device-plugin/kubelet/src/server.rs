@@ -79,14 +79,14 @@ impl Server {
         };
         let listener = UnixListener::bind(&path).map_err(error)?;
         let file = socket_identity(&path).map_err(error)?;
-        let (streams, bookings) = (InFlight::default(), InFlight::default());
+        let (streams, allocate_calls) = (InFlight::default(), InFlight::default());
         let (end_streams, close) = (CancellationToken::new(), CancellationToken::new());
         let plugin = Plugin::new(
             service.resource,
             Arc::clone(&service.allocator),
             service.devices.clone(),
             streams.clone(),
-            bookings.clone(),
+            allocate_calls.clone(),
             end_streams.clone(),
         );
         let task = tokio::spawn(
@@ -102,7 +102,7 @@ impl Server {
             path,
             socket_id: file,
             streams,
-            allocate_calls: bookings,
+            allocate_calls,
             end_streams,
             close,
             task,

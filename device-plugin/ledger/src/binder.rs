@@ -207,13 +207,13 @@ impl Request {
         let parts = self.bound.iter().map(|parts| parts.iter());
         let bound = parts.map(|parts| parts.map(|(_, share)| u64::from(*share)).sum());
         let sizes: Vec<u64> = new.chain(bound.clone()).collect();
-        let of_set = |set: &u64| -> u64 {
+        let size_of_set = |set: &u64| -> u64 {
             let sizes = sizes.iter().enumerate();
             sizes
                 .map(|(number, size)| size * ((set >> number) & 1))
                 .sum()
         };
-        let most = self.concurrent_sets.iter().map(of_set).max();
+        let most = self.concurrent_sets.iter().map(size_of_set).max();
         let free = bins.iter().map(|bin| u64::from(bin.free));
         most.unwrap_or_default() <= free.chain(bound).sum()
     }
@@ -310,7 +310,7 @@ mod tests {
         free.iter().map(|&free| bin(16, free)).collect()
     }
 
-    fn one(quanta: u32) -> Request {
+    fn single(quanta: u32) -> Request {
         Request {
             quanta: vec![quanta],
             min_bins: 1,
@@ -325,7 +325,7 @@ mod tests {
         Request {
             quanta: quanta.to_vec(),
             concurrent_sets: vec![(1 << quanta.len()) - 1],
-            ..one(0)
+            ..single(0)
         }
     }
 
@@ -340,14 +340,14 @@ mod tests {
     fn spread(quanta: u32, bins: u16) -> Request {
         Request {
             min_bins: bins,
-            ..one(quanta)
+            ..single(quanta)
         }
     }
 
     fn reserving(quanta: u32, bin: usize) -> Request {
         Request {
             reserved_bins: vec![bin],
-            ..one(quanta)
+            ..single(quanta)
         }
     }
 
@@ -358,26 +358,26 @@ mod tests {
             eventual,
             ..bin(16, 7)
         };
-        let waits = plan(&[leaking(16)], &[0], &[one(16), one(4)]);
+        let waits = plan(&[leaking(16)], &[0], &[single(16), single(4)]);
         assert_eq!(single_places(&waits), [None, None]);
         assert_eq!(waits.set_aside, [7]);
-        let hopeless = plan(&[leaking(15)], &[0], &[one(16), one(4)]);
-        assert_eq!(single_places(&hopeless), [None, Some(vec![(0, 4)])]);
-        let beside = plan(&[leaking(16), bin(16, 3)], &[0, 0], &[one(16)]);
-        assert_eq!(beside.set_aside, [0, 3], "the clean bin comes first");
+        let impossible = plan(&[leaking(15)], &[0], &[single(16), single(4)]);
+        assert_eq!(single_places(&impossible), [None, Some(vec![(0, 4)])]);
+        let two_bins = plan(&[leaking(16), bin(16, 3)], &[0, 0], &[single(16)]);
+        assert_eq!(two_bins.set_aside, [0, 3], "the clean bin comes first");
     }
 
     #[test]
     fn reservation_serves_its_request_and_no_earlier_one() {
         let bins = bins(&[8, 3]);
-        let others = plan(&bins, &[8, 0], &[one(8), one(3)]);
+        let others = plan(&bins, &[8, 0], &[single(8), single(3)]);
         assert_eq!(single_places(&others), [None, None]);
         assert_eq!(
             others.set_aside,
             [8, 3],
             "the first of them keeps the other GPU"
         );
-        let owner = plan(&bins, &[8, 0], &[one(3), reserving(8, 0)]);
+        let owner = plan(&bins, &[8, 0], &[single(3), reserving(8, 0)]);
         assert_eq!(
             single_places(&owner),
             [Some(vec![(1, 3)]), Some(vec![(0, 8)])]
@@ -401,7 +401,7 @@ mod tests {
 
     #[test]
     fn reserving_request_sets_aside_its_gpu_and_no_other() {
-        let plan = plan(&bins(&[4, 6]), &[8, 0], &[reserving(8, 0), one(6)]);
+        let plan = plan(&bins(&[4, 6]), &[8, 0], &[reserving(8, 0), single(6)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(1, 6)])]);
         assert_eq!(plan.set_aside, [4, 0]);
         assert_eq!(plan.first_waiting, None);
@@ -413,14 +413,14 @@ mod tests {
             reserved_bins: vec![0, 1],
             ..spread(16, 2)
         };
-        let waits = plan(&bins(&[8, 3, 1]), &[8, 8, 0], &[one(2), owner()]);
+        let waits = plan(&bins(&[8, 3, 1]), &[8, 8, 0], &[single(2), owner()]);
         assert_eq!(single_places(&waits), [None, None]);
         assert_eq!(
             waits.set_aside,
             [8, 3, 1],
             "the first request has the third"
         );
-        let placed = plan(&bins(&[8, 8, 8]), &[8, 8, 0], &[one(8), owner()]);
+        let placed = plan(&bins(&[8, 8, 8]), &[8, 8, 0], &[single(8), owner()]);
         let places = [Some(vec![(2, 8)]), Some(vec![(0, 8), (1, 8)])];
         assert_eq!(single_places(&placed), places);
         assert_eq!(placed.set_aside, [0, 0, 0]);
@@ -428,7 +428,7 @@ mod tests {
 
     #[test]
     fn reservation_leaves_free_memory_beyond_its_size() {
-        let plan = plan(&bins(&[12]), &[8], &[one(4), one(5)]);
+        let plan = plan(&bins(&[12]), &[8], &[single(4), single(5)]);
         assert_eq!(single_places(&plan), [Some(vec![(0, 4)]), None]);
         assert_eq!(plan.set_aside, [8]);
     }
@@ -441,7 +441,7 @@ mod tests {
 
     #[test]
     fn request_is_placed_by_best_fit() {
-        let plan = plan(&bins(&[16, 5, 7]), &[0; 4], &[one(4)]);
+        let plan = plan(&bins(&[16, 5, 7]), &[0; 4], &[single(4)]);
         assert_eq!(single_places(&plan), [Some(vec![(1, 4)])]);
         assert_eq!(plan.set_aside, [0, 0, 0]);
     }
@@ -451,7 +451,7 @@ mod tests {
         let plan = plan(
             &bins(&[4, 6, 2]),
             &[0; 4],
-            &[one(8), one(5), one(3), one(2)],
+            &[single(8), single(5), single(3), single(2)],
         );
         assert_eq!(
             single_places(&plan),
@@ -463,7 +463,7 @@ mod tests {
 
     #[test]
     fn request_larger_than_a_gpu_is_split_over_fewest_gpus() {
-        let plan = plan(&bins(&[16, 16, 16, 16]), &[0; 4], &[one(33)]);
+        let plan = plan(&bins(&[16, 16, 16, 16]), &[0; 4], &[single(33)]);
         assert_eq!(
             single_places(&plan),
             [Some(vec![(0, 11), (1, 11), (2, 11)])]
@@ -478,14 +478,14 @@ mod tests {
 
     #[test]
     fn waiting_spread_request_sets_aside_only_its_shares() {
-        let plan = plan(&bins(&[10, 2, 1]), &[0; 4], &[spread(8, 2), one(6)]);
+        let plan = plan(&bins(&[10, 2, 1]), &[0; 4], &[spread(8, 2), single(6)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(0, 6)])]);
         assert_eq!(plan.set_aside, [4, 2, 0]);
     }
 
     #[test]
     fn request_larger_than_the_node_sets_nothing_aside() {
-        let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), one(4)]);
+        let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), single(4)]);
         assert_eq!(single_places(&plan), [None, Some(vec![(0, 4)])]);
         assert_eq!(plan.set_aside, [0, 0]);
         assert_eq!(plan.first_waiting, None);
@@ -493,7 +493,7 @@ mod tests {
 
     #[test]
     fn bin_without_capacity_takes_nothing() {
-        assert_eq!(plan(&[bin(0, 0)], &[0], &[one(1)]).places, [None]);
+        assert_eq!(plan(&[bin(0, 0)], &[0], &[single(1)]).places, [None]);
     }
 
     #[test]
@@ -511,7 +511,7 @@ mod tests {
         let lacks = plan(
             &bins(&[16, 15]),
             &[0; 2],
-            &[concurrent(&[4, 4, 12, 12]), one(1)],
+            &[concurrent(&[4, 4, 12, 12]), single(1)],
         );
         assert_eq!(
             lacks.places,
@@ -544,7 +544,7 @@ mod tests {
             concurrent_sets: vec![0b01, 0b10],
             ..concurrent(&[8, 16])
         };
-        let plan = plan(&bins(&[16, 9]), &[0; 2], &[request, one(9)]);
+        let plan = plan(&bins(&[16, 9]), &[0; 2], &[request, single(9)]);
         assert_eq!(
             plan.places[0],
             Some(vec![vec![(0, 8)], vec![(0, 16)]]),
@@ -592,12 +592,12 @@ mod tests {
             .map(|n| bin(16, if n < 16 { 11 } else { 5 }))
             .collect();
         let mut queue = vec![concurrent(&[6; 16]); 20_000];
-        queue[0] = one(16);
-        let begun = std::time::Instant::now();
+        queue[0] = single(16);
+        let start = std::time::Instant::now();
         let plan = plan(&bins, &[0; 56], &queue);
         assert_eq!(plan.first_waiting, Some(0));
         assert!(plan.places.iter().all(Option::is_none));
-        assert!(begun.elapsed() < std::time::Duration::from_secs(5));
+        assert!(start.elapsed() < std::time::Duration::from_secs(5));
     }
 
     #[test]
@@ -609,20 +609,20 @@ mod tests {
         let plan = plan(
             &[withheld, bin(16, 8)],
             &[0; 2],
-            &[one(16), one(15), one(8)],
+            &[single(16), single(15), single(8)],
         );
         assert_eq!(single_places(&plan), [None, Some(vec![(0, 15)]), None]);
         assert_eq!(plan.set_aside, [0, 8]);
-        assert!(fits_when_empty(&[withheld], &one(16)), "it is as large");
+        assert!(fits_when_empty(&[withheld], &single(16)), "it is as large");
     }
 
     #[test]
     fn search_is_bounded_when_a_pod_has_many_containers() {
         let bins = vec![bin(100, 100); 16];
-        let begun = std::time::Instant::now();
+        let start = std::time::Instant::now();
         assert!(plan(&bins, &[0; 16], &[concurrent(&[51; 16])]).places[0].is_some());
         assert!(plan(&bins[..15], &[0; 15], &[concurrent(&[51; 16])]).places[0].is_none());
-        assert!(begun.elapsed() < std::time::Duration::from_secs(5));
+        assert!(start.elapsed() < std::time::Duration::from_secs(5));
     }
 
     #[test]

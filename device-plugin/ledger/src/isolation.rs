@@ -72,16 +72,17 @@ impl PastTenants {
 impl NamespaceIsolation {
     /// Whether the pod may have memory of the GPU.
     pub(super) fn may_use(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
-        let cleared = self.shareable.as_ref();
-        cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past_tenants.is_tenant(gpu, pod)
+        let shareable = self.shareable.as_ref();
+        shareable.is_none_or(|shareable| shareable.contains(gpu))
+            || self.past_tenants.is_tenant(gpu, pod)
     }
 
     /// The namespace whose pods alone may have memory of the GPU. Empty where no pod may, none
     /// where pods of any namespace may.
     pub(super) fn only_for(&self, gpu: &GpuUuid) -> Option<&str> {
-        let cleared = self.shareable.as_ref()?;
+        let shareable = self.shareable.as_ref()?;
         let tenants = self.past_tenants.tenants.get(gpu);
-        match tenants.filter(|_| !cleared.contains(gpu))? {
+        match tenants.filter(|_| !shareable.contains(gpu))? {
             Tenants::One(namespace) => Some(namespace),
             Tenants::Several => Some(""),
         }
@@ -90,11 +91,11 @@ impl NamespaceIsolation {
 
 impl Ledger {
     /// Replaces the GPUs that pods of several namespaces may share. True where this changed them.
-    pub fn set_shareable_gpus(&mut self, cleared: BTreeSet<GpuUuid>) -> bool {
-        let cleared = Some(cleared);
-        let news = self.isolation.shareable != cleared;
-        self.isolation.shareable = cleared;
-        news
+    pub fn set_shareable_gpus(&mut self, shareable: BTreeSet<GpuUuid>) -> bool {
+        let shareable = Some(shareable);
+        let changed = self.isolation.shareable != shareable;
+        self.isolation.shareable = shareable;
+        changed
     }
 
     /// Records the namespace of a pod that is about to start.
@@ -125,16 +126,16 @@ impl Ledger {
     pub(super) fn closed_gpu(&self, claim: ClaimId) -> Option<&GpuUuid> {
         let pod = &self.claims.get(&claim)?.pod;
         let mut gpus = self.gpus.iter();
-        let barred = gpus.find(|(uuid, gpu)| {
+        let closed = gpus.find(|(uuid, gpu)| {
             gpu.health == Health::Healthy && !self.isolation.may_use(uuid, pod)
         });
-        barred.map(|(uuid, _)| uuid)
+        closed.map(|(uuid, _)| uuid)
     }
 
     /// Whether every pod may have memory of every GPU.
     pub(super) fn are_all_gpus_shareable(&self) -> bool {
-        let cleared = self.isolation.shareable.as_ref();
-        cleared.is_none_or(|cleared| self.gpus.keys().all(|gpu| cleared.contains(gpu)))
+        let shareable = self.isolation.shareable.as_ref();
+        shareable.is_none_or(|shareable| self.gpus.keys().all(|gpu| shareable.contains(gpu)))
     }
 
     /// The GPUs as bins; those that are closed to the pod have no room.
@@ -151,7 +152,7 @@ impl Ledger {
         queue: &[ClaimId],
     ) -> Plan {
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
-        let mut sharing = self.isolation.clone();
+        let mut isolation = self.isolation.clone();
         let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
         let mut first_waiting = None;
         let mut set_aside: Vec<u32> = bins
@@ -163,15 +164,15 @@ impl Ledger {
             let claim = &self.claims[id];
             let request = self.request_of(claim);
             let has_own = !request.reserved_bins.is_empty();
-            let open = without_closed_bins(&sharing, self.gpus.keys(), &claim.pod, &bins);
+            let open = without_closed_bins(&isolation, self.gpus.keys(), &claim.pod, &bins);
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
             if place.is_some() || !(waits || has_own) {
                 waits |= step.first_waiting.is_some();
                 first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
-                let news = open.iter().zip(step.set_aside).enumerate();
-                for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
+                let open_bins = open.iter().zip(step.set_aside).enumerate();
+                for (index, (_, step)) in open_bins.filter(|(_, (bin, _))| bin.capacity > 0) {
                     set_aside[index] = step;
                 }
             }
@@ -181,7 +182,7 @@ impl Ledger {
                     .map_or(0, |place| request.taken(place, index));
                 if taken > 0 {
                     bin.free = bin.free.saturating_sub(taken);
-                    sharing.past_tenants.record(uuids[index], &claim.pod);
+                    isolation.past_tenants.record(uuids[index], &claim.pod);
                 }
             }
             places.push(place);
@@ -195,14 +196,14 @@ impl Ledger {
 }
 
 fn without_closed_bins<'a>(
-    sharing: &NamespaceIsolation,
+    isolation: &NamespaceIsolation,
     gpus: impl Iterator<Item = &'a GpuUuid>,
     pod: &PodUid,
     bins: &[Bin],
 ) -> Vec<Bin> {
     let mut bins = bins.to_vec();
     for (gpu, bin) in gpus.zip(&mut bins) {
-        if !sharing.may_use(gpu, pod) {
+        if !isolation.may_use(gpu, pod) {
             (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
         }
     }
@@ -259,10 +260,10 @@ mod tests {
     /// The GPUs on which a pod has memory.
     fn gpus_of(ledger: &Ledger, pod: &str) -> Vec<String> {
         let gpus = ledger.view(NOW).gpus;
-        let of_pod = gpus
+        let pod_gpus = gpus
             .iter()
             .filter(|gpu| gpu.pods.keys().any(|uid| uid.as_str() == pod));
-        of_pod.map(|gpu| gpu.uuid.to_string()).collect()
+        pod_gpus.map(|gpu| gpu.uuid.to_string()).collect()
     }
 
     #[test]
@@ -383,9 +384,9 @@ mod tests {
             let mut ledger = ledger();
             ledger.set_shareable_gpus(gpu_set(&["GPU-b"]));
             let (mut tenants, mut pods) = (BTreeSet::new(), Vec::<String>::new());
-            for (number, (namespace, quanta, what)) in steps.into_iter().enumerate() {
+            for (number, (namespace, quanta, action)) in steps.into_iter().enumerate() {
                 let pod = format!("{}-{number}", ["one", "two", "three"][namespace]);
-                match what {
+                match action {
                     0 if !pods.is_empty() => {
                         let gone = pods.remove(number % pods.len());
                         ledger.release_pod(&gone.parse().unwrap());

@@ -21,26 +21,27 @@ impl Ledger {
     /// Replaces the leases that no bound container owns. True where this changed them. Leases that
     /// ended leave their memory unreclaimed. A crash of the agent and the fd store may have ended
     /// them while other processes still map them.
-    pub fn set_orphaned_leases(&mut self, kept: OrphanedLeases, now: BootTime) -> bool {
-        let news = self.orphaned_leases != kept;
+    pub fn set_orphaned_leases(&mut self, leases: OrphanedLeases, now: BootTime) -> bool {
+        let changed = self.orphaned_leases != leases;
         for (gpu, before) in self.orphaned_leases.clone() {
             let stays = |lease| {
-                kept.get(&gpu)
-                    .is_some_and(|of_gpu| of_gpu.contains_key(lease))
+                leases
+                    .get(&gpu)
+                    .is_some_and(|gpu_leases| gpu_leases.contains_key(lease))
             };
-            let left = before.iter().filter(|(lease, _)| !stays(lease));
-            let left = total(left.map(|(_, bytes)| bytes));
-            self.add_unreclaimed(gpu, left, now);
+            let ended = before.iter().filter(|(lease, _)| !stays(lease));
+            let ended = total(ended.map(|(_, bytes)| bytes));
+            self.add_unreclaimed(gpu, ended, now);
         }
-        self.orphaned_leases = kept;
-        news
+        self.orphaned_leases = leases;
+        changed
     }
 
     /// Counts the bytes of an ended lease as unreclaimed. A lease that the ledger still lists
     /// counts already: its bytes become unreclaimed when the list loses it.
     pub fn end_lease(&mut self, lease: LeaseId, gpu: GpuUuid, bytes: Bytes, now: BootTime) {
-        let of_gpu = self.orphaned_leases.get(&gpu);
-        if !of_gpu.is_some_and(|of_gpu| of_gpu.contains_key(&lease)) {
+        let gpu_leases = self.orphaned_leases.get(&gpu);
+        if !gpu_leases.is_some_and(|gpu_leases| gpu_leases.contains_key(&lease)) {
             self.add_unreclaimed(gpu, bytes, now);
         }
     }
@@ -100,13 +101,13 @@ mod tests {
             capacity: Quanta(8),
             health: Health::Healthy,
         }]);
-        let kept = |lease, bytes| {
+        let leases = |lease, bytes| {
             BTreeMap::from([(gpu.clone(), BTreeMap::from([(LeaseId(lease), bytes)]))])
         };
-        assert!(ledger.set_orphaned_leases(kept(1, Bytes::mib(2_560)), BootTime(0)));
+        assert!(ledger.set_orphaned_leases(leases(1, Bytes::mib(2_560)), BootTime(0)));
         assert!(
-            !ledger.set_orphaned_leases(kept(1, Bytes::mib(2_560)), BootTime(0)),
-            "no news"
+            !ledger.set_orphaned_leases(leases(1, Bytes::mib(2_560)), BootTime(0)),
+            "unchanged"
         );
         ledger.add_unreclaimed(gpu.clone(), Bytes::mib(512), BootTime(0));
         let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, BootTime(0)).unwrap();
@@ -116,7 +117,7 @@ mod tests {
             (Quanta(5), Bytes::mib(2_560)),
             "together they take three quanta"
         );
-        ledger.set_orphaned_leases(kept(2, Bytes::mib(2_560)), BootTime(0));
+        ledger.set_orphaned_leases(leases(2, Bytes::mib(2_560)), BootTime(0));
         let view = ledger.view(BootTime(0));
         assert_eq!(
             (view.gpus[0].orphaned_leases, view.gpus[0].unreclaimed),

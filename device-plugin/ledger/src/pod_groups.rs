@@ -64,19 +64,19 @@ impl Ledger {
                 .places
                 .iter()
                 .any(|(device_ids, _)| device_ids == started);
-            let all_there =
+            let is_registered =
                 |(device_ids, _): &(DeviceIdSet, _)| group.containers.contains(device_ids);
-            if !is_placed || !group.places.iter().all(all_there) {
+            if !is_placed || !group.places.iter().all(is_registered) {
                 group.drop_places();
             }
         }
     }
 
-    /// Drops groups of pods without a claim, except that of `but`.
-    pub(super) fn drop_groups_without_claim(&mut self, but: Option<&PodUid>) {
+    /// Drops groups of pods without a claim, except that of `except`.
+    pub(super) fn drop_groups_without_claim(&mut self, except: Option<&PodUid>) {
         let claims = &self.claims;
         self.pod_groups
-            .retain(|pod, _| Some(pod) == but || claims.values().any(|claim| claim.pod == *pod));
+            .retain(|pod, _| Some(pod) == except || claims.values().any(|claim| claim.pod == *pod));
     }
 
     /// The place that was planned for the claim when the pod's containers were placed.
@@ -88,12 +88,12 @@ impl Ledger {
         let (_, shares) = places
             .iter()
             .find(|(device_ids, _)| *device_ids == claim.device_ids)?;
-        let is_well = |share: &Share| {
+        let is_usable = |share: &Share| {
             self.is_healthy(&share.gpu) && self.isolation.may_use(&share.gpu, &claim.pod)
         };
         shares
             .iter()
-            .all(is_well)
+            .all(is_usable)
             .then(|| Placement::Device(shares.clone()))
     }
 
@@ -109,18 +109,18 @@ impl Ledger {
             && let Some(group) = self.pod_groups.get(&claim.pod)
             && group.containers.len() <= MAX_CONTAINERS
         {
-            let of_pod = || {
+            let pod_claims = || {
                 let claims = self.claims.values();
                 claims.filter(|other| other.pod == claim.pod && other.resource == claim.resource)
             };
             // A claim that is idle without a successor has waited too long for a retry.
             let had_turn = |device_ids: &DeviceIdSet| {
                 let has_successor = || {
-                    of_pod().any(|other| {
+                    pod_claims().any(|other| {
                         other.device_ids != *device_ids && other.device_ids.overlaps(device_ids)
                     })
                 };
-                of_pod()
+                pod_claims()
                     .filter(|other| other.device_ids == *device_ids)
                     .any(|other| match other.state {
                         State::Bound { .. } | State::AwaitingRetry { .. } => true,
@@ -162,7 +162,7 @@ impl Ledger {
             .iter()
             .chain(bound.iter().map(|(device_ids, _)| *device_ids))
             .collect();
-        let Some(alive) = concurrent_sets(&all) else {
+        let Some(sets) = concurrent_sets(&all) else {
             return;
         };
         let index = |gpu: &GpuUuid| self.gpus.keys().position(|here| here == gpu);
@@ -177,7 +177,7 @@ impl Ledger {
             .map(|device_ids| device_ids.quanta().0)
             .collect();
         request.bound = bound.iter().map(|(_, shares)| parts(shares)).collect();
-        request.concurrent_sets = alive;
+        request.concurrent_sets = sets;
     }
 
     /// Records the places of the claim and of the containers that are placed with it.
@@ -237,14 +237,14 @@ impl Ledger {
             let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
             claims.any(|claim| claim.device_ids == *device_ids && claim.placement().is_some())
         };
-        let dead = |share: &Share| !self.is_healthy(&share.gpu);
+        let is_unhealthy = |share: &Share| !self.is_healthy(&share.gpu);
         let given_up: BTreeSet<PodUid> = self
             .pod_groups
             .iter()
             .filter(|(pod, group)| {
                 let mut places = group.places.iter();
                 places.any(|(device_ids, shares)| {
-                    !is_bound(pod, device_ids) && shares.iter().any(dead)
+                    !is_bound(pod, device_ids) && shares.iter().any(is_unhealthy)
                 })
             })
             .map(|(pod, _)| pod.clone())

@@ -76,19 +76,19 @@ impl Ledger {
             if !other.overlaps(started.resource, &started.device_ids) {
                 return true;
             }
-            let ours = other.pod == started.pod;
+            let is_same_pod = other.pod == started.pod;
             let bound = matches!(other.state, State::Bound { .. });
-            if bound != ours {
+            if bound != is_same_pod {
                 // A claim of this pod without a binding has no memory to free. Memory of another
                 // pod counts until that pod is gone.
-                if ours {
+                if is_same_pod {
                     other.state = State::Idle;
                 }
                 return true;
             }
             ended.extend(other.allocations.iter().copied());
             other.state = State::Idle;
-            ours
+            is_same_pod
         });
         self.drop_groups_without_claim(Some(&started.pod));
         ended

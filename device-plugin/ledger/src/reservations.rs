@@ -39,38 +39,41 @@ impl Ledger {
     pub fn set_reservations(&mut self, reserved: BTreeMap<GpuUuid, Reservation>) -> bool {
         self.unclaimed
             .retain(|gpu, _| reserved.get(gpu) == self.reservations.get(gpu));
-        let news = self.reservations != reserved;
+        let changed = self.reservations != reserved;
         self.reservations = reserved;
-        news
+        changed
     }
 
     /// Suspends reservations for pods that have had no claim for too long, until those pods have
     /// one.
     pub fn suspend_unclaimed_reservations(&mut self, now: BootTime) {
         let pods = self.pods();
-        let unheard = self.reservations.iter();
-        let unheard = unheard.filter(|(_, reserved)| !pods.contains(&reserved.pod));
-        let unheard = unheard.map(|(gpu, _)| {
-            let since = self.unclaimed.get(gpu).map_or(now, |unheard| unheard.since);
-            let lapsed = now.since(since) >= UNCLAIMED_TIMEOUT;
+        let unclaimed = self.reservations.iter();
+        let unclaimed = unclaimed.filter(|(_, reserved)| !pods.contains(&reserved.pod));
+        let unclaimed = unclaimed.map(|(gpu, _)| {
+            let since = self
+                .unclaimed
+                .get(gpu)
+                .map_or(now, |unclaimed| unclaimed.since);
+            let is_suspended = now.since(since) >= UNCLAIMED_TIMEOUT;
             (
                 gpu.clone(),
                 Unclaimed {
                     since,
-                    is_suspended: lapsed,
+                    is_suspended,
                 },
             )
         });
-        self.unclaimed = unheard.collect();
+        self.unclaimed = unclaimed.collect();
     }
 
     /// The reservation on a GPU, unless it is suspended.
     fn active_reservation(&self, gpu: &GpuUuid) -> Option<&Reservation> {
-        let lapsed = self
+        let is_suspended = self
             .unclaimed
             .get(gpu)
-            .is_some_and(|unheard| unheard.is_suspended);
-        self.reservations.get(gpu).filter(|_| !lapsed)
+            .is_some_and(|unclaimed| unclaimed.is_suspended);
+        self.reservations.get(gpu).filter(|_| !is_suspended)
     }
 
     /// The pod that the GPU's memory is set aside for.
@@ -276,7 +279,7 @@ mod tests {
             start(&mut ledger, "known", 0, 2),
             BindOutcome::Bound(_)
         ));
-        let both: BTreeMap<_, _> = [("GPU-a", "known"), ("GPU-b", "unheard")]
+        let both: BTreeMap<_, _> = [("GPU-a", "known"), ("GPU-b", "unknown")]
             .map(|(gpu, pod)| {
                 let (pod, quanta) = (pod.parse().unwrap(), Quanta(8));
                 (gpu.parse().unwrap(), Reservation { pod, quanta })
@@ -295,7 +298,7 @@ mod tests {
         assert!(!ledger.set_reservations(both));
         assert_eq!(free(&ledger), [0, 8]);
         assert!(matches!(
-            start(&mut ledger, "unheard", 10, 8),
+            start(&mut ledger, "unknown", 10, 8),
             BindOutcome::Bound(_)
         ));
         ledger.suspend_unclaimed_reservations(NOW + UNCLAIMED_TIMEOUT);

@@ -82,9 +82,9 @@ impl Ledger {
     /// The part of a GPU that has been unreclaimed for so long that a process must hold it.
     pub(super) fn leaked_on(&self, gpu: &GpuUuid, now: BootTime) -> Bytes {
         let unreclaimed = self.unreclaimed.get(gpu);
-        let lasts =
+        let is_leaked =
             unreclaimed.is_some_and(|unreclaimed| now.since(unreclaimed.since) >= LEAKED_AFTER);
-        if lasts {
+        if is_leaked {
             self.unreclaimed_on(gpu)
         } else {
             Bytes::ZERO
@@ -146,7 +146,7 @@ mod tests {
         let number = ledger.unreclaimed_versions()[&gpu()];
         assert!(
             !ledger.lower_unreclaimed(&gpu(), number, Bytes::gib(3)),
-            "no news"
+            "unchanged"
         );
         assert_eq!(ledger.advance(now), []);
         assert!(ledger.lower_unreclaimed(&gpu(), number, Bytes::gib(2)));

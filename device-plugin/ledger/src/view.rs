@@ -19,7 +19,7 @@ pub(super) struct GpuUsage<'a> {
 }
 
 impl GpuUsage<'_> {
-    fn of_pods(&self) -> BTreeMap<PodUid, Quanta> {
+    fn quanta_by_pod(&self) -> BTreeMap<PodUid, Quanta> {
         let pods = self.pods.iter();
         pods.map(|(pod, quanta)| ((*pod).clone(), *quanta))
             .collect()
@@ -50,7 +50,7 @@ impl Ledger {
                     free: free.saturating_sub(reserved),
                     reserved,
                     set_aside,
-                    pods: used.of_pods(),
+                    pods: used.quanta_by_pod(),
                     reserved_for: self.reserved_for(uuid).cloned(),
                     only_for: self.isolation.only_for(uuid).map(str::to_owned),
                 }
@@ -87,12 +87,12 @@ impl Ledger {
     ) -> Vec<(Quanta, BTreeMap<PodUid, Quanta>)> {
         let first = plan.first_waiting.and_then(|position| queue.get(position));
         let first = first.map(|id| &self.claims[id].pod);
-        let of_gpu = |(gpu, all): (&GpuUuid, &u32)| {
+        let set_aside_on = |(gpu, all): (&GpuUuid, &u32)| {
             let all = Quanta(*all);
-            let of_reservation = self.reserved_on(gpu).min(all);
+            let reserved = self.reserved_on(gpu).min(all);
             let parts = [
-                (self.reserved_for(gpu), of_reservation),
-                (first, all.saturating_sub(of_reservation)),
+                (self.reserved_for(gpu), reserved),
+                (first, all.saturating_sub(reserved)),
             ];
             let mut pods = BTreeMap::new();
             for (pod, quanta) in parts {
@@ -102,7 +102,11 @@ impl Ledger {
             }
             (all, pods)
         };
-        self.gpus.keys().zip(&plan.set_aside).map(of_gpu).collect()
+        self.gpus
+            .keys()
+            .zip(&plan.set_aside)
+            .map(set_aside_on)
+            .collect()
     }
 
     /// The memory of each GPU that may be bound now.
@@ -280,7 +284,7 @@ impl Ledger {
 fn lost_gpu(uuid: &GpuUuid, used: &GpuUsage<'_>) -> GpuView {
     GpuView {
         bound: used.quanta,
-        pods: used.of_pods(),
+        pods: used.quanta_by_pod(),
         ..GpuView::empty(uuid.clone())
     }
 }

@@ -22,18 +22,18 @@ impl Ledger {
     /// Sets the GPUs that CUDA refused last: their bound memory stays bound, and no more is bound.
     /// They keep their capacity, so that pods wait for them. True where this changed the set.
     pub fn set_refused_gpus(&mut self, refused: BTreeSet<GpuUuid>) -> bool {
-        let news = self.refused != refused;
+        let changed = self.refused != refused;
         self.refused = refused;
-        news
+        changed
     }
 
     /// Sets the GPUs on which CUDA was tried. No memory of other GPUs is bound until then, but for
     /// MIG instances. True where this changed the set.
     pub fn set_tried_gpus(&mut self, tried: BTreeSet<GpuUuid>) -> bool {
         let tried = Some(tried);
-        let news = self.tried != tried;
+        let changed = self.tried != tried;
         self.tried = tried;
-        news
+        changed
     }
 
     /// Whether no memory of the GPU may be bound before CUDA was tried there.
@@ -113,12 +113,12 @@ mod tests {
             start(&mut ledger, "a", 0, 8),
             BindOutcome::Bound(_)
         ));
-        let of_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
-        assert!(ledger.set_withheld(of_gpu(Bytes::mib(5_500))));
-        assert!(!ledger.set_withheld(of_gpu(Bytes::mib(5_500))), "no news");
+        let on_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
+        assert!(ledger.set_withheld(on_gpu(Bytes::mib(5_500))));
+        assert!(!ledger.set_withheld(on_gpu(Bytes::mib(5_500))), "unchanged");
         assert!(
             !ledger.set_withheld(BTreeMap::new()),
-            "nothing was seen of it"
+            "nothing is measured on it"
         );
         let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 8, 4) else {
             panic!("two are free");
@@ -136,7 +136,7 @@ mod tests {
             (Quanta(8), Bytes::mib(5_500))
         );
         // More than is free is withheld: bound memory stays bound.
-        ledger.set_withheld(of_gpu(Bytes::gib(20)));
+        ledger.set_withheld(on_gpu(Bytes::gib(20)));
         let view = ledger.view(NOW);
         assert_eq!(
             (view.gpus[0].bound, view.gpus[0].free),
@@ -146,7 +146,7 @@ mod tests {
             start(&mut ledger, "a", 0, 8),
             BindOutcome::Bound(_)
         ));
-        ledger.set_withheld(of_gpu(Bytes::ZERO));
+        ledger.set_withheld(on_gpu(Bytes::ZERO));
         let BindOutcome::Bound(bound) = start(&mut ledger, "b", 8, 4) else {
             panic!("eight are free");
         };
@@ -174,7 +174,7 @@ mod tests {
         ));
         let refused = BTreeSet::from(gpus.clone());
         assert!(ledger.set_refused_gpus(refused.clone()));
-        assert!(!ledger.set_refused_gpus(refused), "no news");
+        assert!(!ledger.set_refused_gpus(refused), "unchanged");
         let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 16, 16) else {
             panic!("CUDA refuses both");
         };
@@ -198,7 +198,7 @@ mod tests {
             BindOutcome::Bound(_)
         ));
         assert!(ledger.set_tried_gpus(BTreeSet::new()));
-        assert!(!ledger.set_tried_gpus(BTreeSet::new()), "no news");
+        assert!(!ledger.set_tried_gpus(BTreeSet::new()), "unchanged");
         assert!(
             matches!(start(&mut ledger, "a", 0, 10), BindOutcome::Bound(_)),
             "what is bound stays bound"
@@ -243,13 +243,13 @@ mod tests {
     #[test]
     fn whole_gpu_is_awaited_where_no_memory_is_withheld() {
         let (mut ledger, gpus) = with_two_gpus();
-        let of_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
-        ledger.set_withheld(of_first(Bytes::gib(16)));
+        let on_first = |bytes| BTreeMap::from([(gpus[0].clone(), bytes)]);
+        ledger.set_withheld(on_first(Bytes::gib(16)));
         for (pod, first) in [("b1", 0), ("b2", 8)] {
             let outcome = start(&mut ledger, pod, first, 8);
             assert!(matches!(outcome, BindOutcome::Bound(_)));
         }
-        ledger.set_withheld(of_first(Bytes::mib(1)));
+        ledger.set_withheld(on_first(Bytes::mib(1)));
         let outcome = start(&mut ledger, "whole", 16, 16);
         assert!(matches!(outcome, BindOutcome::Queued(..)));
         ledger.release_pod(&"b1".parse().unwrap());

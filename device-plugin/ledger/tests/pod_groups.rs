@@ -102,22 +102,22 @@ fn bound_by_gpu(ledger: &Ledger) -> Vec<u32> {
 fn pod_of_4_4_12_12_fits_on_two_gpus_of_16() {
     let mut ledger = ledger_with_gpus(&[16, 16]);
     let pod = allocate_pod(&mut ledger, "p", &[0..4, 4..8, 8..20, 20..32]);
-    let mut of_gpus: BTreeMap<String, u32> = BTreeMap::new();
+    let mut quanta_by_gpu: BTreeMap<String, u32> = BTreeMap::new();
     for container in 0..4 {
         for (gpu, quanta) in start_bound(&mut ledger, &pod, container) {
-            *of_gpus.entry(gpu).or_default() += quanta;
+            *quanta_by_gpu.entry(gpu).or_default() += quanta;
         }
     }
-    assert_eq!(of_gpus.into_values().collect::<Vec<_>>(), [16, 16]);
+    assert_eq!(quanta_by_gpu.into_values().collect::<Vec<_>>(), [16, 16]);
 }
 
 #[test]
 fn two_pods_of_7_and_9_fit_on_two_gpus_of_16() {
     let mut ledger = ledger_with_gpus(&[16, 16]);
-    let one = allocate_pod(&mut ledger, "one", &[0..7, 7..16]);
-    let two = allocate_pod(&mut ledger, "two", &[16..23, 23..32]);
+    let first = allocate_pod(&mut ledger, "one", &[0..7, 7..16]);
+    let second = allocate_pod(&mut ledger, "two", &[16..23, 23..32]);
     for container in 0..2 {
-        for pod in [&one, &two] {
+        for pod in [&first, &second] {
             start_bound(&mut ledger, pod, container);
         }
     }
@@ -294,9 +294,9 @@ fn restarted_container_leaves_planned_places_of_others() {
     start_bound(&mut ledger, &pod, 0);
     // The GPU of another container fails before that container starts, so both later containers are
     // placed again.
-    let lost = |ledger: &mut Ledger, lost: &str| {
+    let fail_gpu = |ledger: &mut Ledger, failed: &str| {
         ledger.set_gpus(listed(&[16, 16, 16]).map(|gpu| Gpu {
-            health: match gpu.uuid.as_str() == lost {
+            health: match gpu.uuid.as_str() == failed {
                 true => Health::Unhealthy,
                 false => Health::Healthy,
             },
@@ -304,9 +304,9 @@ fn restarted_container_leaves_planned_places_of_others() {
         }));
     };
     for gpu in ["GPU-0", "GPU-1"] {
-        lost(&mut ledger, gpu);
+        fail_gpu(&mut ledger, gpu);
     }
-    lost(&mut ledger, "none");
+    fail_gpu(&mut ledger, "none");
     start_bound(&mut ledger, &pod, 1);
     let before = bound_by_gpu(&ledger);
     assert_eq!(before.iter().sum::<u32>(), 30);

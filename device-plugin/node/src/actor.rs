@@ -105,8 +105,8 @@ pub struct Inputs {
     pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
     /// The GPUs that CUDA refused at the last start of their provisioner.
     pub refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
-    /// The GPUs on which CUDA was tried; `None` where nothing tries it. A GPU is told as refused,
-    /// or as one without concurrent access, before it is told as tried.
+    /// The GPUs on which CUDA was tried; `None` where nothing tries it. A GPU is published as
+    /// refused, or as one without concurrent access, before it is published as tried.
     pub tried_by_cuda: Option<watch::Receiver<BTreeSet<GpuUuid>>>,
     /// The GPUs that cannot access managed memory at the same time as the host, as their
     /// provisioners have found.
@@ -247,7 +247,7 @@ impl NodeTask {
                     // The NVML thread ends only with the agent.
                     Err(_) => return,
                 },
-                // These tasks end only with the agent.
+                // The tasks that send on the other channels end only with the agent.
                 Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
                 Ok(()) = self.inputs.refused_by_cuda.changed() => self.apply_starts().await,
                 Ok(()) = wait_if_present(&mut self.inputs.tried_by_cuda) => {
@@ -281,8 +281,8 @@ impl NodeTask {
                     self.heartbeat.send_replace(Instant::now());
                 }
                 _ = collect.tick() => {
-                    let trouble = self.allocator.host_mut().cdi_problem();
-                    self.allocator.set_cdi_problem(trouble);
+                    let problem = self.allocator.host_mut().cdi_problem();
+                    self.allocator.set_cdi_problem(problem);
                     // Repeats reads and writes that failed before.
                     let inventory = self.inputs.inventory.borrow().clone();
                     self.observe_generations(inventory.gpus());
@@ -406,7 +406,7 @@ impl NodeTask {
     /// Applies the results of the provisioners' starts.
     async fn apply_starts(&mut self) {
         let tried = self.inputs.tried_by_cuda.as_mut();
-        // The tried GPUs are read first, for what is known of them was told before.
+        // The tried GPUs are read first, because their refusals were published before.
         let tried = tried.map(|tried| tried.borrow_and_update().clone());
         let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
         self.allocator
@@ -417,8 +417,8 @@ impl NodeTask {
     }
 
     async fn apply_scrub_status(&mut self) {
-        if let Some(kept) = &mut self.inputs.retained {
-            let cleared = kept.borrow_and_update().scrubbed.clone();
+        if let Some(retained) = &mut self.inputs.retained {
+            let cleared = retained.borrow_and_update().scrubbed.clone();
             self.allocator
                 .set_scrubbed_gpus(cleared, clock::now())
                 .await;
@@ -437,7 +437,7 @@ impl NodeTask {
         self.publish();
     }
 
-    /// Advertises the node's devices. Running pods keep theirs where the new ones cannot be
+    /// Advertises the node's devices. Running pods keep their devices where the new ones cannot be
     /// advertised.
     fn advertise(&mut self, inventory: &Inventory) {
         // A node without a GPU has nothing to register.

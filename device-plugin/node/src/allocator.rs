@@ -215,7 +215,7 @@ impl<H: HostOps> NodeAllocator<H> {
                     deadline,
                     result: reply.result,
                 };
-                self.queue_call(call, &held, reason, reply.waits, now);
+                self.queue_call(call, &held, reason, reply.wait_reason, now);
             }
         }
         self.bind_queued(now).await;
@@ -305,8 +305,8 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// Sets or clears the problem of the CDI directory.
-    pub(crate) fn set_cdi_problem(&mut self, trouble: Option<String>) {
-        self.problems.cdi = trouble;
+    pub(crate) fn set_cdi_problem(&mut self, problem: Option<String>) {
+        self.problems.cdi = problem;
     }
 
     /// Writes the checkpoint if the state has changed.
@@ -321,14 +321,14 @@ impl<H: HostOps> NodeAllocator<H> {
             container_names: self.container_names.clone(),
         };
         let result = self.host.save_checkpoint(&state);
-        let trouble = result.as_ref().err().map(ToString::to_string);
-        if trouble.is_some() && trouble != self.problems.checkpoint {
+        let problem = result.as_ref().err().map(ToString::to_string);
+        if problem.is_some() && problem != self.problems.checkpoint {
             warn!(
-                error = trouble,
+                error = problem,
                 "failed to write the checkpoint; the agent tries again"
             );
         }
-        self.problems.checkpoint = trouble;
+        self.problems.checkpoint = problem;
         self.checkpoint_dirty = result.is_err();
         result
     }
@@ -353,7 +353,7 @@ impl<H: HostOps> NodeAllocator<H> {
             .map(|(id, _)| id)
             .collect();
         for id in allocations {
-            let told = held
+            let recorded = held
                 .iter()
                 .find(|entry| entry.allocation == id)
                 .map(|entry| entry.container.as_str());
@@ -361,7 +361,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 .container_names
                 .entry(id)
                 .or_insert_with(|| ContainerName {
-                    container: told.unwrap_or(container).to_owned(),
+                    container: recorded.unwrap_or(container).to_owned(),
                     pod: None,
                 });
             holder.pod = name.clone().or(holder.pod.take());

@@ -207,13 +207,13 @@ mod tests {
             gpu("GPU-a", Bytes::gib(16), Health::Healthy),
             gpu("GPU-b", Bytes::gib(8), Health::Healthy),
         ];
-        let sick = [
+        let with_lost = [
             gpu("GPU-a", Bytes::gib(16), LOST),
             gpu("GPU-b", Bytes::gib(8), Health::Healthy),
         ];
         assert_eq!(count(&well), Ok((24, 24)));
-        assert_eq!(count(&sick), Ok((24, 8)));
-        let message = offered(&sick).unwrap()[0].to_message();
+        assert_eq!(count(&with_lost), Ok((24, 8)));
+        let message = offered(&with_lost).unwrap()[0].to_message();
         assert_eq!(
             (
                 message.devices[7].id.as_str(),
@@ -282,13 +282,13 @@ mod tests {
     #[test]
     fn both_resources_together_stay_within_the_kubelet_limit() {
         let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
-        let with = |managed| {
+        let offered_with = |managed| {
             let config = config(Quantum::Mib256, managed, Bytes::ZERO);
             devices(&gpus, &config, &no_claims(), &no_devices())
         };
-        assert!(with(Bytes::gib(24)).is_ok());
+        assert!(offered_with(Bytes::gib(24)).is_ok());
         assert_eq!(
-            with(Bytes::gib(25)),
+            offered_with(Bytes::gib(25)),
             Err(DevicesError::TooManyDeviceIds { count: 4_100 })
         );
     }

@@ -103,7 +103,7 @@ impl OsHost {
     ) -> Result<Self, HostError> {
         let Config { driver, paths, .. } = config;
         create_readable_dir(&Sessions::alloc_dir(&paths.run_dir))?;
-        let (of_driver, of_paths) = (driver.clone(), paths.clone());
+        let (installed_driver, installed_paths) = (driver.clone(), paths.clone());
         Ok(Self {
             sessions,
             leases,
@@ -112,7 +112,9 @@ impl OsHost {
             run_dir: paths.run_dir.clone(),
             sys: paths.sys.clone(),
             proc: paths.proc.clone(),
-            installer: Installer::new(move |before| install(&of_driver, &of_paths, before)),
+            installer: Installer::new(move |before| {
+                install(&installed_driver, &installed_paths, before)
+            }),
         })
     }
 
@@ -148,8 +150,8 @@ impl OsHost {
     pub(crate) fn cdi_problem(&self) -> Option<String> {
         let path = self.cdi.path();
         // The agent may be the first to write a CDI file on this node.
-        let made = std::fs::create_dir_all(path).map_err(|error| error.to_string());
-        let writable = made.and_then(|()| {
+        let created = std::fs::create_dir_all(path).map_err(|error| error.to_string());
+        let writable = created.and_then(|()| {
             rustix::fs::access(path, Access::WRITE_OK | Access::EXEC_OK)
                 .map_err(|error| error.to_string())
         });

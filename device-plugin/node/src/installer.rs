@@ -95,20 +95,20 @@ mod tests {
 
     #[tokio::test]
     async fn installer_waits_once_for_an_installation_that_hangs() {
-        let (release, held) = channel::<()>();
-        let held = Mutex::new(held);
+        let (release, blocked) = channel::<()>();
+        let blocked = Mutex::new(blocked);
         let mut installer = Installer::new(move |_| {
             // Dropping the sender at the end of the test ends this thread.
-            let _ = held.lock().unwrap().recv();
+            let _ = blocked.lock().unwrap().recv();
             refused()
         });
-        let begun = Instant::now();
+        let started = Instant::now();
         for _ in 0..100 {
             let late = installer.installed().await;
             assert!(matches!(late, Err(HostError::InstallTimeout(_))));
             installer.mark_stale();
         }
-        let waited = begun.elapsed();
+        let waited = started.elapsed();
         assert!(
             waited >= INSTALL_TIMEOUT && waited < 50 * INSTALL_TIMEOUT,
             "{waited:?}"

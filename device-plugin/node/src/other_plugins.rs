@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// The owners of this node's GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum GpuOwners {
-    /// The kubelet has not said it yet.
+    /// The kubelet has not listed the devices of all plugins yet.
     #[default]
     Unknown,
     /// No other plugin offers GPUs.
@@ -62,9 +62,9 @@ pub async fn run(
     owners: watch::Sender<GpuOwners>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    while stop.run_until_cancelled(every.tick()).await.is_some() {
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    while stop.run_until_cancelled(ticker.tick()).await.is_some() {
         let Some(offered) = stop.run_until_cancelled(kubelet.offered_devices()).await else {
             return;
         };
@@ -107,11 +107,11 @@ mod tests {
                 resource: name.to_owned(),
                 devices: 2,
             };
-            let ours = ("bursar.dev/gpu-memory-gib", 32);
-            assert_eq!(owners(&[ours, (name, 2)]), other);
-            assert_eq!(owners(&[ours, (name, 0)]), GpuOwners::BursarAlone);
+            let own = ("bursar.dev/gpu-memory-gib", 32);
+            assert_eq!(owners(&[own, (name, 2)]), other);
+            assert_eq!(owners(&[own, (name, 0)]), GpuOwners::BursarAlone);
         }
-        let beside = [("nvidia.com/rdma", 1), ("smarter-devices/fuse", 1)];
-        assert_eq!(owners(&beside), GpuOwners::BursarAlone);
+        let other_resources = [("nvidia.com/rdma", 1), ("smarter-devices/fuse", 1)];
+        assert_eq!(owners(&other_resources), GpuOwners::BursarAlone);
     }
 }

@@ -31,7 +31,7 @@ impl<H: HostOps> NodeAllocator<H> {
             let Binding {
                 pod, device_ids, ..
             } = &binding;
-            let is_its = |id| {
+            let is_held_by_pod = |id| {
                 let mut held = held.iter();
                 held.any(|held| held.allocation == id && held.pod == *pod)
             };
@@ -39,7 +39,9 @@ impl<H: HostOps> NodeAllocator<H> {
                 let mut sharers = self
                     .ledger
                     .allocations_sharing(binding.resource, device_ids);
-                sharers.all(|(id, of)| of.map_or_else(|| is_its(id), |of| of == pod))
+                sharers.all(|(id, owner)| {
+                    owner.map_or_else(|| is_held_by_pod(id), |owner| owner == pod)
+                })
             };
             let named = find_container(listed, device_ids).filter(|_| is_alone);
             if let Some(named) = named.cloned() {

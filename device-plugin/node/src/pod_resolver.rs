@@ -473,18 +473,18 @@ mod tests {
 
     #[test]
     fn device_ids_of_all_containers_of_the_pod_are_returned() {
-        let of = |pod: &str, device_ids: [u16; 2]| CheckpointEntry {
+        let entry = |pod: &str, device_ids: [u16; 2]| CheckpointEntry {
             device_ids: DeviceIdSet::from_indexes(device_ids).unwrap(),
             ..held(pod, "main")
         };
         let managed = CheckpointEntry {
             resource: Resource::ManagedMemory,
-            ..of("uid-1", [7, 8])
+            ..entry("uid-1", [7, 8])
         };
         let all = vec![
-            of("uid-1", [1, 2]),
-            of("uid-2", [3, 4]),
-            of("uid-1", [5, 6]),
+            entry("uid-1", [1, 2]),
+            entry("uid-2", [3, 4]),
+            entry("uid-1", [5, 6]),
             managed,
         ];
         let pod = "uid-1".parse().unwrap();

@@ -48,7 +48,7 @@ impl<H: HostOps> NodeAllocator<H> {
             unreadable: unread,
             allocations,
         } = found;
-        let mut kept = BTreeSet::new();
+        let mut unread_files = BTreeSet::new();
         if let Err(why) = self.restore(checkpoint, now) {
             self.rebuild_from_host(&cdi, kubelet, now);
             let bindings = self.ledger.bindings().count();
@@ -69,11 +69,11 @@ impl<H: HostOps> NodeAllocator<H> {
                     }
                 });
                 self.reclaim_all_pending = true;
-                kept = unread;
+                unread_files = unread;
             }
         }
         self.restore_pending_allocations(kubelet, now);
-        self.find_orphaned_files(&cdi, allocations, &kept);
+        self.find_orphaned_files(&cdi, allocations, &unread_files);
         self.checkpoint_dirty = true;
         self.release_pods_without_cgroup(now).await;
         if self.save_checkpoint().is_ok() {
@@ -191,13 +191,13 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Marks files without a binding for teardown. An unreadable CDI file in `kept` stays until the
-    /// kubelet forgets its allocation.
+    /// Marks files without a binding for teardown. An unreadable CDI file in `unread_files` stays
+    /// until the kubelet forgets its allocation.
     fn find_orphaned_files(
         &mut self,
         cdi: &[cdi::CdiBinding],
         allocations: BTreeSet<AllocationId>,
-        kept: &BTreeSet<AllocationId>,
+        unread_files: &BTreeSet<AllocationId>,
     ) {
         let bound: BTreeSet<AllocationId> = self
             .ledger
@@ -209,10 +209,11 @@ impl<H: HostOps> NodeAllocator<H> {
             .map(|binding| binding.allocation)
             .chain(allocations);
         let known: BTreeSet<AllocationId> = self.ledger.allocations().map(|(id, _)| id).collect();
-        let stays =
-            |id: &AllocationId| bound.contains(id) || kept.contains(id) && known.contains(id);
+        let must_stay = |id: &AllocationId| {
+            bound.contains(id) || unread_files.contains(id) && known.contains(id)
+        };
         self.pending_teardown
-            .extend(on_host.filter(|id| !stays(id)));
+            .extend(on_host.filter(|id| !must_stay(id)));
         self.container_names.retain(|id, _| known.contains(id));
     }
 

@@ -171,8 +171,8 @@ fn hide_missing_symbols(
         source,
     })?;
     if let Some(real) = driver.files().find(|file| file.soname == name) {
-        let kept = symbols::exported_names(&real.path).map_err(symbols(&real.path))?;
-        symbols::hide_names(&mut library, &kept).map_err(symbols(path))?;
+        let exported = symbols::exported_names(&real.path).map_err(symbols(&real.path))?;
+        symbols::hide_names(&mut library, &exported).map_err(symbols(path))?;
     }
     Ok(library)
 }
@@ -199,20 +199,24 @@ fn create_build(path: &Path, files: &[ShimFile]) -> io::Result<()> {
 
 /// Writes the files of `folder` that are missing or differ.
 fn repair_build(folder: &Path, files: &[ShimFile]) -> io::Result<()> {
-    let mut mended = false;
+    let mut is_repaired = false;
     for ShimFile { name, bytes, mode } in files {
         let path = folder.join(name);
         if !has_content(&path, bytes) {
             replace_file(&path, |temporary| write_synced(temporary, bytes, *mode))?;
-            mended = true;
+            is_repaired = true;
         }
     }
     let link = folder.join(DEV_LINK);
     if fs::read_link(&link).ok().as_deref() != Some(Path::new(LIBCUDA)) {
         replace_file(&link, |temporary| symlink(LIBCUDA, temporary))?;
-        mended = true;
+        is_repaired = true;
     }
-    if mended { sync_to_disk(folder) } else { Ok(()) }
+    if is_repaired {
+        sync_to_disk(folder)
+    } else {
+        Ok(())
+    }
 }
 
 fn has_content(path: &Path, content: &[u8]) -> bool {

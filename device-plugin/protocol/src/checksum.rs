@@ -84,10 +84,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn checksum_finds_every_flipped_bit(mut bytes in prop::collection::vec(any::<u8>(), 1..200), place: prop::sample::Index, bit in 0..8) {
+        fn checksum_finds_every_flipped_bit(mut bytes in prop::collection::vec(any::<u8>(), 1..200), position: prop::sample::Index, bit in 0..8) {
             let before = of(&bytes);
-            let place = place.index(bytes.len());
-            bytes[place] ^= 1u8 << bit;
+            let position = position.index(bytes.len());
+            bytes[position] ^= 1u8 << bit;
             prop_assert_ne!(of(&bytes), before);
         }
 
@@ -100,10 +100,10 @@ mod tests {
         }
 
         #[test]
-        fn checksum_finds_swapped_words(words in prop::collection::vec(any::<u64>(), 2..40), one: prop::sample::Index, other: prop::sample::Index) {
+        fn checksum_finds_swapped_words(words in prop::collection::vec(any::<u64>(), 2..40), first: prop::sample::Index, second: prop::sample::Index) {
             let bytes = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
             let mut moved = words.clone();
-            moved.swap(one.index(words.len()), other.index(words.len()));
+            moved.swap(first.index(words.len()), second.index(words.len()));
             prop_assert_eq!(of(&bytes(&words)) == of(&bytes(&moved)), words == moved);
         }
 

@@ -448,7 +448,7 @@ mod tests {
         let (agent, fd) = CreditPage::create(1).unwrap();
         agent.slot(0).unwrap().grant(Units(1000));
         let shim = CreditPage::open(&fd).unwrap();
-        let got: u32 = std::thread::scope(|scope| {
+        let charged: u32 = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..4)
                 .map(|_| {
                     scope.spawn(|| {
@@ -463,7 +463,7 @@ mod tests {
                 .map(|thread| thread.join().unwrap() as u32)
                 .sum()
         });
-        assert_eq!(got, 333);
+        assert_eq!(charged, 333);
         assert_eq!(agent.slot(0).unwrap().word().idle(), 1);
     }
 

@@ -41,12 +41,12 @@ struct Provisioner {
 
 impl Provisioner {
     fn start(program: &Path, gpu: &str) -> anyhow::Result<Provisioner> {
-        let (socket, theirs) = UnixStream::pair()?;
+        let (socket, child_socket) = UnixStream::pair()?;
         socket.set_read_timeout(Some(TIMEOUT))?;
         let process = Command::new(program)
             .args(["--gpu", gpu])
             .env("CUDA_VISIBLE_DEVICES", gpu)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(child_socket)))
             .spawn()
             .with_context(|| format!("failed to start {}", program.display()))?;
         match receive_message(&socket)?.0 {
@@ -190,10 +190,10 @@ impl FakeAgent {
                 // As in the agent: the first answer may have been lost.
                 State::Writing { pid: writer, token } if *writer == pid && bytes > 0 => {
                     *token = token.wrapping_add(1);
-                    let given = write(held.lease, held.bytes, *token);
+                    let response = write(held.lease, held.bytes, *token);
                     let lease = held.lease;
                     let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease })?;
-                    return Ok((given, fd));
+                    return Ok((response, fd));
                 }
                 State::Writing { pid, .. } if is_running(*pid) => {
                     return Ok((refused(RetainedRefusal::Writing), None));

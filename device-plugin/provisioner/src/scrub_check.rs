@@ -105,7 +105,7 @@ fn run_rounds(
                 {
                     bytes = (bytes / 8).max(MIN_BYTES);
                 }
-                made => break made?,
+                result => break result?,
             }
         };
         old_words += memory.count_words_unlike(0)?;
@@ -172,13 +172,13 @@ mod tests {
     #[test]
     fn verdict_serializes_to_one_line_with_its_name() {
         let line = |verdict| serde_json::to_string(&verdict).unwrap();
-        let seen = Verdict::NotScrubbed {
+        let verdict = Verdict::NotScrubbed {
             rounds: 12,
             bytes: 2 << 20,
             old_words: 3,
         };
         let text = r#"{"verdict":"NotScrubbed","rounds":12,"bytes":2097152,"old_words":3}"#;
-        assert_eq!(line(seen), text);
+        assert_eq!(line(verdict), text);
         assert_eq!(line(Verdict::Context {}), r#"{"verdict":"Context"}"#);
     }
 }

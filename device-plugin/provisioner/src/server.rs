@@ -49,11 +49,13 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
         Err(error) => return send_message(agent, &failure_response(&error), None),
     };
     send_message(agent, &provisioner.ready(), None)?;
-    let mut made: Option<CreatedMemory> = None;
+    let mut previous: Option<CreatedMemory> = None;
     loop {
-        if let Some(made) = made.take() {
+        if let Some(previous) = previous.take() {
             wait_for_request(agent, &KEEP_HANDLE_FOR)?;
-            provisioner.release(made.block).map_err(io::Error::other)?;
+            provisioner
+                .release(previous.block)
+                .map_err(io::Error::other)?;
         }
         let message = match receive_message(agent) {
             Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -64,7 +66,7 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
             .unwrap_or_else(|error| (failure_response(&error.into()), None));
         let descriptor = created.as_ref().map(|created| created.descriptor.as_fd());
         send_message(agent, &answer, descriptor)?;
-        made = created;
+        previous = created;
         // A poisoned process image creates nothing more; the agent starts another.
         let state = provisioner.runtime.state();
         state.check().map_err(io::Error::other)?;

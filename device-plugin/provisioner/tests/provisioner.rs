@@ -33,11 +33,11 @@ struct Provisioner {
 
 impl Provisioner {
     fn start(mut command: Command, gpu: &str) -> Provisioner {
-        let (socket, theirs) = UnixStream::pair().unwrap();
+        let (socket, child_socket) = UnixStream::pair().unwrap();
         socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         command
             .args(["--gpu", gpu])
-            .stdin(Stdio::from(OwnedFd::from(theirs)));
+            .stdin(Stdio::from(OwnedFd::from(child_socket)));
         // The command holds the provisioner's end of the socket until the command is dropped.
         let process = command.spawn().unwrap();
         Provisioner { process, socket }
@@ -226,11 +226,11 @@ fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
     );
     let used = lab.sim().unwrap().used(0);
     let since = Instant::now();
-    let swept = provisioner
+    let response = provisioner
         .ask(ProvisionerRequest::AwaitScrub { bytes: u64::MAX })
         .0;
     let took = since.elapsed();
-    assert_eq!(swept, ProvisionerResponse::Scrubbed);
+    assert_eq!(response, ProvisionerResponse::Scrubbed);
     // The simulated GPU has 16 GiB.
     assert!(took >= Duration::from_millis(49), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
@@ -269,18 +269,18 @@ fn quota_check_compares_the_size_and_exceeds_it() {
         let bytes = bytes.to_string();
         let output = command.args(["check-quota", "--bytes", &bytes]).output();
         let output = output.unwrap();
-        let said = [output.stdout, output.stderr].concat();
-        (output.status.success(), String::from_utf8(said).unwrap())
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8(text).unwrap())
     };
-    let (fits, said) = check(1 << 30);
+    let (fits, text) = check(1 << 30);
     assert!(
-        !fits && said.contains("the pod requested 1073741824"),
-        "{said}"
+        !fits && text.contains("the pod requested 1073741824"),
+        "{text}"
     );
-    let total = said.split("the GPU has ").nth(1).unwrap();
+    let total = text.split("the GPU has ").nth(1).unwrap();
     let total = total.split(' ').next().unwrap().parse().unwrap();
-    let (fits, said) = check(total);
-    assert!(fits && said.contains("beyond that is refused"), "{said}");
+    let (fits, text) = check(total);
+    assert!(fits && text.contains("beyond that is refused"), "{text}");
     assert_eq!(lab.sim().unwrap().used(0), 0);
 }
 
@@ -371,11 +371,11 @@ fn balloon_ends_when_it_is_killed_or_forgotten() {
     killed.kill().unwrap();
     killed.wait().unwrap();
     assert_eq!(lab.sim().unwrap().used(0), 0);
-    let begun = Instant::now();
+    let start = Instant::now();
     let (mut forgotten, mut lines) = balloon(&lab);
     assert!(held_bytes(lines.next()) > 15 << 30);
     assert_eq!(lines.next(), None, "it was not held until a look ended");
     assert!(!forgotten.wait().unwrap().success());
-    assert!(begun.elapsed() < TIMEOUT);
+    assert!(start.elapsed() < TIMEOUT);
     assert_eq!(lab.sim().unwrap().used(0), 0);
 }

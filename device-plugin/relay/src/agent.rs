@@ -217,7 +217,7 @@ mod tests {
             away_timeout: Duration::from_secs(20),
         };
         let device_ids = DeviceIdSet::from_indexes([3]).unwrap();
-        let begun = Instant::now();
+        let start = Instant::now();
         let prepared = forwarder.prepare(Resource::DeviceMemory, device_ids, AWAY_TIMEOUT);
         let withdrawn = async {
             tokio::task::yield_now().await;
@@ -228,6 +228,6 @@ mod tests {
             matches!(prepared, Err(PrepareError::AgentAway(_))),
             "{prepared:?}"
         );
-        assert!(begun.elapsed() < Duration::from_secs(10));
+        assert!(start.elapsed() < Duration::from_secs(10));
     }
 }

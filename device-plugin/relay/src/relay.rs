@@ -195,15 +195,15 @@ impl Relay {
             None => {
                 // A change of the quantum changes the resource's name.
                 let resource = devices.resource();
-                let is_renamed = |_: &String, it: &mut RelayedResource| {
-                    it.devices.borrow().resource() == resource
+                let is_renamed = |_: &String, known: &mut RelayedResource| {
+                    known.devices.borrow().resource() == resource
                 };
-                for (former, it) in resources.extract_if(.., is_renamed) {
+                for (former, known) in resources.extract_if(.., is_renamed) {
                     info!(
                         resource = former,
                         "withdrawn: the agent offers {name} instead"
                     );
-                    it.withdraw.cancel();
+                    known.withdraw.cancel();
                 }
                 let started = self.start_resource(name, link, devices);
                 resources.insert(name.to_owned(), started);
@@ -236,8 +236,8 @@ impl Relay {
         let withdraw = self.shutdown.child_token();
         self.spawn(lifecycle.run(withdraw.clone()));
         let (relay, name) = (self.clone(), name.to_owned());
-        let (seen, stop) = (registration.clone(), withdraw.clone());
-        self.spawn(async move { relay.watch_over(&name, linked, seen, stop).await });
+        let (watched, stop) = (registration.clone(), withdraw.clone());
+        self.spawn(async move { relay.watch_over(&name, linked, watched, stop).await });
         RelayedResource {
             link,
             devices,
@@ -282,7 +282,7 @@ impl Relay {
     /// Withdraws a resource, unless an agent has come back at the last moment.
     fn withdraw(&self, name: &str) -> bool {
         let mut resources = lock(&self.resources);
-        let is_away = |it: &RelayedResource| it.link.borrow().number().is_none();
+        let is_away = |known: &RelayedResource| known.link.borrow().number().is_none();
         if !resources.get(name).is_some_and(is_away) {
             return false;
         }
@@ -290,8 +290,8 @@ impl Relay {
             resource = name,
             "no agent has come back: the resource is withdrawn"
         );
-        if let Some(gone) = resources.remove(name) {
-            gone.withdraw.cancel();
+        if let Some(withdrawn) = resources.remove(name) {
+            withdrawn.withdraw.cancel();
         }
         self.save_offers(&resources);
         true
@@ -308,7 +308,7 @@ impl Relay {
     fn save_offers(&self, resources: &BTreeMap<String, RelayedResource>) {
         let offers = resources
             .iter()
-            .map(|(name, it)| (name.clone(), Offer::from(&*it.devices.borrow())));
+            .map(|(name, known)| (name.clone(), Offer::from(&*known.devices.borrow())));
         if let Err(error) = state::save_offers(&self.options.dir, &offers.collect()) {
             warn!(%error, "failed to save the device lists: a restart of the relay needs an agent");
         }
@@ -318,7 +318,7 @@ impl Relay {
         let resources = lock(&self.resources);
         let registrations: Registrations = resources
             .iter()
-            .map(|(name, it)| (name.clone(), state::reason(&it.registration.borrow())))
+            .map(|(name, known)| (name.clone(), state::reason(&known.registration.borrow())))
             .collect();
         if let Err(error) = state::save_registrations(&self.options.dir, &registrations) {
             warn!(%error, "failed to save the registrations: the agent reports older ones");

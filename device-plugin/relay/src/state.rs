@@ -26,7 +26,9 @@ impl From<&Devices> for Offer {
         let healthy = devices.health().iter();
         Self {
             resource: devices.resource(),
-            healthy: healthy.map(|it| *it == DeviceHealth::Healthy).collect(),
+            healthy: healthy
+                .map(|health| *health == DeviceHealth::Healthy)
+                .collect(),
         }
     }
 }

@@ -63,7 +63,7 @@ struct Call {
     connection: u64,
     message: FdStoreRequest,
     fd: Option<OwnedFd>,
-    /// Told once the message is in the fd store's socket.
+    /// Notified once the message is in the fd store's socket.
     sent: Option<oneshot::Sender<()>>,
     reply: oneshot::Sender<CallResult>,
 }
@@ -210,8 +210,8 @@ impl ClientThread {
     fn run(mut self) {
         while !self.events.is_closed() {
             self.connection += 1;
-            let begun = self.connect();
-            match begun {
+            let connected = self.connect();
+            match connected {
                 Ok((stream, stored, capacity)) => {
                     info!(leases = stored.len(), capacity, "fd store connected");
                     let connection = Connection {

@@ -53,10 +53,10 @@ mod tests {
     fn id_is_larger_than_those_of_earlier_agents() {
         let start = UNIX_EPOCH + Duration::from_secs(1_800_000_000);
         let mut first = LeaseIds::new(start);
-        let given: Vec<LeaseId> = (0..1_000).map(|_| first.assign()).collect();
-        assert!(given.is_sorted_by(|one, next| one < next));
+        let ids: Vec<LeaseId> = (0..1_000).map(|_| first.assign()).collect();
+        assert!(ids.is_sorted_by(|earlier, later| earlier < later));
         let mut second = LeaseIds::new(start + Duration::from_millis(1));
-        assert!(second.assign() > given[999]);
+        assert!(second.assign() > ids[999]);
     }
 
     #[test]

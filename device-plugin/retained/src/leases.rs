@@ -63,7 +63,7 @@ pub(crate) struct OpenRequest {
     pub key: Key,
     /// The size of a new lease; zero opens existing leases only.
     pub bytes: Bytes,
-    /// The process image that asks.
+    /// The process image that requests it.
     pub image: u64,
     /// The write token for this open: a random number.
     pub token: u64,
@@ -131,7 +131,7 @@ pub(crate) struct LeaseTable {
     drained: BTreeSet<GpuUuid>,
     /// Whether the fd store is connected and has listed its leases.
     store_connected: bool,
-    /// How many leases the fd store can have; none before it said so.
+    /// How many leases the fd store can have; none before it has reported that.
     capacity: Option<usize>,
 }
 

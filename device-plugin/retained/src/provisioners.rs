@@ -105,15 +105,15 @@ impl Program {
     /// path.
     fn link_driver(&self) -> io::Result<()> {
         let driver = Driver::find_configured(&self.driver).map_err(io::Error::other)?;
-        // Provisioners of several GPUs start at the same time, so each link has a fresh name before
-        // its rename.
-        let fresh = self
+        // Provisioners of several GPUs start at the same time, so each link has a temporary name
+        // before its rename.
+        let temporary = self
             .libraries
             .join(format!("new-{:x}", rand::random::<u64>()));
         let library = self.libraries.join(LIBCUDA);
         std::fs::create_dir_all(&self.libraries)?;
-        std::os::unix::fs::symlink(&driver.libcuda.path, &fresh)?;
-        std::fs::rename(&fresh, &library)
+        std::os::unix::fs::symlink(&driver.libcuda.path, &temporary)?;
+        std::fs::rename(&temporary, &library)
     }
 }
 
@@ -282,8 +282,8 @@ impl Provisioners {
         self.records.unfit.subscribe()
     }
 
-    /// The GPUs that CUDA has refused since their last start that succeeded: by one of the known
-    /// codes, by a start that hung, or by three failed starts in a row. A GPU that it refuses for
+    /// The GPUs that CUDA has refused since their last start that succeeded. A refusal is a known
+    /// code, a start that hung, or the third failed start in a row. A GPU that CUDA refuses for
     /// long is [unfit](Self::unfit).
     pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
         self.records.refused.subscribe()
@@ -341,14 +341,14 @@ impl Provisioners {
     /// Waits until the driver has scrubbed freed memory, so that the next create need not.
     pub(crate) async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
         let timeout = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
-        let swept = self
+        let scrubbed = self
             .ask(
                 gpu,
                 ProvisionerRequest::AwaitScrub { bytes: bytes.0 },
                 timeout,
             )
             .await;
-        if let Err(error) = swept {
+        if let Err(error) = scrubbed {
             info!(%gpu, %error, "failed to wait for scrubbing");
         }
     }
@@ -426,9 +426,9 @@ impl Provisioners {
         let thread = self
             .thread(gpu)
             .map_err(|error| ProvisionerError::Exited(error.to_string()))?;
-        let gone = || ProvisionerError::Exited("its thread has exited".to_owned());
-        thread.send(job).map_err(|_| gone())?;
-        answer.await.unwrap_or_else(|_| Err(gone()))
+        let exited = || ProvisionerError::Exited("its thread has exited".to_owned());
+        thread.send(job).map_err(|_| exited())?;
+        answer.await.unwrap_or_else(|_| Err(exited()))
     }
 
     fn thread(&self, gpu: &GpuUuid) -> io::Result<Sender<Job>> {
@@ -493,17 +493,23 @@ mod tests {
         provisioners.records.runtimes.send_modify(|all| {
             all.extend(gpus.clone().map(|gpu| (gpu, RuntimeRecord::default())));
         });
-        let mut told = provisioners.without_concurrent_access();
+        let mut without_access = provisioners.without_concurrent_access();
         let accesses = [ManagedAccess::Concurrent, ManagedAccess::Exclusive];
         for (gpu, access) in gpus.iter().zip(accesses) {
             let start = |record: &mut RuntimeRecord| record.succeed(access, Instant::now());
             provisioners.records.update(gpu, start);
         }
-        assert_eq!(*told.borrow_and_update(), [gpus[1].clone()].into());
+        assert_eq!(
+            *without_access.borrow_and_update(),
+            [gpus[1].clone()].into()
+        );
         provisioners.records.update(&gpus[1], RuntimeRecord::end);
-        assert!(!told.has_changed().unwrap(), "an ended runtime has told");
+        assert!(
+            !without_access.has_changed().unwrap(),
+            "an ended runtime keeps its report"
+        );
         provisioners.retain_gpus(&[gpus[0].clone()].into());
-        assert!(told.borrow().is_empty());
+        assert!(without_access.borrow().is_empty());
     }
 
     #[tokio::test]

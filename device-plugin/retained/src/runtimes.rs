@@ -350,17 +350,17 @@ mod tests {
 
     #[test]
     fn gpu_is_unfit_after_three_refusals_over_thirty_seconds() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         let (mut at, mut tries) = (Duration::ZERO, 0);
-        while bed.record.unfit_reason().is_none() {
-            at += bed.fail(at, FailureClass::Refused);
+        while fixture.record.unfit_reason().is_none() {
+            at += fixture.fail(at, FailureClass::Refused);
             tries += 1;
-            assert_eq!(bed.record.state(), RuntimeState::Refused);
+            assert_eq!(fixture.record.state(), RuntimeState::Refused);
             assert!(tries < 100, "it becomes unfit");
         }
-        let last = bed.record.failed_starts.unwrap().last - bed.start;
+        let last = fixture.record.failed_starts.unwrap().last - fixture.start;
         assert_eq!(
-            bed.record.unfit_reason(),
+            fixture.record.unfit_reason(),
             Some(UnhealthyReason::CudaRefused)
         );
         assert!(last >= Duration::from_secs(30) && last < Duration::from_secs(45));
@@ -373,128 +373,144 @@ mod tests {
 
     #[test]
     fn successful_start_makes_a_refused_gpu_fit() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         for second in [0, 20, 40] {
-            bed.fail(Duration::from_secs(second), FailureClass::Refused);
+            fixture.fail(Duration::from_secs(second), FailureClass::Refused);
         }
         // A retry, and a process that ends by itself, prove nothing.
-        bed.record.begin_start();
-        assert_eq!(bed.record.state(), RuntimeState::Refused);
-        bed.fail(Duration::from_secs(50), FailureClass::Exit);
-        assert!(bed.record.unfit_reason().is_some() && bed.record.is_refused());
-        bed.record.begin_start();
-        bed.record.succeed(
+        fixture.record.begin_start();
+        assert_eq!(fixture.record.state(), RuntimeState::Refused);
+        fixture.fail(Duration::from_secs(50), FailureClass::Exit);
+        assert!(fixture.record.unfit_reason().is_some() && fixture.record.is_refused());
+        fixture.record.begin_start();
+        fixture.record.succeed(
             ManagedAccess::Concurrent,
-            bed.start + Duration::from_secs(60),
+            fixture.start + Duration::from_secs(60),
         );
-        assert_eq!(bed.record.unfit_reason(), None);
-        assert!(!bed.record.is_refused());
+        assert_eq!(fixture.record.unfit_reason(), None);
+        assert!(!fixture.record.is_refused());
         assert_eq!(
-            (bed.record.state(), bed.record.starts),
+            (fixture.record.state(), fixture.record.starts),
             (RuntimeState::Ready, 1)
         );
-        assert_eq!(bed.record.failures[&FailureClass::Refused], 3);
+        assert_eq!(fixture.record.failures[&FailureClass::Refused], 3);
     }
 
     #[test]
     fn start_that_hangs_counts_as_a_refusal() {
-        let mut bed = Fixture::new();
-        bed.fail(Duration::from_secs(20), FailureClass::Timeout);
-        assert!(bed.record.is_refused());
-        assert_eq!(bed.record.state(), RuntimeState::Refused);
-        assert_eq!(bed.record.unfit_reason(), None);
+        let mut fixture = Fixture::new();
+        fixture.fail(Duration::from_secs(20), FailureClass::Timeout);
+        assert!(fixture.record.is_refused());
+        assert_eq!(fixture.record.state(), RuntimeState::Refused);
+        assert_eq!(fixture.record.unfit_reason(), None);
         for second in [41, 62] {
-            bed.fail(Duration::from_secs(second), FailureClass::Timeout);
+            fixture.fail(Duration::from_secs(second), FailureClass::Timeout);
         }
         let unfit = Some(UnhealthyReason::CudaRefused);
-        assert_eq!(bed.record.unfit_reason(), unfit);
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        assert!(!bed.record.is_refused());
+        assert_eq!(fixture.record.unfit_reason(), unfit);
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        assert!(!fixture.record.is_refused());
         // A request that hangs later is no start.
-        bed.record.fail(failure(FailureClass::Timeout), bed.start);
-        assert!(!bed.record.is_refused());
+        fixture
+            .record
+            .fail(failure(FailureClass::Timeout), fixture.start);
+        assert!(!fixture.record.is_refused());
     }
 
     #[test]
     fn gpu_is_refused_after_three_failures_of_another_code() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         for second in [0, 20] {
-            bed.fail(Duration::from_secs(second), FailureClass::Driver);
-            assert!(!bed.record.is_refused());
-            assert_eq!(bed.record.state(), RuntimeState::Starting);
+            fixture.fail(Duration::from_secs(second), FailureClass::Driver);
+            assert!(!fixture.record.is_refused());
+            assert_eq!(fixture.record.state(), RuntimeState::Starting);
         }
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
         for second in [50, 60, 70] {
-            assert!(!bed.record.is_refused());
-            bed.fail(Duration::from_secs(second), FailureClass::Driver);
+            assert!(!fixture.record.is_refused());
+            fixture.fail(Duration::from_secs(second), FailureClass::Driver);
         }
-        assert!(bed.record.is_refused(), "three in a row");
-        assert_eq!(bed.record.unfit_reason(), None);
-        bed.fail(Duration::from_secs(80), FailureClass::Driver);
+        assert!(fixture.record.is_refused(), "three in a row");
+        assert_eq!(fixture.record.unfit_reason(), None);
+        fixture.fail(Duration::from_secs(80), FailureClass::Driver);
         let unfit = Some(UnhealthyReason::CudaRefused);
-        assert_eq!(bed.record.unfit_reason(), unfit);
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        assert!(!bed.record.is_refused());
+        assert_eq!(fixture.record.unfit_reason(), unfit);
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        assert!(!fixture.record.is_refused());
     }
 
     #[test]
     fn gpu_is_not_refused_for_a_process_that_exits() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         for second in 0..100 {
-            bed.fail(Duration::from_secs(second), FailureClass::Exit);
+            fixture.fail(Duration::from_secs(second), FailureClass::Exit);
         }
-        assert_eq!(bed.record.unfit_reason(), None);
-        assert_eq!(bed.record.state(), RuntimeState::Starting);
+        assert_eq!(fixture.record.unfit_reason(), None);
+        assert_eq!(fixture.record.state(), RuntimeState::Starting);
     }
 
     #[test]
     fn gpu_is_tried_from_the_first_result_until_the_end() {
-        let mut bed = Fixture::new();
-        bed.record.begin_start();
-        assert!(!bed.record.is_tried());
-        bed.fail(Duration::ZERO, FailureClass::Exit);
-        assert!(bed.record.is_tried());
-        bed.record.begin_start();
-        assert!(bed.record.is_tried(), "a retry does not begin again");
-        bed.record.end();
-        assert!(!bed.record.is_tried());
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        assert!(bed.record.is_tried());
+        let mut fixture = Fixture::new();
+        fixture.record.begin_start();
+        assert!(!fixture.record.is_tried());
+        fixture.fail(Duration::ZERO, FailureClass::Exit);
+        assert!(fixture.record.is_tried());
+        fixture.record.begin_start();
+        assert!(fixture.record.is_tried(), "a retry does not begin again");
+        fixture.record.end();
+        assert!(!fixture.record.is_tried());
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        assert!(fixture.record.is_tried());
     }
 
     #[test]
     fn backoff_doubles_and_is_reset_by_a_steady_run() {
-        let mut bed = Fixture::new();
+        let mut fixture = Fixture::new();
         let delays: Vec<_> = (0..8)
-            .map(|_| bed.fail(Duration::ZERO, FailureClass::Exit).as_millis())
+            .map(|_| fixture.fail(Duration::ZERO, FailureClass::Exit).as_millis())
             .collect();
         assert_eq!(delays, [200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]);
         // A process that ends right after each start does not start in a tight loop.
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        let delay = bed.fail(Duration::from_secs(1), FailureClass::Exit);
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        let delay = fixture.fail(Duration::from_secs(1), FailureClass::Exit);
         assert_eq!(delay, Duration::from_secs(10));
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        let delay = bed.fail(STEADY_AFTER, FailureClass::Exit);
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        let delay = fixture.fail(STEADY_AFTER, FailureClass::Exit);
         assert_eq!(delay, Duration::from_millis(200));
     }
 
     #[test]
     fn ended_runtime_keeps_its_counts_alone() {
-        let mut bed = Fixture::new();
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
+        let mut fixture = Fixture::new();
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
         for second in [0, 20, 40] {
-            bed.fail(Duration::from_secs(second), FailureClass::Refused);
+            fixture.fail(Duration::from_secs(second), FailureClass::Refused);
         }
-        bed.record.end();
-        assert_eq!(bed.record.unfit_reason(), None);
+        fixture.record.end();
+        assert_eq!(fixture.record.unfit_reason(), None);
         assert_eq!(
-            (bed.record.state(), bed.record.retry_at),
+            (fixture.record.state(), fixture.record.retry_at),
             (RuntimeState::Stopped, None)
         );
         assert_eq!(
             (
-                bed.record.starts,
-                bed.record.failures[&FailureClass::Refused]
+                fixture.record.starts,
+                fixture.record.failures[&FailureClass::Refused]
             ),
             (1, 3)
         );
@@ -502,16 +518,20 @@ mod tests {
 
     #[test]
     fn managed_access_is_known_from_the_first_start_on() {
-        let mut bed = Fixture::new();
-        bed.record.begin_start();
-        assert!(!bed.record.lacks_concurrent_access());
-        bed.record.succeed(ManagedAccess::Exclusive, bed.start);
-        assert!(bed.record.lacks_concurrent_access());
-        bed.fail(Duration::from_secs(1), FailureClass::Exit);
-        bed.record.end();
-        assert!(bed.record.lacks_concurrent_access());
-        bed.record.succeed(ManagedAccess::Concurrent, bed.start);
-        assert!(!bed.record.lacks_concurrent_access());
+        let mut fixture = Fixture::new();
+        fixture.record.begin_start();
+        assert!(!fixture.record.lacks_concurrent_access());
+        fixture
+            .record
+            .succeed(ManagedAccess::Exclusive, fixture.start);
+        assert!(fixture.record.lacks_concurrent_access());
+        fixture.fail(Duration::from_secs(1), FailureClass::Exit);
+        fixture.record.end();
+        assert!(fixture.record.lacks_concurrent_access());
+        fixture
+            .record
+            .succeed(ManagedAccess::Concurrent, fixture.start);
+        assert!(!fixture.record.lacks_concurrent_access());
     }
 
     #[test]

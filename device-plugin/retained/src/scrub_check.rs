@@ -80,11 +80,8 @@ pub struct ScrubCache {
 impl ScrubCache {
     /// Loads the verdicts of earlier agents of this boot.
     pub fn load(file: Checkpoint) -> ScrubCache {
-        let seen = file.load().ok().flatten().unwrap_or_default();
-        ScrubCache {
-            file,
-            verdicts: seen,
-        }
+        let verdicts = file.load().ok().flatten().unwrap_or_default();
+        ScrubCache { file, verdicts }
     }
 
     /// The verdict on a GPU that is valid for `now`.
@@ -322,9 +319,9 @@ mod tests {
 
     #[test]
     fn scrub_check_output_is_bounded() {
-        let begun = Instant::now();
+        let start = Instant::now();
         assert!(verdict_of("yes | tr -d '\\n'").is_err());
-        assert!(begun.elapsed() < Duration::from_secs(20));
+        assert!(start.elapsed() < Duration::from_secs(20));
     }
 
     #[test]

@@ -267,11 +267,11 @@ impl State {
                 self.watched_writers.remove(&process);
                 self.process_ended(process);
             }
-            Completion::ScrubChecked(gpu, with, result) => {
-                self.finish_scrub_check(gpu, with, result)
+            Completion::ScrubChecked(gpu, epoch, result) => {
+                self.finish_scrub_check(gpu, epoch, result)
             }
             Completion::KeepAliveChanged(connection, keep_alive) => {
-                // A later connection has told what the fd store has.
+                // The list of a later connection is newer than this result.
                 let current = self.connection.as_ref().map(Connection::number);
                 if current == Some(connection) {
                     self.keep_alive = keep_alive;

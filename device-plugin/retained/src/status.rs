@@ -29,7 +29,8 @@ pub struct RetainedStatus {
     pub readable: usize,
     /// Leases by namespace and name: at most [`MAX_RETAINED`], the largest of each namespace.
     pub leases: Vec<LeaseReport>,
-    /// How many leases are charged to nobody, because the agent cannot read their GPU and size.
+    /// How many leases are charged to no container, because the agent cannot read their GPU and
+    /// size.
     pub uncharged: usize,
 }
 
@@ -92,9 +93,9 @@ fn select_leases<'a>(
     ranked.truncate(MAX_RETAINED);
     let reports = ranked.into_iter().map(|(_, lease)| LeaseReport::new(lease));
     let mut reports: Vec<_> = reports.collect();
-    reports.sort_by(|one, next| {
+    reports.sort_by(|left, right| {
         let key = |lease: &LeaseReport| (lease.namespace.clone(), lease.name.clone());
-        (key(one), one.generation).cmp(&(key(next), next.generation))
+        (key(left), left.generation).cmp(&(key(right), right.generation))
     });
     reports
 }
@@ -199,7 +200,7 @@ mod tests {
             .map(|lease| lease.name.as_str())
             .collect();
         assert_eq!(few, ["a", "b"]);
-        let mut of_many = listed.iter().filter(|lease| lease.namespace == "many");
-        assert!(of_many.all(|lease| lease.bytes == Bytes::gib(2)));
+        let mut many_leases = listed.iter().filter(|lease| lease.namespace == "many");
+        assert!(many_leases.all(|lease| lease.bytes == Bytes::gib(2)));
     }
 }

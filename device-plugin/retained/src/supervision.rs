@@ -67,11 +67,11 @@ struct Plan {
 /// Whether a GPU should have a runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Demand {
-    /// None may run.
+    /// No runtime may run.
     Barred,
-    /// One that runs goes on.
+    /// A running runtime goes on.
     Tolerated,
-    /// One is started.
+    /// A runtime is started.
     Wanted,
 }
 
@@ -250,7 +250,7 @@ impl Supervisor {
         self.provisioners.end(&plan.end);
         let started = plan.start.iter().map(|gpu| self.provisioners.start(gpu));
         // Each start is tried, whatever becomes of the others.
-        let failed = started.filter(|begun| !begun).count();
+        let failed = started.filter(|is_begun| !is_begun).count();
         if failed > 0 {
             plan.wake_by(now + START_RETRY);
         }

@@ -88,9 +88,9 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
         let id = self.key.unseal(token)?;
         let gpu: GpuUuid = id.gpu.parse().map_err(|_| TokenRefusal::Malformed)?;
         let allocation = AllocationId::from_bits(id.container);
-        let asks = self.namespace(&caller.allocation)?;
+        let namespace = self.namespace(&caller.allocation)?;
         // The answer does not reveal whether another namespace has such memory.
-        if !self.leases.is_bound(&allocation) || self.namespace(&allocation)? != asks {
+        if !self.leases.is_bound(&allocation) || self.namespace(&allocation)? != namespace {
             return Err(TokenRefusal::Unknown);
         }
         let fenced = |which, generation| Err(TokenRefusal::Fenced { which, generation });

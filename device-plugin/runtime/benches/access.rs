@@ -22,11 +22,11 @@ extern "C" fn fence() -> u64 {
 
 /// Returns the nanoseconds of one call.
 fn block(call: impl Fn() -> bool) -> f64 {
-    let begun = Instant::now();
+    let start = Instant::now();
     for _ in 0..CALLS {
         assert!(black_box(call()));
     }
-    begun.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS)
+    start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS)
 }
 
 fn median(times: impl Iterator<Item = f64>) -> f64 {

@@ -25,11 +25,12 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     let copied = weights.read_in_cudarc(&other, |view| other.clone_dtod(&view))??;
     assert_eq!(other.clone_dtoh(&copied)?, [0, 2, 3]);
     // Memory of the runtime's pool, by the same views, in a stream of the runtime.
-    let ours = runtime.streams().next()?;
-    let mut pooled = TrackedSlice::allocate(&runtime, 2, &ours, Tag("pooled"))?;
+    let pool_stream = runtime.streams().next()?;
+    let mut pooled = TrackedSlice::allocate(&runtime, 2, &pool_stream, Tag("pooled"))?;
     pooled.copy_from_host(&[7_u32, 8])?;
-    let ours = ours.to_cudarc(&context)?;
-    let copied = GpuRef::from(pooled).read_in_cudarc(&ours, |view| ours.clone_dtod(&view))??;
-    assert_eq!(ours.clone_dtoh(&copied)?, [7, 8]);
+    let pool_stream = pool_stream.to_cudarc(&context)?;
+    let copied = GpuRef::from(pooled)
+        .read_in_cudarc(&pool_stream, |view| pool_stream.clone_dtod(&view))??;
+    assert_eq!(pool_stream.clone_dtoh(&copied)?, [7, 8]);
     Ok(())
 }

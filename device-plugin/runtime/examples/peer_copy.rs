@@ -7,12 +7,12 @@ use bursar_runtime::memory::peer_copy::copy_shared;
 use bursar_runtime::{DeviceRuntime, GpuRef, Tag, TrackedSlice};
 
 pub(crate) fn main() -> Result<(), Box<dyn Error>> {
-    let here = DeviceRuntime::for_ordinal(0)?;
-    let there = DeviceRuntime::for_ordinal(1)?;
-    let (own, copying) = (here.stream()?, there.stream()?);
-    let mut activations = TrackedSlice::<u32>::allocate(&here, 3, &own, Tag("activations"))?;
+    let local = DeviceRuntime::for_ordinal(0)?;
+    let peer = DeviceRuntime::for_ordinal(1)?;
+    let (own, copying) = (local.stream()?, peer.stream()?);
+    let mut activations = TrackedSlice::<u32>::allocate(&local, 3, &own, Tag("activations"))?;
     activations.copy_from_host(&[1, 2, 3])?;
-    let received = TrackedSlice::<u32>::allocate(&there, 3, &copying, Tag("received"))?;
+    let received = TrackedSlice::<u32>::allocate(&peer, 3, &copying, Tag("received"))?;
     let (activations, received) = (GpuRef::from(activations), GpuRef::from(received));
     // The copy writes the target, so it needs the target's token, and a stream of its device.
     let token = received.begin_write(Instant::now(), Duration::from_secs(5))?;

@@ -26,8 +26,8 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     std::thread::scope(|scope| {
         let task = scope.spawn(|| tasks.block_on(supervise(&first)));
         first.state().drain(); // the agent's part, when it drains the GPU
-        let told = changes.wait(Duration::from_secs(60));
-        assert_eq!(told, Some(StaleReason::Draining));
+        let change = changes.wait(Duration::from_secs(60));
+        assert_eq!(change, Some(StaleReason::Draining));
         first.shut_down();
         assert_eq!(task.join().ok(), Some(Some(StaleReason::ShutDown)));
     });

@@ -344,23 +344,23 @@ mod tests {
 
     #[test]
     fn agent_fence_makes_a_state_stale_for_good() {
-        static SAID: AtomicU64 = AtomicU64::new(0);
-        extern "C" fn ask() -> u64 {
-            SAID.load(Ordering::Relaxed)
+        static FENCE: AtomicU64 = AtomicU64::new(0);
+        extern "C" fn fence() -> u64 {
+            FENCE.load(Ordering::Relaxed)
         }
         let image = ErrorMonitor::new();
         let before = image.new_state();
-        image.set_fence_fn(ask);
+        image.set_fence_fn(fence);
         let state = image.new_state();
         assert_eq!(state.check(), Ok(()));
-        SAID.store(Fence::Drained.word(), Ordering::Relaxed);
+        FENCE.store(Fence::Drained.word(), Ordering::Relaxed);
         assert_eq!(state.check(), Err(StaleReason::Draining));
-        SAID.store(Fence::Poisoned(0).word(), Ordering::Relaxed);
+        FENCE.store(Fence::Poisoned(0).word(), Ordering::Relaxed);
         assert_eq!(
             image.new_state().check(),
             Err(StaleReason::Poisoned(CUDA_ERROR_UNKNOWN))
         );
-        SAID.store(0, Ordering::Relaxed);
+        FENCE.store(0, Ordering::Relaxed);
         assert_eq!(state.check(), Err(StaleReason::Draining));
         assert_eq!(
             (before.check(), image.new_state().check()),

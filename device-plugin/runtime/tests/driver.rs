@@ -27,10 +27,10 @@ fn run_with_library(test: &str, contents: Option<&[u8]>) {
         .env("LD_LIBRARY_PATH", folder.path())
         .output()
         .unwrap();
-    let told = String::from_utf8_lossy(&output.stdout);
+    let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(
-        output.status.success() && told.contains("1 passed"),
-        "{told}"
+        output.status.success() && stdout.contains("1 passed"),
+        "{stdout}"
     );
 }
 

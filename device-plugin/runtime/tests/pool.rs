@@ -104,9 +104,9 @@ fn stolen_block_waits_for_the_stream_that_freed_it() {
         let block = allocate(&pool, 2 * MIB, &first);
         spin_for(&first, LONGEST_DELAY);
         pool.deallocate(block, &first).unwrap();
-        let begun = Instant::now();
+        let start = Instant::now();
         let stolen = allocate(&pool, 2 * MIB, &second);
-        assert!(begun.elapsed() < LONGEST_DELAY, "the host waited");
+        assert!(start.elapsed() < LONGEST_DELAY, "the host waited");
         assert!(!second.is_idle().unwrap());
         second.synchronize().unwrap();
         assert!(first.is_idle().unwrap());
@@ -246,17 +246,17 @@ fn foreign_block_is_refused_and_returned() {
         let (context, first) = pool(2);
         let (_, second) = pool(2);
         let stream = context.stream().unwrap();
-        let elsewhere = self::context(1).stream().unwrap();
+        let other_gpu = self::context(1).stream().unwrap();
         let zero = first.allocate(bytes(0), &stream, Tag::default());
         assert_eq!(zero, Err(ResourceError::ZeroBytes { ordinal: 0 }));
-        let wrong = first.allocate(bytes(1), &elsewhere, Tag::default());
+        let wrong = first.allocate(bytes(1), &other_gpu, Tag::default());
         assert_eq!(wrong.unwrap_err().reason(), "WrongOrdinal");
         let block = allocate(&first, 1, &stream);
         let Err(FreeError::Refused { block, reason }) = second.deallocate(block, &stream) else {
             panic!("it was freed");
         };
         assert_eq!(reason.reason(), "Foreign");
-        let Err(FreeError::Refused { block, reason }) = first.deallocate(block, &elsewhere) else {
+        let Err(FreeError::Refused { block, reason }) = first.deallocate(block, &other_gpu) else {
             panic!("it was freed");
         };
         assert_eq!(reason.reason(), "WrongOrdinal");

@@ -178,7 +178,7 @@ fn killed_writer_leaves_no_content() {
         let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
         let reason = RetainedRefusal::Missing;
         assert!(
-            matches!(&error, LeaseError::Refused { reason: said, .. } if *said == reason),
+            matches!(&error, LeaseError::Refused { reason: refused, .. } if *refused == reason),
             "{error}"
         );
         let retained = writer(&client, 8 * MIB).commit().unwrap();
@@ -196,8 +196,8 @@ fn second_process_waits_for_the_writer() {
         let mut writer = role_process("role_of_a_client", "takes its time", &fake_agent.socket());
         writer.stdin(std::process::Stdio::piped());
         let mut writer = writer.stdout(std::process::Stdio::piped()).spawn().unwrap();
-        let said = std::io::BufReader::new(writer.stdout.take().unwrap());
-        let mut lines = std::io::BufRead::lines(said);
+        let stdout = std::io::BufReader::new(writer.stdout.take().unwrap());
+        let mut lines = std::io::BufRead::lines(stdout);
         assert!(lines.any(|line| line.unwrap() == "writing"));
 
         let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
@@ -341,8 +341,8 @@ fn lease_stays_mapped_when_dropped_during_a_capture() {
         let captured = stream.as_raw() as cudarc::driver::sys::CUstream;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
-        let begun = unsafe { cuStreamBeginCapture_v2(captured, mode) };
-        begun.result().unwrap();
+        let status = unsafe { cuStreamBeginCapture_v2(captured, mode) };
+        status.result().unwrap();
         drop(retained);
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream is alive, and the graph is valid for a write.

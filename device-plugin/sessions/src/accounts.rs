@@ -273,16 +273,16 @@ fn prefetch(left: Units) -> Units {
     Units(share - share % PREFETCH_STEP)
 }
 
-fn amount(books: &AmountsByPid, pid: u32, account: usize) -> Units {
-    books
+fn amount(amounts: &AmountsByPid, pid: u32, account: usize) -> Units {
+    amounts
         .get(&pid)
         .and_then(|accounts| accounts.get(account))
         .copied()
         .unwrap_or(Units::ZERO)
 }
 
-fn total(books: &AmountsByPid, account: usize) -> Units {
-    books
+fn total(amounts: &AmountsByPid, account: usize) -> Units {
+    amounts
         .values()
         .filter_map(|accounts| accounts.get(account))
         .copied()
@@ -381,8 +381,8 @@ mod tests {
         }
         assert_eq!((credit.orphaned(0), credit.free(0)), (Units(all), Units(0)));
         assert_eq!(credit.orphaned.len(), MAX_EXPORTERS + 1);
-        let asked = credit.orphaned.clone();
-        credit.cap_orphaned(0, Units::ZERO, &asked);
+        let queried = credit.orphaned.clone();
+        credit.cap_orphaned(0, Units::ZERO, &queried);
         assert_eq!(credit.free(0), Units(all));
     }
 
@@ -399,17 +399,17 @@ mod tests {
         credit.release_lease(7);
         credit.release_lease(7);
         assert_eq!((credit.leased(0), credit.orphaned(0)), (Units(0), Units(6)));
-        let asked = credit.orphaned.clone();
+        let queried = credit.orphaned.clone();
         credit.adopt_lease(8, 0, Units(1));
         credit.release_lease(8);
-        credit.cap_orphaned(0, Units::ZERO, &asked);
+        credit.cap_orphaned(0, Units::ZERO, &queried);
         assert_eq!(
             credit.orphaned(0),
             Units(7),
             "the query precedes the release"
         );
-        let asked = credit.orphaned.clone();
-        credit.cap_orphaned(0, Units::ZERO, &asked);
+        let queried = credit.orphaned.clone();
+        credit.cap_orphaned(0, Units::ZERO, &queried);
         assert_eq!(credit.free(0), Units(6));
         credit.charge_lease(9, 0, Units(6)).unwrap();
         credit.refund_lease(9);

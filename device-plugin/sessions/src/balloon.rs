@@ -271,8 +271,8 @@ mod tests {
 
     #[test]
     fn balloons_are_rarer_until_other_memory_is_unproven() {
-        let (mut schedule, begun) = (Schedule::default(), Instant::now());
-        let second = |seconds| begun + Duration::from_secs(seconds);
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
+        let second = |seconds| start + Duration::from_secs(seconds);
         let mut times = Vec::new();
         for now in 0..4_000 {
             if now == 2_000 {
@@ -295,9 +295,9 @@ mod tests {
 
     #[test]
     fn balloon_that_could_not_begin_keeps_its_interval() {
-        let (mut schedule, begun) = (Schedule::default(), Instant::now());
-        let second = |seconds| begun + Duration::from_secs(seconds);
-        schedule.observe(true, begun);
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
+        let second = |seconds| start + Duration::from_secs(seconds);
+        schedule.observe(true, start);
         schedule.begin(second(5));
         assert!(schedule.is_due(second(35)));
         schedule.postpone(second(35));
@@ -309,10 +309,10 @@ mod tests {
     #[test]
     fn attempts_are_rarer_while_no_balloon_can_begin() {
         let times = |restarts: bool| {
-            let (mut schedule, begun) = (Schedule::default(), Instant::now());
+            let (mut schedule, start) = (Schedule::default(), Instant::now());
             let mut times = Vec::new();
             for second in 0..2_500 {
-                let now = begun + Duration::from_secs(second);
+                let now = start + Duration::from_secs(second);
                 schedule.observe(true, now);
                 match second {
                     2_000 => schedule.begin(now),
@@ -340,8 +340,8 @@ mod tests {
 
     #[test]
     fn balloons_go_on_soon_while_each_has_more() {
-        let (mut schedule, begun) = (Schedule::default(), Instant::now());
-        let second = |seconds| begun + Duration::from_secs(seconds);
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
+        let second = |seconds| start + Duration::from_secs(seconds);
         let mut held = [100, 107, 114, 114, 114].map(Bytes::gib).into_iter();
         let mut times = Vec::new();
         for now in 0..400 {
@@ -358,10 +358,10 @@ mod tests {
 
     #[test]
     fn tenants_cause_at_most_a_balloon_each_half_minute() {
-        let (mut schedule, begun) = (Schedule::default(), Instant::now());
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
         let mut count = 0;
         for now in 0..600 {
-            let now = begun + Duration::from_secs(now);
+            let now = start + Duration::from_secs(now);
             schedule.observe(true, now);
             if schedule.is_due(now) {
                 schedule.begin(now);

@@ -132,9 +132,9 @@ mod tests {
     use super::*;
 
     fn wait_until(what: impl Fn() -> bool) {
-        let begun = Instant::now();
+        let start = Instant::now();
         while !what() {
-            assert!(begun.elapsed() < Duration::from_secs(10));
+            assert!(start.elapsed() < Duration::from_secs(10));
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -144,9 +144,9 @@ mod tests {
         let closer = SocketCloser::new(AllocationId::from_bits(1));
         for _ in 0..3 {
             for _ in 0..10 {
-                let (here, there) = UnixStream::pair().unwrap();
-                closer.close(here.into());
-                let read = rustix::net::recv(&there, &mut [0; 1], rustix::net::RecvFlags::empty());
+                let (socket, peer) = UnixStream::pair().unwrap();
+                closer.close(socket.into());
+                let read = rustix::net::recv(&peer, &mut [0; 1], rustix::net::RecvFlags::empty());
                 assert_eq!(read.unwrap().0, 0, "the peer is informed");
             }
             wait_until(|| closer.unclosed() == 0);

@@ -101,7 +101,7 @@ impl Connection {
             Err(error) => return tracing::debug!(%error, "rejected a peer"),
         };
         tokio::select! {
-            // An exit that is seen together with a last request comes first.
+            // An exit that arrives together with a last request comes first.
             biased;
             () = session.superseded.cancelled() => return,
             () = session.exit.wait() => {}

@@ -178,10 +178,10 @@ impl Container {
         for (pid, state) in &self.processes {
             let units = self.used_by(*pid, state, index);
             used = used.saturating_add(units);
-            let seen = depth
+            let namespace_pid = depth
                 .checked_sub(1)
-                .and_then(|own| state.namespace_pids.get(own));
-            if let Some(pid) = seen.filter(|_| units > Units::ZERO) {
+                .and_then(|level| state.namespace_pids.get(level));
+            if let Some(pid) = namespace_pid.filter(|_| units > Units::ZERO) {
                 processes.push(ProcessUsage {
                     pid: *pid,
                     bytes: units.bytes(),

@@ -51,13 +51,13 @@ impl FaultNotifier {
             return;
         };
         let (waits, read) = oneshot::channel();
-        let asked = async {
+        let drained = async {
             if reader.send(waits).await.is_ok() {
                 // An error means that the reader has stopped.
                 let _ = read.await;
             }
         };
-        let is_late = timeout(KMSG_TIMEOUT, asked).await.is_err();
+        let is_late = timeout(KMSG_TIMEOUT, drained).await.is_err();
         match (self.set_kmsg_late(is_late), is_late) {
             (false, _) => {}
             (true, true) => warn!(

@@ -84,7 +84,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn pause_holds_only_later_grants_of_its_gpu() {
         let (grants, [gpu, other]) = (Arc::new(Grants::default()), gpus());
-        let begun = grants.begin(&gpu).await;
+        let grant = grants.begin(&gpu).await;
         let waiting = tokio::spawn({
             let (grants, gpu) = (Arc::clone(&grants), gpu.clone());
             async move { grants.pause(&gpu).await }
@@ -95,7 +95,7 @@ mod tests {
         let brief = Duration::from_millis(500);
         assert!(tokio::time::timeout(brief, &mut later).await.is_err());
         drop(grants.begin(&other).await);
-        drop(begun);
+        drop(grant);
         let pause = waiting.await.unwrap();
         assert!(tokio::time::timeout(brief, &mut later).await.is_err());
         drop(pause);

@@ -49,7 +49,7 @@ impl Sessions {
         });
     }
 
-    /// The bytes that [`set_evictable`](Self::set_evictable) was told last.
+    /// The bytes of the last call of [`set_evictable`](Self::set_evictable).
     pub fn evictable(&self, gpu: &GpuUuid) -> Bytes {
         let managed = lock(&self.shared.managed).get(gpu).copied();
         managed.unwrap_or_default().evictable

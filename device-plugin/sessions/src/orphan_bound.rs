@@ -255,9 +255,9 @@ mod tests {
             Some(Bytes::mib(1_551 - 512 - 9)),
             "its importer"
         );
-        let elsewhere = sample_of(1_551 * MIB, &[(1, 518 * MIB), (2, 1_024 * MIB)]);
+        let other_pids = sample_of(1_551 * MIB, &[(1, 518 * MIB), (2, 1_024 * MIB)]);
         assert_eq!(
-            bound_of(same(elsewhere), &own),
+            bound_of(same(other_pids), &own),
             Some(Bytes::mib(1_551 - 518 - 9)),
             "a stranger"
         );

@@ -121,10 +121,10 @@ mod tests {
 
     #[test]
     fn message_never_waits_when_the_peer_stays_below_the_rate() {
-        let (mut pace, begun) = (RateLimiter::for_messages(1), Instant::now());
+        let (mut pace, start) = (RateLimiter::for_messages(1), Instant::now());
         for number in 0..1000 {
             assert_eq!(
-                pace.charge_message(begun + MESSAGE_COST * number),
+                pace.charge_message(start + MESSAGE_COST * number),
                 Duration::ZERO
             );
         }
@@ -158,9 +158,9 @@ mod tests {
     #[test]
     fn cpu_time_counts_work_and_not_sleep() {
         let (_, slept) = measure_cpu_time(|| std::thread::sleep(Duration::from_millis(30)));
-        let begun = Instant::now();
+        let start = Instant::now();
         let spin =
-            || while thread_cpu_time().is_zero() || begun.elapsed() < Duration::from_millis(30) {};
+            || while thread_cpu_time().is_zero() || start.elapsed() < Duration::from_millis(30) {};
         let (_, spun) = measure_cpu_time(spin);
         assert!(slept < Duration::from_millis(15), "{slept:?}");
         assert!(spun > slept, "{spun:?}, {slept:?}");

@@ -22,7 +22,7 @@ pub(super) struct SharedSampler {
 /// The last sample of a GPU. Its lock is held while the driver answers.
 #[derive(Default)]
 struct LastSample {
-    begun: Option<Instant>,
+    started_at: Option<Instant>,
     /// `None` where the driver could not answer, or the waiting task was cancelled.
     charges: Option<ProcessMemory>,
 }
@@ -52,12 +52,12 @@ impl SharedSampler {
         let called_at = Instant::now();
         let of_gpu = self.last_sample(gpu);
         let mut last = of_gpu.lock().await;
-        if last.begun < Some(called_at) {
-            if let Some(begun) = last.begun {
-                tokio::time::sleep_until(begun + SAMPLE_INTERVAL).await;
+        if last.started_at < Some(called_at) {
+            if let Some(started_at) = last.started_at {
+                tokio::time::sleep_until(started_at + SAMPLE_INTERVAL).await;
             }
             *last = LastSample {
-                begun: Some(Instant::now()),
+                started_at: Some(Instant::now()),
                 charges: None,
             };
             let (driver, gpu) = (Arc::clone(&self.driver), gpu.clone());

@@ -259,9 +259,9 @@ async fn peer_is_served_beside_garbage_silence_and_floods() {
                 .unwrap();
             // The peer reads no answer, so the agent stops reading from this peer alone.
             assert!(flood.write_all(&request).is_err());
-            let begun = Instant::now();
+            let start = Instant::now();
             assert_served(run_dir);
-            begun.elapsed()
+            start.elapsed()
         });
         drop(silent);
     })
@@ -327,9 +327,9 @@ async fn kmsg_before_a_hello_counts_for_the_image_before() {
     tokio::join!(reader, execs);
     assert_eq!((images().len(), sessions.open_faults()), (1, vec![]));
     // A reader of the log that hangs, or has stopped, must not keep a process out.
-    let begun = Instant::now();
+    let start = Instant::now();
     run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 3))).await;
-    assert!(begun.elapsed() < Duration::from_secs(3));
+    assert!(start.elapsed() < Duration::from_secs(3));
     drop(waits);
     run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 4))).await;
 }
@@ -343,10 +343,10 @@ async fn process_is_admitted_while_a_gpu_hangs() {
         assert_served(run_dir);
         // After this exec the agent asks the driver about the former image, and gets no answer.
         let _exec = hello_as(run_dir, 2);
-        let begun = Instant::now();
+        let start = Instant::now();
         while charges.samples.load(Ordering::SeqCst) == 0 {
             assert!(
-                begun.elapsed() < Duration::from_secs(5),
+                start.elapsed() < Duration::from_secs(5),
                 "the driver is not sampled"
             );
             std::thread::sleep(Duration::from_millis(10));
@@ -429,8 +429,8 @@ async fn context_size_is_independent_of_what_tenants_say() {
         stream.write_all(&granted.frame()).unwrap();
         assert!(matches!(receive(&mut stream), Response::Granted { .. }));
         slot.charge(context).unwrap();
-        let made = Request::ContextMade { account: 0 };
-        stream.write_all(&made.frame()).unwrap();
+        let context_made = Request::ContextMade { account: 0 };
+        stream.write_all(&context_made.frame()).unwrap();
         let unmeasured = Response::ContextSize {
             account: 0,
             units: Units::holding(512 << 20).unwrap(),
@@ -438,9 +438,9 @@ async fn context_size_is_independent_of_what_tenants_say() {
         assert_eq!(receive(&mut stream), unmeasured);
     })
     .await;
-    let (gpu, mine) = (&session_spec().gpus[0].0, Bytes::mib(518));
-    sessions.record_context_size(gpu, "580", mine);
-    assert_eq!(sessions.context_size(gpu), Some(mine));
+    let (gpu, size) = (&session_spec().gpus[0].0, Bytes::mib(518));
+    sessions.record_context_size(gpu, "580", size);
+    assert_eq!(sessions.context_size(gpu), Some(size));
     sessions.set_driver_version("590");
     assert!(sessions.lacks_context_size(gpu, "590"));
 }
@@ -462,9 +462,9 @@ async fn driver_is_sampled_once_for_all_exited_processes_of_a_gpu() {
         Arc::new(FakeResolver(true)),
     );
     sessions.serve(session_spec()).await.unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     while sessions.account_usage()[0].exited > Bytes::ZERO {
-        assert!(begun.elapsed() < Duration::from_secs(5), "never settled");
+        assert!(start.elapsed() < Duration::from_secs(5), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(charges.samples.load(Ordering::SeqCst), 1);
@@ -506,14 +506,14 @@ async fn driver_is_sampled_once_for_all_waiting_containers() {
         };
         sessions.serve(served).await.unwrap();
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     let settled = |usage: &AccountUsage| usage.exited.0 == 100 * bursar_protocol::units::UNIT;
     while !sessions.account_usage().iter().step_by(2).all(settled) {
-        assert!(begun.elapsed() < Duration::from_secs(20), "never settled");
+        assert!(start.elapsed() < Duration::from_secs(20), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let (asked, took) = (driver.0.load(Ordering::SeqCst), begun.elapsed());
+    let (asked, took) = (driver.0.load(Ordering::SeqCst), start.elapsed());
     println!("{asked} samples in {took:?}");
     assert!(
         asked as u128 <= took.as_millis() / 100 + 2,
@@ -529,13 +529,13 @@ async fn peer_is_rejected_at_once_when_the_node_is_full() {
     run_blocking(folder.path(), |run_dir| {
         let first = hello(run_dir);
         assert_fast(|| {
-            let begun = Instant::now();
+            let start = Instant::now();
             let mut second = connect(run_dir);
             let busy = Response::Rejected {
                 reason: RejectReason::Busy,
             };
             assert_eq!(receive(&mut second), busy);
-            begun.elapsed()
+            start.elapsed()
         });
         drop(first);
     })
@@ -593,14 +593,14 @@ async fn requests_are_rate_limited_when_a_peer_floods() {
     sessions.serve(session_spec()).await.unwrap();
     run_blocking(folder.path(), |run_dir| {
         let (mut stream, _page) = hello(run_dir);
-        let begun = Instant::now();
+        let start = Instant::now();
         stream
             .write_all(&Request::Refresh.frame().repeat(400))
             .unwrap();
         for _ in 0..400 {
             assert_eq!(receive(&mut stream), Response::Refreshed);
         }
-        let took = begun.elapsed();
+        let took = start.elapsed();
         assert!(took > Duration::from_millis(300), "{took:?}");
     })
     .await;
@@ -628,12 +628,12 @@ async fn unreclaimed_is_bounded_by_samples_taken_afterwards() {
     let gpu: GpuUuid = "GPU-aaaa".parse().unwrap();
     let left = |number| BTreeMap::from([(gpu.clone(), number)]);
     let proven = async |number, held| {
-        let begun = Instant::now();
+        let start = Instant::now();
         while sessions.bound_unreclaimed(left(number)) != [(gpu.clone(), held)].into() {
-            assert!(begun.elapsed() < Duration::from_secs(5), "never proven");
+            assert!(start.elapsed() < Duration::from_secs(5), "never proven");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        begun.elapsed()
+        start.elapsed()
     };
     lock(&driver.0).used = Bytes::gib(4);
     assert_eq!(sessions.bound_unreclaimed(left(1)), BTreeMap::new());

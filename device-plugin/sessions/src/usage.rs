@@ -80,7 +80,7 @@ impl ContainerUsage {
             .any(|member| member.process == process)
     }
 
-    /// The generation of the container's processes, and what befell them.
+    /// The generation of the container's processes, their restarts and their last fault.
     pub fn history(&self) -> ProcessHistory {
         ProcessHistory {
             generation: self.generation,

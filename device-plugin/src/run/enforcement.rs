@@ -136,7 +136,7 @@ impl Agent {
 
     /// The configured provisioner, or else the one beside the agent's program.
     pub(super) fn provisioner(&self) -> PathBuf {
-        let beside = || {
+        let beside_agent = || {
             let own = std::env::current_exe().unwrap_or_default();
             own.with_file_name("bursar-provisioner")
         };
@@ -144,7 +144,7 @@ impl Agent {
             .retained
             .provisioner
             .clone()
-            .unwrap_or_else(beside)
+            .unwrap_or_else(beside_agent)
     }
 
     /// Starts the task that drains GPUs; it keeps the state in `drain`.

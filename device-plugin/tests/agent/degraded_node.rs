@@ -26,8 +26,8 @@ async fn full_run_folder_is_named_and_recovers() {
     let machine = Machine::started().await;
     // A folder with the checkpoint's temporary name makes its write fail, as a full tmpfs does,
     // without a mount.
-    let beside = machine.path("run/checkpoint.new");
-    fs::create_dir(&beside).unwrap();
+    let temporary = machine.path("run/checkpoint.new");
+    fs::create_dir(&temporary).unwrap();
     let pod = machine.admit("a", 10).await;
     let error = machine.start(&pod).await.unwrap_err();
     assert!(error.contains("checkpoint"), "{error}");
@@ -35,7 +35,7 @@ async fn full_run_folder_is_named_and_recovers() {
         machine.devices().is_empty(),
         "nothing is shown that is not on record"
     );
-    fs::remove_dir(&beside).unwrap();
+    fs::remove_dir(&temporary).unwrap();
     machine.until_started(&pod).await;
     assert_eq!(machine.devices().len(), 1);
 }
@@ -124,7 +124,7 @@ async fn agent_registers_when_a_driver_appears() {
     );
     fs::rename(&driver, &away).unwrap();
     machine.start_agent();
-    eventually("a word about it", || {
+    eventually("the log line", || {
         machine.log().contains("nvml not available")
     })
     .await;
@@ -133,7 +133,7 @@ async fn agent_registers_when_a_driver_appears() {
     assert_eq!(
         machine.log().matches("nvml not available").count(),
         1,
-        "said once"
+        "logged once"
     );
     assert_eq!(machine.kubelet.capacity(GPU), None, "nothing to register");
     fs::rename(&away, &driver).unwrap();
@@ -170,7 +170,7 @@ async fn excess_device_ids_are_not_registered_and_agent_runs() {
     let many = "[resources]\nmanaged-memory-capacity = \"5000Gi\"\n";
     fs::write(machine.path("agent.toml"), format!("{many}{config}")).unwrap();
     machine.start_agent();
-    eventually("a word about it", || {
+    eventually("the log line", || {
         machine.log().contains("TooManyDeviceIds")
     })
     .await;

@@ -18,8 +18,8 @@ fn agent_raises_its_descriptor_limit_to_the_maximum() {
     let folder = tempfile::tempdir().unwrap();
     // This file never exists: the agent waits for its configuration before it starts anything else.
     let config = folder.path().join("agent.toml");
-    let made = Command::new("mkfifo").arg(&config).status().unwrap();
-    assert!(made.success());
+    let status = Command::new("mkfifo").arg(&config).status().unwrap();
+    assert!(status.success());
     let mut agent = Command::new("sh")
         .args([
             "-c",
@@ -30,14 +30,14 @@ fn agent_raises_its_descriptor_limit_to_the_maximum() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     let name = format!("/proc/{}/comm", agent.id());
     // The shell that lowers the limit has the same pid before it executes the agent.
     let is_agent = || std::fs::read_to_string(&name).is_ok_and(|name| name != "sh\n");
     let raised = loop {
         match descriptor_limits(agent.id()) {
             Some((soft, hard)) if is_agent() && soft == hard => break true,
-            _ if begun.elapsed() > Duration::from_secs(10) => break false,
+            _ if start.elapsed() > Duration::from_secs(10) => break false,
             _ => std::thread::sleep(Duration::from_millis(10)),
         }
     };

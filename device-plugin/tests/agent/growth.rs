@@ -62,10 +62,10 @@ fn count_files(folder: &Path) -> usize {
 /// The largest of each count within [`SAMPLE_TIME`].
 async fn peak_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     let mut most = BTreeMap::new();
-    let begun = Instant::now();
-    while begun.elapsed() < SAMPLE_TIME {
-        for (what, count) in current_counts(machine).await {
-            let before = most.entry(what).or_default();
+    let start = Instant::now();
+    while start.elapsed() < SAMPLE_TIME {
+        for (kind, count) in current_counts(machine).await {
+            let before = most.entry(kind).or_default();
             *before = count.max(*before);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -92,19 +92,19 @@ async fn current_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
 
 /// Waits until no count exceeds `before` by more than [`SLACK`].
 async fn wait_until_not_above(machine: &Machine, before: &BTreeMap<&'static str, usize>) {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let now = current_counts(machine).await;
-        let more = |(what, count): (&&'static str, &usize)| {
+        let more = |(kind, count): (&&'static str, &usize)| {
             before
-                .get(what)
+                .get(kind)
                 .is_none_or(|before| before + SLACK < *count)
         };
         if !now.iter().any(more) {
             return;
         }
         assert!(
-            begun.elapsed() < Duration::from_secs(60),
+            start.elapsed() < Duration::from_secs(60),
             "before: {before:?}, now: {now:?}"
         );
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -26,16 +26,16 @@ fn allocatable(machine: &Machine) -> Option<usize> {
 }
 
 async fn wait_until_allocatable(machine: &Machine, count: usize) -> Duration {
-    let begun = Instant::now();
+    let start = Instant::now();
     while allocatable(machine) != Some(count) {
         let now = allocatable(machine);
         assert!(
-            begun.elapsed() < RECOVERY_LIMIT,
+            start.elapsed() < RECOVERY_LIMIT,
             "{count} device ids expected, {now:?} allocatable"
         );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    begun.elapsed()
+    start.elapsed()
 }
 
 /// Lets every access to a file hang until [`Fifo::release`].
@@ -44,19 +44,19 @@ struct Fifo(PathBuf);
 impl Fifo {
     fn at(path: PathBuf) -> Self {
         // The agent may be writing a file of this name, so a rename replaces it in one step.
-        let made = path.with_extension("fifo");
-        let status = Command::new("mkfifo").arg(&made).status();
+        let fifo = path.with_extension("fifo");
+        let status = Command::new("mkfifo").arg(&fifo).status();
         assert!(status.unwrap().success());
-        fs::rename(made, &path).unwrap();
+        fs::rename(fifo, &path).unwrap();
         Self(path)
     }
 
     /// Ends the hang: a reader finds an empty file, and a writer continues.
     fn release(self) {
-        let aside = self.0.with_extension("aside");
+        let moved = self.0.with_extension("aside");
         // A writer that continued may have renamed the file already.
-        let path = match fs::rename(&self.0, &aside) {
-            Ok(()) => aside,
+        let path = match fs::rename(&self.0, &moved) {
+            Ok(()) => moved,
             Err(_) => return,
         };
         let both = fs::File::options().read(true).write(true).open(path);
@@ -102,13 +102,13 @@ fn gpus_of(devices: &BTreeMap<String, String>) -> Vec<String> {
 
 /// Waits until the agent reports that it is ready and live.
 async fn wait_until_ready(machine: &Machine) {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let (code, body) = machine.get("/readyz").await;
         if code == 200 {
             break;
         }
-        assert!(begun.elapsed() < RECOVERY_LIMIT, "{body}");
+        assert!(start.elapsed() < RECOVERY_LIMIT, "{body}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(machine.get("/healthz").await.0, 200);
@@ -136,14 +136,14 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
     bound.retain(|name, _| !before.contains_key(name));
     assert_eq!(gpus_of(&bound), [GPUS[1]; 3]);
     let stale = |gpu: &str, is: u8| format!(r#"bursar_gpu_audit_stale{{gpu="{gpu}"}} {is}"#);
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let metrics = machine.get("/metrics").await.1;
         // On a busy machine the audits of the other GPU may be late for a while too.
         if metrics.contains(&stale(GPUS[0], 1)) && metrics.contains(&stale(GPUS[1], 0)) {
             break;
         }
-        assert!(begun.elapsed() < RECOVERY_LIMIT, "{metrics}");
+        assert!(start.elapsed() < RECOVERY_LIMIT, "{metrics}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     wait_until_ready(&machine).await;
@@ -236,7 +236,7 @@ async fn agent_offers_and_binds_while_the_state_disk_hangs() {
 
 /// Waits until the agent's metric of late writes to the state directory is so many seconds.
 async fn wait_until_write_lag(machine: &Machine, is: impl Fn(u64) -> bool) {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let metrics = machine.get("/metrics").await.1;
         let mut lines = metrics.lines();
@@ -244,7 +244,7 @@ async fn wait_until_write_lag(machine: &Machine, is: impl Fn(u64) -> bool) {
         if lag.is_some_and(|lag| is(lag.parse().unwrap())) {
             return;
         }
-        assert!(begun.elapsed() < RECOVERY_LIMIT, "{lag:?}");
+        assert!(start.elapsed() < RECOVERY_LIMIT, "{lag:?}");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
 }
@@ -346,53 +346,55 @@ impl std::fmt::Display for Measurement {
 
 /// Admits and starts a pod of 1 GiB four times a second, and ends each at once, for the time of
 /// `hang`.
-async fn measure_pods(machine: &Machine, what: &'static str, hang: Duration) -> Measurement {
-    let mut seen = Measurement {
-        hung_part: what,
+async fn measure_pods(machine: &Machine, hung_part: &'static str, hang: Duration) -> Measurement {
+    let mut measurement = Measurement {
+        hung_part,
         admission_times: Vec::new(),
         admission_errors: 0,
         bind_times: Vec::new(),
         bind_errors: Vec::new(),
         allocatable_changes: Vec::new(),
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut every = tokio::time::interval(Duration::from_millis(250));
-    while begun.elapsed() < hang {
+    while start.elapsed() < hang {
         every.tick().await;
         let offered = allocatable(machine).unwrap_or_default();
-        if seen
+        if measurement
             .allocatable_changes
             .last()
             .is_none_or(|last| last.1 != offered)
         {
-            seen.allocatable_changes.push((begun.elapsed(), offered));
+            measurement
+                .allocatable_changes
+                .push((start.elapsed(), offered));
         }
-        let pod = Pod::with(&format!("p{}", begun.elapsed().as_micros()), GPU, 1);
-        let asked = Instant::now();
+        let pod = Pod::with(&format!("p{}", start.elapsed().as_micros()), GPU, 1);
+        let sent_at = Instant::now();
         if machine.kubelet.admit(&pod).await.is_err() {
-            seen.admission_errors += 1;
+            measurement.admission_errors += 1;
             continue;
         }
-        seen.admission_times.push(asked.elapsed());
+        measurement.admission_times.push(sent_at.elapsed());
         fs::create_dir_all(machine.cgroup(&pod)).unwrap();
-        let asked = Instant::now();
+        let sent_at = Instant::now();
         match machine.start_once(&pod).await {
-            Ok(_) => seen.bind_times.push(asked.elapsed()),
-            Err(error) => seen.bind_errors.push((asked.elapsed(), error)),
+            Ok(_) => measurement.bind_times.push(sent_at.elapsed()),
+            Err(error) => measurement.bind_errors.push((sent_at.elapsed(), error)),
         }
         machine.end(&pod);
     }
-    seen
+    measurement
 }
 
 /// Prints a row for each hanging component. `docs/reliability.md` shows the rows of a minute.
 async fn measure_hangs(hang: Duration) {
-    let of_one = async {
+    let one_gpu = async {
         let machine = Machine::started().await;
         machine.lab.run_simgpu(&["hang", "0"]).unwrap();
         measure_pods(&machine, "NVML of one of two GPUs", hang).await
     };
-    let of_all = async {
+    let all_gpus = async {
         let machine = Machine::started().await;
         machine.lab.run_simgpu(&["hang", "all"]).unwrap();
         measure_pods(&machine, "NVML of all GPUs", hang).await
@@ -411,27 +413,28 @@ async fn measure_hangs(hang: Duration) {
         machine.kubelet.until_allocatable(GPU, 32).await;
         measure_pods(&machine, "the API server", hang).await
     };
-    let (of_one, of_all, disk, api) = tokio::join!(of_one, of_all, disk, api);
-    for seen in [&of_one, &of_all, &disk, &api] {
-        println!("{seen}");
+    let (one_gpu, all_gpus, disk, api) = tokio::join!(one_gpu, all_gpus, disk, api);
+    for measurement in [&one_gpu, &all_gpus, &disk, &api] {
+        println!("{measurement}");
         let Measurement {
             bind_times: bound,
             bind_errors: refused,
             ..
-        } = seen;
-        let is_told = |refused: &&(Duration, String)| !refused.1.contains("waiting for");
-        let odd: Vec<_> = refused.iter().filter(is_told).collect();
+        } = measurement;
+        let has_other_reason = |refused: &&(Duration, String)| !refused.1.contains("waiting for");
+        let odd: Vec<_> = refused.iter().filter(has_other_reason).collect();
         assert!(
             !bound.is_empty() && odd.is_empty(),
             "{}: {odd:?}",
-            seen.hung_part
+            measurement.hung_part
         );
     }
-    let last = |seen: &Measurement| seen.allocatable_changes.last().map(|last| last.1);
-    assert_eq!((last(&of_one), last(&of_all)), (Some(16), Some(0)));
+    let last =
+        |measurement: &Measurement| measurement.allocatable_changes.last().map(|last| last.1);
+    assert_eq!((last(&one_gpu), last(&all_gpus)), (Some(16), Some(0)));
     assert_eq!((last(&disk), last(&api)), (Some(16), Some(32)));
-    for seen in [of_one, disk, api] {
-        assert_eq!(seen.admission_errors, 0, "{}", seen.hung_part);
+    for measurement in [one_gpu, disk, api] {
+        assert_eq!(measurement.admission_errors, 0, "{}", measurement.hung_part);
     }
 }
 

@@ -278,11 +278,11 @@ impl Machine {
     /// Lets the kubelet start the container. It retries while a busy machine is late with the
     /// installation of the shim.
     pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
-        let begun = Instant::now();
+        let start = Instant::now();
         loop {
             let started = self.start_once(pod).await;
             let is_late = |error: &String| error.contains(INSTALLATION_LATE);
-            if !started.as_ref().is_err_and(is_late) || begun.elapsed() > PATIENCE {
+            if !started.as_ref().is_err_and(is_late) || start.elapsed() > PATIENCE {
                 return started;
             }
         }
@@ -291,13 +291,13 @@ impl Machine {
     /// Waits until the agent refuses the pod with these words. A new agent first checks for half a
     /// second whether used memory is free.
     pub(crate) async fn until_refused(&self, pod: &Pod, words: &str) {
-        let begun = Instant::now();
+        let start = Instant::now();
         loop {
             let error = self.start(pod).await.unwrap_err();
             if error.contains(words) {
                 return;
             }
-            assert!(begun.elapsed() < Duration::from_secs(20), "{error}");
+            assert!(start.elapsed() < Duration::from_secs(20), "{error}");
         }
     }
 

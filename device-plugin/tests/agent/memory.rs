@@ -29,14 +29,14 @@ async fn pod_waits_with_a_reason_until_memory_is_free() {
     assert_within(CLEANUP_LIMIT, async || {
         let machine = Machine::started().await;
         let (first, _second) = (machine.run("a", 10).await, machine.run("b", 10).await);
-        let waiter = machine.admit("c", 8).await;
-        let error = machine.start(&waiter).await.unwrap_err();
+        let queued_pod = machine.admit("c", 8).await;
+        let error = machine.start(&queued_pod).await.unwrap_err();
         assert!(
             error.contains("waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-0"),
             "{error}"
         );
         machine.end(&first);
-        let time = machine.until_started(&waiter).await;
+        let time = machine.until_started(&queued_pod).await;
         assert_eq!(machine.devices().len(), 2);
         time
     })

@@ -11,13 +11,13 @@ async fn wait_for_status(
     path: &str,
     wanted: impl Fn(u16, &str) -> bool,
 ) -> String {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let (code, body) = machine.get(path).await;
         if wanted(code, &body) {
             return body;
         }
-        assert!(begun.elapsed() < PATIENCE, "{path} answers {code}:\n{body}");
+        assert!(start.elapsed() < PATIENCE, "{path} answers {code}:\n{body}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
@@ -86,15 +86,15 @@ async fn other_owner_of_gpus_is_told_and_pods_are_bound() {
     set_other_plugin(&machine, 2);
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
-    let told = |value| {
+    let has_sole_owner = |value| {
         let line = format!(r#"bursar_node_condition{{condition="SoleOwner"}} {value}"#);
         move |code, text: &str| code == 200 && text.lines().any(|shown| shown == line)
     };
-    wait_for_status(&machine, "/metrics", told(0)).await;
+    wait_for_status(&machine, "/metrics", has_sole_owner(0)).await;
     wait_for_status(&machine, "/readyz", |code, _| code == 200).await;
     machine.run("a", 10).await;
     set_other_plugin(&machine, 0);
-    wait_for_status(&machine, "/metrics", told(1)).await;
+    wait_for_status(&machine, "/metrics", has_sole_owner(1)).await;
 }
 
 #[tokio::test]

@@ -13,8 +13,8 @@ async fn machine_with_pods() -> Machine {
     let machine = Machine::started().await;
     machine.run("a", 10).await;
     machine.run("b", 12).await;
-    let waiter = machine.admit("c", 8).await;
-    machine.start(&waiter).await.unwrap_err();
+    let queued_pod = machine.admit("c", 8).await;
+    machine.start(&queued_pod).await.unwrap_err();
     machine
 }
 
@@ -29,9 +29,9 @@ async fn restarted_agent_keeps_bindings_and_registers_in_time() {
         assert_eq!(machine.sockets(), 2);
     }
     assert_median_within(Duration::from_secs(2), "registered after SIGKILL", times);
-    let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
+    let queued_pod = crate::common::kubelet::Pod::with("c", GPU, 8);
     let expected = "waiting for 8 GiB on one GPU: largest free 6 GiB";
-    machine.until_refused(&waiter, expected).await;
+    machine.until_refused(&queued_pod, expected).await;
 }
 
 #[tokio::test]
@@ -58,8 +58,10 @@ async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
         machine.start_successor().await;
         assert_eq!(machine.devices(), before, "{damage}");
         assert_eq!(machine.sockets(), 2, "{damage}");
-        let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
-        machine.until_refused(&waiter, "largest free 6 GiB").await;
+        let queued_pod = crate::common::kubelet::Pod::with("c", GPU, 8);
+        machine
+            .until_refused(&queued_pod, "largest free 6 GiB")
+            .await;
         let name = |pod: &&str| format!(r#""name":"{pod}""#);
         eventually("the pods' names from the kubelet", || {
             let text = fs::read_to_string(&checkpoint).unwrap_or_default();

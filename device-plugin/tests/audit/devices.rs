@@ -45,12 +45,12 @@ impl DeviceCgroups {
         let unique = unique.trim_start_matches('.').to_owned();
         let folder = hierarchy.join(format!("bursar-{unique}"));
         std::fs::create_dir(&folder).unwrap();
-        let mounted = machine.path("cgroup").join(name);
-        std::fs::create_dir(&mounted).unwrap();
-        run_command("mount", &["--bind".as_ref(), &folder, &mounted]);
+        let mount_point = machine.path("cgroup").join(name);
+        std::fs::create_dir(&mount_point).unwrap();
+        run_command("mount", &["--bind".as_ref(), &folder, &mount_point]);
         DeviceCgroups {
             folder,
-            mount_point: mounted,
+            mount_point,
             pods: Vec::new(),
         }
     }
@@ -63,9 +63,9 @@ impl DeviceCgroups {
         let deny = std::fs::write(main.join("devices.deny"), "a");
         deny.unwrap();
         let dev = PathBuf::from(format!("/proc/{}/root/dev", container.pid()));
-        let given = std::fs::read_dir(dev).unwrap().flatten();
+        let nodes = std::fs::read_dir(dev).unwrap().flatten();
         let mut allowed = vec!["c *:* m".to_owned(), "c 1:* rw".to_owned()];
-        for node in given {
+        for node in nodes {
             let number = std::os::unix::fs::MetadataExt::rdev(&node.metadata().unwrap());
             let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
             allowed.push(format!("c {major}:{minor} rw"));
@@ -146,8 +146,8 @@ async fn is_enforced(machine: &Machine, pod: &str) -> bool {
 async fn check_honest_programs(long: Duration) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
     let mut programs = HonestPrograms::start(&machine).await;
-    let begun = std::time::Instant::now();
-    while begun.elapsed() < long {
+    let start = std::time::Instant::now();
+    while start.elapsed() < long {
         programs.run_round().await;
     }
     check_no_findings(&machine).await;
@@ -155,8 +155,8 @@ async fn check_honest_programs(long: Duration) {
     for name in ["a", "b", "c"] {
         assert!(is_enforced(&machine, name).await, "{name}");
     }
-    let told = machine.log();
-    assert!(!told.contains("gap=\""), "a container was reported: {told}");
+    let log = machine.log();
+    assert!(!log.contains("gap=\""), "a container was reported: {log}");
     let audits = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;
     println!("{} rounds, {audits:?} audits", programs.rounds());
 }

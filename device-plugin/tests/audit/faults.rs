@@ -18,13 +18,13 @@ const GRACE: Duration = Duration::from_secs(10);
 /// The metric that counts the agent's actions on faults.
 const POISONED: &str = "bursar_agent_poisoned_contexts_total";
 
-/// Waits until the program has ended. Returns the time since `begun`.
-async fn wait_until_killed(program: &mut Container, begun: Instant) -> Duration {
+/// Waits until the program has ended. Returns the time since `start`.
+async fn wait_until_killed(program: &mut Container, start: Instant) -> Duration {
     while program.is_alive() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "it lives on");
+        assert!(start.elapsed() < Duration::from_secs(20), "it lives on");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    begun.elapsed()
+    start.elapsed()
 }
 
 #[tokio::test]
@@ -55,9 +55,9 @@ async fn fault_of_a_silent_program_is_found_in_the_kernel_log() {
         let mut other = Container::start(&machine, &neighbour, PLAIN).await;
         other.ok("open libcuda.so.1");
         program.ok("open libcuda.so.1");
-        let begun = Instant::now();
+        let start = Instant::now();
         program.ok("fault");
-        let took = wait_until_killed(&mut program, begun).await;
+        let took = wait_until_killed(&mut program, start).await;
         assert!(took > GRACE - KILL_LIMIT, "{took:?}");
         let fence = r#"cause="xid-31" action="fence""#;
         wait_for_value(&machine, POISONED, fence, 1).await;

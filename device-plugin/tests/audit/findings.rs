@@ -41,13 +41,13 @@ pub(crate) async fn wait_for_metric(
     labels: &str,
     wanted: impl Fn(i64) -> bool,
 ) -> Duration {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let now = metric_value(machine, name, labels).await;
         if now.is_some_and(&wanted) {
-            return begun.elapsed();
+            return start.elapsed();
         }
-        let waited = begun.elapsed() < Duration::from_secs(60);
+        let waited = start.elapsed() < Duration::from_secs(60);
         assert!(waited, "{name}{{{labels}}} is {now:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -76,8 +76,8 @@ pub(crate) async fn wait_until_not_enforced(machine: &Machine, reason: &str) -> 
 }
 
 /// Waits until the agent's log contains `what`. The agent sets its metrics before it logs.
-pub(crate) async fn wait_for_log(machine: &Machine, what: &str) {
-    crate::common::eventually(what, || machine.log().contains(what)).await;
+pub(crate) async fn wait_for_log(machine: &Machine, text: &str) {
+    crate::common::eventually(text, || machine.log().contains(text)).await;
 }
 
 #[tokio::test]
@@ -188,23 +188,23 @@ async fn memory_taken_by_a_private_driver_table_is_found() {
 #[tokio::test]
 async fn kill_policy_kills_the_finding_alone_after_three_audits() {
     let machine = machine("policy = \"kill\"\nkill-after = 3").await;
-    let (mine, other) = (
+    let (pod, other) = (
         admit_pod(&machine, "a").await,
         admit_pod(&machine, "b").await,
     );
-    let mut honest = Container::start(&machine, &mine, PLAIN).await;
+    let mut honest = Container::start(&machine, &pod, PLAIN).await;
     honest.ok("open libcuda.so.1");
     honest.ok(&format!("alloc {GIB}"));
     let mut neighbour = Container::start(&machine, &other, PLAIN).await;
     neighbour.ok("open libcuda.so.1");
     neighbour.ok(&format!("alloc {}", 7 * GIB));
-    let mut bypass = Container::start(&machine, &mine, PLAIN).await;
+    let mut bypass = Container::start(&machine, &pod, PLAIN).await;
     // The first finding may precede the answer to either call.
-    let begun = Instant::now();
+    let start = Instant::now();
     bypass.ok("open /opt/bursar/drv/cuda.so.1");
     bypass.ok("alloc 4096");
     crate::common::eventually("its end", || !bypass.is_alive()).await;
-    let took = begun.elapsed();
+    let took = start.elapsed();
     println!("ended after {took:?}");
     assert!(took > Duration::from_secs(1), "{took:?}");
     wait_for_value(&machine, "bursar_agent_audit_kills_total", "", 1).await;
@@ -247,7 +247,7 @@ async fn process_that_holds_memory_without_context_is_found() {
 async fn process_that_holds_memory_without_context_is_killed() {
     assert_within(KILL_LIMIT, async || {
         let machine = machine("policy = \"kill\"\nkill-after = 3").await;
-        let (mine, other) = (
+        let (pod, other) = (
             admit_pod(&machine, "a").await,
             admit_pod(&machine, "b").await,
         );
@@ -259,11 +259,11 @@ async fn process_that_holds_memory_without_context_is_killed() {
         let child = parent.call("fork");
         let child: u32 = child.strip_prefix("ok ").unwrap().parse().unwrap();
         machine.adopt(&other, child);
-        let mut holder = Container::start(&machine, &mine, PLAIN).await;
+        let mut holder = Container::start(&machine, &pod, PLAIN).await;
         hold_without_context(&mut holder);
-        let begun = Instant::now();
+        let start = Instant::now();
         crate::common::eventually("its end", || !holder.is_alive()).await;
-        let took = begun.elapsed();
+        let took = start.elapsed();
         println!("ended after {took:?}");
         tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(launcher.is_alive() && parent.is_alive());
@@ -271,11 +271,11 @@ async fn process_that_holds_memory_without_context_is_killed() {
         let alive = rustix::process::test_kill_process(child).is_ok();
         rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
         assert!(alive, "the forked child");
-        let told = [
+        let counts = [
             count_findings(&machine, "holder").await,
             count_findings(&machine, "untracked-process").await,
         ];
-        assert_eq!(told, [1, 0]);
+        assert_eq!(counts, [1, 0]);
         let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
         assert_eq!(kills, Some(1));
         took

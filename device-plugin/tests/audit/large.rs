@@ -22,11 +22,11 @@ fn resident_kib(machine: &Machine, field: &str) -> u64 {
 
 /// The times of a program's requests while `during` lasts, sorted.
 async fn time_requests(program: &mut Container, during: Duration) -> Vec<Duration> {
-    let (begun, mut took) = (Instant::now(), Vec::new());
-    while begun.elapsed() < during {
-        let asked = Instant::now();
+    let (start, mut took) = (Instant::now(), Vec::new());
+    while start.elapsed() < during {
+        let sent_at = Instant::now();
         assert_eq!(program.call(&format!("alloc {}", 9 * GIB)), "err 2");
-        took.push(asked.elapsed());
+        took.push(sent_at.elapsed());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     took.sort();
@@ -44,8 +44,8 @@ async fn attestation_memory_is_bounded_for_huge_processes() {
         let pod = machine.admit(name, 4).await;
         let mut container = Container::start(&machine, &pod, PLAIN).await;
         let folders = format!("/{}", "d".repeat(200)).repeat(16);
-        let made = format!("/proc/{}/root{folders}", container.pid());
-        std::fs::create_dir_all(made).unwrap();
+        let path = format!("/proc/{}/root{folders}", container.pid());
+        std::fs::create_dir_all(path).unwrap();
         container.ok("environ 100");
         hostile.push((container, folders));
     }
@@ -57,9 +57,9 @@ async fn attestation_memory_is_bounded_for_huge_processes() {
         std::os::unix::fs::symlink(&folders[1..], link).unwrap();
         container.ok("map 65000 /l/libcuda.so.1");
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     wait_until_not_enforced(&machine, "NotAttested").await;
-    println!("reported after {:?}", begun.elapsed());
+    println!("reported after {:?}", start.elapsed());
     let took = time_requests(&mut honest, Duration::from_secs(20)).await;
     let at = |part: usize| took[(took.len() - 1) * part / 100];
     println!(

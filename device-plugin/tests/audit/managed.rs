@@ -16,7 +16,7 @@ use crate::proof::{BALLOON_LIMIT, Fixture};
 
 const GIB: u64 = 1 << 30;
 const MANAGED: &str = "bursar.dev/managed-memory-gib";
-/// The longest time until a program is told what can be evicted; an audit runs each second.
+/// The longest time until a program finds evictable memory free; an audit runs each second.
 const AUDITS: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -55,21 +55,21 @@ async fn count_audits(machine: &Machine) -> i64 {
     count.unwrap()
 }
 
-/// The free memory that the program is told.
+/// The free memory that `cuMemGetInfo` reports to the program.
 fn free(program: &mut Container) -> u64 {
     program.number("info")
 }
 
-/// Waits until a program in a pod of `gib` GiB is told that it can have nearly all of that: less
-/// its context. Returns the amount in whole chunks.
+/// Waits until a program's free memory is nearly the `gib` GiB of its pod: all but its context.
+/// Returns the amount in whole chunks.
 pub(crate) async fn wait_for_quota(program: &mut Container, gib: u64) -> u64 {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
-        let told = free(program);
-        if told > (gib - 1) * GIB {
-            return told & !(2 * 1024 * 1024 - 1);
+        let available = free(program);
+        if available > (gib - 1) * GIB {
+            return available & !(2 * 1024 * 1024 - 1);
         }
-        assert!(begun.elapsed() < AUDITS, "only {told} is free");
+        assert!(start.elapsed() < AUDITS, "only {available} is free");
         tokio::time::sleep(PAUSE).await;
     }
 }
@@ -78,14 +78,14 @@ pub(crate) async fn wait_for_quota(program: &mut Container, gib: u64) -> u64 {
 /// agent proves free what an exited program has exported.
 async fn run_beside_neighbour(rounds: u64) {
     let mut fixture = Fixture::new(4, 3 * GIB).await;
-    let beside = fixture.machine.admit("neighbour", 11).await;
-    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &beside).await;
+    let neighbour_pod = fixture.machine.admit("neighbour", 11).await;
+    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &neighbour_pod).await;
     let quota = wait_for_quota(&mut neighbour, 11).await;
     let mut next = Container::start(&fixture.machine, &fixture.exporter, PLAIN).await;
     next.ok("open libcuda.so.1");
     fixture.parked = None;
     fixture.permit_balloons();
-    let (mut round, mut proven_by, begun) = (0, None, Instant::now());
+    let (mut round, mut proven_by, start) = (0, None, Instant::now());
     while round < rounds || proven_by.is_none() {
         let part = fixture.managed + round % 16 * 4 * GIB;
         fixture.owner.ok(&format!("touch {part} {}", 4 * GIB));
@@ -94,7 +94,7 @@ async fn run_beside_neighbour(rounds: u64) {
         let pointer = pointer.unwrap_or_else(|| panic!("round {round}: {answer}"));
         neighbour.ok(&format!("free {pointer}"));
         if proven_by.is_none() {
-            assert!(begun.elapsed() < BALLOON_LIMIT, "not proven free");
+            assert!(start.elapsed() < BALLOON_LIMIT, "not proven free");
             let is_free = next.call(&format!("alloc {GIB}")) == "ok";
             proven_by = is_free.then_some(round);
         }
@@ -104,9 +104,9 @@ async fn run_beside_neighbour(rounds: u64) {
     assert!(fixture.balloons() > 0);
     // The GPU is full of managed memory, and the neighbour may have all of its quota.
     fixture.touch();
-    let begun = Instant::now();
+    let start = Instant::now();
     while free(&mut neighbour) < quota {
-        assert!(begun.elapsed() < AUDITS, "less than {quota} is free");
+        assert!(start.elapsed() < AUDITS, "less than {quota} is free");
         tokio::time::sleep(PAUSE).await;
     }
     check_no_findings_in_audits(&fixture.machine).await;
@@ -114,10 +114,10 @@ async fn run_beside_neighbour(rounds: u64) {
 
 /// Checks that some more audits have no finding: unaccounted memory is one after 10 audits.
 async fn check_no_findings_in_audits(machine: &Machine) {
-    let begun = Instant::now();
+    let start = Instant::now();
     let enough = count_audits(machine).await + 12;
     while count_audits(machine).await < enough {
-        assert!(begun.elapsed() < 2 * AUDITS, "the audits have stopped");
+        assert!(start.elapsed() < 2 * AUDITS, "the audits have stopped");
         tokio::time::sleep(PAUSE).await;
     }
     check_no_findings(machine).await;
@@ -174,8 +174,8 @@ async fn pod_with_more_managed_memory_than_charged_is_named() {
     let machine = machine_with(|machine| api_server.configure(machine)).await;
     let mut devices = DeviceCgroups::v1(&machine);
     let (_pod, mut owner) = start_owner(&machine, &mut devices, 1).await;
-    let beside = machine.admit("neighbour", 15).await;
-    let _neighbour = start_client(&machine, &mut devices, &beside).await;
+    let neighbour_pod = machine.admit("neighbour", 15).await;
+    let _neighbour = start_client(&machine, &mut devices, &neighbour_pod).await;
     // The program never looks up the variable, so the shim does not see it.
     owner.ok(&format!("variable {}", 4 * GIB));
     wait_until_named(&machine, &api_server).await;
@@ -200,7 +200,7 @@ async fn pod_with_managed_memory_past_the_shim_is_named() {
     wait_until_named(&machine, &api_server).await;
 }
 
-/// The agent cannot tell whose host memory is on a GPU, so it names and kills nobody for it.
+/// The agent cannot tell whose host memory is on a GPU, so it names and kills no pod for it.
 #[tokio::test]
 async fn host_memory_on_a_gpu_is_a_finding_about_no_pod() {
     let api_server = FakeApiServer::start(Duration::ZERO).await;

@@ -97,11 +97,11 @@ impl<'a> HonestPrograms<'a> {
     /// Forks a child that has all of its parent's memory.
     fn fork(&mut self) {
         self.children.retain(|child| {
-            let lives = std::path::Path::new(&format!("/proc/{child}")).exists();
-            if !lives {
+            let is_alive = std::path::Path::new(&format!("/proc/{child}")).exists();
+            if !is_alive {
                 self.machine.remove_process(*child);
             }
-            lives
+            is_alive
         });
         let child = self.worker.number("linger 200") as u32;
         self.machine.adopt(&self.pods[0], child);
@@ -137,13 +137,13 @@ impl<'a> HonestPrograms<'a> {
     /// Creates the exporter's memory. The pod has the memory of killed exporters until ten samples
     /// in a row prove it free. That takes seconds beside programs that allocate on a busy machine.
     async fn create_shared(&mut self) -> u64 {
-        let begun = Instant::now();
+        let start = Instant::now();
         loop {
             let answer = self.exporter.call(&format!("create {SHARED} 0 1"));
             if let Some(handle) = answer.strip_prefix("ok ") {
                 return handle.split(' ').next().unwrap().parse().unwrap();
             }
-            assert!(answer == "err 2" && begun.elapsed() < PATIENCE, "{answer}");
+            assert!(answer == "err 2" && start.elapsed() < PATIENCE, "{answer}");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }

@@ -117,9 +117,9 @@ impl Fixture {
     }
 
     async fn wait_for_balloon(&self) {
-        let begun = Instant::now();
+        let start = Instant::now();
         while !self.has_balloon() {
-            assert!(begun.elapsed() < BALLOON_LIMIT, "no balloon");
+            assert!(start.elapsed() < BALLOON_LIMIT, "no balloon");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -129,23 +129,23 @@ impl Fixture {
 async fn memory_is_proven_free_beside_managed_memory_once_released() {
     let mut fixture = Fixture::new(8, 6 * GIB).await;
     fixture.permit_balloons();
-    let beside = fixture.machine.admit("neighbour", 4).await;
-    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &beside).await;
+    let neighbour_pod = fixture.machine.admit("neighbour", 4).await;
+    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &neighbour_pod).await;
     let quota = wait_for_quota(&mut neighbour, 4).await;
     let mut next = Container::start(&fixture.machine, &fixture.exporter, PLAIN).await;
     next.ok("open libcuda.so.1");
     let (mut rounds, mut longest) = (0, Duration::ZERO);
     let mut run_round = |fixture: &mut Fixture| {
         fixture.touch();
-        let begun = Instant::now();
+        let start = Instant::now();
         let pointer = neighbour.number(&format!("alloc {quota}"));
-        longest = longest.max(begun.elapsed());
+        longest = longest.max(start.elapsed());
         neighbour.ok(&format!("free {pointer}"));
         rounds += 1;
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     while fixture.balloons() == 0 {
-        assert!(begun.elapsed() < BALLOON_LIMIT, "no balloon");
+        assert!(start.elapsed() < BALLOON_LIMIT, "no balloon");
         run_round(&mut fixture);
         assert_eq!(next.call(&format!("alloc {}", 3 * GIB)), "err 2");
     }
@@ -154,15 +154,15 @@ async fn memory_is_proven_free_beside_managed_memory_once_released() {
         let refused = next.call(&format!("alloc {}", 3 * GIB));
         assert_eq!(refused, "err 2", "a descriptor holds the memory");
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     fixture.parked = None;
     while next.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
-        assert!(begun.elapsed() < BALLOON_LIMIT, "not proven free");
+        assert!(start.elapsed() < BALLOON_LIMIT, "not proven free");
         run_round(&mut fixture);
     }
     println!(
         "free after {:?}; {rounds} rounds, the longest {longest:?}",
-        begun.elapsed()
+        start.elapsed()
     );
     check_no_findings(&fixture.machine).await;
 }
@@ -174,9 +174,9 @@ async fn managed_memory_stays_while_its_owner_lacks_host_memory() {
     set_host_memory(&fixture.machine, &fixture.owner_pod, 8 * GIB, GIB);
     let mut next = Container::start(&fixture.machine, &fixture.exporter, PLAIN).await;
     next.ok("open libcuda.so.1");
-    let begun = Instant::now();
+    let start = Instant::now();
     // A balloon is due after five seconds.
-    while begun.elapsed() < Duration::from_secs(10) {
+    while start.elapsed() < Duration::from_secs(10) {
         fixture.touch();
         assert_eq!(next.call(&format!("alloc {}", 3 * GIB)), "err 2");
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -188,9 +188,9 @@ async fn managed_memory_stays_while_its_owner_lacks_host_memory() {
         "no reason"
     );
     fixture.permit_balloons();
-    let begun = Instant::now();
+    let start = Instant::now();
     while next.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
-        assert!(begun.elapsed() < BALLOON_LIMIT, "not proven free");
+        assert!(start.elapsed() < BALLOON_LIMIT, "not proven free");
         fixture.touch();
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -201,8 +201,8 @@ async fn managed_memory_stays_while_its_owner_lacks_host_memory() {
 /// this many milliseconds a GiB, and no balloon is permitted yet.
 async fn start_neighbour(delay: &str) -> (Fixture, Container, u64) {
     let mut fixture = Fixture::new(8, 6 * GIB).await;
-    let beside = fixture.machine.admit("neighbour", 7).await;
-    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &beside).await;
+    let neighbour_pod = fixture.machine.admit("neighbour", 7).await;
+    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &neighbour_pod).await;
     let quota = wait_for_quota(&mut neighbour, 7).await;
     fixture.parked = None;
     let set = fixture.machine.lab.run_simgpu(&["uvm", "delay", delay]);
@@ -239,9 +239,9 @@ async fn grant_waits_for_a_slow_balloon_and_succeeds() {
         let (fixture, mut neighbour, quota) = start_neighbour("200").await;
         fixture.permit_balloons();
         fixture.wait_for_balloon().await;
-        let begun = Instant::now();
+        let start = Instant::now();
         neighbour.ok(&format!("alloc {quota}"));
-        let took = begun.elapsed();
+        let took = start.elapsed();
         assert!(!fixture.has_balloon(), "a grant beside a balloon");
         check_no_findings(&fixture.machine).await;
         took

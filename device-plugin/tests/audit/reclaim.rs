@@ -39,15 +39,15 @@ pub(crate) fn park(program: &mut Container) -> ParkedProcess {
 
 /// Waits until this much memory of both GPUs is in a state.
 async fn wait_for_bytes_in_state(machine: &Machine, state: &str, bytes: u64) {
-    let begun = Instant::now();
+    let start = Instant::now();
     while bytes_in_state(machine, state).await < bytes as i64 {
         assert!(
-            begun.elapsed() < Duration::from_secs(40),
+            start.elapsed() < Duration::from_secs(40),
             "{state} memory not reported"
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    println!("{state} after {:?}", begun.elapsed());
+    println!("{state} after {:?}", start.elapsed());
 }
 
 async fn bytes_in_state(machine: &Machine, state: &str) -> i64 {
@@ -68,20 +68,20 @@ async fn memory_held_by_an_outside_process_is_leaked_until_freed() {
     let parked = park(&mut program);
     drop(program);
     machine.end(&pod);
-    let waiter = machine.admit("b", 12).await;
+    let queued_pod = machine.admit("b", 12).await;
     let expected = "waiting for 12 GiB on one GPU: largest free 10 GiB";
-    machine.until_refused(&waiter, expected).await;
+    machine.until_refused(&queued_pod, expected).await;
     wait_for_bytes_in_state(&machine, "leaked", 6 * GIB).await;
     machine.restart_agent().await;
-    machine.until_refused(&waiter, expected).await;
+    machine.until_refused(&queued_pod, expected).await;
     std::fs::remove_file(machine.path("run/checkpoint.json")).unwrap();
     machine.restart_agent().await;
-    machine.until_refused(&waiter, expected).await;
+    machine.until_refused(&queued_pod, expected).await;
     assert_eq!(count_findings(&machine, "unaccounted").await, 0);
-    let begun = Instant::now();
+    let start = Instant::now();
     drop(parked);
-    machine.until_started(&waiter).await;
-    let took = begun.elapsed();
+    machine.until_started(&queued_pod).await;
+    let took = start.elapsed();
     println!("bound {took:?} after it was freed");
     assert!(took < RECLAIM_LIMIT, "{took:?}");
 }
@@ -100,15 +100,15 @@ async fn uncharged_memory_is_withheld() {
     machine.end(&pod);
     // The audit's tolerance is not withheld.
     wait_for_bytes_in_state(&machine, "withheld", 6 * GIB - (64 << 20)).await;
-    let waiter = machine.admit("b", 12).await;
+    let queued_pod = machine.admit("b", 12).await;
     let expected = "of the node's GPUs are in use and charged to no pod";
-    machine.until_refused(&waiter, expected).await;
+    machine.until_refused(&queued_pod, expected).await;
     machine.restart_agent().await;
-    machine.until_refused(&waiter, expected).await;
-    let begun = Instant::now();
+    machine.until_refused(&queued_pod, expected).await;
+    let start = Instant::now();
     drop(parked);
-    machine.until_started(&waiter).await;
-    println!("bound {:?} after it was freed", begun.elapsed());
+    machine.until_started(&queued_pod).await;
+    println!("bound {:?} after it was freed", start.elapsed());
 }
 
 #[tokio::test]
@@ -117,11 +117,11 @@ async fn unshared_exports_are_bound_again_at_once() {
     let (pod, program) = start_exporter(&machine).await;
     drop(program);
     machine.end(&pod);
-    let begun = Instant::now();
+    let start = Instant::now();
     let next = machine.admit("b", 16).await;
     machine.until_started(&next).await;
-    println!("bound after {:?}", begun.elapsed());
-    assert!(begun.elapsed() < RECLAIM_LIMIT, "{:?}", begun.elapsed());
+    println!("bound after {:?}", start.elapsed());
+    assert!(start.elapsed() < RECLAIM_LIMIT, "{:?}", start.elapsed());
 }
 
 #[tokio::test]
@@ -137,14 +137,14 @@ async fn orphaned_exports_are_granted_in_the_pod_once_unmapped() {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     assert_eq!(count_findings(&machine, "unaccounted").await, 0);
-    let begun = Instant::now();
+    let start = Instant::now();
     drop(parked);
     while other.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
-        assert!(begun.elapsed() < RECLAIM_LIMIT, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < RECLAIM_LIMIT, "{:?}", start.elapsed());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    println!("free for another after {:?}", begun.elapsed());
-    assert!(begun.elapsed() < RECLAIM_LIMIT, "{:?}", begun.elapsed());
+    println!("free for another after {:?}", start.elapsed());
+    assert!(start.elapsed() < RECLAIM_LIMIT, "{:?}", start.elapsed());
 }
 
 #[tokio::test]
@@ -162,9 +162,9 @@ async fn export_denied_before_exit_stays_charged() {
     }
     assert_eq!(count_findings(&machine, "unaccounted").await, 0);
     drop(parked);
-    let begun = Instant::now();
+    let start = Instant::now();
     while other.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
-        assert!(begun.elapsed() < RECLAIM_LIMIT, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < RECLAIM_LIMIT, "{:?}", start.elapsed());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -118,11 +118,11 @@ static int crash(void) {
 }
 
 static int map(unsigned long long count, const char *file) {
-    int made = open(file, O_RDWR | O_CREAT, 0600), page = 4096;
-    if (made < 0 || ftruncate(made, page)) return errno;
+    int fd = open(file, O_RDWR | O_CREAT, 0600), page = 4096;
+    if (fd < 0 || ftruncate(fd, page)) return errno;
     /* Every mapping is of the same page, so the kernel cannot merge two of them. */
     while (count--)
-        if (mmap(NULL, page, PROT_READ, MAP_SHARED, made, 0) == MAP_FAILED) return errno;
+        if (mmap(NULL, page, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED) return errno;
     return 0;
 }
 
@@ -228,9 +228,9 @@ int main(int count, char **words) {
                 code = file < 0 || ftruncate(file, 0) ? errno : 0;
             } else code = -3;
         } else if (!strncmp(line, "close", 5)) {
-            struct stat what;
+            struct stat status;
             for (int file = 3; file < 256; file++)
-                if (!fstat(file, &what) && S_ISSOCK(what.st_mode)) close(file);
+                if (!fstat(file, &status) && S_ISSOCK(status.st_mode)) close(file);
         }
         if (code) printf("err %d\n", code);
         else puts("ok");

@@ -51,13 +51,13 @@ async fn wait_for_utilization(machine: &Machine, wanted: &[(&str, f64)]) {
         .iter()
         .map(|(pod, ratio)| ((*pod).to_owned(), *ratio));
     let wanted: BTreeMap<String, f64> = wanted.collect();
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let now = utilization(machine).await;
         if now == wanted {
             return;
         }
-        assert!(begun.elapsed() < PATIENCE, "{now:?} is not {wanted:?}");
+        assert!(start.elapsed() < PATIENCE, "{now:?} is not {wanted:?}");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
 }

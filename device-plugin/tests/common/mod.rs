@@ -19,10 +19,10 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 ///
 /// # Panics
 /// After [`PATIENCE`].
-pub async fn eventually(what: &str, mut reached: impl FnMut() -> bool) -> Duration {
+pub async fn eventually(description: &str, mut reached: impl FnMut() -> bool) -> Duration {
     let start = Instant::now();
     while !reached() {
-        assert!(start.elapsed() < PATIENCE, "not reached: {what}");
+        assert!(start.elapsed() < PATIENCE, "not reached: {description}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     start.elapsed()
@@ -47,9 +47,9 @@ pub async fn assert_within(promise: Duration, attempt: impl AsyncFn() -> Duratio
 ///
 /// # Panics
 /// When the median or the worst time is too long.
-pub fn assert_median_within(promise: Duration, what: &str, mut times: Vec<Duration>) {
+pub fn assert_median_within(promise: Duration, description: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     let (count, median, worst) = (times.len(), times[times.len() / 2], times[times.len() - 1]);
-    println!("{what}: of {count}, median {median:?}, worst {worst:?}");
+    println!("{description}: of {count}, median {median:?}, worst {worst:?}");
     assert!(median < promise && worst < 5 * promise, "{times:?}");
 }

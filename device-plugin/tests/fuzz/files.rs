@@ -31,8 +31,8 @@ fn device_checkpoint_is_parsed_by_whole_entries() {
         // A skipped entry may be no text.
         if let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) {
             let entries = file["Data"]["PodDeviceEntries"].as_array();
-            let ours = checkpoint.entries.len() + checkpoint.skipped;
-            assert!(ours <= entries.map_or(0, Vec::len));
+            let own = checkpoint.entries.len() + checkpoint.skipped;
+            assert!(own <= entries.map_or(0, Vec::len));
         }
         for held in &checkpoint.entries {
             let mut holders = checkpoint.entries_with(held.resource, &held.device_ids);

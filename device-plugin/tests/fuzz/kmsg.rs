@@ -12,11 +12,11 @@ fn kernel_log_record_is_classified_by_its_start() {
         let Some((named, micros)) = parse(text) else {
             return;
         };
-        let (header, said) = text.split_once(';').unwrap();
+        let (header, message) = text.split_once(';').unwrap();
         let fields: Vec<&str> = header.split(',').collect();
         assert!(fields[0].parse::<u64>().unwrap() < 8, "a program's: {text}");
         assert_eq!(fields[2].parse(), Ok(micros), "{text}");
-        let (address, rest) = said
+        let (address, rest) = message
             .strip_prefix("NVRM: Xid (PCI:")
             .and_then(|rest| rest.split_once("): "))
             .unwrap_or_else(|| panic!("not the driver's: {text}"));
@@ -32,9 +32,9 @@ fn kernel_log_record_is_classified_by_its_start() {
         assert_eq!(parse(&alone), Some((named, micros)));
         for before in ["x", " ", "6,1,1,-;", "NVRM: Xid (PCI:[6895]: segfault in "] {
             assert_eq!(
-                parse(&format!("{header};{before}{said}")),
+                parse(&format!("{header};{before}{message}")),
                 None,
-                "{before}{said}"
+                "{before}{message}"
             );
         }
     });

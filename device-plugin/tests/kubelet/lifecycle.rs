@@ -149,8 +149,8 @@ async fn agent_registers_when_the_plugin_directory_appears() {
     let dir = root.path().join("device-plugins");
     let agent = Agent::start(&dir, ledger(&[8]), devices(8, 8));
     eventually("a reason", || {
-        let told = format!("{:?}", *agent.registration.borrow());
-        told.contains("device-plugins") && !told.contains("Starting")
+        let registration = format!("{:?}", *agent.registration.borrow());
+        registration.contains("device-plugins") && !registration.contains("Starting")
     })
     .await;
     let mut kubelet = FakeKubelet::new(root.path(), 1);
@@ -164,10 +164,16 @@ async fn agent_names_the_kubelet_once_its_directory_appears() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("device-plugins");
     let agent = Agent::start(&dir, ledger(&[8]), devices(8, 8));
-    let told = || format!("{:?}", *agent.registration.borrow());
-    eventually("the missing directory", || told().contains("Directory")).await;
+    let registration = || format!("{:?}", *agent.registration.borrow());
+    eventually("the missing directory", || {
+        registration().contains("Directory")
+    })
+    .await;
     std::fs::create_dir(&dir).unwrap();
-    eventually("the missing kubelet", || told().contains("NoKubelet")).await;
+    eventually("the missing kubelet", || {
+        registration().contains("NoKubelet")
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -202,8 +208,8 @@ async fn agent_keeps_sockets_of_other_plugins() {
     drop(UnixListener::bind(kubelet.dir().join("bursar-gpu-memory-4999999-0.sock")).unwrap());
     let agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
     agent.until_registered().await;
-    let mine = format!("bursar-gpu-memory-{}-0.sock", std::process::id());
-    let mut expected = vec!["bursar-gpu-memory-1-0.sock", &mine, "nvidia-gpu.sock"];
+    let own_socket = format!("bursar-gpu-memory-{}-0.sock", std::process::id());
+    let mut expected = vec!["bursar-gpu-memory-1-0.sock", &own_socket, "nvidia-gpu.sock"];
     expected.sort_unstable();
     assert_eq!(sockets(kubelet.dir()), expected);
 }
@@ -214,12 +220,12 @@ async fn agent_backs_off_when_the_kubelet_cuts_each_stream() {
     let mut kubelet = FakeKubelet::new(root.path(), 1);
     kubelet.inject(|faults| faults.streams = u32::MAX);
     kubelet.start();
-    let begun = Instant::now();
+    let start = Instant::now();
     let _agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
     eventually("five registrations", || count_registrations(&kubelet) >= 5).await;
     // The pauses are 0.1, 0.2, 0.4 and 0.8 s. A busy machine only lengthens them.
     let least = Duration::from_millis(1_500);
-    assert!(begun.elapsed() >= least, "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= least, "{:?}", start.elapsed());
 }
 
 #[tokio::test]

@@ -135,10 +135,10 @@ async fn pod_admitted_without_an_agent_starts_with_the_next_one() {
     for round in 0..5 {
         let state = node.kill_agent();
         let pod = Pod::with(&format!("pod-{round}"), GPU, 1);
-        let begun = Instant::now();
+        let start = Instant::now();
         node.kubelet.admit(&pod).await.unwrap();
         assert!(
-            begun.elapsed() < Duration::from_secs(5),
+            start.elapsed() < Duration::from_secs(5),
             "Allocate waits for nothing"
         );
         assert_eq!(node.kubelet.capacity(GPU).unwrap().allocatable, 8);
@@ -162,7 +162,7 @@ async fn pod_admitted_without_an_agent_starts_with_the_next_one() {
 }
 
 #[tokio::test]
-async fn agent_is_told_of_allocations_and_answers_as_without_a_relay() {
+async fn agent_receives_allocations_and_answers_as_without_a_relay() {
     let node = Node::new().await;
     let pod = Pod::with("a", GPU, 8);
     node.kubelet.admit(&pod).await.unwrap();

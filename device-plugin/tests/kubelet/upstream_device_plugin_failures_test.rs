@@ -48,10 +48,10 @@ async fn when_get_device_plugin_options_fails_device_plugin_will_not_be_used() {
         None,
         "the kubelet does not even register the resource"
     );
-    let told = format!("{:?}", *agent.registration.borrow());
+    let registration = format!("{:?}", *agent.registration.borrow());
     assert!(
-        told.contains("failed to get device plugin options"),
-        "{told}"
+        registration.contains("failed to get device plugin options"),
+        "{registration}"
     );
 
     kubelet.inject(|faults| faults.options = 0);

@@ -151,28 +151,28 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
     if is_object && path.contains("watch=true") {
         return watch(stream, object);
     }
-    let mut held = object.lock().unwrap();
+    let mut state = object.lock().unwrap();
     let answer = match method.as_str() {
         "PATCH" if is_object => {
             let patch: Value = serde_json::from_slice(&body)?;
             if let Some(status) = patch.get("status") {
-                held.status = status.clone();
-                held.version += 1;
+                state.status = status.clone();
+                state.version += 1;
             }
-            held.to_json()
+            state.to_json()
         }
         "GET" if is_object && path.contains('?') => json!({
             "apiVersion": "bursar.dev/v1alpha1",
             "kind": "GpuNodeList",
-            "metadata": { "resourceVersion": held.version.to_string() },
-            "items": [held.to_json()],
+            "metadata": { "resourceVersion": state.version.to_string() },
+            "items": [state.to_json()],
         }),
-        "GET" if is_object => held.to_json(),
+        "GET" if is_object => state.to_json(),
         // The agent ignores the answer to an Event, which is the only POST. Other requests read the
         // Node.
         "POST" => {
             let event: Value = serde_json::from_slice(&body)?;
-            held.events.push(event.clone());
+            state.events.push(event.clone());
             event
         }
         _ => json!({
@@ -181,7 +181,7 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
             "metadata": { "name": "node-1", "uid": "n" },
         }),
     };
-    drop(held);
+    drop(state);
     let answer = answer.to_string();
     write!(
         &stream,
@@ -195,7 +195,7 @@ fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Resul
         stream,
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
     )?;
-    let mut told = 0;
+    let mut sent_version = 0;
     loop {
         let (version, whole) = {
             let object = object.lock().unwrap();
@@ -204,9 +204,9 @@ fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Resul
             }
             (object.version, object.to_json())
         };
-        if version != told {
+        if version != sent_version {
             writeln!(stream, "{}", json!({ "type": "MODIFIED", "object": whole }))?;
-            told = version;
+            sent_version = version;
         }
         std::thread::sleep(Duration::from_millis(20));
     }

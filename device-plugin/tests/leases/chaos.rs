@@ -85,9 +85,9 @@ impl Reply {
     }
 }
 
-fn open_and_use(tenant: &mut Tenant, name: &str, dice: &mut StdRng, mark: u64) -> Reply {
-    let bytes = u64::from(dice.random_range(1..3_u32)) * GIB;
-    let discards = dice.random_range(0..4) == 0;
+fn open_and_use(tenant: &mut Tenant, name: &str, rng: &mut StdRng, mark: u64) -> Reply {
+    let bytes = u64::from(rng.random_range(1..3_u32)) * GIB;
+    let discards = rng.random_range(0..4) == 0;
     match open_retrying(tenant, name, bytes) {
         Ok(Opened::Ready { lease, mark }) => {
             Reply::Read(lease, mark, discards.then(|| tenant.discard(lease)))
@@ -111,7 +111,7 @@ impl ExpectedLeases {
     }
 
     /// Checks a reply against the expected content of the lease.
-    fn check_reply(&mut self, name: &'static str, told: &Reply) {
+    fn check_reply(&mut self, name: &'static str, reply: &Reply) {
         let before = self.0.get(name).copied();
         let unanswered = |why: &str, of: &str| {
             assert!(
@@ -120,7 +120,7 @@ impl ExpectedLeases {
             );
             Expected::Unknown
         };
-        match told {
+        match reply {
             Reply::Read(lease, mark, discarded) => {
                 let read = Expected::Content(*lease, *mark);
                 assert_ne!(before, None, "{name} was never committed");
@@ -163,16 +163,16 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         fixture.machine.run("a", 6).await,
         fixture.machine.run("b", 6).await,
     ];
-    let mut dice = StdRng::seed_from_u64(3);
+    let mut rng = StdRng::seed_from_u64(3);
     let mut tenants: Vec<Tenant> = pods.iter().map(|pod| fixture.tenant(pod)).collect();
-    let mut promises = ExpectedLeases::default();
+    let mut expected_leases = ExpectedLeases::default();
     let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
     // For each victim, the kills between two requests and the kills during one.
     let mut deaths = BTreeMap::<Victim, [u32; 2]>::new();
     for round in 0..rounds {
-        let at = dice.random_range(0..pods.len());
-        let name = ["x", "y", "z"][dice.random_range(0..3)];
-        let victim = match dice.random_range(0..100) {
+        let at = rng.random_range(0..pods.len());
+        let name = ["x", "y", "z"][rng.random_range(0..3)];
+        let victim = match rng.random_range(0..100) {
             0..15 => Some(Victim::Tenant),
             15..35 => Some(Victim::Provisioners),
             35..38 => Some(Victim::Agent),
@@ -182,15 +182,15 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         // Short delays are likelier because most requests are answered within 2 ms, even more so
         // for rare victims.
         let is_rare = matches!(victim, Some(Victim::Agent | Victim::FdStore));
-        let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
-        let delay = dice.random_range(0..MAX_KILL_DELAY_US) >> halvings;
+        let halvings = rng.random_range(if is_rare { 3..6 } else { 0..6 });
+        let delay = rng.random_range(0..MAX_KILL_DELAY_US) >> halvings;
         // Some kills come after the answer, however long that takes.
-        let after = !is_rare && dice.random_ratio(1, 3);
+        let after = !is_rare && rng.random_ratio(1, 3);
         let registered = fixture.machine.registrations();
         if victim == Some(Victim::FdStore) {
-            promises.forget_all_but(name);
+            expected_leases.forget_all_but(name);
         }
-        let (told, was_amid) = thread::scope(|scope| {
+        let (reply, was_amid) = thread::scope(|scope| {
             let (fixture, tenant) = (&mut fixture, &mut tenants[at]);
             let pid = tenant.pid();
             let (answer, until_answered) = mpsc::channel::<()>();
@@ -200,20 +200,20 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
                         let _ = until_answered.recv();
                     }
                     thread::sleep(Duration::from_micros(delay));
-                    let begun = Instant::now();
+                    let start = Instant::now();
                     victim.kill(fixture, pid);
-                    begun
+                    start
                 })
             });
-            let told = open_and_use(tenant, name, &mut dice, u64::from(round) + 1);
+            let reply = open_and_use(tenant, name, &mut rng, u64::from(round) + 1);
             let answered = Instant::now();
             drop(answer);
             let killed = killing.map(|killing| killing.join().unwrap());
-            (told, killed.is_some_and(|killed| killed < answered))
+            (reply, killed.is_some_and(|killed| killed < answered))
         });
         // A tenant that is not killed exits only if it reads other content than was committed.
-        assert!(!told.is_gone() || victim == Some(Victim::Tenant));
-        promises.check_reply(name, &told);
+        assert!(!reply.is_gone() || victim == Some(Victim::Tenant));
+        expected_leases.check_reply(name, &reply);
         if let Some(victim) = victim {
             deaths.entry(victim).or_default()[usize::from(was_amid)] += 1;
         }
@@ -221,10 +221,10 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
             // The lease that the tenant was writing is discarded.
             Some(Victim::Tenant) => tenants[at] = fixture.tenant(&pods[at]),
             Some(Victim::Agent) => drop(fixture.machine.until_registered(registered).await),
-            Some(Victim::FdStore) => promises.forget_all_but(name),
+            Some(Victim::FdStore) => expected_leases.forget_all_but(name),
             Some(Victim::Provisioners) | None => {}
         }
-        match told {
+        match reply {
             Reply::Read(..) => reads += 1,
             Reply::Wrote(_, _, answer) => commits += u32::from(answer == "committed"),
             // Discarded memory that the other pod has open stays charged until that pod ends.
@@ -237,7 +237,7 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
                     fixture.machine.until_started(pod).await;
                     tenants.push(fixture.tenant(pod));
                 }
-                promises = ExpectedLeases::default();
+                expected_leases = ExpectedLeases::default();
                 all_pods += 1;
             }
             Reply::Refused(_) => {}
@@ -255,8 +255,8 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         fixture.machine.end(pod);
     }
     let whole = fixture.machine.admit("whole", 16).await;
-    let begun = Instant::now();
+    let start = Instant::now();
     fixture.machine.until_started(&whole).await;
-    println!("all of it bound again after {:?}", begun.elapsed());
-    assert!(begun.elapsed() < Duration::from_secs(10));
+    println!("all of it bound again after {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(10));
 }

@@ -50,24 +50,24 @@ fn gpu_usage(fixture: &Fixture, gpu: &str) -> (u64, usize) {
 
 async fn wait_for_gpu_state(api: &FakeGpuNodeApi, gpu: &str, state: &str, reason: &str) -> Value {
     let expected = [json!(state), json!(reason)];
-    let said = || {
-        let said = api.gpu(gpu);
-        [said["state"].clone(), said["health"]["reason"].clone()]
+    let actual = || {
+        let actual = api.gpu(gpu);
+        [actual["state"].clone(), actual["health"]["reason"].clone()]
     };
-    eventually(&format!("{state}, {reason}"), || said() == expected).await;
+    eventually(&format!("{state}, {reason}"), || actual() == expected).await;
     api.gpu(gpu)
 }
 
 /// Starts the pod as the kubelet does until the agent refuses. The agent may still have to
 /// register.
 async fn wait_until_refused(fixture: &Fixture, pod: &Pod) {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let error = fixture.machine.start(pod).await.unwrap_err();
         if error.contains("is drained") {
             return;
         }
-        assert!(begun.elapsed() < PATIENCE, "{error}");
+        assert!(start.elapsed() < PATIENCE, "{error}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
@@ -86,17 +86,17 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     assert!(open_retrying(&mut neighbour, "before", GIB).is_ok());
     fixture.machine.start(&pod).await.unwrap();
     let (_, gpu) = fixture.allocation_and_gpu(&pod);
-    let (_, elsewhere) = fixture.allocation_and_gpu(&other);
+    let (_, other_gpu) = fixture.allocation_and_gpu(&other);
     let mut first = fixture.tenant(&pod);
     // An answer to this request means that the GPU has passed the scrub check.
     assert!(open_retrying(&mut first, "first", GIB).is_ok());
     first.kill();
-    let (mut tenant, made) = start_client(&fixture, &pod).await;
-    assert_eq!(made["found"], false);
+    let (mut tenant, report) = start_client(&fixture, &pod).await;
+    assert_eq!(report["found"], false);
     let before = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
     // A starting agent's status has no GPUs for a moment.
     let [node, other_node] =
-        [&gpu, &elsewhere].map(|gpu| format!("nvidia{}", api.gpu(gpu)["index"]));
+        [&gpu, &other_gpu].map(|gpu| format!("nvidia{}", api.gpu(gpu)["index"]));
     let only_the_other = |fixture: &Fixture| {
         let nodes = open_device_nodes(fixture);
         nodes.contains(&other_node) && !nodes.contains(&node)
@@ -126,11 +126,11 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
 
     fixture.machine.kill_agent();
     fixture.machine.start_agent();
-    let begun = Instant::now();
+    let start = Instant::now();
     while !only_the_other(&fixture) {
         let open = open_nodes_by_pid(&fixture);
         assert!(
-            begun.elapsed() < PATIENCE,
+            start.elapsed() < PATIENCE,
             "{node} is drained, and {other_node} is not; open: {open:?}"
         );
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -144,24 +144,27 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
         after["generation"].as_u64(),
         before["generation"].as_u64().map(|before| before + 1)
     );
-    assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
+    assert_eq!(api.gpu(&other_gpu)["generation"], before["generation"]);
     let (was, is) = (&before["generation"], &after["generation"]);
-    let told = format!("the memory of {gpu} has generation {is} instead of {was}");
-    let is_told = || {
+    let expected_note = format!("the memory of {gpu} has generation {is} instead of {was}");
+    let is_reported = || {
         let notes = api.events("GpuMemoryLost");
-        notes.iter().any(|note| note.starts_with(&told))
+        notes.iter().any(|note| note.starts_with(&expected_note))
     };
-    eventually("the Event of the lost memory", is_told).await;
+    eventually("the Event of the lost memory", is_reported).await;
     let status: GpuNodeStatus = serde_json::from_value(api.status()).unwrap();
-    let drained = status.containers.iter().find(|one| one.pod == "a");
+    let drained = status
+        .containers
+        .iter()
+        .find(|container| container.pod == "a");
     assert!(drained.unwrap().process_generation >= 1, "{status:?}");
     let kept = status.retained.iter().find(|lease| lease.name == "before");
     let kept = kept.unwrap();
-    assert_eq!((&kept.gpu, kept.state), (&elsewhere, LeaseState::Writing));
+    assert_eq!((&kept.gpu, kept.state), (&other_gpu, LeaseState::Writing));
     assert_eq!(kept.size.bytes(), Ok(GIB));
     assert_eq!((kept.owner.as_str(), kept.openers), ("b", 1));
     // An answer to this request means that the GPU has passed the scrub check again.
-    assert!(open_retrying(&mut fixture.tenant(&pod), "seen", GIB).is_ok());
+    assert!(open_retrying(&mut fixture.tenant(&pod), "after", GIB).is_ok());
     let (_tenant, anew) = start_client(&fixture, &pod).await;
     assert_eq!(anew["found"], false, "the retained memory is lost");
 }

@@ -33,11 +33,11 @@ async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
     writer.kill();
     fixture.machine.end(&first);
     // 16 - 2 - 6 GiB are free: the lease's owner has ended, but the lease has not.
-    let waiter = fixture.machine.admit("c", 11).await;
+    let queued_pod = fixture.machine.admit("c", 11).await;
     let expected = "waiting for 11 GiB on one GPU: largest free 8 GiB";
-    fixture.machine.until_refused(&waiter, expected).await;
+    fixture.machine.until_refused(&queued_pod, expected).await;
     fixture.machine.restart_agent().await;
-    fixture.machine.until_refused(&waiter, expected).await;
+    fixture.machine.until_refused(&queued_pod, expected).await;
     assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     let holder = reader.ask(&format!("park {lease}")).unwrap();
     let parked = ParkedHolder(holder.parse().unwrap());
@@ -45,10 +45,10 @@ async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
     fixture.machine.end(&second);
     fixture
         .machine
-        .until_refused(&waiter, "largest free 10 GiB")
+        .until_refused(&queued_pod, "largest free 10 GiB")
         .await;
     drop(parked);
-    fixture.machine.until_started(&waiter).await;
+    fixture.machine.until_started(&queued_pod).await;
 }
 
 /// Discards a lease while a process holds its memory. The owner is charged until that process has
@@ -68,8 +68,8 @@ async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<Parked
         tenant.ask(&format!("discard {lease}")).as_deref(),
         Some("discarded")
     );
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(2) {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(2) {
         let refused = tenant.open("weights", 3 * GIB).unwrap_err();
         assert!(refused.starts_with("refused Quota"), "{refused}");
         std::thread::sleep(Duration::from_millis(100));
@@ -101,9 +101,11 @@ async fn descriptor_in_flight_keeps_discarded_memory_charged() {
 async fn io_uring_reference_keeps_discarded_memory_charged() {
     let (_folder, program) = compile_c("ring.c");
     let ring = |tenant: &mut Tenant, lease| {
-        let said = tenant.ask(&format!("ring {lease} {}", program.display()));
-        let said = said.unwrap();
-        Some(ParkedHolder(said.strip_prefix("holds ")?.parse().unwrap()))
+        let answer = tenant.ask(&format!("ring {lease} {}", program.display()));
+        let answer = answer.unwrap();
+        Some(ParkedHolder(
+            answer.strip_prefix("holds ")?.parse().unwrap(),
+        ))
     };
     charged_while_held(ring).await;
 }

@@ -142,9 +142,9 @@ impl Fixture {
         let threads = fs::read_dir(format!("/proc/{agent}/task"))
             .unwrap()
             .flatten();
-        let of_threads =
+        let children_of_threads =
             threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
-        let pids: BTreeSet<String> = of_threads
+        let pids: BTreeSet<String> = children_of_threads
             .chain(children)
             .flat_map(|pids| {
                 pids.split_whitespace()
@@ -164,8 +164,11 @@ impl Fixture {
 
     /// Sends SIGKILL to every provisioner of this agent. Returns their number.
     pub(crate) fn kill_provisioners(&self) -> usize {
-        let gone = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
-        self.provisioners().iter().filter(|pid| gone(pid)).count()
+        let is_killed = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
+        self.provisioners()
+            .iter()
+            .filter(|pid| is_killed(pid))
+            .count()
     }
 
     /// Starts a process in a pod's container and passes it the agent's socket.
@@ -188,7 +191,7 @@ impl Fixture {
 
     pub(crate) fn allocation_and_gpu(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
-        let of_pod = devices.iter().find_map(|(file, binding)| {
+        let found = devices.iter().find_map(|(file, binding)| {
             let binding: serde_json::Value = serde_json::from_str(binding).unwrap();
             let allocation = file
                 .strip_prefix("bursar.dev-gpu-")?
@@ -196,7 +199,7 @@ impl Fixture {
             let gpu = binding["gpus"][0]["uuid"].as_str()?.to_owned();
             (binding["pod"] == pod.uid.as_str()).then(|| (allocation.to_owned(), gpu))
         });
-        of_pod.unwrap()
+        found.unwrap()
     }
 }
 
@@ -211,10 +214,13 @@ impl Drop for Fixture {
 
 /// Waits for the result of a scrub check. Over the simulated driver, the check reads some GiB by
 /// processor on a busy machine.
-pub(crate) async fn wait_for_scrub_check(what: &str, is_seen: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !is_seen() {
-        assert!(begun.elapsed() < SCRUB_CHECK_LIMIT, "not seen: {what}");
+pub(crate) async fn wait_for_scrub_check(description: &str, is_finished: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_finished() {
+        assert!(
+            start.elapsed() < SCRUB_CHECK_LIMIT,
+            "no result: {description}"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -239,10 +245,10 @@ fn open_while(
     bytes: u64,
     is_expected: impl Fn(&str) -> bool,
 ) -> Result<Opened, String> {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         match tenant.open(name, bytes) {
-            Err(why) if is_expected(&why) && begun.elapsed() < retry_limit(&why) => {
+            Err(why) if is_expected(&why) && start.elapsed() < retry_limit(&why) => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             opened => return opened,

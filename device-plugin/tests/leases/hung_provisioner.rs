@@ -26,11 +26,11 @@ impl Tracer {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut said = String::new();
+        let mut line = String::new();
         let output = child.stdout.take().unwrap();
-        BufReader::new(output).read_line(&mut said).unwrap();
+        BufReader::new(output).read_line(&mut line).unwrap();
         let tracer = Tracer(child);
-        (said == "holds\n").then_some(tracer)
+        (line == "holds\n").then_some(tracer)
     }
 }
 
@@ -90,11 +90,11 @@ struct StoppedProvisioner(Pid);
 fn provisioner(fixture: &Fixture, pod: &Pod) -> Pid {
     let (_, gpu) = fixture.allocation_and_gpu(pod);
     let mut provisioners = fixture.provisioners().into_iter();
-    let of_gpu = provisioners.find(|pid| {
+    let pid = provisioners.find(|pid| {
         let words = fs::read_to_string(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
         words.unwrap().contains(&gpu)
     });
-    of_gpu.unwrap()
+    pid.unwrap()
 }
 
 /// Whether the main thread of a process waits. A thread that has work is runnable, also on a busy
@@ -142,13 +142,13 @@ async fn hung_provisioner_is_killed_and_replaced() {
     let pod = fixture.machine.run("a", 8).await;
     let mut tenant = fixture.tenant(&pod);
     assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
-    let (stopped, begun) = (
+    let (stopped, start) = (
         StoppedProvisioner::provisioner(&fixture, &pod).await,
         Instant::now(),
     );
     let refused = tenant.open("more", GIB).unwrap_err();
     assert!(refused.starts_with("refused Unavailable"), "{refused}");
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert!((DEADLINE..2 * DEADLINE).contains(&took), "{took:?}");
     let opened = open_retrying(&mut tenant, "more", GIB);
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
@@ -164,7 +164,7 @@ async fn provisioner_sweeps_after_many_releases() {
         panic!("it is there");
     };
     // The request to sweep times out, so the agent kills this provisioner.
-    let (stopped, begun) = (
+    let (stopped, start) = (
         StoppedProvisioner::provisioner(&fixture, &pod).await,
         Instant::now(),
     );
@@ -174,5 +174,5 @@ async fn provisioner_sweeps_after_many_releases() {
         !fixture.provisioners().contains(&stopped.0)
     })
     .await;
-    assert!(begun.elapsed() >= DEADLINE);
+    assert!(start.elapsed() >= DEADLINE);
 }

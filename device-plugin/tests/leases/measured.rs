@@ -39,8 +39,8 @@ async fn agent_measures_contexts_itself_and_once_a_boot() {
     fs::write(fixture.machine.path("state/contexts.json"), &former).unwrap();
     fixture.machine.restart_agent().await;
     assert_eq!(context_sizes(&fixture), measured);
-    let said = fixture.machine.log();
-    assert_eq!(said.matches("context measured").count(), 2, "once a boot");
+    let log = fixture.machine.log();
+    assert_eq!(log.matches("context measured").count(), 2, "once a boot");
     // An agent must start despite a file of the former format.
     fs::write(fixture.machine.path("run/contexts.json"), &former).unwrap();
     fixture.machine.restart_agent().await;

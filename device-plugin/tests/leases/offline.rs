@@ -18,10 +18,10 @@ const OFFLINE_AFTER: Duration = Duration::from_secs(30);
 /// Waits until the agent's status in the API server satisfies `is`.
 async fn until(
     api: &FakeGpuNodeApi,
-    what: &str,
+    description: &str,
     is: impl Fn(&GpuNodeStatus) -> bool,
 ) -> GpuNodeStatus {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let status: GpuNodeStatus = serde_json::from_value(api.status()).unwrap();
         if is(&status) {
@@ -29,8 +29,8 @@ async fn until(
         }
         // The agent repeats a failed write after 30 s at most.
         assert!(
-            begun.elapsed() < OFFLINE_AFTER + OFFLINE_AFTER,
-            "{what}: {status:?}"
+            start.elapsed() < OFFLINE_AFTER + OFFLINE_AFTER,
+            "{description}: {status:?}"
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -68,12 +68,12 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
     // From here on the agent has nothing to write, so no failed write tells it that the API server
     // is unreachable.
     api.set_unreachable(true);
-    let begun = Instant::now();
+    let start = Instant::now();
     while programs.iter_mut().any(Container::is_alive) {
-        assert!(begun.elapsed() < 2 * OFFLINE_AFTER, "they wait for ever");
+        assert!(start.elapsed() < 2 * OFFLINE_AFTER, "they wait for ever");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert!(begun.elapsed() >= OFFLINE_AFTER, "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= OFFLINE_AFTER, "{:?}", start.elapsed());
     api.set_unreachable(false);
     // A restart closes the fault. The fault beyond the restart limit stays open for an eviction.
     let status = until(&api, "the faults after the restart", |status| {

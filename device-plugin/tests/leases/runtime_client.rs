@@ -21,10 +21,10 @@ pub(crate) async fn start_client(fixture: &Fixture, pod: &Pod) -> (Container, Va
         Container::run(&fixture.machine, pod, PLAIN, &program, "image - 67108864").await;
     fixture.machine.adopt(pod, client.pid());
     let line = client.read();
-    let told = serde_json::from_str(&line);
+    let report = serde_json::from_str(&line);
     (
         client,
-        told.unwrap_or_else(|error| panic!("{error}: {line}")),
+        report.unwrap_or_else(|error| panic!("{error}: {line}")),
     )
 }
 
@@ -80,18 +80,18 @@ async fn runtime_client_finds_its_lease_after_restarts() {
     let mut reader = fixture.tenant(&other);
     assert!(open_retrying(&mut reader, "other", GIB).is_ok());
     let pod = fixture.machine.admit("a", 4).await;
-    let (mut first, made) = start_client(&fixture, &pod).await;
-    assert_eq!(made["found"], false);
-    let said = first.call("token");
-    let (of_lease, own) = said.split_once(' ').unwrap();
-    let lease = redeem(&mut reader, of_lease).map(|(lease, block)| (lease > 0, block));
+    let (mut first, created) = start_client(&fixture, &pod).await;
+    assert_eq!(created["found"], false);
+    let tokens = first.call("token");
+    let (lease_token, own_token) = tokens.split_once(' ').unwrap();
+    let lease = redeem(&mut reader, lease_token).map(|(lease, block)| (lease > 0, block));
     assert_eq!(lease, Ok((true, 1)));
-    assert_eq!(redeem(&mut reader, own), Ok((0, 2)));
+    assert_eq!(redeem(&mut reader, own_token), Ok((0, 2)));
     // The client kills itself. The test reads the end of its output, which may come before the
     // process has ended.
     assert_eq!(first.call("kill"), "");
     drop(first);
-    for token in [of_lease, own] {
+    for token in [lease_token, own_token] {
         eventually("the end of its tokens", || {
             is_fenced(&redeem(&mut reader, token), Generation::Process)
         })
@@ -100,14 +100,14 @@ async fn runtime_client_finds_its_lease_after_restarts() {
     let (second, found) = start_client(&fixture, &pod).await;
     assert_eq!(
         (&found["found"], &found["checksum"]),
-        (&Value::Bool(true), &made["checksum"])
+        (&Value::Bool(true), &created["checksum"])
     );
     drop(second);
     fixture.machine.restart_agent().await;
     let (_third, again) = start_client(&fixture, &pod).await;
     assert_eq!(
         (&again["found"], &again["checksum"]),
-        (&Value::Bool(true), &made["checksum"])
+        (&Value::Bool(true), &created["checksum"])
     );
 }
 
@@ -126,12 +126,12 @@ async fn fenced_lease_is_stale_in_its_process_alone() {
     let pid = images[0].pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];
     fixture.machine.lab.run_simgpu(&xid).unwrap();
-    let told = Instant::now();
+    let injected_at = Instant::now();
     // The client has made no call that could report the fault, and the agent has not killed it yet.
     while images[0].call("?") != "Poisoned(999)" {
         assert!(
-            told.elapsed() < Duration::from_secs(3),
-            "the fence is not seen"
+            injected_at.elapsed() < Duration::from_secs(3),
+            "the client did not observe the fence"
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

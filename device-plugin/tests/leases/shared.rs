@@ -38,24 +38,24 @@ async fn admit(machine: &Machine, namespace: &str, name: &str, gib: usize) -> Po
 
 /// Starts a pod of one namespace on each of both GPUs.
 async fn two_tenants(machine: &Machine) -> [Pod; 2] {
-    let one = admit(machine, "one", "one-a", 4).await;
-    machine.until_started(&one).await;
+    let first = admit(machine, "one", "one-a", 4).await;
+    machine.until_started(&first).await;
     // This pod exceeds the free memory of the first GPU.
-    let two = admit(machine, "two", "two-a", 14).await;
-    machine.until_started(&two).await;
-    [one, two]
+    let second = admit(machine, "two", "two-a", 14).await;
+    machine.until_started(&second).await;
+    [first, second]
 }
 
 #[tokio::test]
 async fn unscrubbed_gpu_serves_one_namespace_until_reboot() {
     let mut machine = machine_with_scrubbing("off", false).await;
-    let [_, two] = two_tenants(&machine).await;
+    let [_, second] = two_tenants(&machine).await;
     let third = admit(&machine, "three", "three-a", 2).await;
     machine.until_refused(&third, NOT_SHARED).await;
-    let mate = admit(&machine, "one", "one-b", 2).await;
-    machine.until_started(&mate).await;
+    let neighbour = admit(&machine, "one", "one-b", 2).await;
+    machine.until_started(&neighbour).await;
     // Memory of the ended pods is still readable, whatever namespace comes next.
-    machine.end(&two);
+    machine.end(&second);
     machine.until_refused(&third, NOT_SHARED).await;
     machine.restart_agent().await;
     machine.until_refused(&third, NOT_SHARED).await;
@@ -68,8 +68,8 @@ async fn scrubbed_or_allowed_gpu_is_shared_by_namespaces() {
         two_tenants(&machine).await;
         if !allow {
             wait_for_scrub_check("both GPUs", || {
-                let said = machine.log();
-                said.matches("freed memory comes back cleared").count() == 2
+                let log = machine.log();
+                log.matches("freed memory comes back cleared").count() == 2
             })
             .await;
         }

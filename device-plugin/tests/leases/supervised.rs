@@ -83,10 +83,10 @@ async fn eight_gpus_get_runtimes_two_at_a_time_and_then_pods() {
     }
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 32).await;
-    let waiter = fixture.machine.admit("a", 2).await;
+    let queued_pod = fixture.machine.admit("a", 2).await;
     eventually("the first starts", || runtimes(&fixture).len() == 2).await;
-    let begun = Instant::now();
-    while begun.elapsed() < WATCHED {
+    let start = Instant::now();
+    while start.elapsed() < WATCHED {
         assert!(runtimes(&fixture).len() <= 2);
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -103,7 +103,7 @@ async fn eight_gpus_get_runtimes_two_at_a_time_and_then_pods() {
         );
     }
     assert_eq!(runtimes(&fixture).len(), 8);
-    fixture.machine.until_started(&waiter).await;
+    fixture.machine.until_started(&queued_pod).await;
 }
 
 /// A GPU's first pod waits for the result of the first start, and other GPUs take pods.
@@ -117,9 +117,9 @@ async fn pod_before_the_first_result_gets_no_refused_gpu() {
     fs::write(&script, text.replace("#!/bin/sh\n", late)).unwrap();
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 32).await;
-    let waiter = fixture.machine.admit("a", 10).await;
-    fixture.machine.until_started(&waiter).await;
-    assert_eq!(fixture.allocation_and_gpu(&waiter).1, SECOND);
+    let queued_pod = fixture.machine.admit("a", 10).await;
+    fixture.machine.until_started(&queued_pod).await;
+    assert_eq!(fixture.allocation_and_gpu(&queued_pod).1, SECOND);
     until_state(&api, FIRST, "Refused").await;
 }
 
@@ -150,12 +150,12 @@ async fn gpu_whose_start_hangs_takes_no_pods_until_one_succeeds() {
     let reason = refused["reason"].as_str().unwrap();
     assert!(reason.contains("no answer within 20 s"), "{reason}");
     fixture.machine.run("c", 10).await;
-    let waiter = fixture.machine.admit("d", 5).await;
+    let queued_pod = fixture.machine.admit("d", 5).await;
     let expected = format!("CUDA refuses {first}");
-    fixture.machine.until_refused(&waiter, &expected).await;
+    fixture.machine.until_refused(&queued_pod, &expected).await;
     simgpu(&fixture.machine, &["accept", minor]);
-    fixture.machine.until_started(&waiter).await;
-    assert_eq!(fixture.allocation_and_gpu(&waiter).1, first);
+    fixture.machine.until_started(&queued_pod).await;
+    assert_eq!(fixture.allocation_and_gpu(&queued_pod).1, first);
 }
 
 #[tokio::test]
@@ -172,11 +172,11 @@ async fn gpu_takes_no_pods_after_three_starts_with_another_code() {
         "{refused}"
     );
     fixture.machine.run("a", 10).await;
-    let waiter = fixture.machine.admit("b", 10).await;
+    let queued_pod = fixture.machine.admit("b", 10).await;
     let expected = format!("CUDA refuses {SECOND}");
-    fixture.machine.until_refused(&waiter, &expected).await;
+    fixture.machine.until_refused(&queued_pod, &expected).await;
     simgpu(&fixture.machine, &["accept", "1"]);
-    fixture.machine.until_started(&waiter).await;
+    fixture.machine.until_started(&queued_pod).await;
 }
 
 #[tokio::test]
@@ -192,16 +192,16 @@ async fn gpu_that_cuda_refuses_takes_no_pods_until_a_start_succeeds() {
     );
     until_state(&api, FIRST, "Ready").await;
     fixture.machine.run("a", 10).await;
-    let waiter = fixture.machine.admit("b", 10).await;
+    let queued_pod = fixture.machine.admit("b", 10).await;
     let expected = format!("CUDA refuses {SECOND}");
-    fixture.machine.until_refused(&waiter, &expected).await;
+    fixture.machine.until_refused(&queued_pod, &expected).await;
     let took = fixture.machine.kubelet.until_allocatable(GPU, 16).await;
     assert!(took >= Duration::from_secs(20), "too few tries: {took:?}");
     let is_unhealthy = || api.gpu(SECOND)["health"]["reason"] == "CudaRefused";
     eventually("the reason", is_unhealthy).await;
     assert_eq!(api.gpu(FIRST)["health"]["reason"], "Ok");
-    let told = || !api.events("GpuUnhealthy").is_empty();
-    eventually("the Event", told).await;
+    let is_reported = || !api.events("GpuUnhealthy").is_empty();
+    eventually("the Event", is_reported).await;
     let (_, metrics) = fixture.machine.get("/metrics").await;
     for line in [
         format!("bursar_gpu_runtime_state{{gpu=\"{SECOND}\",state=\"refused\"}} 1"),
@@ -215,7 +215,7 @@ async fn gpu_that_cuda_refuses_takes_no_pods_until_a_start_succeeds() {
     let ready = until_state(&api, SECOND, "Ready").await;
     assert!(ready["failures"].as_u64().unwrap() >= 3, "{ready}");
     assert_eq!(ready["reason"], Value::Null);
-    fixture.machine.until_started(&waiter).await;
+    fixture.machine.until_started(&queued_pod).await;
 }
 
 /// The runtime of a GPU that cannot share managed memory with the host withdraws the node's offer.
@@ -236,7 +236,7 @@ async fn managed_memory_is_withdrawn_without_concurrent_access() {
     simgpu(&fixture.machine, &["refuse", "1", "hang"]);
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 8).await;
-    // The first GPU has told, and the offer waits for the second.
+    // The first GPU has reported, and the offer waits for the second.
     until_state(&api, FIRST, "Ready").await;
     eventually("the wait", || condition()["reason"] == "Pending").await;
     assert_eq!(fixture.machine.kubelet.capacity(MANAGED), None);
@@ -269,11 +269,11 @@ async fn start_that_hangs_is_killed_and_tried_again() {
         hanging.is_some()
     })
     .await;
-    let begun = Instant::now();
+    let start = Instant::now();
     until_state(&api, SECOND, "Ready").await;
     let is_another = || runtime_of(&fixture, FIRST).is_some_and(|now| Some(now) != hanging);
     eventually("the next start", is_another).await;
-    assert!(begun.elapsed() >= START_TIMEOUT - Duration::from_secs(2));
+    assert!(start.elapsed() >= START_TIMEOUT - Duration::from_secs(2));
     let late = api.gpu(FIRST);
     assert_eq!(late["health"]["reason"], "Ok", "one hang is not for long");
     until_state(&api, FIRST, "Refused").await;
@@ -291,10 +291,10 @@ async fn drain_ends_a_runtime_that_is_starting() {
     simgpu(&fixture.machine, &["refuse", "0", "hang"]);
     fixture.machine.start_agent();
     eventually("a start", || runtime_of(&fixture, FIRST).is_some()).await;
-    let begun = Instant::now();
+    let start = Instant::now();
     api.drain(&[FIRST]);
     eventually("its end", || runtime_of(&fixture, FIRST).is_none()).await;
-    assert!(begun.elapsed() < START_TIMEOUT / 2, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < START_TIMEOUT / 2, "{:?}", start.elapsed());
     let drained = until_state(&api, FIRST, "Drained").await;
     assert_eq!(drained["failures"], 0, "the agent ended it");
     simgpu(&fixture.machine, &["accept", "0"]);
@@ -330,19 +330,19 @@ async fn runtime_killed_amid_a_create_lends_nothing_and_restarts() {
     until_state(&api, &gpu, "Ready").await;
     let runtime = runtime_of(&fixture, &gpu).unwrap();
     kill_process(runtime, Signal::STOP).unwrap();
-    let asked = std::thread::spawn(move || {
+    let opening = std::thread::spawn(move || {
         let opened = tenant.open("second", 2 * GIB);
         (tenant, opened)
     });
     // The request is in the stopped process's socket by then.
     tokio::time::sleep(Duration::from_millis(500)).await;
     kill_process(runtime, Signal::KILL).unwrap();
-    let (_tenant, opened) = asked.join().unwrap();
+    let (_tenant, opened) = opening.join().unwrap();
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     let lent = format!("bursar_gpu_retained_bytes{{gpu=\"{gpu}\"}} {}\n", 3 * GIB);
     let failed = format!("bursar_gpu_runtime_failures_total{{gpu=\"{gpu}\",class=\"exit\"}} 1\n");
     let started = format!("bursar_gpu_runtime_starts_total{{gpu=\"{gpu}\"}} 2\n");
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let (_, metrics) = fixture.machine.get("/metrics").await;
         if [&lent, &failed, &started]
@@ -351,7 +351,7 @@ async fn runtime_killed_amid_a_create_lends_nothing_and_restarts() {
         {
             break;
         }
-        assert!(begun.elapsed() < Duration::from_secs(20), "{metrics}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{metrics}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // An idle runtime that is killed starts again without a request.
@@ -374,8 +374,8 @@ async fn mig_instance_gets_a_runtime_with_its_first_lease() {
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 8).await;
     until_state(&api, FIRST, "Ready").await;
-    let begun = Instant::now();
-    while begun.elapsed() < WATCHED {
+    let start = Instant::now();
+    while start.elapsed() < WATCHED {
         assert_eq!(runtime_of(&fixture, instance), None);
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -384,7 +384,8 @@ async fn mig_instance_gets_a_runtime_with_its_first_lease() {
     wait_for_scrub_check("both", || {
         let status = api.status();
         let mut conditions = status["conditions"].as_array().into_iter().flatten();
-        conditions.any(|said| said["type"] == "MemoryScrubbed" && said["status"] == "True")
+        conditions
+            .any(|condition| condition["type"] == "MemoryScrubbed" && condition["status"] == "True")
     })
     .await;
     let pods = [
@@ -408,8 +409,8 @@ async fn agent_without_retained_memory_starts_no_runtime() {
     fs::write(fixture.machine.path("agent.toml"), config).unwrap();
     fixture.machine.start_agent();
     fixture.machine.kubelet.until_allocatable(GPU, 32).await;
-    let begun = Instant::now();
-    while begun.elapsed() < WATCHED {
+    let start = Instant::now();
+    while start.elapsed() < WATCHED {
         assert!(runtimes(&fixture).is_empty());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

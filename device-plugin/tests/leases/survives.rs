@@ -51,25 +51,31 @@ async fn uncommitted_lease_is_discarded_when_its_writer_ends() {
     let fixture = Fixture::new().await;
     let pod = fixture.machine.run("a", 8).await;
     let mut first = fixture.tenant(&pod);
-    let Opened::Write { lease: one, .. } = open_retrying(&mut first, "weights", 6 * GIB).unwrap()
+    let Opened::Write {
+        lease: first_lease, ..
+    } = open_retrying(&mut first, "weights", 6 * GIB).unwrap()
     else {
         panic!("it is there");
     };
     first.kill();
     let mut second = fixture.tenant(&pod);
-    let Opened::Write { lease: two, .. } = open_retrying(&mut second, "weights", 6 * GIB).unwrap()
+    let Opened::Write {
+        lease: second_lease,
+        ..
+    } = open_retrying(&mut second, "weights", 6 * GIB).unwrap()
     else {
         panic!("it is there");
     };
-    assert!(two > one, "its generation grows");
+    assert!(second_lease > first_lease, "its generation grows");
     second.exec();
     fixture.connect_tenant(&pod, &mut second);
-    let Opened::Write { lease: three, .. } =
-        open_retrying(&mut second, "weights", 6 * GIB).unwrap()
+    let Opened::Write {
+        lease: third_lease, ..
+    } = open_retrying(&mut second, "weights", 6 * GIB).unwrap()
     else {
         panic!("it is there");
     };
-    assert!(three > two);
+    assert!(third_lease > second_lease);
 }
 
 #[tokio::test]

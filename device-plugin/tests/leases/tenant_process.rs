@@ -37,19 +37,20 @@ pub(crate) enum Opened {
 impl Tenant {
     /// Starts a process that is in no container yet.
     pub(crate) fn spawn() -> Tenant {
-        let (ours, its) = UnixStream::pair().unwrap();
+        let (own_socket, child_socket) = UnixStream::pair().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args(["tenant_process::run_tenant_process", "--exact", "--ignored"])
-            .stdin(Stdio::from(OwnedFd::from(its)))
+            .stdin(Stdio::from(OwnedFd::from(child_socket)))
             .stdout(Stdio::null());
         let child = command.spawn().unwrap();
         drop(command);
-        ours.set_read_timeout(Some(Duration::from_secs(60)))
+        own_socket
+            .set_read_timeout(Some(Duration::from_secs(60)))
             .unwrap();
         Tenant {
             child,
-            channel: BufReader::new(ours),
+            channel: BufReader::new(own_socket),
         }
     }
 
@@ -90,13 +91,13 @@ impl Tenant {
 
     pub(crate) fn commit(&mut self, lease: u64, token: u64, mark: u64) -> String {
         let marked = self.ask(&format!("mark {lease} {mark}"));
-        let told = marked.and_then(|_| self.ask(&format!("commit {lease} {token} {mark}")));
-        told.unwrap_or(GONE.to_owned())
+        let answer = marked.and_then(|_| self.ask(&format!("commit {lease} {token} {mark}")));
+        answer.unwrap_or(GONE.to_owned())
     }
 
     pub(crate) fn discard(&mut self, lease: u64) -> String {
-        let told = self.ask(&format!("discard {lease}"));
-        told.unwrap_or(GONE.to_owned())
+        let answer = self.ask(&format!("discard {lease}"));
+        answer.unwrap_or(GONE.to_owned())
     }
 
     /// Sends SIGKILL and waits until the process has ended.
@@ -242,11 +243,13 @@ impl TenantProcess {
             }
             // Leaves the descriptor in the queue of a socket that no process reads.
             "queue" => {
-                let (ours, its) = UnixStream::pair().unwrap();
+                let (own_socket, child_socket) = UnixStream::pair().unwrap();
                 let kept = self.leases[&number(1)].as_fd();
-                send_message(&ours, &Request::Refresh, Some(kept)).unwrap();
+                send_message(&own_socket, &Request::Refresh, Some(kept)).unwrap();
                 let mut holder = Command::new("sleep");
-                holder.arg("1000").stdin(Stdio::from(OwnedFd::from(its)));
+                holder
+                    .arg("1000")
+                    .stdin(Stdio::from(OwnedFd::from(child_socket)));
                 #[expect(clippy::zombie_processes, reason = "as above")]
                 let holder = holder.spawn().unwrap();
                 holder.id().to_string()
@@ -258,17 +261,17 @@ impl TenantProcess {
                 holder.stdin(Stdio::from(kept)).stdout(Stdio::piped());
                 #[expect(clippy::zombie_processes, reason = "as above")]
                 let mut holder = holder.spawn().unwrap();
-                let mut said = String::new();
+                let mut line = String::new();
                 let mut output = BufReader::new(holder.stdout.take().unwrap());
-                output.read_line(&mut said).unwrap();
-                format!("{} {}", said.trim_end(), holder.id())
+                output.read_line(&mut line).unwrap();
+                format!("{} {}", line.trim_end(), holder.id())
             }
             other => panic!("{other}"),
         }
     }
 
     fn open(&mut self, name: &str, bytes: u64) -> String {
-        let question = RetainedRequest::Open {
+        let request = RetainedRequest::Open {
             version: VERSION,
             image: self.process_image,
             account: Account::Device(self.gpu.clone()),
@@ -276,7 +279,7 @@ impl TenantProcess {
             key: [1; 32],
             bytes,
         };
-        match self.request_retained(question) {
+        match self.request_retained(request) {
             Ok((
                 RetainedResponse::Ready {
                     lease, checksum, ..
@@ -296,8 +299,8 @@ impl TenantProcess {
         }
     }
 
-    fn request_token(&self, question: TokenRequest) -> String {
-        match self.request(&Request::Token(question)) {
+    fn request_token(&self, request: TokenRequest) -> String {
+        match self.request(&Request::Token(request)) {
             Ok((_, Response::Token(TokenResponse::Sealed(token)), _)) => {
                 let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
                 format!("token {}", hex.collect::<String>())
@@ -325,9 +328,9 @@ impl TenantProcess {
 
     fn request_retained(
         &self,
-        question: RetainedRequest,
+        request: RetainedRequest,
     ) -> Result<(RetainedResponse, Option<OwnedFd>), String> {
-        match self.request(&Request::Retained(question)) {
+        match self.request(&Request::Retained(request)) {
             Ok((_, Response::Retained(answer), fd)) => Ok((answer, fd)),
             Ok((_, other, _)) => Err(format!("{other:?}")),
             Err(error) => Err(format!("away: {error}")),
@@ -336,8 +339,8 @@ impl TenantProcess {
 }
 
 fn token_from_hex(text: &str) -> GpuToken {
-    let places = (0..text.len()).step_by(2);
-    let bytes = places.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
+    let positions = (0..text.len()).step_by(2);
+    let bytes = positions.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
     GpuToken::try_from(bytes.collect::<Vec<u8>>()).unwrap()
 }
 

@@ -18,12 +18,12 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Sends a command, and repeats it while the agent refuses for a transient reason.
 fn ask_retrying(tenant: &mut Tenant, line: &str) -> String {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
-        let said = tenant.ask(line).unwrap();
-        let passes = said == "refused Unavailable" || said.starts_with("away");
-        if !passes || begun.elapsed() > WAIT_LIMIT {
-            return said;
+        let answer = tenant.ask(line).unwrap();
+        let is_transient = answer == "refused Unavailable" || answer.starts_with("away");
+        if !is_transient || start.elapsed() > WAIT_LIMIT {
+            return answer;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -31,18 +31,18 @@ fn ask_retrying(tenant: &mut Tenant, line: &str) -> String {
 
 /// Returns a token for a block of a lease, or of the process's own memory where `lease` is zero.
 fn seal(tenant: &mut Tenant, lease: u64, block: u64) -> Result<String, String> {
-    let said = ask_retrying(tenant, &format!("seal {lease} {block}"));
-    let token = said.strip_prefix("token ").map(str::to_owned);
-    token.ok_or(said)
+    let answer = ask_retrying(tenant, &format!("seal {lease} {block}"));
+    let token = answer.strip_prefix("token ").map(str::to_owned);
+    token.ok_or(answer)
 }
 
 /// Redeems a token. Returns its lease id and block, or the refusal.
 pub(crate) fn redeem(tenant: &mut Tenant, token: &str) -> Result<(u64, u64), String> {
-    let said = ask_retrying(tenant, &format!("redeem {token}"));
-    let words: Vec<&str> = said.split(' ').collect();
+    let answer = ask_retrying(tenant, &format!("redeem {token}"));
+    let words: Vec<&str> = answer.split(' ').collect();
     match words[..] {
         ["good", lease, block] => Ok((lease.parse().unwrap(), block.parse().unwrap())),
-        _ => Err(said),
+        _ => Err(answer),
     }
 }
 
@@ -52,15 +52,15 @@ fn refusal_text(why: TokenRefusal) -> String {
 
 /// Whether the agent refused a token because this kind of generation has ended.
 pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation) -> bool {
-    let begins = format!("refused Fenced {{ which: {which:?},");
+    let prefix = format!("refused Fenced {{ which: {which:?},");
     redeemed
         .as_ref()
-        .is_err_and(|said| said.starts_with(&begins))
+        .is_err_and(|answer| answer.starts_with(&prefix))
 }
 
 /// Verifies a token as a program on another node does, by the `GpuNode` alone. Returns whether the
 /// GPU has the token's generation, if the node's key has signed the token.
-fn is_current_elsewhere(api: &FakeGpuNodeApi, token: &str) -> Option<bool> {
+fn is_current_by_status(api: &FakeGpuNodeApi, token: &str) -> Option<bool> {
     let status = api.status();
     let key = status["tokenKey"]["publicKey"].as_str()?.parse().ok()?;
     let (pairs, _) = token.as_bytes().as_chunks::<2>();
@@ -174,7 +174,7 @@ async fn token_ends_with_the_gpu_generation_or_process_image() {
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let before = seal(&mut issuer, 0, 1).unwrap();
     eventually("the public key", || {
-        is_current_elsewhere(&api, &before) == Some(true)
+        is_current_by_status(&api, &before) == Some(true)
     })
     .await;
     assert_eq!(redeem(&mut reader, &before), Ok((0, 1)));
@@ -190,10 +190,10 @@ async fn token_ends_with_the_gpu_generation_or_process_image() {
     let after = seal(&mut issuer, 0, 1).unwrap();
     assert_eq!(redeem(&mut reader, &after), Ok((0, 1)));
     eventually("the generation in the status", || {
-        is_current_elsewhere(&api, &after) == Some(true)
+        is_current_by_status(&api, &after) == Some(true)
     })
     .await;
-    assert_eq!(is_current_elsewhere(&api, &before), Some(false));
+    assert_eq!(is_current_by_status(&api, &before), Some(false));
 
     let pid = issuer.pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];

@@ -91,7 +91,7 @@ async fn adversary_harms_nobody_but_itself() {
         processes: AtomicU64::new(0),
         steps: AtomicU64::new(0),
         max_steps: env_number(STEPS),
-        begun: Instant::now(),
+        start: Instant::now(),
         is_stopped: AtomicBool::new(false),
         traces: Mutex::default(),
     };
@@ -110,7 +110,7 @@ async fn adversary_harms_nobody_but_itself() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let ((), seen) = node.run_load(load).await;
+    let ((), result) = node.run_load(load).await;
     threads
         .into_iter()
         .for_each(|thread| thread.join().unwrap());
@@ -126,7 +126,7 @@ async fn adversary_harms_nobody_but_itself() {
     let (_, metrics) = node.machine.get("/metrics").await;
     let names: Vec<&str> = hostile.iter().map(|tenant| tenant.allocation()).collect();
     assert_eq!(false_finding(&metrics, &node.machine.log(), &names), None);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }
 
 /// The state of one run of hostile processes.
@@ -135,7 +135,7 @@ struct Search {
     processes: AtomicU64,
     steps: AtomicU64,
     max_steps: Option<u64>,
-    begun: Instant,
+    start: Instant,
     is_stopped: AtomicBool,
     /// The last steps of the processes that ended last, oldest first.
     traces: Mutex<Vec<String>>,
@@ -145,7 +145,7 @@ impl Search {
     fn is_over(&self) -> bool {
         let is_done = match self.max_steps {
             Some(most) => self.steps.load(Ordering::SeqCst) >= most,
-            None => self.begun.elapsed() >= DEFAULT_TIME,
+            None => self.start.elapsed() >= DEFAULT_TIME,
         };
         is_done || self.is_stopped.load(Ordering::SeqCst)
     }
@@ -326,12 +326,12 @@ fn run_honest(greedy: bool) {
     };
     let held = Units(QUOTA.0 / 4);
     let mut take = |units: Units| {
-        let begun = Instant::now();
+        let start = Instant::now();
         while let Err(CreditError::Short(missing)) = slot.charge(units) {
             let units = Units(missing);
             let answer = ask(Request::Credit { account: 0, units });
             // Memory of the container's former processes may be reclaimed a moment later.
-            let may_wait = greedy && begun.elapsed() < Duration::from_secs(20);
+            let may_wait = greedy && start.elapsed() < Duration::from_secs(20);
             let is_granted = matches!(answer, Response::Granted { .. });
             assert!(is_granted || may_wait, "{answer:?}");
             if !is_granted {
@@ -340,13 +340,13 @@ fn run_honest(greedy: bool) {
         }
     };
     take(held);
-    let over = Arc::new(AtomicBool::new(greedy));
-    let told = Arc::clone(&over);
+    let input_ended = Arc::new(AtomicBool::new(greedy));
+    let is_ended = Arc::clone(&input_ended);
     std::thread::spawn(move || {
         let _ = io::stdin().read_to_end(&mut Vec::new());
-        told.store(true, Ordering::SeqCst);
+        is_ended.store(true, Ordering::SeqCst);
     });
-    while !over.load(Ordering::SeqCst) {
+    while !input_ended.load(Ordering::SeqCst) {
         assert_eq!(neighbour_violation(&page, held), None);
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -574,9 +574,9 @@ impl Hostile {
     /// Writes to any field: the magic number, the number of accounts, the fence, or one of the
     /// first accounts.
     fn write_page(&mut self) {
-        let places = [0, 8, 12, 16];
-        let place = match self.random_below(4) {
-            0 => places[self.random_below(4) as usize],
+        let offsets = [0, 8, 12, 16];
+        let offset = match self.random_below(4) {
+            0 => offsets[self.random_below(4) as usize],
             1 => u64::from(self.random_below(PAGE_BYTES as u32 / 4)) * 4,
             _ => 64 + u64::from(self.random_below(2)) * 64 + u64::from(self.random_below(10)) * 4,
         };
@@ -591,7 +591,7 @@ impl Hostile {
         let pages: Vec<&File> = pages.chain(&self.closed_pages).collect();
         let index = self.random.random_range(0..pages.len().max(1));
         if let Some(page) = pages.get(index) {
-            let _ = page.write_at(&bytes[..length], place.min(PAGE_BYTES as u64 - 8));
+            let _ = page.write_at(&bytes[..length], offset.min(PAGE_BYTES as u64 - 8));
         }
     }
 
@@ -729,8 +729,8 @@ impl Hostile {
         match self.tokens.last().cloned() {
             Some(token) if self.random_below(2) == 0 => {
                 let mut bytes = token.as_bytes().to_vec();
-                let place = self.random.random_range(0..bytes.len());
-                bytes[place] ^= self.random_below(3) as u8;
+                let position = self.random.random_range(0..bytes.len());
+                bytes[position] ^= self.random_below(3) as u8;
                 let token = GpuToken::try_from(bytes).unwrap();
                 TokenRequest::Redeem { version, token }
             }

@@ -43,7 +43,7 @@ async fn metric_sum(node: &Node, metric: &str) -> u64 {
 #[tokio::test]
 async fn events_are_bounded_when_processes_come_in_waves() {
     let api_server = FakeApiServer::start(Duration::from_millis(50)).await;
-    let begun = Instant::now();
+    let start = Instant::now();
     let node = Node::start_with(&api_server).await;
     let pods = ["faults", "untracked"];
     let [faults, untracked] = pods;
@@ -59,10 +59,10 @@ async fn events_are_bounded_when_processes_come_in_waves() {
             start_wave(&node, &tenants).await;
         }
     };
-    let ((), seen) = node.run_load(storm).await;
+    let ((), result) = node.run_load(storm).await;
     let dropped = metric_sum(&node, "bursar_agent_events_dropped_total").await;
     let findings = metric_sum(&node, "bursar_agent_findings_total").await;
-    let (seconds, all) = (begun.elapsed().as_secs() + 1, api_server.events());
+    let (seconds, all) = (start.elapsed().as_secs() + 1, api_server.events());
     println!("{findings} findings, {all} Events and {dropped} dropped in {seconds} s");
     for pod in pods {
         let (about, most) = (
@@ -77,5 +77,5 @@ async fn events_are_bounded_when_processes_come_in_waves() {
     }
     assert!(all as u64 <= 2 * (BURST + seconds), "{all} Events");
     assert!(findings > 0 && dropped > 0, "it is no storm");
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }

@@ -8,10 +8,10 @@
 //! // A process in the container: hostile.c, which reads commands from its standard input.
 //! let program = tenant.run(&node);
 //! // Any future is a load. The neighbour sends a request every 2 ms until the load is over.
-//! let ((program, pages), seen) = node.run_load(program.load("hellos 8000")).await;
+//! let ((program, pages), result) = node.run_load(program.load("hellos 8000")).await;
 //! drop(program);
 //! // Checks round trips, resident memory and descriptors.
-//! node.check_unharmed(seen).await;
+//! node.check_unharmed(result).await;
 //! ```
 //!
 //! The neighbour is this test's own process: in the `/proc` that the agent reads, it is in the
@@ -171,33 +171,33 @@ impl Node {
         let (socket, until) = (self.neighbour.socket.clone(), Arc::clone(&over));
         let neighbour = tokio::task::spawn_blocking(move || measure_round_trips(&socket, &until));
         let mut most = agent_usage(&self.machine);
-        let mut look = tokio::time::interval(Duration::from_millis(50));
+        let mut sample_tick = tokio::time::interval(Duration::from_millis(50));
         tokio::pin!(load);
-        let came_to = loop {
+        let output = loop {
             tokio::select! {
-                came_to = &mut load => break came_to,
-                _ = look.tick() => most = most.max(agent_usage(&self.machine)),
+                output = &mut load => break output,
+                _ = sample_tick.tick() => most = most.max(agent_usage(&self.machine)),
             }
         };
         over.store(true, Ordering::SeqCst);
         let times = neighbour.await.unwrap();
         most = most.max(agent_usage(&self.machine));
         let result = LoadResult::from_round_trips(&times, self.round_trip_limit, most);
-        (came_to, result)
+        (output, result)
     }
 
     /// Checks that the neighbour never waited, and that the agent's memory and descriptors are as
     /// before.
-    pub(crate) async fn check_unharmed(&self, seen: LoadResult) {
+    pub(crate) async fn check_unharmed(&self, result: LoadResult) {
         let before = self.before;
-        println!("{} trips: {seen:?}", seen.trips);
+        println!("{} trips: {result:?}", result.trips);
         eventually("the agent's descriptors as before", || {
             agent_usage(&self.machine).descriptors <= before.descriptors + MAX_DESCRIPTOR_GROWTH
         })
         .await;
         let after = agent_usage(&self.machine);
         println!("before {before:?}, after {after:?}");
-        assert_eq!(violation(&seen, before, after), None);
+        assert_eq!(violation(&result, before, after), None);
     }
 }
 
@@ -222,16 +222,16 @@ fn p99(times: &[Duration]) -> Duration {
 
 /// Describes the first limit that a load exceeded for the neighbour or the agent.
 pub(crate) fn violation(
-    seen: &LoadResult,
+    result: &LoadResult,
     before: AgentUsage,
     after: AgentUsage,
 ) -> Option<String> {
     let more = |has: AgentUsage| has.resident_kib.saturating_sub(before.resident_kib);
     let shared = after.shared_kib.saturating_sub(before.shared_kib);
-    let what = match () {
-        () if seen.p99 >= seen.limit => "the neighbour waited",
-        () if seen.stalled * MIN_TIME_PER_STALL >= seen.total => "the neighbour stood still",
-        () if more(seen.peak) >= MAX_GROWTH_KIB => "the agent's memory grew under the load",
+    let exceeded = match () {
+        () if result.p99 >= result.limit => "the neighbour waited",
+        () if result.stalled * MIN_TIME_PER_STALL >= result.total => "the neighbour stood still",
+        () if more(result.peak) >= MAX_GROWTH_KIB => "the agent's memory grew under the load",
         () if more(after) >= MAX_LASTING_GROWTH_KIB => "the agent's memory is still grown",
         () if shared >= MAX_SHARED_GROWTH_KIB => "the agent keeps shared memory",
         () if after.descriptors > before.descriptors + MAX_DESCRIPTOR_GROWTH => {
@@ -241,7 +241,7 @@ pub(crate) fn violation(
         () => return None,
     };
     Some(format!(
-        "{what}: {seen:?}, before {before:?}, after {after:?}"
+        "{exceeded}: {result:?}, before {before:?}, after {after:?}"
     ))
 }
 
@@ -379,8 +379,8 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
 /// The neighbour's times until each answer, sorted.
 fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
-    let patience = Some(Duration::from_secs(60));
-    stream.set_read_timeout(patience).unwrap();
+    let limit = Some(Duration::from_secs(60));
+    stream.set_read_timeout(limit).unwrap();
     let hello = Request::Hello {
         version: 1,
         image: 1,
@@ -391,13 +391,13 @@ fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let _page = CreditPage::open(page.expect("the neighbour is welcome")).unwrap();
     let mut times = Vec::new();
     while !over.load(Ordering::SeqCst) || times.len() < MIN_ROUND_TRIPS {
-        let begun = Instant::now();
+        let start = Instant::now();
         stream.write_all(&Request::Refresh.frame()).unwrap();
         assert_eq!(
             connect::read_message::<Response>(&mut stream).unwrap(),
             Response::Refreshed
         );
-        times.push(begun.elapsed());
+        times.push(start.elapsed());
         std::thread::sleep(PAUSE);
     }
     times.sort();
@@ -482,11 +482,13 @@ mod tests {
             (load_result(1, BEFORE), holds, "descriptors"),
             (load_result(1, BEFORE), keeps, "credit pages"),
         ];
-        for (seen, after, expected) in bad {
-            let told = violation(&seen, BEFORE, after);
+        for (result, after, expected) in bad {
+            let message = violation(&result, BEFORE, after);
             assert!(
-                told.as_ref().is_some_and(|told| told.contains(expected)),
-                "{told:?}"
+                message
+                    .as_ref()
+                    .is_some_and(|message| message.contains(expected)),
+                "{message:?}"
             );
         }
     }

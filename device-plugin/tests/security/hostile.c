@@ -67,11 +67,11 @@ static int take(int from, unsigned char *bytes, size_t length, int *fd) {
     char space[CMSG_SPACE(sizeof(int))];
     struct msghdr message = {&(struct sockaddr_un){0}, 0, &part, 1, space, sizeof space, 0};
     struct cmsghdr *head;
-    ssize_t got = recvmsg(from, &message, MSG_CMSG_CLOEXEC);
+    ssize_t received = recvmsg(from, &message, MSG_CMSG_CLOEXEC);
     *fd = -1;
-    if (got > 0 && (head = CMSG_FIRSTHDR(&message)) && head->cmsg_type == SCM_RIGHTS)
+    if (received > 0 && (head = CMSG_FIRSTHDR(&message)) && head->cmsg_type == SCM_RIGHTS)
         memcpy(fd, CMSG_DATA(head), sizeof *fd);
-    return got > 2 ? bytes[2] : -1;
+    return received > 2 ? bytes[2] : -1;
 }
 
 /* A connection after hello, and its credit page, which is -1 where there is none. */
@@ -184,9 +184,9 @@ static void member(int (*act)(void)) {
 static int connections(int count, int port) {
     struct sockaddr_in to = {AF_INET, htons(port), {htonl(INADDR_LOOPBACK)}};
     char header[12 << 10] = "GET /metrics HTTP/1.1\r\nA: ";
-    int made;
+    int opened;
     memset(header + strlen(header), 'a', sizeof header - strlen(header));
-    for (made = 0; made < count; made++) {
+    for (opened = 0; opened < count; opened++) {
         int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to)) {
             perror("connect");
@@ -195,7 +195,7 @@ static int connections(int count, int port) {
         /* The agent may have closed the connection already. */
         send(fd, header, sizeof header, MSG_NOSIGNAL);
     }
-    return made;
+    return opened;
 }
 
 int main(int count, char **words) {

@@ -24,16 +24,16 @@ async fn probes_are_answered_when_headers_never_end() {
     let over = std::cell::Cell::new(false);
     let connections = connection_count();
     let connects = async {
-        let made = program.load(&format!("connect {connections} {port}")).await;
+        let opened = program.load(&format!("connect {connections} {port}")).await;
         over.set(true);
-        made
+        opened
     };
     let probes = async {
         let mut took = Vec::new();
         while !over.get() || took.len() < MIN_PROBES {
-            let begun = Instant::now();
+            let start = Instant::now();
             let (code, body) = node.machine.get("/healthz").await;
-            took.push(begun.elapsed());
+            took.push(start.elapsed());
             assert_eq!(code, 200, "{body}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -41,13 +41,13 @@ async fn probes_are_answered_when_headers_never_end() {
         took
     };
     let load = async { tokio::join!(connects, probes) };
-    let (((program, made), took), seen) = node.run_load(load).await;
+    let (((program, opened), took), result) = node.run_load(load).await;
     let p99 = took[took.len() * 99 / 100];
-    println!("{made} connections, {} probes, p99 {p99:?}", took.len());
-    assert_eq!(made, connections);
+    println!("{opened} connections, {} probes, p99 {p99:?}", took.len());
+    assert_eq!(opened, connections);
     assert!(p99 < node.round_trip_limit, "probes waited: {p99:?}");
     // The process keeps all of its connections. The agent has closed its side already.
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
     assert_eq!(node.machine.get("/metrics").await.0, 200);
     drop(program);
 }

@@ -39,7 +39,10 @@ impl Invariants {
     fn check_quota(&mut self, node: &Node) -> Option<String> {
         let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
         let records = records.map(|record| record.unwrap().path());
-        for path in records.filter(|path| path.extension().is_some_and(|it| it == "json")) {
+        for path in records.filter(|path| {
+            path.extension()
+                .is_some_and(|extension| extension == "json")
+        }) {
             // The agent may be replacing the file.
             let Ok(text) = fs::read(&path) else { continue };
             let Ok(record) = serde_json::from_slice(&text) else {
@@ -47,7 +50,7 @@ impl Invariants {
             };
             match charged_units(&record) {
                 Ok(units) => self.max_charged = self.max_charged.max(units),
-                Err(complaint) => return Some(complaint),
+                Err(violation) => return Some(violation),
             }
         }
         None
@@ -136,14 +139,16 @@ pub(crate) fn neighbour_violation(page: &CreditPageLayout, held: Units) -> Optio
         return Some("its account is gone".to_owned());
     };
     let (fence, word, quota) = (page.fence(), slot.word(), slot.quota());
-    let what = match () {
+    let violation = match () {
         () if fence != 0 => "it is fenced",
         () if word.used != held.0 => "its use is another",
         () if word.granted < held.0 => "it lost credit",
         () if quota != QUOTA => "its quota is another",
         () => return None,
     };
-    Some(format!("{what}: fence {fence}, {word:?}, quota {quota:?}"))
+    Some(format!(
+        "{violation}: fence {fence}, {word:?}, quota {quota:?}"
+    ))
 }
 
 /// Finds a finding about any other container. The metrics count all findings, and the log names the
@@ -154,21 +159,21 @@ pub(crate) fn false_finding(metrics: &str, log: &str, hostile: &[&str]) -> Optio
         labels.rsplit_once(' ')?.1.parse::<usize>().ok()
     };
     let counts: Vec<usize> = metrics.lines().filter_map(count).collect();
-    let told = log
+    let findings = log
         .lines()
         .filter(|line| line.contains("audit finding finding="));
-    let told: Vec<&str> = told.collect();
+    let findings: Vec<&str> = findings.collect();
     // The metrics lack kinds without a finding, but always contain the audits.
     let audits = metrics.lines().any(|line| {
         let count = line.strip_prefix("bursar_agent_audit_seconds_count ");
         count.is_some_and(|count| count != "0")
     });
-    if !audits || told.len() < counts.iter().sum() {
-        let lines = told.len();
+    if !audits || findings.len() < counts.iter().sum() {
+        let lines = findings.len();
         return Some(format!("{counts:?} findings are counted, {lines} logged"));
     }
     let is_hostile = |line: &str| hostile.iter().any(|name| line.contains(name));
-    let other = told.into_iter().find(|line| !is_hostile(line));
+    let other = findings.into_iter().find(|line| !is_hostile(line));
     other.map(str::to_owned)
 }
 
@@ -244,7 +249,7 @@ mod tests {
         };
         let looks = ["1", "1", "1", "2", "1", "1", "1"];
         assert!(looks.into_iter().all(|task| look(task).is_none()));
-        assert!(look("1").is_some_and(|told| told.contains("sleeps in a close")));
+        assert!(look("1").is_some_and(|message| message.contains("sleeps in a close")));
     }
 
     #[test]
@@ -294,8 +299,8 @@ mod tests {
         let (own, other) = (finding("aa"), finding("bb"));
         assert_eq!(false_finding(AUDITS, "", &["aa"]), None);
         assert_eq!(false_finding(&count(1), &own, &["aa"]), None);
-        let told = false_finding(&count(2), &format!("{own}{other}"), &["aa"]);
-        assert!(told.is_some_and(|told| told.contains("bb")));
+        let message = false_finding(&count(2), &format!("{own}{other}"), &["aa"]);
+        assert!(message.is_some_and(|message| message.contains("bb")));
     }
 
     #[test]

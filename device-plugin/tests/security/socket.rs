@@ -12,10 +12,10 @@ async fn neighbour_is_answered_when_six_sockets_linger() {
     let node = Node::start().await;
     let tenant = node.tenant("hostile").await;
     let program = tenant.run(&node);
-    let ((program, taken), seen) = node.run_load(program.load("linger 6")).await;
+    let ((program, taken), result) = node.run_load(program.load("linger 6")).await;
     println!("{taken} taken");
     drop(program);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }
 
 #[tokio::test]
@@ -24,23 +24,23 @@ async fn neighbour_is_answered_when_six_sessions_linger() {
     let tenant = node.tenant("hostile").await;
     // A process has one session: its next hello ends the one before.
     let program = tenant.run_many(&node, 6, "linger");
-    let ((program, taken), seen) = node.run_load(program.load("go")).await;
+    let ((program, taken), result) = node.run_load(program.load("go")).await;
     println!("{taken} taken");
     drop(program);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }
 
 #[tokio::test]
 async fn credit_pages_are_bounded_when_a_process_keeps_them() {
     let node = Node::start().await;
     let tenant = node.tenant("hostile").await;
-    let begun = Instant::now();
+    let start = Instant::now();
     let program = tenant.run(&node);
-    let ((program, kept), seen) = node.run_load(program.load("hellos 8000")).await;
-    println!("{kept} pages after {:?}", begun.elapsed());
+    let ((program, kept), result) = node.run_load(program.load("hellos 8000")).await;
+    println!("{kept} pages after {:?}", start.elapsed());
     assert!((1..=MAX_PAGES).contains(&kept), "{kept} pages");
     drop(program);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }
 
 #[tokio::test]
@@ -48,11 +48,11 @@ async fn neighbour_is_answered_when_512_processes_start() {
     let node = Node::start().await;
     let tenant = node.tenant("crowd").await;
     let program = tenant.run_many(&node, 512, "grant");
-    let begun = Instant::now();
-    let ((program, granted), seen) = node.run_load(program.load("go")).await;
-    println!("{granted} granted after {:?}", begun.elapsed());
+    let start = Instant::now();
+    let ((program, granted), result) = node.run_load(program.load("go")).await;
+    println!("{granted} granted after {:?}", start.elapsed());
     assert_eq!(granted, 512);
-    assert!(begun.elapsed() < Duration::from_secs(60));
+    assert!(start.elapsed() < Duration::from_secs(60));
     drop(program);
-    node.check_unharmed(seen).await;
+    node.check_unharmed(result).await;
 }

@@ -240,10 +240,10 @@ impl Fleet {
         });
         let pods = format!("/api/v1/namespaces/{}/pods", namespace_name(namespace));
         // The API server sometimes refuses a pod with a conflict when many requests update a quota.
-        let made = loop {
+        let created = loop {
             match self.objects.create(&pods, &pod).await {
                 Err(kube::Error::Api(status)) if status.reason == "Conflict" => continue,
-                made => break made?,
+                created => break created?,
             }
         };
         let since = "2026-01-01T00:00:00Z";
@@ -256,7 +256,7 @@ impl Fleet {
         self.objects
             .merge_patch(&format!("{pods}/{name}/status"), &status)
             .await?;
-        let uid = made["metadata"]["uid"]
+        let uid = created["metadata"]["uid"]
             .as_str()
             .context("a pod has a UID")?;
         let bound = BoundPod {
@@ -327,14 +327,14 @@ impl Fleet {
         let first = self.next;
         self.next += leaving.len();
         let fleet = &*self;
-        let made = stream::iter(leaving.iter().enumerate())
+        let created = stream::iter(leaving.iter().enumerate())
             .map(|(at, (node, pod))| {
                 let gpu = fleet.agents[*node].emptiest_gpu();
                 fleet.make_pod(*node, pod.namespace, first + at, gpu)
             })
             .buffer_unordered(CONCURRENT_REQUESTS);
-        let made: Vec<(usize, BoundPod)> = made.try_collect().await?;
-        for (node, pod) in made {
+        let created: Vec<(usize, BoundPod)> = created.try_collect().await?;
+        for (node, pod) in created {
             self.agents[node].pods.push(pod);
         }
         self.report(leaving.iter().map(|(node, _)| *node)).await

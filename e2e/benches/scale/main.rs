@@ -71,8 +71,8 @@ struct Args {
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let progress = Progress::start();
-    let one = args.nodes.zip(args.pods).zip(args.budgets);
-    let sizes = one.map_or(SIZES.to_vec(), |((nodes, pods), budgets)| {
+    let size = args.nodes.zip(args.pods).zip(args.budgets);
+    let sizes = size.map_or(SIZES.to_vec(), |((nodes, pods), budgets)| {
         vec![Size {
             nodes,
             pods,

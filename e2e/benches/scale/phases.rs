@@ -367,12 +367,12 @@ impl<'a> Bench<'a> {
             self.fleet.agents[*node].report_restarted();
         }
         self.fleet.report(nodes.iter().copied()).await?;
-        let told = before.begin.elapsed().as_secs_f64();
+        let reported_after = before.begin.elapsed().as_secs_f64();
         self.wait_until_quiet(operator).await?;
         let writes = self.writes_since(operator, &before).await?;
         self.row(
             "storm on half of the nodes: told within, s",
-            told,
+            reported_after,
             Projection::NotProjected,
         );
         let each = writes / nodes.len() as f64;

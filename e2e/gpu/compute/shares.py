@@ -59,8 +59,8 @@ def window(title, tenants, probe=None, seconds=2.0, status="", nvml=None, settle
     ended = time.monotonic_ns()
     shares = [sum(load.done(begun, ended) for load in tenant) * 1000 / (ended - begun) for tenant in tenants]
     latency = milliseconds(probe.latencies(begun, ended)) if probe else ""
-    seen = nvml.shares(tenants, wall_us) if nvml else ""
-    cells = (title, " ".join(f"{share:.3f}" for share in shares), f"{sum(shares):.3f}", latency, seen, str(status))
+    nvml_shares = nvml.shares(tenants, wall_us) if nvml else ""
+    cells = (title, " ".join(f"{share:.3f}" for share in shares), f"{sum(shares):.3f}", latency, nvml_shares, str(status))
     rows.append(cells)
     say(" | ".join(cells))
     return shares
@@ -268,10 +268,10 @@ class Repeat:
                 while time.monotonic() < end:
                     took.append(function())
                     time.sleep(every)
-                said = f"{len(took)} calls of {milliseconds(took)} ms"
+                text = f"{len(took)} calls of {milliseconds(took)} ms"
             except Exception as error:  # the parent reports it
-                said = repr(error)
-            os.write(write, said.encode())
+                text = repr(error)
+            os.write(write, text.encode())
             os._exit(0)
         os.close(write)
 

@@ -95,9 +95,9 @@ static void unsay_exports(void) {
     }
 }
 
-static void await(int told) {
+static void await(int ready) {
     char byte;
-    if (read(told, &byte, 1) != 1) {
+    if (read(ready, &byte, 1) != 1) {
         printf("{\"failed\":\"the attack could not be made\"}\n");
         exit(1);
     }
@@ -105,17 +105,17 @@ static void await(int told) {
 
 // Forks a child that runs `body` and stays, and returns once `body` has returned.
 static pid_t child(void (*body)(size_t), size_t mib) {
-    int told[2];
-    if (pipe(told)) exit(2);
+    int ready[2];
+    if (pipe(ready)) exit(2);
     pid_t pid = fork();
     if (!pid) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         body(mib);
-        if (write(told[1], "", 1) != 1) _exit(2);
+        if (write(ready[1], "", 1) != 1) _exit(2);
         for (;;) pause();
     }
-    close(told[1]);
-    await(told[0]);
+    close(ready[1]);
+    await(ready[0]);
     return pid;
 }
 
@@ -139,8 +139,8 @@ static void judge(pid_t holder, double held_at, int bound) {
 // exporter. Prints whether another process of the container gets as much meanwhile, and after the
 // holder's exit.
 static void parked(size_t mib) {
-    int pair[2], told[2];
-    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(told)) exit(2);
+    int pair[2], ready[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(ready)) exit(2);
     pid_t exporter = fork();
     if (!exporter) {
         int descriptor = take_and_export(mib);
@@ -154,11 +154,11 @@ static void parked(size_t mib) {
         memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
         if (sendmsg(pair[0], &message, 0) != 1) _exit(2);
         unsay_exports();
-        if (write(told[1], "", 1) != 1) _exit(2);
+        if (write(ready[1], "", 1) != 1) _exit(2);
         for (;;) pause();
     }
-    close(told[1]);
-    await(told[0]);
+    close(ready[1]);
+    await(ready[0]);
     // The descriptor is in the socket's queue, and this process holds the socket.
     close(pair[0]);
     kill(exporter, SIGKILL);

@@ -12,22 +12,22 @@ STEP = 64 * MIB
 
 def take(allocate, refused):
     """Allocates STEP at a time until `refused` is raised, and returns the bytes and the error's text."""
-    held, said = [], ""
+    held, message = [], ""
     try:
         while True:
             held.append(allocate())
     except refused as error:
-        said = str(error)
+        message = str(error)
     got = len(held) * STEP
     held.clear()
-    return got, said
+    return got, message
 
 
 def with_torch():
     import torch
 
     total = torch.cuda.mem_get_info()[1]
-    got, said = take(lambda: torch.empty(STEP, dtype=torch.uint8, device="cuda"), torch.OutOfMemoryError)
+    got, message = take(lambda: torch.empty(STEP, dtype=torch.uint8, device="cuda"), torch.OutOfMemoryError)
     torch.cuda.empty_cache()
     # A replayed CUDA graph.
     x = torch.ones(1024, 1024, device="cuda")
@@ -43,7 +43,7 @@ def with_torch():
         graph.replay()
     torch.cuda.synchronize()
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    return total, got, y[5, 5].item() == 1025, {"gpu": uuid, "told": said.split(".")[0]}
+    return total, got, y[5, 5].item() == 1025, {"gpu": uuid, "told": message.split(".")[0]}
 
 
 def with_triton():
@@ -89,8 +89,8 @@ def with_jax():
     def allocate():
         return jnp.zeros(STEP, dtype=jnp.uint8).block_until_ready()
 
-    got, said = take(allocate, jax.errors.JaxRuntimeError)
-    assert "RESOURCE_EXHAUSTED" in said, said
+    got, message = take(allocate, jax.errors.JaxRuntimeError)
+    assert "RESOURCE_EXHAUSTED" in message, message
     return total, got, int(jnp.arange(1000).sum()) == 499500
 
 

@@ -51,10 +51,10 @@ async def load(arguments):
     """Sends all requests, and returns the figures."""
     rng = random.Random(arguments.seed)
     prompts = [[rng.randrange(300, 32_000) for _ in range(arguments.prompt)] for _ in range(arguments.requests)]
-    latencies, answered, said = [], 0, None
+    latencies, answered, failed_with = [], 0, None
 
     async def work():
-        nonlocal answered, said
+        nonlocal answered, failed_with
         reader, writer = await asyncio.open_connection(arguments.address, arguments.port)
         while prompts:
             content = body(prompts.pop(), arguments.tokens)
@@ -69,7 +69,7 @@ async def load(arguments):
             if failure is None:
                 answered += 1
                 continue
-            said = failure
+            failed_with = failure
             writer.close()
             reader, writer = await asyncio.open_connection(arguments.address, arguments.port)
         writer.close()
@@ -77,11 +77,11 @@ async def load(arguments):
     begun = time.monotonic()
     ended = await asyncio.gather(*(work() for _ in range(arguments.at_once)), return_exceptions=True)
     took = time.monotonic() - begun
-    said = next((repr(error) for error in ended if isinstance(error, BaseException)), said)
+    failed_with = next((repr(error) for error in ended if isinstance(error, BaseException)), failed_with)
     return {
         "requests": arguments.requests,
         "answered": answered,
-        "failure": said,
+        "failure": failed_with,
         "tokens_per_s": round(answered * arguments.tokens / took, 1),
         "p50_ms": round(percentile(latencies or [0], 50) * 1000, 1),
         "p99_ms": round(percentile(latencies or [0], 99) * 1000, 1),
@@ -152,19 +152,19 @@ def main():
         os.setns(descriptor, os.CLONE_NEWNET)
         os.close(descriptor)
     if arguments.command == "load":
-        said = asyncio.run(load(arguments))
+        report = asyncio.run(load(arguments))
     elif arguments.command == "first":
-        said = first(arguments)
+        report = first(arguments)
     elif arguments.command == "cached":
-        said = cached(arguments)
+        report = cached(arguments)
     elif arguments.command == "answer":
         status, text = post(arguments, "/v1/completions", body(PROMPT, 32, return_token_ids=True), 60)
         choice = json.loads(text)["choices"][0] if status == 200 else {}
-        said = {"status": status, "tokens": choice.get("token_ids"), "text": text[:300]}
+        report = {"status": status, "tokens": choice.get("token_ids"), "text": text[:300]}
     else:
         status, text = post(arguments, arguments.path, arguments.body.encode(), arguments.seconds)
-        said = {"status": status, "text": text[:2000]}
-    print(json.dumps(said))
+        report = {"status": status, "text": text[:2000]}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

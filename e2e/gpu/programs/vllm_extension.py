@@ -33,8 +33,8 @@ class Worker:
             # Reshaping keeps the order of a transposed weight, which a view as bytes may not.
             every = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
             for part in every.split(PART):
-                said = int((part.long() * places[: part.numel()]).sum().item())
-                total = (total * 1_000_003 + said) % MODULUS
+                weighted_sum = int((part.long() * places[: part.numel()]).sum().item())
+                total = (total * 1_000_003 + weighted_sum) % MODULUS
             count += every.numel()
         del places
         torch.cuda.empty_cache()

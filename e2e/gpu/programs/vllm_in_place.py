@@ -32,7 +32,7 @@ def main():
     first = time.time()
     answer = llm.generate(prompt, SamplingParams(max_tokens=32, **options), use_tqdm=False)
     (weights,) = llm.collective_rpc("bursar_checksum")
-    said = {
+    report = {
         "image": len(past),
         "s": round(first - past[-1], 2) if past else None,
         "since_main_s": round(first - begun, 2),
@@ -40,7 +40,7 @@ def main():
         "checksum": weights["checksum"],
         "answer": list(answer[0].outputs[0].token_ids),
     }
-    print(json.dumps(said), flush=True)
+    print(json.dumps(report), flush=True)
     if len(past) < faults:
         with open(state, "w", encoding="ascii") as file:
             json.dump([*past, time.time()], file)

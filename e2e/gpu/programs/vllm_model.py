@@ -49,13 +49,13 @@ def tokenizer(folders):
     for folder in folders:
         made.save(os.path.join(folder, "tokenizer.json"))
         with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as file:
-            said = {
+            config = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "bos_token": "<s>",
                 "eos_token": END,
                 "model_max_length": 131072,
             }
-            json.dump(said, file)
+            json.dump(config, file)
     return made.get_vocab_size()
 
 

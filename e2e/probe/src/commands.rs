@@ -123,18 +123,18 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
         let mut allocations = Vec::new();
         let mut got = 0;
         while got < bytes {
-            let asked = chunk.min(bytes - got);
-            match gpu.allocate(asked) {
+            let size = chunk.min(bytes - got);
+            match gpu.allocate(size) {
                 Ok(allocation) => allocations.push(allocation),
                 Err(refusal) => {
                     println!(
                         "{}",
-                        json!({ "event": "refused", "got": got, "asked": asked, "refused": refusal, "rounds": rounds })
+                        json!({ "event": "refused", "got": got, "asked": size, "refused": refusal, "rounds": rounds })
                     );
                     return Ok(ExitCode::FAILURE);
                 }
             }
-            got += asked;
+            got += size;
         }
         for allocation in allocations {
             gpu.free(allocation)?;

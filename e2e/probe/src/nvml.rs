@@ -37,7 +37,7 @@ pub(crate) struct Process {
 /// Reads the device with this UUID.
 pub(crate) fn report_device(uuid: &str) -> NvmlReport {
     match read_device(uuid) {
-        Ok(seen) => NvmlReport::Seen(seen),
+        Ok(usage) => NvmlReport::Seen(usage),
         Err(error) => NvmlReport::Failed(error.to_string()),
     }
 }

@@ -70,14 +70,17 @@ fn program_reports_a_refusal_with_the_drivers_code() {
     assert_eq!(refused["got"], json!(15 * GIB));
     let expected = json!({ "code": 2, "name": "CUDA_ERROR_OUT_OF_MEMORY" });
     assert_eq!(refused["refused"], expected);
-    let nowhere = Command::new(env!("CARGO_BIN_EXE_bursar-probe"))
+    let without_driver = Command::new(env!("CARGO_BIN_EXE_bursar-probe"))
         .arg("report")
         .env("LD_LIBRARY_PATH", "")
         .stdout(Stdio::piped())
         .output();
-    let failed: Value = serde_json::from_slice(&nowhere.unwrap().stdout).unwrap();
-    let said = failed["error"].as_str().unwrap();
-    assert!(said.starts_with("failed to load the CUDA driver"), "{said}");
+    let failed: Value = serde_json::from_slice(&without_driver.unwrap().stdout).unwrap();
+    let error = failed["error"].as_str().unwrap();
+    assert!(
+        error.starts_with("failed to load the CUDA driver"),
+        "{error}"
+    );
 }
 
 #[test]

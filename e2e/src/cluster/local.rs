@@ -531,9 +531,9 @@ impl Startup {
                 None => None,
             };
             if let Some(status) = ended {
-                let said = tail(&folder.log("node"), 10);
+                let log = tail(&folder.log("node"), 10);
                 return Err(step_error("node process")(io::Error::other(format!(
-                    "{status}: {said}"
+                    "{status}: {log}"
                 ))));
             }
             match ControlClient::connect(&folder.control_socket()).await {

@@ -17,7 +17,7 @@ pub(super) struct Row {
 
 impl Row {
     pub(super) fn new(workload: &Workload, node: &str, output: &ProbeOutput) -> Self {
-        let told = output
+        let refusal = output
             .refused
             .as_ref()
             .map(|refused| format!("wanted more: {}", refused.name));
@@ -32,7 +32,7 @@ impl Row {
                 format_gib(output.device.free)
             ),
             took: format!("{} GiB", format_gib(output.got)),
-            note: told.unwrap_or_default(),
+            note: refusal.unwrap_or_default(),
         }
     }
 

@@ -156,16 +156,16 @@ mod tests {
         for gib in 8..200 {
             let workloads = Workloads::for_gpus(&[gib, gib]).unwrap();
             let big = workloads.initial[workloads.deleted].gib;
-            let asked: u32 = workloads.initial.iter().map(|workload| workload.gib).sum();
+            let requested: u32 = workloads.initial.iter().map(|workload| workload.gib).sum();
             assert!(
-                2 * gib - asked >= workloads.pending.gib,
+                2 * gib - requested >= workloads.pending.gib,
                 "the node has room of {gib}"
             );
             assert!(
                 gib - big < workloads.pending.gib,
                 "no GPU of {gib} has room"
             );
-            let small = asked - 2 * big;
+            let small = requested - 2 * big;
             assert!(
                 gib - small >= workloads.pending.gib,
                 "the freed GPU of {gib} has room, with both small ones on it"
@@ -193,7 +193,11 @@ mod tests {
     fn owner_needs_a_borrower_and_fits_its_guarantee() {
         for gpus in [&[16][..], &[8, 8], &[79; 8], &[80, 24]] {
             let workloads = Workloads::for_gpus(gpus).unwrap();
-            let lent: u32 = workloads.borrowers.iter().map(|one| one.gib).sum();
+            let lent: u32 = workloads
+                .borrowers
+                .iter()
+                .map(|borrower| borrower.gib)
+                .sum();
             assert_eq!(lent, workloads.total, "every GPU is lent: {gpus:?}");
             let (owner, faulting) = (&workloads.owner, &workloads.faulting);
             let budgets = workloads.budgets();

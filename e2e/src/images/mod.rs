@@ -37,12 +37,12 @@ pub enum ImageError {
         file: String,
     },
     /// The pause program does not compile.
-    #[error("compile {source_file}: {said}")]
+    #[error("compile {source_file}: {stderr}")]
     Pause {
         /// Its source.
         source_file: PathBuf,
         /// The compiler's output.
-        said: String,
+        stderr: String,
     },
     /// A file cannot be read or written.
     #[error("{path}: {source}")]
@@ -409,8 +409,11 @@ fn pause(folder: &Path) -> Result<Image, ImageError> {
             source,
         })?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(ImageError::Pause { source_file, said });
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(ImageError::Pause {
+            source_file,
+            stderr,
+        });
     }
     Ok(Image {
         entrypoint: vec!["/pause".to_owned()],

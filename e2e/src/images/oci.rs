@@ -149,7 +149,7 @@ impl Image {
         let mut files = self.files.clone();
         files.sort();
         let mut layer = Builder::new(Vec::new());
-        let mut made: Vec<PathBuf> = Vec::new();
+        let mut written: Vec<PathBuf> = Vec::new();
         for entry in &files {
             let parents = entry
                 .path()
@@ -159,15 +159,15 @@ impl Image {
             let mut parents: Vec<&Path> = parents.collect();
             parents.reverse();
             for parent in parents {
-                if !made.iter().any(|path| path == parent) {
+                if !written.iter().any(|path| path == parent) {
                     append(&mut layer, parent, EntryType::Directory, 0o755, &[])?;
-                    made.push(parent.to_path_buf());
+                    written.push(parent.to_path_buf());
                 }
             }
             match entry {
                 Entry::Folder { path, mode } => {
                     append(&mut layer, path, EntryType::Directory, *mode, &[])?;
-                    made.push(path.clone());
+                    written.push(path.clone());
                 }
                 Entry::File { path, source } => {
                     let mode = fs::metadata(source)?.permissions().mode() & 0o755;

@@ -132,18 +132,18 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
         .stderr(stderr)
         .spawn()
         .map_err(BuildError::NoGo)?;
-    let mut said = Instant::now();
+    let mut last_report = Instant::now();
     let status = loop {
         if let Some(status) = child.try_wait().map_err(file(&log))? {
             break status;
         }
-        if said.elapsed() >= Duration::from_secs(15) {
+        if last_report.elapsed() >= Duration::from_secs(15) {
             progress.report(format_args!(
                 "{}: still building after {} s",
                 part.name,
                 start.elapsed().as_secs()
             ));
-            said = Instant::now();
+            last_report = Instant::now();
         }
         std::thread::sleep(Duration::from_millis(100));
     };

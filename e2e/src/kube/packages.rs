@@ -103,7 +103,7 @@ fn apt_get(arguments: &[&str]) -> Result<(), String> {
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let last: Vec<&str> = said.lines().rev().take(4).collect();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let last: Vec<&str> = stderr.lines().rev().take(4).collect();
     Err(last.into_iter().rev().collect::<Vec<_>>().join("; "))
 }

@@ -123,7 +123,10 @@ mod tests {
 
     #[test]
     fn release_is_named_with_or_without_its_patch() {
-        let named = |text: &str| text.parse::<KubernetesVersion>().map(|one| one.to_string());
+        let named = |text: &str| {
+            text.parse::<KubernetesVersion>()
+                .map(|version| version.to_string())
+        };
         assert_eq!(named("1.34"), named("1.34.4"));
         assert_eq!(named("1.36").as_deref(), Ok("1.36.3"));
         for text in ["1.33", "1.34.0", "34", "", "1.3"] {

@@ -36,12 +36,12 @@ pub enum ChartPackageError {
     #[error("failed to write the images into the chart: {0}")]
     Layout(String),
     /// Helm refused the chart.
-    #[error("failed to package the chart: helm package ({status}): {said}")]
+    #[error("failed to package the chart: helm package ({status}): {stderr}")]
     Helm {
         /// Its exit status.
         status: String,
         /// Its standard error.
-        said: String,
+        stderr: String,
     },
 }
 
@@ -111,7 +111,7 @@ pub(super) fn package(
     if !output.status.success() {
         return Err(ChartPackageError::Helm {
             status: output.status.to_string(),
-            said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         });
     }
     Ok(folder.join(format!("bursar-{}.tgz", images.version)))

@@ -175,7 +175,7 @@ pub fn make(
         key,
     } = options;
     let version = version.as_str();
-    let begun = Timestamp::now();
+    let started_on = Timestamp::now();
     let mut folders = destinations
         .iter()
         .filter_map(|destination| match destination {
@@ -209,7 +209,8 @@ pub fn make(
             write_bills(programs, version, &folder, progress)?;
             let digests = write_images(programs, version, &folder, progress)?;
             let path = folder.join(file_of_provenance(version, images::architecture()));
-            let provenance = provenance::predicate(version, begun).map_err(file_error(&path))?;
+            let provenance =
+                provenance::predicate(version, started_on).map_err(file_error(&path))?;
             write_json(&path, &provenance)?;
             digests
         }

@@ -27,7 +27,7 @@ pub(super) fn revision() -> Option<String> {
 }
 
 /// Returns the predicate of a build on this machine that began at `begun` and ends now.
-pub(super) fn predicate(version: &str, begun: Timestamp) -> io::Result<Value> {
+pub(super) fn predicate(version: &str, started_on: Timestamp) -> io::Result<Value> {
     let mut dependencies = Vec::new();
     if let Some(commit) = revision() {
         dependencies.push(json!({
@@ -51,7 +51,7 @@ pub(super) fn predicate(version: &str, begun: Timestamp) -> io::Result<Value> {
         "runDetails": {
             "builder": { "id": format!("{HOMEPAGE}/tree/main/e2e/src/release") },
             "metadata": {
-                "startedOn": begun.to_string(),
+                "startedOn": started_on.to_string(),
                 "finishedOn": Timestamp::now().to_string(),
             },
         },

@@ -18,12 +18,12 @@ pub enum PushError {
         source: io::Error,
     },
     /// The registry refused.
-    #[error("failed to push {reference}: {said}; `crane auth login` stores credentials")]
+    #[error("failed to push {reference}: {stderr}; `crane auth login` stores credentials")]
     Refused {
         /// The reference.
         reference: String,
         /// The output of `crane`.
-        said: String,
+        stderr: String,
     },
     /// The registry has another content under this reference.
     #[error("failed to push {reference}: the registry has {found}, and not {expected}")]
@@ -60,7 +60,7 @@ pub(super) fn push(
         if !output.status.success() {
             return Err(PushError::Refused {
                 reference: reference.to_owned(),
-                said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+                stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
             });
         }
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())

@@ -30,14 +30,14 @@ pub enum SbomError {
         source: io::Error,
     },
     /// A program failed.
-    #[error("failed to describe the packages: {program} ({status}): {said}")]
+    #[error("failed to describe the packages: {program} ({status}): {stderr}")]
     Failed {
         /// The program.
         program: PathBuf,
         /// Its exit status.
         status: String,
         /// Its standard error.
-        said: String,
+        stderr: String,
     },
     /// A file cannot be read or written.
     #[error("failed to describe the packages: {path}: {source}")]
@@ -126,7 +126,7 @@ fn run(command: &mut Command) -> Result<String, SbomError> {
     Err(SbomError::Failed {
         program,
         status: output.status.to_string(),
-        said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
     })
 }
 

@@ -31,14 +31,14 @@ pub enum SigningError {
     },
     /// `cosign` or the registry refused.
     #[error(
-        "failed to sign {object}: {said}; `cosign generate-key-pair` makes a key, and \
+        "failed to sign {object}: {stderr}; `cosign generate-key-pair` makes a key, and \
          COSIGN_PASSWORD has its password"
     )]
     Refused {
         /// The file or the reference.
         object: String,
         /// The output of `cosign`.
-        said: String,
+        stderr: String,
     },
 }
 
@@ -112,7 +112,7 @@ impl<'a> Signer<'a> {
         }
         Err(SigningError::Refused {
             object: object.to_owned(),
-            said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         })
     }
 }

@@ -22,7 +22,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     let mut pages = Vec::new();
     style::files(&docs, &["md"], &mut pages)?;
     let listed = listed(&summary);
-    let mut seen = 0;
+    let mut page_count = 0;
     for page in pages {
         let name = page.strip_prefix(&docs)?.to_path_buf();
         anyhow::ensure!(
@@ -30,9 +30,9 @@ pub(super) fn check() -> anyhow::Result<()> {
             "docs/SUMMARY.md does not list {}",
             name.display()
         );
-        seen += 1;
+        page_count += 1;
     }
-    anyhow::ensure!(seen > 70, "only {seen} pages in docs/");
+    anyhow::ensure!(page_count > 70, "only {page_count} pages in docs/");
     let mdbook = tools::mdbook()?;
     let out = tempfile::tempdir()?;
     let built = Command::new(mdbook)
@@ -40,8 +40,8 @@ pub(super) fn check() -> anyhow::Result<()> {
         .arg("--dest-dir")
         .args([out.path(), &docs])
         .output()?;
-    let said = String::from_utf8_lossy(&built.stderr);
-    anyhow::ensure!(built.status.success(), "mdbook: {}: {said}", built.status);
+    let stderr = String::from_utf8_lossy(&built.stderr);
+    anyhow::ensure!(built.status.success(), "mdbook: {}: {stderr}", built.status);
     for page in &listed {
         // mdBook writes README.md as the index of its folder.
         let html = match page.ends_with("README.md") {

@@ -709,13 +709,13 @@ fn chart() -> anyhow::Result<()> {
         "agent.maxUnavailable=0",
     ] {
         let output = template(refused).output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         let path = refused.split('=').next().unwrap_or_default();
         // The error quotes the field, or a path that ends with it.
         let field = path.rsplit('.').next().unwrap_or_default();
         anyhow::ensure!(
-            !output.status.success() && said.contains(&format!("{field}'")),
-            "--set {refused} must be refused by the schema with the field's name, not: {said}"
+            !output.status.success() && stderr.contains(&format!("{field}'")),
+            "--set {refused} must be refused by the schema with the field's name, not: {stderr}"
         );
     }
     Ok(())

@@ -80,12 +80,12 @@ pub(super) fn archive() -> anyhow::Result<()> {
         .args(["bursar", "version", "--client"])
         .env("PATH", path)
         .output()?;
-    let said = String::from_utf8_lossy(&output.stdout);
+    let stdout = String::from_utf8_lossy(&output.stdout);
     let version = format!("kubectl bursar   {}\n", env!("CARGO_PKG_VERSION"));
     anyhow::ensure!(
-        output.status.success() && said == version,
+        output.status.success() && stdout == version,
         "kubectl bursar version --client: {output:?}"
     );
-    print!("{said}");
+    print!("{stdout}");
     Ok(())
 }

@@ -130,11 +130,11 @@ pub(super) fn check() -> anyhow::Result<()> {
             .parent()
             .is_some_and(|folder| folder.join(target).exists()),
     };
-    let (mut seen, mut wrong) = (0, Vec::new());
+    let (mut name_count, mut wrong) = (0, Vec::new());
     for path in pages()? {
         let text = fs::read_to_string(&path)?;
         let names = names(&text);
-        seen += names.len();
+        name_count += names.len();
         let lacking = names.into_iter().filter(|name| !exists(&path, *name));
         wrong.extend(lacking.map(|name| format!("{}: {name:?} does not exist", path.display())));
     }
@@ -157,11 +157,11 @@ pub(super) fn check() -> anyhow::Result<()> {
     let without_row = without_row.filter(|member| !architecture.contains(&format!("`{member}`")));
     wrong.extend(without_row.map(|member| format!("docs/architecture.md has no row of {member}")));
     anyhow::ensure!(
-        seen > 500,
-        "only {seen} names were found: the pages are not where they were"
+        name_count > 500,
+        "only {name_count} names were found: the pages are not where they were"
     );
     anyhow::ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
-    println!("{seen} names in the documentation, and all paths, checks and links exist");
+    println!("{name_count} names in the documentation, and all paths, checks and links exist");
     Ok(())
 }
 

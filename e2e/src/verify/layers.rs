@@ -319,7 +319,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     let Metadata { packages } = serde_json::from_slice(&output.stdout)?;
     let mut wrong = wrong_dependencies(&packages, FLOORS);
     wrong.extend(past_the_runtime(&packages));
-    let mut seen = 0;
+    let mut file_count = 0;
     for Package {
         name,
         manifest_path,
@@ -327,7 +327,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     } in &packages
     {
         let files = parse_crate(&manifest_path.with_file_name("src"))?;
-        seen += files.len();
+        file_count += files.len();
         if OVER_RUNTIME.contains(&&**name) {
             let calls = files.values().flat_map(driver_calls);
             wrong.extend(
@@ -344,12 +344,12 @@ pub(super) fn check() -> anyhow::Result<()> {
         }
     }
     anyhow::ensure!(
-        seen > 300,
-        "only {seen} files were found: the crates are not where they were"
+        file_count > 300,
+        "only {file_count} files were found: the crates are not where they were"
     );
     anyhow::ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     println!(
-        "{} crates on {} floors, {seen} files without a large circle",
+        "{} crates on {} floors, {file_count} files without a large circle",
         packages.len(),
         FLOORS.len()
     );

@@ -112,15 +112,15 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
     } = *locked(&counts);
     let gone = evicted(&at).await?;
     let rate = (created + deleted) as f64 / stormed.as_secs_f64();
-    let told = format!(
+    let summary = format!(
         "{created} created, {refused} refused, {deleted} deleted in {stormed:.1?}: {rate:.0} a second; Exceeded after \
          {exceeded_after:.1?}, {gone} evicted in the storm"
     );
     if !repaired {
-        return Err(format!("not repaired in the storm: {told}").into());
+        return Err(format!("not repaired in the storm: {summary}").into());
     }
     if created + deleted < MIN_CHANGES {
-        return Err(format!("no storm: {told}").into());
+        return Err(format!("no storm: {summary}").into());
     }
     let fits = async || Ok::<_, Failed>(ready(&at).await? && alive(&at).await? <= QUOTA_GIB);
     until("all to fit after the storm", fits).await?;
@@ -143,10 +143,10 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
     let exact = async |at: &IsolatedScope| Ok(ready(at).await? && alive(at).await? == QUOTA_GIB);
     if !exact(&at).await? {
         let after = alive(&at).await?;
-        return Err(format!("{after} pods live: {told}").into());
+        return Err(format!("{after} pods live: {summary}").into());
     }
     case.finish(exact).await?;
-    Ok(told)
+    Ok(summary)
 }
 
 async fn until(
@@ -205,10 +205,10 @@ async fn run_client(
     for number in 0.. {
         every.tick().await;
         let name = format!("p-{client}-{number}");
-        let made = at.create_pod(&name, 1, false, false).await;
+        let created = at.create_pod(&name, 1, false, false).await;
         let oldest = {
             let mut counts = locked(counts);
-            let full = match made {
+            let full = match created {
                 Ok(_) => {
                     counts.created += 1;
                     own.push_back(name);

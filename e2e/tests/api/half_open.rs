@@ -78,7 +78,7 @@ async fn case_behind_proxy(
     config.cluster_url = format!("https://{}", proxy.address).parse()?;
     let plan = FaultPlan {
         faults,
-        doomed: FaultyWrites::NoWrite,
+        faulty_writes: FaultyWrites::NoWrite,
         kill_operator: false,
         two_operators: false,
     };
@@ -97,8 +97,9 @@ async fn raise_budget_while_frozen(
     proxy: &FreezableProxy,
     case: &mut TestCase,
 ) -> Result<(), Failed> {
-    let made = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
-    case.transition("a budget is made", made, is_ready).await?;
+    let created = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
+    case.transition("a budget is made", created, is_ready)
+        .await?;
     let raised = async |at: &IsolatedScope| {
         proxy.freeze();
         at.patch_budget(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))

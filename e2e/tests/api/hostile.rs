@@ -29,15 +29,15 @@ pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
 }
 
 /// Fails unless the API server has refused with these words, or has accepted if there are none.
-pub(crate) fn check(what: &str, said: kube::Result<Value>, words: &str) -> Result<(), Failed> {
-    let said = match said {
+pub(crate) fn check(what: &str, result: kube::Result<Value>, words: &str) -> Result<(), Failed> {
+    let refusal = match result {
         Ok(_) => String::new(),
         Err(kube::Error::Api(status)) => status.message.clone(),
         Err(other) => return Err(other.into()),
     };
-    match said.contains(words) && said.is_empty() == words.is_empty() {
+    match refusal.contains(words) && refusal.is_empty() == words.is_empty() {
         true => Ok(()),
-        false => Err(format!("{what}: not {words:?} but {said:?}").into()),
+        false => Err(format!("{what}: not {words:?} but {refusal:?}").into()),
     }
 }
 
@@ -137,12 +137,12 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
 
 /// Checks containers that are added to existing pods.
 async fn ephemeral(at: &IsolatedScope) -> Result<usize, Failed> {
-    let asking = pod(
+    let requesting = pod(
         "asking",
         json!({ DEVICE: "1" }),
         json!({ "volumes": [{ "name": "v", "emptyDir": {} }] }),
     );
-    at.create(&at.pods_path(), asking).await?;
+    at.create(&at.pods_path(), requesting).await?;
     at.create(&at.pods_path(), pod("quiet", json!({}), json!({})))
         .await?;
     let variable = "sets NVIDIA_VISIBLE_DEVICES";
@@ -238,11 +238,11 @@ async fn operators_writes(server: &Server, at: &IsolatedScope) -> Result<usize, 
 
 /// Checks Events of an agent on the scope's node.
 async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
-    let mine = at.name.as_str();
+    let node_name = at.name.as_str();
     let agent = at.with_client(as_account(
         server.control_plane.operator_config(),
         "agent",
-        Some(mine),
+        Some(node_name),
     )?);
     let unbound = at.with_client(as_account(
         server.control_plane.operator_config(),
@@ -250,7 +250,7 @@ async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Fai
         None,
     )?);
     let event = |controller: &str, instance: &str, kind: &str, about: &str| {
-        let namespace = (kind == "Pod").then_some(mine);
+        let namespace = (kind == "Pod").then_some(node_name);
         json!({
             "metadata": { "name": "e", "labels": { "bursar.dev/writer": "agent" } }, "eventTime": "2026-01-01T00:00:00.000000Z", "type": "Normal",
             "reason": "R", "action": "A", "note": "n",
@@ -258,22 +258,26 @@ async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Fai
             "regarding": { "apiVersion": "v1", "kind": kind, "name": about, "namespace": namespace },
         })
     };
-    let here = pod("here", json!({}), json!({ "nodeName": mine }));
-    at.create(&at.pods_path(), here).await?;
-    let ours = "bursar-agent";
+    let local_pod = pod("here", json!({}), json!({ "nodeName": node_name }));
+    at.create(&at.pods_path(), local_pod).await?;
+    let own_controller = "bursar-agent";
     let written = "an agent writes Events of bursar-agent on its own node";
     let rows = [
-        (&agent, event(ours, mine, "Pod", "here"), ""),
-        (&agent, event("kubelet", mine, "Pod", "here"), written),
-        (&agent, event(ours, "another", "Pod", "here"), written),
+        (&agent, event(own_controller, node_name, "Pod", "here"), ""),
+        (&agent, event("kubelet", node_name, "Pod", "here"), written),
+        (
+            &agent,
+            event(own_controller, "another", "Pod", "here"),
+            written,
+        ),
         (
             &unbound,
-            event(ours, mine, "Node", mine),
+            event(own_controller, node_name, "Node", node_name),
             "its token is of no node",
         ),
         (
             &agent,
-            event(ours, mine, "Node", "another"),
+            event(own_controller, node_name, "Node", "another"),
             "an agent's Events are about its own",
         ),
     ];

@@ -259,7 +259,7 @@ impl IsolatedScope {
         memory: i32,
         bound: &[(String, i32)],
     ) -> Result<(), Failed> {
-        self.report_gpu_with_waiter(memory, bound, None).await
+        self.report_gpu_with_queued_claim(memory, bound, None).await
     }
 
     /// Reports open faults, in the agent's place.
@@ -269,13 +269,13 @@ impl IsolatedScope {
             .await
     }
 
-    /// Reports as [`Self::report_gpu`] does, with a queued claim. A GPU reserved for a waiter is
-    /// reported as held for it.
-    pub(crate) async fn report_gpu_with_waiter(
+    /// Reports as [`Self::report_gpu`] does, with a queued claim. A GPU that is reserved for a claim
+    /// is reported as held for its pod.
+    pub(crate) async fn report_gpu_with_queued_claim(
         &self,
         memory: i32,
         bound: &[(String, i32)],
-        waiter: Option<(&str, &str, i32)>,
+        queued_claim: Option<(&str, &str, i32)>,
     ) -> Result<(), Failed> {
         let before = self.gpu_node().await?;
         let held = &before["spec"]["reservations"][0]["podUid"];
@@ -284,7 +284,7 @@ impl IsolatedScope {
             .iter()
             .map(|(uid, gib)| json!({ "uid": uid, "quanta": gib }))
             .collect();
-        let waiting: Vec<_> = waiter
+        let waiting: Vec<_> = queued_claim
             .into_iter()
             .map(|(uid, pod, gib)| {
                 json!({ "podUid": uid, "namespace": self.name, "pod": pod, "container": "c", "quanta": gib,

@@ -74,11 +74,11 @@ fn run(
     runtime.block_on(async {
         let begin = Instant::now();
         // Large futures overflow the stack of a test thread.
-        let said = Box::pin(act(server)).await?;
+        let summary = Box::pin(act(server)).await?;
         let took = begin.elapsed();
         server
             .progress
-            .report(format_args!("{name}: {said} ({took:.1?})"));
+            .report(format_args!("{name}: {summary} ({took:.1?})"));
         Ok(())
     })
 }

@@ -39,19 +39,19 @@ pub(crate) async fn managed_memory(server: &Server) -> Result<String, Failed> {
     Ok(format!("{rows} pods with managed memory let in or refused"))
 }
 
-/// Makes a pod with the limits `asks` of its container and `init` of its init container.
-fn pod(asks: Value, init: Value, annotations: Value) -> Value {
+/// Makes a pod with the limits of its container, and `init` for its init container.
+fn pod(limits: Value, init: Value, annotations: Value) -> Value {
     let container = |name: &str, limits| json!({ "name": name, "image": "i", "resources": { "limits": limits } });
     json!({
         "metadata": { "name": "row", "annotations": annotations },
-        "spec": { "containers": [container("c", asks)], "initContainers": [container("init", init)] },
+        "spec": { "containers": [container("c", limits)], "initContainers": [container("init", init)] },
     })
 }
 
 /// Makes a pod whose host memory is scheduled for less than its managed memory.
 fn requesting_less() -> Value {
-    let asks = json!({ DEVICE: "4", MANAGED: "2", "memory": "4Gi" });
-    let mut pod = pod(asks, json!({}), json!({}));
+    let limits = json!({ DEVICE: "4", MANAGED: "2", "memory": "4Gi" });
+    let mut pod = pod(limits, json!({}), json!({}));
     pod["spec"]["containers"][0]["resources"]["requests"] = json!({ "memory": "1Gi" });
     pod
 }
@@ -166,10 +166,10 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
 async fn check_refusals(at: &IsolatedScope, rows: Vec<(Value, String)>) -> Result<usize, Failed> {
     let count = rows.len();
     for (pod, words) in rows {
-        let said = refusal(at, pod.clone()).await?;
+        let refused_with = refusal(at, pod.clone()).await?;
         assert!(
-            said.contains(&words) && said.is_empty() == words.is_empty(),
-            "{pod}: {said}"
+            refused_with.contains(&words) && refused_with.is_empty() == words.is_empty(),
+            "{pod}: {refused_with}"
         );
     }
     Ok(count)
@@ -225,11 +225,11 @@ async fn managed_rows(at: &IsolatedScope) -> Result<usize, Failed> {
 /// Checks that a pod with managed memory keeps the host memory that backs it when it is resized.
 async fn resized(at: &IsolatedScope) -> Result<(), Failed> {
     let memory = |limit: &str| json!({ DEVICE: "4", MANAGED: "2", "memory": limit });
-    let mut made = pod(memory("4Gi"), json!({}), json!({}));
-    made["metadata"]["name"] = json!("resized");
-    let made = at.create(&at.pods_path(), made).await?;
+    let mut resized = pod(memory("4Gi"), json!({}), json!({}));
+    resized["metadata"]["name"] = json!("resized");
+    let created = at.create(&at.pods_path(), resized).await?;
     let resize = async |limit: &str| {
-        let mut containers = made["spec"]["containers"].clone();
+        let mut containers = created["spec"]["containers"].clone();
         for amounts in ["limits", "requests"] {
             containers[0]["resources"][amounts]["memory"] = json!(limit);
         }
@@ -288,9 +288,9 @@ async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
                 "perContainer": most },
         })
     };
-    let most = |container: &str, asked: u32, resource: &str, most: u32, field: &str| {
+    let most = |container: &str, requested: u32, resource: &str, most: u32, field: &str| {
         format!(
-            "container {container} asks for {asked} of {resource}: GpuMemoryBudget default of namespace \
+            "container {container} asks for {requested} of {resource}: GpuMemoryBudget default of namespace \
              policed allows {most} a container (spec.perContainer.{field})"
         )
     };
@@ -300,9 +300,9 @@ async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
     let bounds = json!({ "spec": { "perContainer": { "max": null, "maxManaged": "2Gi" } } });
     at.merge(&at.budget_path(), bounds).await?;
     wait_for_refusal(at, "").await?;
-    let managed = |of_it: &str, init: &str| {
-        let asks = |managed: &str| json!({ DEVICE: "4", MANAGED: managed, "memory": "16Gi" });
-        pod(asks(of_it), asks(init), json!({}))
+    let managed = |main: &str, init: &str| {
+        let limits = |managed: &str| json!({ DEVICE: "4", MANAGED: managed, "memory": "16Gi" });
+        pod(limits(main), limits(init), json!({}))
     };
     let bytes = format!("container c: {MANAGED} counts quanta of 1Gi: write 4, not 4Gi");
     for (pod, words) in [
@@ -311,21 +311,24 @@ async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
         (managed("1", "3"), most("init", 3, MANAGED, 2, "maxManaged")),
         (managed("4Gi", "1"), bytes),
     ] {
-        let said = refusal(at, pod).await?;
+        let refused_with = refusal(at, pod).await?;
         assert!(
-            said.contains(&words) && said.is_empty() == words.is_empty(),
-            "{said:?}, not {words:?}"
+            refused_with.contains(&words) && refused_with.is_empty() == words.is_empty(),
+            "{refused_with:?}, not {words:?}"
         );
     }
     let empty = budget(json!({ "max": null, "maxManaged": null }));
     at.delete(&at.budget_path()).await?;
-    let made = at.create(&at.budgets_path(), empty).await?;
-    assert_eq!(made["spec"]["perContainer"].get("max"), Some(&Value::Null));
+    let created = at.create(&at.budgets_path(), empty).await?;
+    assert_eq!(
+        created["spec"]["perContainer"].get("max"),
+        Some(&Value::Null)
+    );
     sleep(Duration::from_secs(2)).await;
     wait_for_refusal(at, "").await?;
     at.delete(&at.budget_path()).await?;
-    let made = at.create(&at.budgets_path(), budget(Value::Null)).await?;
-    assert_eq!(made["spec"].get("perContainer"), Some(&Value::Null));
+    let created = at.create(&at.budgets_path(), budget(Value::Null)).await?;
+    assert_eq!(created["spec"].get("perContainer"), Some(&Value::Null));
     // The API server may apply the absence of any budget for a moment.
     sleep(Duration::from_secs(2)).await;
     wait_for_refusal(at, "").await
@@ -335,13 +338,13 @@ async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
 async fn wait_for_refusal(at: &IsolatedScope, words: &str) -> Result<(), Failed> {
     let begin = Instant::now();
     loop {
-        let asks = pod(json!({ DEVICE: "4" }), json!({}), json!({}));
-        let said = refusal(at, asks).await?;
-        if said.contains(words) && said.is_empty() == words.is_empty() {
+        let requesting_pod = pod(json!({ DEVICE: "4" }), json!({}), json!({}));
+        let refused_with = refusal(at, requesting_pod).await?;
+        if refused_with.contains(words) && refused_with.is_empty() == words.is_empty() {
             return Ok(());
         }
         if begin.elapsed() > POLICY_TIMEOUT {
-            return Err(format!("not {words:?} but {said:?}").into());
+            return Err(format!("not {words:?} but {refused_with:?}").into());
         }
         sleep(Duration::from_millis(200)).await;
     }
@@ -354,7 +357,7 @@ async fn check_accounts_that_list_pods(server: &Server) -> Result<usize, Failed>
     let name = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();
     let has = |list: &Value, words: &[&str]| {
         let mut list = list.as_array().into_iter().flatten();
-        list.any(|one| one == "*" || words.iter().any(|word| one == word))
+        list.any(|value| value == "*" || words.iter().any(|word| value == word))
     };
     let lists = |rule: &Value| {
         has(&rule["apiGroups"], &[""])

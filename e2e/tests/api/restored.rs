@@ -96,8 +96,8 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let returned = Instant::now();
     let after = newest_revision(server).await?;
     if after + LOST as u64 / 2 > before {
-        let told = format!("revision {after} after {before}: etcd was not restored");
-        return Err(told.into());
+        let reason = format!("revision {after} after {before}: etcd was not restored");
+        return Err(reason.into());
     }
     // The amendment's generation is that of the lost one.
     let amended = async |at: &IsolatedScope| {

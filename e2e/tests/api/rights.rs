@@ -47,11 +47,11 @@ pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
 
 /// Checks the calls of an agent on the scope's node, allowed and refused.
 async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
-    let mine = at.name.as_str();
+    let node_name = at.name.as_str();
     let agent = at.with_client(as_account(
         server.control_plane.operator_config(),
         "agent",
-        Some(mine),
+        Some(node_name),
     )?);
     let unbound = at.with_client(as_account(
         server.control_plane.operator_config(),
@@ -71,7 +71,7 @@ async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     ] {
         let read = agent.get(&path).await.map_err(|error| format!("{error:?}"));
         match read {
-            Err(said) if said.contains("cannot ") => calls += 1,
+            Err(error) if error.contains("cannot ") => calls += 1,
             other => return Err(format!("{path}: {other:?}").into()),
         }
     }
@@ -108,13 +108,13 @@ async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
         check(&path, account.try_merge(&path, patch).await, words)?;
     }
 
-    let events = format!("/apis/events.k8s.io/v1/namespaces/{mine}/events?dryRun=All");
+    let events = format!("/apis/events.k8s.io/v1/namespaces/{node_name}/events?dryRun=All");
     let event = |about: &str, labels: Value| {
         json!({
             "metadata": { "name": "e", "labels": labels }, "type": "Normal",
             "eventTime": "2026-01-01T00:00:00.000000Z", "reason": "R", "action": "A", "note": "n",
-            "reportingController": "bursar-agent", "reportingInstance": mine,
-            "regarding": { "apiVersion": "v1", "kind": "Pod", "name": about, "namespace": mine },
+            "reportingController": "bursar-agent", "reportingInstance": node_name,
+            "regarding": { "apiVersion": "v1", "kind": "Pod", "name": about, "namespace": node_name },
         })
     };
     let labelled = || json!({ "bursar.dev/writer": "agent" });
@@ -215,13 +215,13 @@ async fn wait_for_answer(
     words: &str,
     call: impl AsyncFn() -> kube::Result<Value>,
 ) -> Result<(), Failed> {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         match check(what, call().await, words) {
-            Err(_) if begun.elapsed() < AUTHORIZATION_TIMEOUT => {
+            Err(_) if start.elapsed() < AUTHORIZATION_TIMEOUT => {
                 sleep(Duration::from_millis(200)).await
             }
-            said => return said,
+            result => return result,
         }
     }
 }
@@ -231,20 +231,20 @@ async fn wait_for_answer(
 fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
     let page = std::fs::read_to_string(paths::repository().join("docs/security.md"))?;
     let mut rows = 0;
-    for (heading, columns, is) in [
+    for (heading, columns, actual) in [
         ("### Accounts", 3, accounts(manifests)),
         ("### Containers", 2, containers(manifests)),
         ("### Capabilities of the agent", 2, capabilities()),
     ] {
-        let said = table(&page, heading, columns);
-        let missing: Vec<_> = is.difference(&said).collect();
-        let wrong: Vec<_> = said.difference(&is).collect();
+        let documented = table(&page, heading, columns);
+        let missing: Vec<_> = actual.difference(&documented).collect();
+        let wrong: Vec<_> = documented.difference(&actual).collect();
         if !missing.is_empty() || !wrong.is_empty() {
             let why =
                 format!("{heading} of docs/security.md lacks {missing:#?} and has {wrong:#?}");
             return Err(why.into());
         }
-        rows += said.len();
+        rows += documented.len();
     }
     Ok(rows)
 }

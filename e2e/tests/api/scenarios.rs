@@ -366,12 +366,16 @@ async fn owner_waits(case: &mut TestCase, owner: String) -> Result<[(String, i32
     );
     case.transition(
         "an owner waits",
-        async |at| at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await,
+        async |at| {
+            at.report_gpu_with_queued_claim(GPU_GIB, &bound, waits)
+                .await
+        },
         async |at| {
             // The test answers reservations and binds pods, in the agent's place.
             let large = at.get(&at.pod_path("large")).await?;
             if uid(&large) == of_large {
-                at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await?;
+                at.report_gpu_with_queued_claim(GPU_GIB, &bound, waits)
+                    .await?;
                 return Ok(false);
             }
             at.mark_running("owner").await?;
@@ -459,9 +463,9 @@ async fn is_evicted(
     at.report_gpu(GPU_GIB, &[]).await?;
     at.report_faults(json!([])).await?;
     let status = &at.budget().await?["status"];
-    let told = status["evictions"].as_array();
-    let told = told.filter(|told| told.len() == evictions);
-    let newest = told.and_then(|told| told.first());
+    let evicted_pods = status["evictions"].as_array();
+    let evicted_pods = evicted_pods.filter(|evicted_pods| evicted_pods.len() == evictions);
+    let newest = evicted_pods.and_then(|evicted_pods| evicted_pods.first());
     Ok(
         newest.is_some_and(|newest| newest["pod"] == pod && newest["reason"] == reason)
             && status["contexts"]["open"] == 0,
@@ -542,8 +546,8 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
                     .await
             },
             async |at| {
-                let told = !plain || at.has_event("GpuContextPoisoned", "p").await?;
-                Ok(told && is_evicted(at, "p", "TooManyRestarts", 1).await?)
+                let has_event = !plain || at.has_event("GpuContextPoisoned", "p").await?;
+                Ok(has_event && is_evicted(at, "p", "TooManyRestarts", 1).await?)
             },
         )
         .await?;
@@ -562,15 +566,15 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
             "another one is poisoned",
             async |at| at.report_faults(poisoned(at, "q", &q, "Evict")).await,
             async |at| {
-                let told = !plain || at.has_event("GpuContextPoisoned", "q").await?;
-                Ok(told && is_evicted(at, "q", "ContextPolicy", 2).await?)
+                let has_event = !plain || at.has_event("GpuContextPoisoned", "q").await?;
+                Ok(has_event && is_evicted(at, "q", "ContextPolicy", 2).await?)
             },
         )
         .await?;
-    waiter_is_moved(case_, plain).await?;
+    queued_pod_is_relocated(case_, plain).await?;
     let evicted = async |at: &IsolatedScope| {
-        let told = !plain || at.has_event("GpuFault", "holder").await?;
-        Ok(told && is_evicted(at, "holder", "GpuFault", 3).await?)
+        let has_event = !plain || at.has_event("GpuFault", "holder").await?;
+        Ok(has_event && is_evicted(at, "holder", "GpuFault", 3).await?)
     };
     case_
         .transition(
@@ -587,7 +591,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
 }
 
 /// Queues a claim of 10 GiB on a GPU with 6 free, while another node has 32.
-async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed> {
+async fn queued_pod_is_relocated(case: &mut TestCase, plain: bool) -> Result<(), Failed> {
     let holder = case.scope.create_pod("holder", 26, false, true).await?;
     case.scope.mark_running("holder").await?;
     let bound = [(uid(&holder), 26)];
@@ -597,12 +601,12 @@ async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed>
         async |at| labels_are(at, 6, 6, GPU_GIB).await,
     )
     .await?;
-    let waiter = uid(&case.scope.create_pod("waiter", 10, false, true).await?);
+    let queued_pod = uid(&case.scope.create_pod("waiter", 10, false, true).await?);
     let owner = case.scope.create_owner("waiter").await?;
     case.transition(
         "another one waits",
         async |at| {
-            at.report_gpu_with_waiter(GPU_GIB, &bound, Some((&waiter, "waiter", 10)))
+            at.report_gpu_with_queued_claim(GPU_GIB, &bound, Some((&queued_pod, "waiter", 10)))
                 .await
         },
         async |at| {
@@ -619,8 +623,8 @@ async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed>
             {
                 return Err(format!("the record of moves: {}", spec["relocations"]).into());
             }
-            let told = !plain || at.has_event("RelocatedForGpuMemory", "waiter").await?;
-            Ok(told && spec["reservations"].as_array().is_none_or(Vec::is_empty))
+            let has_event = !plain || at.has_event("RelocatedForGpuMemory", "waiter").await?;
+            Ok(has_event && spec["reservations"].as_array().is_none_or(Vec::is_empty))
         },
     )
     .await

@@ -88,9 +88,9 @@ async fn plain_number_is_refused(at: &IsolatedScope) -> Result<(), Failed> {
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": { "name": "default" },
         "spec": { "deviceMemory": { "guaranteed": 8 } },
     });
-    let made = at.create(&at.budgets_path(), budget).await;
-    let Err(kube::Error::Api(refused)) = &made else {
-        return Err(format!("a guarantee of 8 bytes: {made:?}").into());
+    let created = at.create(&at.budgets_path(), budget).await;
+    let Err(kube::Error::Api(refused)) = &created else {
+        return Err(format!("a guarantee of 8 bytes: {created:?}").into());
     };
     assert!(refused.message.contains("write 8Gi, not 8"), "{refused:?}");
     Ok(())

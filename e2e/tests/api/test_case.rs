@@ -100,7 +100,7 @@ pub(crate) struct FaultPlan {
     /// The faults of the operator's writes and watches.
     pub(crate) faults: Faults,
     /// The writes of each transition that fail.
-    pub(crate) doomed: FaultyWrites,
+    pub(crate) faulty_writes: FaultyWrites,
     /// Whether the operator is killed together with the failing write, and another one starts.
     pub(crate) kill_operator: bool,
     /// Whether a second operator runs beside the first.
@@ -108,21 +108,21 @@ pub(crate) struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Makes a plan whose doomed writes have this fate.
-    pub(crate) fn with_fate(case: &str, fate: WriteFault, doomed: FaultyWrites) -> Self {
+    /// Makes a plan whose faulty writes have this fate.
+    pub(crate) fn with_fate(case: &str, fate: WriteFault, faulty_writes: FaultyWrites) -> Self {
         Self {
             faults: Faults::new(case, fate, WatchFault::NoFault),
-            doomed,
+            faulty_writes,
             kill_operator: false,
             two_operators: false,
         }
     }
 
     /// Makes a plan without failing writes, with watches of this kind.
-    pub(crate) fn with_telling(case: &str, telling: WatchFault) -> Self {
+    pub(crate) fn with_telling(case: &str, watch_fault: WatchFault) -> Self {
         Self {
-            faults: Faults::new(case, WriteFault::RequestDropped, telling),
-            doomed: FaultyWrites::NoWrite,
+            faults: Faults::new(case, WriteFault::RequestDropped, watch_fault),
+            faulty_writes: FaultyWrites::NoWrite,
             kill_operator: false,
             two_operators: false,
         }
@@ -178,8 +178,11 @@ impl Outcome {
     /// Summarizes the durations. At most one transition in twenty may exceed the promised time, and
     /// none of a few.
     pub(crate) fn check_durations(&self) -> Result<String, Failed> {
-        let late = self.transitions.iter().filter(|one| one.is_late);
-        let late: Vec<_> = late.map(|one| one.change.as_str()).collect();
+        let late = self
+            .transitions
+            .iter()
+            .filter(|transition| transition.is_late);
+        let late: Vec<_> = late.map(|transition| transition.change.as_str()).collect();
         let longest = self.longest;
         if late.len() > (self.transitions.len() + 10) / 20 {
             return Err(
@@ -251,7 +254,7 @@ impl TestCase {
 
     /// Returns whether no write fails by plan.
     pub(crate) fn is_undisturbed(&self) -> bool {
-        self.plan.doomed == FaultyWrites::NoWrite
+        self.plan.faulty_writes == FaultyWrites::NoWrite
     }
 
     async fn start_operator(&mut self) -> Result<(), Failed> {
@@ -271,7 +274,7 @@ impl TestCase {
         if faults.causes_lists() {
             self.wait_until_all_watched().await?;
         }
-        faults.set_faulty_writes(self.plan.doomed);
+        faults.set_faulty_writes(self.plan.faulty_writes);
         change(&self.scope).await?;
         let (begin, mut killed, mut reached) = (Instant::now(), false, None);
         loop {
@@ -322,7 +325,11 @@ impl TestCase {
 
     /// Fails if an operator has exited.
     async fn check_operators_run(&mut self) -> Result<(), Failed> {
-        match self.operators.iter().position(|one| one.task.is_finished()) {
+        match self
+            .operators
+            .iter()
+            .position(|operator| operator.task.is_finished())
+        {
             None => Ok(()),
             Some(ended) => {
                 let ended = self.operators.swap_remove(ended).task.await;

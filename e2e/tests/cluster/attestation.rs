@@ -50,8 +50,8 @@ async fn covered_driver_files_are_enforced_or_reported(
         .wait_for_log_line("plain", START_TIMEOUT, event_line("holding"));
     let uuid = holding.await?["device"]["uuid"].clone();
     // All pods are bound to the same GPU, which has room for them.
-    let mine = u32::from(uuid != sim::uuid(0));
-    let other = 1 - mine;
+    let gpu_index = u32::from(uuid != sim::uuid(0));
+    let other = 1 - gpu_index;
 
     // containerd replaces the pod's variables and mounts by the device's of the same name. Of two
     // nested mounts it mounts the deeper one last.
@@ -67,7 +67,7 @@ async fn covered_driver_files_are_enforced_or_reported(
     // The device cgroup denies this device node, so the agent must not report it. libcuda creates
     // such nodes itself.
     let sees = holder(context, "sees", 0).with_host_path(&format!("/dev/nvidia{other}"));
-    let mighty = holder(context, "mighty", mine).privileged();
+    let mighty = holder(context, "mighty", gpu_index).privileged();
     for plan in [&covers, &inside, &sees, &mighty] {
         context.pods.create(plan).await?;
     }
@@ -84,11 +84,13 @@ async fn covered_driver_files_are_enforced_or_reported(
     let node = context.pods.node("plain").await?;
     let status = status::wait_for_status(context, &node, "an audit", |status| {
         let mut conditions = status.conditions.iter();
-        conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
+        conditions.any(|condition| {
+            (condition.type_.as_str(), condition.status.as_str()) == (AUDITED, "True")
+        })
     })
     .await?;
     let at_fault = BTreeSet::from(["inside", "mighty"]);
-    let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
+    let pods = status.not_enforced.iter().map(|gap| gap.pod.as_str());
     assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
     // The agent has reported no other pod either, in earlier trials included.
     let events = status::events(context, NOT_ENFORCED).await?;
@@ -106,9 +108,9 @@ async fn assert_enforced(context: &TrialContext, pod: &str) -> Result<(), Failed
         .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
         .await?;
     quota_holds(context, pod).await?;
-    let said = context.exec(pod, &["report"]).await?;
-    let report = said.lines().find_map(event_line("report"));
-    let report = report.ok_or_else(|| format!("no report: {said}"))?;
+    let output = context.exec(pod, &["report"]).await?;
+    let report = output.lines().find_map(event_line("report"));
+    let report = report.ok_or_else(|| format!("no report: {output}"))?;
     assert_eq!(report["count"], 1, "{report}");
     assert_eq!(report["devices"][0]["total"], 3 * GIB, "{report}");
     assert_eq!(report["visible"], "void", "{report}");
@@ -140,9 +142,9 @@ async fn assert_reported(
     assert!(took <= DETECTED_AT_LAST, "{took:#}");
     assert_enforced_metric(context, pod, reason, 0.0).await?;
     let node = context.pods.node(pod).await?;
-    let of_it = |it: &EnforcementGap| it.pod == pod && it.reason == reason;
+    let is_expected = |gap: &EnforcementGap| gap.pod == pod && gap.reason == reason;
     status::wait_for_status(context, &node, &format!("{pod} in it"), |status| {
-        status.not_enforced.iter().any(of_it)
+        status.not_enforced.iter().any(is_expected)
     })
     .await?;
     Ok(took)

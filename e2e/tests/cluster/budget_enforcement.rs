@@ -104,8 +104,8 @@ async fn wait_for_condition(
         Ok(budget) => {
             let conditions = budget.status.map(|status| status.conditions);
             let conditions = conditions.unwrap_or_default();
-            match conditions.iter().find(|one| one.type_ == type_) {
-                Some(one) if one.status == status => Poll::Ready(()),
+            match conditions.iter().find(|condition| condition.type_ == type_) {
+                Some(condition) if condition.status == status => Poll::Ready(()),
                 other => Poll::Pending(format!("{other:?}")),
             }
         }
@@ -156,9 +156,9 @@ async fn pod_beyond_the_budget_is_refused(context: &mut TrialContext) -> Result<
         ),
     ];
     for (name, plan, words) in refused {
-        let said = refusal(pods.create(&plan).await)?;
-        context.progress.report(format_args!("{name}: {said}"));
-        assert!(said.contains(words), "{said}");
+        let message = refusal(pods.create(&plan).await)?;
+        context.progress.report(format_args!("{name}: {message}"));
+        assert!(message.contains(words), "{message}");
     }
     pods.create(&holder(context, "rest", 3)).await?;
     pods.wait_until_running("rest", START_TIMEOUT).await?;
@@ -245,8 +245,11 @@ async fn service_accounts_are_limited(context: &mut TrialContext) -> Result<(), 
         ..PatchParams::apply("trial")
     };
     let bound = as_account(context, "agent", Some(&agent)).await?;
-    let said = refused(Api::<Pod>::all(bound.clone()).list(&agents).await)?;
-    assert!(said.contains("cannot list resource \"pods\""), "{said}");
+    let message = refused(Api::<Pod>::all(bound.clone()).list(&agents).await)?;
+    assert!(
+        message.contains("cannot list resource \"pods\""),
+        "{message}"
+    );
     let gpu_nodes: Api<GpuNode> = Api::all(client.clone());
     let nodes: Api<GpuNode> = Api::all(bound);
     let (post, none) = (
@@ -265,16 +268,16 @@ async fn service_accounts_are_limited(context: &mut TrialContext) -> Result<(), 
         .delete("another", &DeleteParams::default())
         .await?;
     for other in others {
-        let said = refused(other)?;
-        let of_its_own = format!("its token is of node {node}");
-        assert!(said.contains(&of_its_own), "{said}");
+        let message = refused(other)?;
+        let own_node_only = format!("its token is of node {node}");
+        assert!(message.contains(&own_node_only), "{message}");
     }
     nodes.patch(&node, &dry, &apply(&node)).await?;
     nodes.patch_status(&node, &dry, &apply(&node)).await?;
 
     let unbound: Api<GpuNode> = Api::all(as_account(context, "agent", None).await?);
-    let said = refused(unbound.patch(&node, &dry, &apply(&node)).await)?;
-    assert!(said.contains("its token is of no node"), "{said}");
+    let message = refused(unbound.patch(&node, &dry, &apply(&node)).await)?;
+    assert!(message.contains("its token is of no node"), "{message}");
 
     let operator = as_account(context, "operator", None).await?;
     let namespaces: Api<Namespace> = Api::all(operator.clone());
@@ -308,15 +311,15 @@ async fn service_accounts_are_limited(context: &mut TrialContext) -> Result<(), 
         others.push(nodes.patch(&node, &dry, &patch).await.map(drop));
     }
     for other in others {
-        let said = refused(other)?;
+        let message = refused(other)?;
         assert!(
-            said.contains("labels that begin with bursar.dev/"),
-            "{said}"
+            message.contains("labels that begin with bursar.dev/"),
+            "{message}"
         );
     }
     let admin: Api<Namespace> = Api::all(client);
-    let said = refused(admin.patch_metadata("default", &dry, &own).await)?;
-    assert!(said.contains("set by Bursar's operator"), "{said}");
+    let message = refused(admin.patch_metadata("default", &dry, &own).await)?;
+    assert!(message.contains("set by Bursar's operator"), "{message}");
     Ok(())
 }
 

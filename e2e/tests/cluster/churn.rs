@@ -43,13 +43,13 @@ async fn churn(context: &mut TrialContext, cycles: u64) -> Result<(), Failed> {
         begin.elapsed()
     ));
     context.history.check_none_failed_or_restarted().await?;
-    let lives = context.history.records();
-    let ran = lives.iter().filter(|life| life.ran).count();
-    let never = lives.len() - ran;
+    let records = context.history.records();
+    let ran = records.iter().filter(|record| record.ran).count();
+    let never = records.len() - ran;
     context.progress.report(format_args!(
         "{ran} pods ran, {never} were deleted before they could"
     ));
-    assert_eq!(lives.len() as u64, cycles, "pods that were seen");
+    assert_eq!(records.len() as u64, cycles, "pods that were seen");
     assert!(ran as u64 >= cycles / 2, "only {ran} pods ran");
     let end = Instant::now();
     context

@@ -32,8 +32,8 @@ pub(crate) async fn call(
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{} {}: {said}", program.display(), arguments.join(" ")).into())
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{} {}: {stderr}", program.display(), arguments.join(" ")).into())
 }
 
 /// The state of a cluster and its node that an installation may change.

@@ -110,7 +110,7 @@ async fn quotas_hold_while_the_agent_is_replaced(context: &mut TrialContext) -> 
 
     for (round, image) in [&after, &before].into_iter().enumerate() {
         quota_holds(context, HALF).await?;
-        let begun = Instant::now();
+        let begin = Instant::now();
         replace_agent(context, image).await?;
         // The old agent exits and the new one starts; quotas must hold throughout.
         let (mut held, mut refused) = (0, 0);
@@ -127,12 +127,12 @@ async fn quotas_hold_while_the_agent_is_replaced(context: &mut TrialContext) -> 
             if is_replaced(context, image).await? {
                 break;
             }
-            assert!(begun.elapsed() < REPLACED, "no agent of {image} is ready");
+            assert!(begin.elapsed() < REPLACED, "no agent of {image} is ready");
         }
         context.progress.report(format_args!(
             "the agent of another build is ready after {:.1?}; meanwhile {held} greedy programs were held and \
              {refused} refused at their start",
-            begun.elapsed()
+            begin.elapsed()
         ));
         quota_holds(context, HALF).await?;
         let newcomer = format!("newcomer-{round}");
@@ -158,8 +158,8 @@ async fn quotas_hold_while_the_agent_is_replaced(context: &mut TrialContext) -> 
 
 /// Whether a program got no context for lack of memory.
 fn is_refused_at_start(failed: &Failed) -> bool {
-    let said = failed.message().unwrap_or_default();
-    said.contains("cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY")
+    let message = failed.message().unwrap_or_default();
+    message.contains("cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY")
 }
 
 /// Checks that a greedy program gets at most the 2 GiB that the other program leaves of the quota.
@@ -177,9 +177,9 @@ pub(crate) async fn got_by_a_greedy_program(
     arguments: &[&str],
 ) -> Result<u64, Failed> {
     let greedy = ["greedy", "--chunk=64Mi", "--then=exit"];
-    let said = context.exec(pod, &[&greedy, arguments].concat()).await?;
-    let refused = said.lines().find_map(event_line("refused"));
-    let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+    let output = context.exec(pod, &[&greedy, arguments].concat()).await?;
+    let refused = output.lines().find_map(event_line("refused"));
+    let refused = refused.ok_or_else(|| format!("not refused: {output}"))?;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
     let got = refused["got"].as_u64();
     Ok(got.ok_or_else(|| format!("no amount: {refused}"))?)
@@ -188,9 +188,9 @@ pub(crate) async fn got_by_a_greedy_program(
 /// Checks that the program in the pod still allocates and frees.
 async fn assert_still_running(context: &TrialContext, pod: &str) -> Result<(), Failed> {
     let rounds = |log: &str| log.lines().filter_map(event_line("churning")).count();
-    let seen = rounds(&context.pods.log(pod).await?);
+    let rounds_before = rounds(&context.pods.log(pod).await?);
     let poll = async || match context.pods.log(pod).await {
-        Ok(log) if rounds(&log) > seen => Poll::Ready(()),
+        Ok(log) if rounds(&log) > rounds_before => Poll::Ready(()),
         Ok(log) => Poll::Pending(format!("{} lines", rounds(&log))),
         Err(error) => Poll::Pending(error.to_string()),
     };
@@ -295,8 +295,9 @@ async fn is_replaced(context: &TrialContext, image: &str) -> Result<bool, Failed
     let Some(status) = set.status else {
         return Ok(false);
     };
-    let seen = status.observed_generation == set.metadata.generation;
-    let wanted = status.desired_number_scheduled;
-    let current = status.updated_number_scheduled == Some(wanted) && status.number_ready == wanted;
-    Ok(seen && current && agent_image(context).await? == image)
+    let is_observed = status.observed_generation == set.metadata.generation;
+    let scheduled = status.desired_number_scheduled;
+    let is_current =
+        status.updated_number_scheduled == Some(scheduled) && status.number_ready == scheduled;
+    Ok(is_observed && is_current && agent_image(context).await? == image)
 }

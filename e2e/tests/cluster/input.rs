@@ -32,7 +32,7 @@ async fn bad_configurations(context: &mut TrialContext) -> Result<(), Failed> {
         ),
         ("no-toml", "quantum: 1Gi\n", "agent.toml"),
     ];
-    for (name, config, said) in cases {
+    for (name, config, expected) in cases {
         run_agent(&client, name, &image, config).await?;
         let ended = context
             .pods
@@ -41,7 +41,7 @@ async fn bad_configurations(context: &mut TrialContext) -> Result<(), Failed> {
             })
             .await?;
         let log = context.pods.log(name).await?;
-        assert!(log.contains(said), "{name} ({ended:?}) said: {log}");
+        assert!(log.contains(expected), "{name} ({ended:?}) said: {log}");
         context
             .progress
             .report(format_args!("{name}: {}", log.trim().replace('\n', " ")));

@@ -71,12 +71,12 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     let address = registry.address();
     let begin = Instant::now();
     let release = folder.path().join("release");
-    let made = registry.release(&programs, VERSION, release, None, progress)?;
+    let released = registry.release(&programs, VERSION, release, None, progress)?;
     progress.report(format_args!(
         "{:.1?} for the release to {address}",
         begin.elapsed()
     ));
-    check_files(&made.folder)?;
+    check_files(&released.folder)?;
 
     let options = ClusterOptions {
         name: "release".to_owned(),
@@ -94,8 +94,8 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     );
     let _registry_on_node = local.expose_host_port(registry.port)?;
 
-    let chart = made.chart.ok_or("the registry has no chart")?;
-    let values = made.folder.join("values-simulated.yaml");
+    let chart = released.chart.ok_or("the registry has no chart")?;
+    let values = released.folder.join("values-simulated.yaml");
     let helm = toolbox.program("helm");
     let begin = Instant::now();
     let values = format!("--values={}", values.display());
@@ -138,7 +138,7 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     // The node has pulled what the chart names by digest.
     let known = local.images().await?;
     for name in ["agent", "operator", "simulated-driver"] {
-        let digest = made.images[name].rsplit('@').next().unwrap_or_default();
+        let digest = released.images[name].rsplit('@').next().unwrap_or_default();
         let pulled = known
             .iter()
             .any(|image| image.contains(name) && image.ends_with(digest));
@@ -262,10 +262,10 @@ async fn run_documented(
     let begin = Instant::now();
     loop {
         let output = tokio::time::timeout(TIMEOUT, shell.output()).await??;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         // The node's folders are mount points here, which `rm` empties and cannot remove.
-        let done = output.status.success() || (on_node && said.contains("busy"));
-        assert!(done, "{command}: {said}");
+        let done = output.status.success() || (on_node && stderr.contains("busy"));
+        assert!(done, "{command}: {stderr}");
         if !until_none || output.stdout.is_empty() {
             return Ok(());
         }
@@ -374,12 +374,15 @@ async fn check_quantum(
     };
     wait::poll_until("the pod in a GpuNode", TIMEOUT, PAUSE, published).await?;
     let begin = Instant::now();
-    let said = match upgrade("512Mi").await {
+    let message = match upgrade("512Mi").await {
         Err(failed) => failed.message().unwrap_or_default().to_owned(),
         Ok(_) => return Err("the quantum changed under a running pod".into()),
     };
-    assert!(said.contains("failed to change the quantum"), "{said}");
-    assert!(said.contains("delete them first"), "{said}");
+    assert!(
+        message.contains("failed to change the quantum"),
+        "{message}"
+    );
+    assert!(message.contains("delete them first"), "{message}");
     progress.report(format_args!("{:.1?} to the refusal", begin.elapsed()));
     // Nothing has changed: pods are admitted with the resource of the old quantum.
     let probe = PodBuilder::new("later", &environment.probe_image).gib(1);

@@ -922,9 +922,9 @@ async fn run_time_causes_are_explained(context: &TrialContext, pods: &Pods) -> R
     }
     let denied = ("pod", "greedy", team);
     let explanation = explained(context, denied, BOTH, Cause::Denied, START_TIMEOUT).await?;
-    let said = lines(&explanation, "denied");
+    let denial = lines(&explanation, "denied");
     assert!(
-        said.contains("cuMemAlloc") && said.contains("of the quota of 4 GiB"),
+        denial.contains("cuMemAlloc") && denial.contains("of the quota of 4 GiB"),
         "{explanation}"
     );
     let poisoned = ("pod", "faulty", team);

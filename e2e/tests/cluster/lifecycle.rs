@@ -190,8 +190,8 @@ fn cgroups(folder: &Path) -> BTreeSet<String> {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             let path = entry.path().display().to_string();
-            let ours = path.contains("bursar-e2e/life") || path.contains("kubepods");
-            if ours && !is_of_another_cluster(&path) {
+            let is_own = path.contains("bursar-e2e/life") || path.contains("kubepods");
+            if is_own && !is_of_another_cluster(&path) {
                 found.insert(path);
             }
             found.append(&mut cgroups(&entry.path()));

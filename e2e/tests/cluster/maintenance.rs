@@ -165,15 +165,15 @@ async fn wait_for_node_event(
 ) -> Result<(), Failed> {
     let events: Api<Event> = Api::all(context.environment.cluster.client());
     let params = ListParams::default().fields(&format!("reason={reason}"));
-    let about = |event: &Event| {
+    let is_about_node = |event: &Event| {
         let regarding = event.regarding.as_ref();
         regarding.is_some_and(|object| object.name.as_deref() == Some(node))
     };
-    let told = async || match events.list(&params).await {
-        Ok(list) if list.items.iter().any(about) => Poll::Ready(()),
+    let poll = async || match events.list(&params).await {
+        Ok(list) if list.items.iter().any(is_about_node) => Poll::Ready(()),
         Ok(list) => Poll::Pending(format!("{:?}", list.items)),
         Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("an Event {reason}");
-    Ok(wait::poll_until(&what, TIMEOUT, PAUSE, told).await?)
+    Ok(wait::poll_until(&what, TIMEOUT, PAUSE, poll).await?)
 }

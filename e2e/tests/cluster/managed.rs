@@ -207,11 +207,11 @@ async fn budget_and_policy_refuse(context: &TrialContext, guide: &Guide) -> Resu
         ),
     ];
     for (plan, words) in refused {
-        let said = refusal(pods.create(&plan).await)?;
+        let message = refusal(pods.create(&plan).await)?;
         context
             .progress
-            .report(format_args!("{}: {said}", plan.name()));
-        assert!(said.contains(words), "{said}");
+            .report(format_args!("{}: {message}", plan.name()));
+        assert!(message.contains(words), "{message}");
     }
     let fits = guide.pod(context, "fits", &[]).arguments(&["report"]);
     pods.create(&fits).await?;
@@ -243,11 +243,11 @@ async fn oversubscribed_pod_has_a_quota_of_its_own(
         "{refused}"
     );
     // The quota of the GPU is another one.
-    let said = context
+    let output = context
         .exec("oversubscribed", &["greedy", &chunk, "--then=exit"])
         .await?;
-    let refused = said.lines().find_map(event_line("refused"));
-    let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+    let refused = output.lines().find_map(event_line("refused"));
+    let refused = refused.ok_or_else(|| format!("not refused: {output}"))?;
     let (quota, got) = (guide.gib(GPU_MEMORY)? * GIB, &refused["got"]);
     let got = got.as_u64().unwrap_or(u64::MAX);
     // The contexts of both programs are charged.
@@ -269,7 +269,9 @@ async fn neighbour_gets_its_quota(
     let what = format!("{quota} GiB of {gpu} to be free");
     wait_for_status(context, &node, &what, |status| {
         let mut gpus = status.gpus.iter();
-        gpus.any(|one| one.uuid == gpu && one.largest_free == i32::try_from(quota).unwrap_or(0))
+        gpus.any(|report| {
+            report.uuid == gpu && report.largest_free == i32::try_from(quota).unwrap_or(0)
+        })
     })
     .await?;
     let chunk = format!("--chunk={CHUNK}");

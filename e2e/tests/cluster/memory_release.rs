@@ -82,12 +82,12 @@ async fn release_delays(context: &mut TrialContext) -> Result<Vec<f64>, Failed> 
             released: None,
         })
         .collect();
-    let unseen = pod_ends
+    let without_cgroup = pod_ends
         .iter()
         .filter(|pod_end| pod_end.cgroups.is_empty())
         .count();
     assert_eq!(
-        (pod_ends.len(), unseen),
+        (pod_ends.len(), without_cgroup),
         (PODS, 0),
         "pods, and those without a cgroup"
     );

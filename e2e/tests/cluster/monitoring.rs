@@ -154,8 +154,8 @@ impl Prometheus {
                 (Ok(_), _) => Poll::Ready(()),
                 (Err(error), Ok(None)) => Poll::Pending(error.to_string()),
                 (Err(_), ended) => {
-                    let said = fs::read_to_string(&log).unwrap_or_default();
-                    Poll::Failed(format!("it ended: {ended:?}\n{said}"))
+                    let text = fs::read_to_string(&log).unwrap_or_default();
+                    Poll::Failed(format!("it ended: {ended:?}\n{text}"))
                 }
             }
         };
@@ -254,8 +254,8 @@ async fn rendered_objects(context: &TrialContext) -> Result<Vec<Value>, Failed> 
         .output();
     let output = tokio::time::timeout(START_TIMEOUT, output).await??;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("helm template: {said}").into());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("helm template: {stderr}").into());
     }
     let documents = serde_yaml_ng::Deserializer::from_slice(&output.stdout);
     let objects = documents.map(Value::deserialize);

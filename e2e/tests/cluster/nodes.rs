@@ -35,7 +35,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         nodes_trial("pods/nodes/steering", pod_is_steered_to_the_node_with_room),
         nodes_trial("pods/nodes/tokens", token_of_a_node_serves_that_node_only),
         nodes_trial("pods/nodes/loss", node_returns_after_a_loss_of_power),
-        nodes_trial("pods/nodes/moved", waiter_is_moved_to_a_node_with_room),
+        nodes_trial(
+            "pods/nodes/moved",
+            queued_pod_is_relocated_to_a_node_with_room,
+        ),
         nodes_trial("pods/nodes/drain", drained_node_yields_its_pods),
         nodes_trial("pods/nodes/owners", async |context| {
             owners_against_borrowers(context, 3).await
@@ -111,10 +114,10 @@ async fn token_of_a_node_serves_that_node_only(context: &mut TrialContext) -> Re
                 if node == own {
                     written?;
                 } else {
-                    let said = refused(written)?;
+                    let message = refused(written)?;
                     assert!(
-                        said.contains(&format!("its token is of node {own}")),
-                        "{said}"
+                        message.contains(&format!("its token is of node {own}")),
+                        "{message}"
                     );
                 }
             }
@@ -275,7 +278,9 @@ fn node_of(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.node_name.as_deref()
 }
 
-async fn waiter_is_moved_to_a_node_with_room(context: &mut TrialContext) -> Result<(), Failed> {
+async fn queued_pod_is_relocated_to_a_node_with_room(
+    context: &mut TrialContext,
+) -> Result<(), Failed> {
     context.set_steering_mode("off").await?;
     let outcome = uncordoned(context, async |context| {
         run_on(context, &[(NODES[0], "ten-a", 10), (NODES[0], "ten-b", 10)]).await?;
@@ -332,10 +337,10 @@ async fn drained_node_yields_its_pods(context: &mut TrialContext) -> Result<(), 
         ];
         context.run_kubectl(&drain, Vec::new()).await?;
         wait_for_pods(context, "goes", "both pods to run elsewhere", |pods| {
-            let elsewhere = pods
+            let moved = pods
                 .iter()
                 .filter(|(_, state, pod)| state.running && node_of(pod) != Some(NODES[0]));
-            elsewhere.count() == 2
+            moved.count() == 2
         })
         .await?;
         let none = "the drained node to have no pod";
@@ -383,7 +388,7 @@ async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), 
             pods.wait_until_deleted(owner, START_TIMEOUT).await?;
         }
         let after = wait_until_running(context, "borrower", BORROWERS).await?;
-        let stay = |(name, ..): &&(String, _, _)| after.iter().any(|(one, ..)| one == name);
+        let stay = |(name, ..): &&(String, _, _)| after.iter().any(|(later, ..)| later == name);
         let gone = BORROWERS - before.iter().filter(stay).count();
         // The scheduler evicts two by a node's total, and the operator two on one GPU.
         assert!(gone <= 2 * 4, "{gone} borrowers went in round {round}");

@@ -60,9 +60,10 @@ impl PodRecord {
         if state.phase == "Failed" && !is_killed_by_its_deletion(pod, &codes) {
             let reason = status.reason.unwrap_or_default();
             let message = status.message.unwrap_or_default();
-            let said: Vec<String> = containers.iter().filter_map(termination_message).collect();
+            let termination_messages: Vec<String> =
+                containers.iter().filter_map(termination_message).collect();
             self.failed = Some(format!(
-                "{reason} {message} {}, exit codes {codes:?}, {said:?}",
+                "{reason} {message} {}, exit codes {codes:?}, {termination_messages:?}",
                 state.waiting_reason
             ));
         }

@@ -203,7 +203,7 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
         status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == 2.0).await?;
         status::wait_for_status(context, &node, "a fault that is done with", |status| {
             let mut namespaces = status.namespaces.iter();
-            status.faults.is_empty() && namespaces.any(|one| one.poisoned > 0)
+            status.faults.is_empty() && namespaces.any(|namespace| namespace.poisoned > 0)
         })
         .await
         .map(drop)
@@ -404,9 +404,9 @@ async fn restarted(context: &TrialContext, faults: u32) -> Result<(), Failed> {
         }
         Err(error) => Poll::Pending(error.to_string()),
     };
-    let begun = Timestamp::now();
+    let begin = Timestamp::now();
     while known < faults {
-        let left = Timestamp::now().duration_since(begun).unsigned_abs();
+        let left = Timestamp::now().duration_since(begin).unsigned_abs();
         if left > TOGETHER {
             return Err(format!("{known} restarts after {left:?}").into());
         }

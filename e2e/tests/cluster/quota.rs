@@ -63,13 +63,13 @@ async fn a_greedy_pod_is_refused(context: &mut TrialContext) -> Result<(), Faile
         .wait_for_log_line("neighbour", START_TIMEOUT, event_line("holding"))
         .await?;
     // NVML, which `nvidia-smi` uses, also shows the quota, and the program as process 1.
-    let seen = &holding["nvml"]["seen"];
-    assert_eq!(seen["total"], 8 * GIB, "{holding}");
-    let used = seen["used"].as_u64().unwrap_or_default();
+    let nvml = &holding["nvml"]["seen"];
+    assert_eq!(nvml["total"], 8 * GIB, "{holding}");
+    let used = nvml["used"].as_u64().unwrap_or_default();
     // The allocation and a context.
     assert!((4 * GIB..5 * GIB).contains(&used), "{holding}");
     let alone = json!([{ "pid": 1, "bytes": used }]);
-    assert_eq!(seen["processes"], alone, "{holding}");
+    assert_eq!(nvml["processes"], alone, "{holding}");
     let greedy = PodBuilder::new("greedy", &probe)
         .arguments(&["greedy", "--chunk=256Mi"])
         .gib(6);

@@ -134,8 +134,8 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     context.pods.create(&plan).await?;
     let quota_override = QuotaOverride::of(context, POD).await?;
     let mut program = context.scripted_program(POD)?;
-    let seen = program.execute("look").await?;
-    assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
+    let report = program.execute("look").await?;
+    assert_eq!(report["device"]["total"], 8 * GIB, "{report}");
 
     // Lowered before use: the program gets no more than the override.
     quota_override.apply(context, Some("4Gi")).await?;
@@ -162,8 +162,8 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     quota_override
         .wait_for_state(context, QuotaState::Applied, 8)
         .await?;
-    let seen = program.execute("look").await?;
-    assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
+    let report = program.execute("look").await?;
+    assert_eq!(report["device"]["total"], 8 * GIB, "{report}");
 
     // Lowered below use: no process loses memory, and no process gets more.
     quota_override.apply(context, Some("4Gi")).await?;
@@ -196,11 +196,11 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
             .await?;
     }
     // Another program of the pod gets the freed memory within the quota, and no more.
-    let said = context
+    let output = context
         .exec(POD, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
-    let greedy = said.lines().find_map(event_line("refused"));
-    let greedy = greedy.ok_or_else(|| format!("not refused: {said}"))?;
+    let greedy = output.lines().find_map(event_line("refused"));
+    let greedy = greedy.ok_or_else(|| format!("not refused: {output}"))?;
     assert_eq!(greedy["refused"]["code"], 2, "{greedy}");
     let got = greedy["got"].as_u64().unwrap_or_default();
     let all = got + held_bytes(&less) + GIB;
@@ -251,9 +251,9 @@ async fn managed_quota_follows_the_budget(context: &mut TrialContext) -> Result<
             .await?;
         }
         let greedy = ["greedy", "--managed", "--chunk=256Mi", "--then=exit"];
-        let said = context.exec(MANAGED_POD, &greedy).await?;
-        let refused = said.lines().find_map(event_line("refused"));
-        let refused = refused.ok_or_else(|| format!("not refused: {said}"))?;
+        let output = context.exec(MANAGED_POD, &greedy).await?;
+        let refused = output.lines().find_map(event_line("refused"));
+        let refused = refused.ok_or_else(|| format!("not refused: {output}"))?;
         assert_eq!(
             (&refused["refused"]["code"], &refused["got"]),
             (&json!(2), &json!(gib * GIB)),

@@ -291,9 +291,9 @@ impl TrialContext {
 
     async fn with_pod_history(&self, failed: &Failed) -> Failed {
         let why = failed.message().unwrap_or("no reason");
-        let told = self.history.summary();
+        let summary = self.history.summary();
         let bursar = self.environment.pod_report().await;
-        format!("{why}\n--- pods of the trial:\n{told}\n{bursar}").into()
+        format!("{why}\n--- pods of the trial:\n{summary}\n{bursar}").into()
     }
 
     /// Runs the probe with these arguments in the container of a probe's pod, and returns its
@@ -304,12 +304,12 @@ impl TrialContext {
     pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
         let output = self.probe_command(pod, arguments).output();
         let output = tokio::time::timeout(START_TIMEOUT, output).await??;
-        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.success() {
-            return Ok(printed);
+            return Ok(stdout);
         }
-        let said = String::from_utf8_lossy(&output.stderr);
-        Err(format!("{arguments:?} in {pod}: {printed} {said}").into())
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        Err(format!("{arguments:?} in {pod}: {stdout} {stderr}").into())
     }
 
     /// Starts a probe in the container of a probe's pod that executes orders.
@@ -486,8 +486,8 @@ async fn run_to_success(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>,
     if output.status.success() {
         return Ok(output.stdout);
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{command:?}: {said}").into())
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{command:?}: {stderr}").into())
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {

@@ -52,12 +52,12 @@ impl Verifier<'_> {
 /// Makes a pair of keys without a password, and returns the private one.
 fn generate_keys(cosign: &Path, folder: &Path) -> Result<String, Failed> {
     fs::create_dir_all(folder)?;
-    let made = Command::new(cosign)
+    let output = Command::new(cosign)
         .arg("generate-key-pair")
         .current_dir(folder)
         .env("COSIGN_PASSWORD", "")
         .output()?;
-    assert!(made.status.success(), "{made:?}");
+    assert!(output.status.success(), "{output:?}");
     Ok(folder.join("cosign.key").display().to_string())
 }
 
@@ -74,7 +74,7 @@ pub(crate) async fn verify(progress: &Progress) -> Result<(), Failed> {
     let registry = Registry::start().await?;
     let address = registry.address();
     let release = folder.path().join("release");
-    let made = registry.release(&programs, VERSION, release, Some(key), progress)?;
+    let released = registry.release(&programs, VERSION, release, Some(key), progress)?;
 
     let verifier = Verifier {
         cosign: &cosign,
@@ -84,27 +84,31 @@ pub(crate) async fn verify(progress: &Progress) -> Result<(), Failed> {
         keys: &other,
         ..verifier
     };
-    for (name, image) in &made.images {
+    for (name, image) in &released.images {
         verifier.accepts("verify", &[image])?;
         stranger.refuses("verify", &[image])?;
-        let (_, manifests) = images::read_index(&made.folder.join("oci").join(name))?;
+        let (_, manifests) = images::read_index(&released.folder.join("oci").join(name))?;
         for manifest in manifests {
             let digest = manifest["digest"].as_str().ok_or("no digest")?;
             let reference = format!("{address}/{name}@{digest}");
             for kind in ["cyclonedx", "slsaprovenance1"] {
-                let said = verifier.accepts("verify-attestation", &["--type", kind, &reference])?;
-                assert!(said.contains("payload"), "{kind} of {reference}: {said}");
+                let output =
+                    verifier.accepts("verify-attestation", &["--type", kind, &reference])?;
+                assert!(
+                    output.contains("payload"),
+                    "{kind} of {reference}: {output}"
+                );
                 stranger.refuses("verify-attestation", &["--type", kind, &reference])?;
             }
         }
     }
     verifier.accepts("verify", &[&format!("{address}/charts/bursar:{VERSION}")])?;
 
-    let sums = made.folder.join("SHA256SUMS").display().to_string();
+    let sums = released.folder.join("SHA256SUMS").display().to_string();
     let bundle = ["--bundle".to_owned(), format!("{sums}.sigstore.json"), sums];
     let bundle = bundle.each_ref().map(String::as_str);
     verifier.accepts("verify-blob", &bundle)?;
     stranger.refuses("verify-blob", &bundle)?;
-    fs::write(made.folder.join("SHA256SUMS"), "changed")?;
+    fs::write(released.folder.join("SHA256SUMS"), "changed")?;
     verifier.refuses("verify-blob", &bundle)
 }

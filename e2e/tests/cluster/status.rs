@@ -120,18 +120,18 @@ pub(crate) async fn wait_for_event(
     what: &str,
 ) -> Result<(Timestamp, String), Failed> {
     let poll = async || {
-        let told = match events(context, reason).await {
-            Ok(told) => told,
+        let events = match events(context, reason).await {
+            Ok(events) => events,
             Err(failed) => return Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
-        let about_it = told.iter().filter(|event| pod_of(event) == Some(pod));
-        let mut notes = about_it.filter_map(|event| {
+        let about_pod = events.iter().filter(|event| pod_of(event) == Some(pod));
+        let mut notes = about_pod.filter_map(|event| {
             let time = event.event_time.as_ref()?.0;
             Some((time, event.note.clone()?))
         });
         match notes.find(|(_, note)| note.contains(what)) {
             Some(found) => Poll::Ready(found),
-            None => Poll::Pending(format!("{told:?}")),
+            None => Poll::Pending(format!("{events:?}")),
         }
     };
     let what = format!("an event {reason} about {pod} and {what}");

@@ -51,7 +51,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
     let client = environment.cluster.client();
     let pods = Pods::in_namespace(&client, TRIALS).await?;
     let none = "this needs a cluster of our own";
-    let bed = Fixture {
+    let fixture = Fixture {
         local: environment.cluster.local().ok_or(none)?,
         kubectl: artifacts.toolbox.program("kubectl"),
         helm: artifacts.toolbox.program("helm"),
@@ -59,7 +59,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         history: PodHistory::of(&pods),
         progress,
     };
-    let before = bed.settled_state().await?;
+    let before = fixture.settled_state().await?;
     environment.install_bursar(&artifacts, progress).await?;
     let budgets: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), TRIALS);
     let budget = serde_json::from_value(json!({
@@ -81,7 +81,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         ),
     ] {
         if name == KEEPER {
-            bed.wait_for_scrub_checks().await?;
+            fixture.wait_for_scrub_checks().await?;
         }
         let plan = PodBuilder::new(name, &environment.probe_image)
             .arguments(arguments)
@@ -91,10 +91,10 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         pods.wait_for_log_line(name, TIMEOUT, event_line(event))
             .await?;
     }
-    let retained = bed.retained_lease().await?;
+    let retained = fixture.retained_lease().await?;
     assert_eq!(retained["found"], true, "{retained}");
-    let installed = bed.settled_state().await?;
-    let helm_values = bed
+    let installed = fixture.settled_state().await?;
+    let helm_values = fixture
         .helm(&["get", "values", RELEASE, "--output=yaml"])
         .await?;
     let folder = tempfile::tempdir()?;
@@ -104,30 +104,41 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
 
     let newer = newer_chart(folder.path())?;
     let upgrade = ["upgrade", RELEASE, &newer, "--reset-then-reuse-values"];
-    bed.helm(&upgrade).await?;
-    bed.wait_for_rollouts("upgrade").await?;
-    bed.expect_state("upgrade", &installed, is_replaced_by_an_upgrade)
+    fixture.helm(&upgrade).await?;
+    fixture.wait_for_rollouts("upgrade").await?;
+    fixture
+        .expect_state("upgrade", &installed, is_replaced_by_an_upgrade)
         .await?;
-    bed.check_pods().await?;
-    assert_eq!(bed.retained_lease().await?, retained, "after the upgrade");
+    fixture.check_pods().await?;
+    assert_eq!(
+        fixture.retained_lease().await?,
+        retained,
+        "after the upgrade"
+    );
 
-    bed.helm(&["rollback", RELEASE]).await?;
-    bed.wait_for_rollouts("rollback").await?;
-    bed.expect_state("rollback", &installed, is_replaced_by_an_upgrade)
+    fixture.helm(&["rollback", RELEASE]).await?;
+    fixture.wait_for_rollouts("rollback").await?;
+    fixture
+        .expect_state("rollback", &installed, is_replaced_by_an_upgrade)
         .await?;
-    bed.check_pods().await?;
-    assert_eq!(bed.retained_lease().await?, retained, "after the rollback");
+    fixture.check_pods().await?;
+    assert_eq!(
+        fixture.retained_lease().await?,
+        retained,
+        "after the rollback"
+    );
 
-    bed.check_pods_are_told().await?;
-    bed.helm(&["uninstall", RELEASE]).await?;
-    bed.expect_state("uninstall", &before, stays_after_an_uninstall)
+    fixture.check_pods_are_notified().await?;
+    fixture.helm(&["uninstall", RELEASE]).await?;
+    fixture
+        .expect_state("uninstall", &before, stays_after_an_uninstall)
         .await?;
-    bed.history.check_none_failed_or_restarted().await?;
+    fixture.history.check_none_failed_or_restarted().await?;
 
     let chart = paths::repository().join("charts/bursar");
     let chart = chart.display().to_string();
-    bed.helm(&["install", RELEASE, &chart, &values]).await?;
-    bed.wait_for_rollouts("new installation").await?;
+    fixture.helm(&["install", RELEASE, &chart, &values]).await?;
+    fixture.wait_for_rollouts("new installation").await?;
     let nodes: Api<GpuNode> = Api::all(client);
     let taken_back = async || match nodes.list(&ListParams::default()).await {
         Ok(list) => match bound_pods(&list.items) {
@@ -137,13 +148,14 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         Err(error) => Poll::Pending(error.to_string()),
     };
     wait::poll_until("both pods in GpuNodes", TIMEOUT, PAUSE, taken_back).await?;
-    bed.expect_state("new installation", &installed, is_replaced_by_an_upgrade)
+    fixture
+        .expect_state("new installation", &installed, is_replaced_by_an_upgrade)
         .await?;
-    bed.check_pods().await?;
+    fixture.check_pods().await?;
     // The fd store's pod is gone, and the retained memory with it.
-    let renewed = bed.retained_lease().await?;
+    let renewed = fixture.retained_lease().await?;
     assert_eq!(renewed["found"], false, "after the new installation");
-    drop(bed);
+    drop(fixture);
     drop(environment);
     Ok(())
 }
@@ -159,9 +171,9 @@ impl Fixture<'_> {
     async fn probe(&self, pod: &str, event: &str, arguments: &[&str]) -> Result<Value, Failed> {
         let exec = ["exec", pod, "--namespace", TRIALS, "--", PROBE_PATH];
         let exec = [&exec[..], arguments].concat();
-        let said = call(&self.kubectl, &exec, &self.kubeconfig).await?;
-        let line = said.lines().find_map(event_line(event));
-        Ok(line.ok_or_else(|| format!("no {event} in {said}"))?)
+        let output = call(&self.kubectl, &exec, &self.kubeconfig).await?;
+        let line = output.lines().find_map(event_line(event));
+        Ok(line.ok_or_else(|| format!("no {event} in {output}"))?)
     }
 
     /// Waits until the agent retains memory: it has seen the driver clear freed memory.
@@ -208,10 +220,13 @@ impl Fixture<'_> {
     }
 
     /// Checks that the plugin's command tells both pods about the uninstall.
-    async fn check_pods_are_told(&self) -> Result<(), Failed> {
+    async fn check_pods_are_notified(&self) -> Result<(), Failed> {
         let plugin = crate::harness().with_file_name("kubectl-bursar");
-        let said = call(&plugin, &["uninstall", "--notify"], &self.kubeconfig).await?;
-        assert!(said.starts_with("2 pods with GPU memory told"), "{said}");
+        let output = call(&plugin, &["uninstall", "--notify"], &self.kubeconfig).await?;
+        assert!(
+            output.starts_with("2 pods with GPU memory told"),
+            "{output}"
+        );
         for pod in [HOLDER, KEEPER] {
             let describe = ["describe", "pod", pod, "--namespace", TRIALS];
             let described = call(&self.kubectl, &describe, &self.kubeconfig).await?;

@@ -212,19 +212,19 @@ pub(crate) async fn wait_for_pods(
     wanted: impl Fn(&[(String, PodState, Pod)]) -> bool,
 ) -> Result<Vec<(String, PodState, Pod)>, Failed> {
     let pods = Api::<Pod>::namespaced(context.environment.cluster.client(), NAMESPACE);
-    let of_it = ListParams::default().labels(&format!("app={app}"));
-    let poll = async || match pods.list(&of_it).await {
+    let of_app = ListParams::default().labels(&format!("app={app}"));
+    let poll = async || match pods.list(&of_app).await {
         Ok(list) => {
             let alive = list.items.into_iter();
             let alive = alive.filter(|pod| pod.metadata.deletion_timestamp.is_none());
             let alive: Vec<_> = alive
                 .map(|pod| (pod.name_any(), PodState::of(&pod), pod))
                 .collect();
-            let told: Vec<_> = alive.iter().map(|(name, state, _)| (name, state)).collect();
-            let told = format!("{told:?}");
+            let states: Vec<_> = alive.iter().map(|(name, state, _)| (name, state)).collect();
+            let states = format!("{states:?}");
             match wanted(&alive) {
                 true => Poll::Ready(alive),
-                false => Poll::Pending(told),
+                false => Poll::Pending(states),
             }
         }
         Err(error) => Poll::Pending(error.to_string()),
@@ -283,10 +283,10 @@ async fn placed_elsewhere(context: &TrialContext) -> Result<(), Failed> {
 async fn held_back(context: &TrialContext) -> Result<(), Failed> {
     wait_for_required_steering(context).await?;
     context.pods.create(&holder(context, "eight", 8)).await?;
-    let told = |state: &PodState| state.waiting_reason.contains("didn't match");
+    let is_held_back = |state: &PodState| state.waiting_reason.contains("didn't match");
     context
         .pods
-        .wait_until("eight", "to be held back", START_TIMEOUT, told)
+        .wait_until("eight", "to be held back", START_TIMEOUT, is_held_back)
         .await?;
     // A later pod is steered and scheduled meanwhile.
     run_each(context, &[("later", 2)]).await?;
@@ -391,7 +391,7 @@ async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), 
     let mut times = Vec::new();
     for round in 0..rounds {
         wait_until_running(context, "borrower", 8).await?;
-        let owners = ["a", "b"].map(|one| name(round, one));
+        let owners = ["a", "b"].map(|suffix| name(round, suffix));
         let run = owners.each_ref().map(async |owner| {
             pods.create(&holder(context, owner, 8)).await?;
             let begin = Instant::now();
@@ -420,11 +420,11 @@ async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), 
     assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
     // Beside the scheduler's victims the operator evicts at most one borrower per owner.
     for round in 0..rounds {
-        for one in ["a", "b"] {
-            let owner = format!("/{},", name(round, one));
-            let of_it = events.iter().filter_map(|event| event.note.as_deref());
-            let of_it: Vec<_> = of_it.filter(|note| note.contains(&owner)).collect();
-            assert!(of_it.len() <= 1, "{of_it:?}");
+        for suffix in ["a", "b"] {
+            let owner = format!("/{},", name(round, suffix));
+            let about_owner = events.iter().filter_map(|event| event.note.as_deref());
+            let about_owner: Vec<_> = about_owner.filter(|note| note.contains(&owner)).collect();
+            assert!(about_owner.len() <= 1, "{about_owner:?}");
         }
     }
     times.sort_unstable();
@@ -515,7 +515,8 @@ async fn job_yields_to_an_owner(context: &TrialContext) -> Result<(), Failed> {
         .await?;
     let what = "one of the Job's pods to be another one";
     let after = wait_for_pods(context, "gives", what, |pods| pods.len() == 2).await?;
-    let stays = |(name, ..): &&(String, PodState, Pod)| after.iter().any(|(one, ..)| one == name);
+    let stays =
+        |(name, ..): &&(String, PodState, Pod)| after.iter().any(|(later, ..)| later == name);
     let stay = before.iter().filter(stays).count();
     assert_eq!(stay, 1, "{before:?}, {after:?}");
     context.pods.delete("taker").await?;
@@ -615,12 +616,12 @@ async fn overridden(context: &TrialContext) -> Result<(), Failed> {
     for total in [4_u64 << 30, 8 << 30] {
         let bound = Instant::now() + START_TIMEOUT;
         loop {
-            let seen = program.execute("look").await?;
-            if seen["device"]["total"] == total {
+            let report = program.execute("look").await?;
+            if report["device"]["total"] == total {
                 break;
             }
             if Instant::now() > bound {
-                return Err(format!("the program sees {seen}, not {total}").into());
+                return Err(format!("the program sees {report}, not {total}").into());
             }
             tokio::time::sleep(PAUSE).await;
         }

@@ -274,8 +274,8 @@ fn schema_refuses_misspelt_fields_with_their_path() {
             "monitoringNamespaceSelector",
         ),
     ] {
-        let said = refusal(&[value]);
-        assert!(said.contains(path), "{value}: {said}");
+        let message = refusal(&[value]);
+        assert!(message.contains(path), "{value}: {message}");
     }
     for value in [
         r#"agent.log="info,kube=warn""#,
@@ -372,11 +372,11 @@ fn annotations_name_the_images_and_kinds() {
         .into_iter()
         .map(|spec| spec["containers"][0]["image"].as_str().unwrap().to_owned())
         .collect();
-    let said = list("artifacthub.io/images").into_iter();
-    let said: BTreeSet<_> = said
+    let annotated = list("artifacthub.io/images").into_iter();
+    let annotated: BTreeSet<_> = annotated
         .map(|image| image["image"].as_str().unwrap().to_owned())
         .collect();
-    assert_eq!(said, images);
+    assert_eq!(annotated, images);
     let kinds: BTreeSet<_> = objects
         .of_kind("CustomResourceDefinition")
         .map(|crd| {
@@ -388,8 +388,8 @@ fn annotations_name_the_images_and_kinds() {
             )
         })
         .collect();
-    let said = list("artifacthub.io/crds").into_iter();
-    let said: BTreeSet<_> = said
+    let annotated = list("artifacthub.io/crds").into_iter();
+    let annotated: BTreeSet<_> = annotated
         .map(|crd| {
             (
                 crd["name"].to_string(),
@@ -398,5 +398,5 @@ fn annotations_name_the_images_and_kinds() {
             )
         })
         .collect();
-    assert_eq!(said, kinds);
+    assert_eq!(annotated, kinds);
 }

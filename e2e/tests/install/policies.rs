@@ -100,9 +100,9 @@ fn namespace_roles_read_budgets_and_nothing_of_others() {
         role("bursar-node-view")["rules"][0]["resources"],
         json!(["gpunodes"])
     );
-    let apart = render(&["roles.aggregateToView=false"]);
+    let not_aggregated = render(&["roles.aggregateToView=false"]);
     assert_eq!(
-        aggregates(apart.get("ClusterRole", "bursar-budget-view")),
+        aggregates(not_aggregated.get("ClusterRole", "bursar-budget-view")),
         0
     );
 }
@@ -162,10 +162,10 @@ fn pods_but_agent_and_fd_store_are_restricted() {
 
 #[test]
 fn namespace_default_is_refused_with_a_sentence() {
-    let said = try_render("bursar", "default", &[]).err().unwrap();
+    let message = try_render("bursar", "default", &[]).err().unwrap();
     assert!(
-        said.contains("add --namespace bursar-system --create-namespace"),
-        "{said}"
+        message.contains("add --namespace bursar-system --create-namespace"),
+        "{message}"
     );
 }
 

@@ -20,14 +20,14 @@ pub(crate) struct Objects(pub(crate) Vec<Value>);
 
 /// Renders the chart with these values, `path=JSON` each. Panics if Helm refuses them.
 pub(crate) fn render(values: &[&str]) -> Objects {
-    try_render(RELEASE, NAMESPACE, values).unwrap_or_else(|said| panic!("{values:?}: {said}"))
+    try_render(RELEASE, NAMESPACE, values).unwrap_or_else(|message| panic!("{values:?}: {message}"))
 }
 
 /// Returns why Helm refuses these values.
 pub(crate) fn refusal(values: &[&str]) -> String {
     match try_render(RELEASE, NAMESPACE, values) {
         Ok(_) => panic!("{values:?} must be refused"),
-        Err(said) => said,
+        Err(message) => message,
     }
 }
 

@@ -241,8 +241,8 @@ fn default_context_action_reaches_agents_and_operator() {
         let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
             .as_str()
             .unwrap();
-        let told = format!("[context-policy]\ndefault = \"{action}\"");
-        assert!(config.contains(&told), "{config}");
+        let section = format!("[context-policy]\ndefault = \"{action}\"");
+        assert!(config.contains(&section), "{config}");
         let argument = format!("--context-policy-default={action}");
         assert!(arguments(objects.operator()).contains(&&*argument));
     }

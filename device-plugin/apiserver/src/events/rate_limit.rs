@@ -64,7 +64,7 @@ pub(super) enum Admission {
 /// An Event that was sent, with its count.
 #[derive(Debug)]
 struct SentEvent {
-    first_seen: Instant,
+    first_sent_at: Instant,
     /// None until the API server has created it.
     name: Option<String>,
     count: u32,
@@ -100,7 +100,7 @@ impl RateLimiter {
 
     pub(super) fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
         let recent = |_: &EventKey, entry: &mut SentEvent| {
-            now.saturating_duration_since(entry.first_seen) < DEDUP_WINDOW
+            now.saturating_duration_since(entry.first_sent_at) < DEDUP_WINDOW
         };
         self.sent.retain(recent);
         if let Some(entry) = self.sent.get_mut(key) {
@@ -111,7 +111,7 @@ impl RateLimiter {
             return Admission::RateLimited;
         }
         let entry = SentEvent {
-            first_seen: now,
+            first_sent_at: now,
             name: None,
             count: 1,
             reported_count: 1,

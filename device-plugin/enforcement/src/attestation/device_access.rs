@@ -68,17 +68,17 @@ pub(crate) struct AccessQuery<'a> {
 /// When the process cannot be started or gives no answer.
 pub(crate) fn openable_nodes(
     program: &Path,
-    asked: AccessQuery<'_>,
+    query: AccessQuery<'_>,
     nodes: &BTreeMap<String, PathBuf>,
 ) -> Result<BTreeSet<String>, DeviceAccessError> {
-    let folders = device_cgroups(asked.cgroup_root, asked.container_cgroup, fs_magic);
+    let folders = device_cgroups(query.cgroup_root, query.container_cgroup, fs_magic);
     if folders.is_empty() {
         return Err(DeviceAccessError::NoCgroup(
-            asked.container_cgroup.to_owned(),
+            query.container_cgroup.to_owned(),
         ));
     }
     let mut child = Command::new(program)
-        .args([SUBCOMMAND.as_ref(), asked.proc.as_os_str()])
+        .args([SUBCOMMAND.as_ref(), query.proc.as_os_str()])
         .arg(folders.len().to_string())
         .args(&folders)
         .args(nodes.values())
@@ -101,8 +101,8 @@ pub(crate) fn openable_nodes(
     if !status.success() || answer.len() != nodes.len() {
         return Err(DeviceAccessError::Failed(status));
     }
-    let may = nodes.keys().zip(answer).filter(|(_, may)| *may == b'1');
-    Ok(may.map(|(name, _)| name.clone()).collect())
+    let openable = nodes.keys().zip(answer).filter(|(_, digit)| *digit == b'1');
+    Ok(openable.map(|(name, _)| name.clone()).collect())
 }
 
 fn wait_until(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
@@ -122,9 +122,9 @@ fn device_cgroups(
     container: &Path,
     magic: impl Fn(&Path) -> Option<u32>,
 ) -> BTreeSet<PathBuf> {
-    let is = |folder: &Path, kind: u32| magic(folder) == Some(kind);
+    let has_magic = |folder: &Path, kind: u32| magic(folder) == Some(kind);
     let mut folders = BTreeSet::new();
-    if is(container, CGROUP_V2_MAGIC) {
+    if has_magic(container, CGROUP_V2_MAGIC) {
         folders.insert(container.to_owned());
     }
     // With v1 the first folder names the hierarchy, and the rest of the path is the same in each.
@@ -132,10 +132,10 @@ fn device_cgroups(
     let rest: PathBuf = inside.components().skip(1).collect();
     let others = [("devices", CGROUP_V1_MAGIC), ("unified", CGROUP_V2_MAGIC)];
     let others = others.map(|(hierarchy, kind)| (root.join(hierarchy).join(&rest), kind));
-    let there = others
+    let existing = others
         .into_iter()
-        .filter(|(folder, kind)| is(folder, *kind));
-    folders.extend(there.map(|(folder, _)| folder));
+        .filter(|(folder, kind)| has_magic(folder, *kind));
+    folders.extend(existing.map(|(folder, _)| folder));
     folders
 }
 
@@ -144,23 +144,23 @@ fn fs_magic(folder: &Path) -> Option<u32> {
 }
 
 /// Joins the cgroups and prints a digit for each node.
-pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
-    let answer = check_nodes(words).and_then(|answer| io::stdout().write_all(&answer).ok());
+pub fn run_child(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let answer = check_nodes(arguments).and_then(|answer| io::stdout().write_all(&answer).ok());
     answer.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS)
 }
 
-fn check_nodes(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
-    let proc = PathBuf::from(words.next()?);
-    let folders: usize = words.next()?.to_str()?.parse().ok()?;
+fn check_nodes(mut arguments: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
+    let proc = PathBuf::from(arguments.next()?);
+    let folders: usize = arguments.next()?.to_str()?.parse().ok()?;
     // In a cgroup namespace of its own the agent could not join the cgroup (cgroups(7),
     // nsdelegate).
     if let Ok(host) = File::open(proc.join("1/ns/cgroup")) {
         let _ = move_into_link_name_space(host.as_fd(), Some(LinkNameSpaceType::ControlGroup));
     }
-    for folder in words.by_ref().take(folders) {
+    for folder in arguments.by_ref().take(folders) {
         join_cgroup(Path::new(&folder)).then_some(())?;
     }
-    words.map(|node| can_open(Path::new(&node))).collect()
+    arguments.map(|node| can_open(Path::new(&node))).collect()
 }
 
 /// Joins a cgroup, or the first one below it that accepts processes: a cgroup that distributes
@@ -202,13 +202,13 @@ mod tests {
         let container = root.path().join("devices/kubepods/pod1/main");
         std::fs::create_dir_all(&container).unwrap();
         std::fs::write(container.join("cgroup.procs"), "7\n").unwrap();
-        let asked = AccessQuery {
+        let query = AccessQuery {
             proc: Path::new("/proc"),
             cgroup_root: root.path(),
             container_cgroup: &container,
         };
         let nodes = BTreeMap::from([("nvidia1".to_owned(), PathBuf::from("/dev/null"))]);
-        let error = openable_nodes(Path::new("/bin/true"), asked, &nodes).unwrap_err();
+        let error = openable_nodes(Path::new("/bin/true"), query, &nodes).unwrap_err();
         assert!(matches!(error, DeviceAccessError::NoCgroup(_)), "{error}");
         let list = std::fs::read_to_string(container.join("cgroup.procs")).unwrap();
         assert_eq!(list, "7\n");
@@ -273,9 +273,9 @@ mod tests {
     fn wait_ends_when_the_child_does_not_answer() {
         let sleeps = Command::new("sleep").arg("60").spawn();
         let mut child = sleeps.unwrap();
-        let begun = Instant::now();
-        let ended = wait_until(&mut child, begun + Duration::from_millis(20)).unwrap();
-        assert!(ended.is_none() && begun.elapsed() < Duration::from_secs(20));
+        let started = Instant::now();
+        let ended = wait_until(&mut child, started + Duration::from_millis(20)).unwrap();
+        assert!(ended.is_none() && started.elapsed() < Duration::from_secs(20));
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -140,19 +140,19 @@ pub(crate) fn check_mounts(
     expected: &[ExpectedMount],
     mounts: &MountTable,
 ) -> Option<EnforcementGap> {
-    let ours: BTreeSet<&Location> = expected.iter().map(|mount| &mount.source).collect();
-    for source in &ours {
+    let sources: BTreeSet<&Location> = expected.iter().map(|mount| &mount.source).collect();
+    for source in &sources {
         let wanted = expected.iter().filter(|mount| mount.source == **source);
-        let shown = mounts
+        let visible = mounts
             .iter()
             .filter(|mount| mount.source == **source && mounts.is_visible(mount));
-        if shown.count() >= wanted.clone().count() {
+        if visible.count() >= wanted.clone().count() {
             continue;
         }
-        let leads = |path: &Path| mounts.resolve(path).map(|(_, found)| found);
+        let resolve = |path: &Path| mounts.resolve(path).map(|(_, found)| found);
         let missing = wanted
             .clone()
-            .find(|mount| leads(&mount.mount_point).as_ref() != Some(source));
+            .find(|mount| resolve(&mount.mount_point).as_ref() != Some(source));
         let point = missing
             .map(|mount| mount.mount_point.as_path())
             .unwrap_or(Path::new("/"));
@@ -165,15 +165,15 @@ pub(crate) fn check_mounts(
         };
         return Some(EnforcementGap::new(reason, point.display().to_string()));
     }
-    let is_ours = |mount: &&super::mounts::Mount| ours.contains(&mount.source);
-    let beneath = |point: &Path| {
-        let mut all = mounts.iter().filter(is_ours);
+    let is_expected = |mount: &&super::mounts::Mount| sources.contains(&mount.source);
+    let is_inside_source = |point: &Path| {
+        let mut all = mounts.iter().filter(is_expected);
         all.any(|mount| point.starts_with(&mount.mount_point) && point != mount.mount_point)
     };
-    let foreign = mounts.iter().filter(|mount| !is_ours(mount));
+    let foreign = mounts.iter().filter(|mount| !is_expected(mount));
     let mut inside = foreign
         .map(|mount| &mount.mount_point)
-        .filter(|point| beneath(point));
+        .filter(|point| is_inside_source(point));
     let point = inside.next()?;
     Some(EnforcementGap::new(
         GapReason::MountedOver,
@@ -200,20 +200,20 @@ pub(crate) fn check_process(
     mounts: &MountTable,
     installed: &InstalledShim,
 ) -> DriverUse {
-    let ours = |file: &&MappedFile| installed.contains(file, mounts);
+    let is_installed = |file: &&MappedFile| installed.contains(file, mounts);
     let named = |kind: FileKind| mapped.iter().filter(move |file| file.kind == kind);
     let is_shim = |file: &MappedFile| file.path.file_name().is_some_and(|name| name == LIBCUDA);
-    let shim = named(FileKind::Libcuda).filter(ours).any(is_shim);
+    let shim = named(FileKind::Libcuda).filter(is_installed).any(is_shim);
     // For newer programs on older drivers the shim itself opens the image's compat library.
     let foreign = named(FileKind::Libcuda)
-        .filter(|file| !ours(file))
+        .filter(|file| !is_installed(file))
         .find(|file| !(shim && is_compat_library(&file.path)));
-    let bare = mapped
+    let unshimmed = mapped
         .iter()
         .find(|file| matches!(file.kind, FileKind::Driver | FileKind::Device) && !shim);
     let gap =
         |reason, file: &MappedFile| EnforcementGap::new(reason, file.path.display().to_string());
-    let gap = match (foreign, bare) {
+    let gap = match (foreign, unshimmed) {
         (Some(file), _) => Some(gap(GapReason::ForeignDriver, file)),
         (None, Some(file)) => Some(gap(GapReason::DriverWithoutShim, file)),
         (None, None) => None,
@@ -237,18 +237,18 @@ pub(crate) fn is_gpu_node(name: &str) -> bool {
     number.is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
-/// Whether the agent has to ask which GPUs a container may open. It has to if the container can
-/// make device nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of
-/// all GPUs where it may, so a node in `seen` alone proves nothing.
+/// Whether the agent has to check which GPUs a container may open. The check is needed if the
+/// container can make device nodes, or has a node of a GPU that it was not `given`. Where libcuda
+/// may, it makes the nodes of all GPUs, so a node in `visible` alone proves nothing.
 pub(crate) fn needs_device_check(
     given: &BTreeSet<String>,
-    seen: &BTreeSet<String>,
+    visible: &BTreeSet<String>,
     bounding: u64,
     over_the_host: bool,
 ) -> bool {
     /// `CAP_MKNOD` (linux/capability.h).
     const MKNOD: u64 = 1 << 27;
-    over_the_host && bounding & MKNOD != 0 || !seen.is_subset(given)
+    over_the_host && bounding & MKNOD != 0 || !visible.is_subset(given)
 }
 
 /// Checks which GPUs a container may open that it was not given.

@@ -76,11 +76,11 @@ impl MountTable {
         let mut current = roots.find(|root| !self.root_ids.contains(&root.parent))?;
         // Each step enters a mount on the one before; the bound ends a table with a cycle.
         for _ in 0..self.mounts.len() {
-            let leads =
+            let is_prefix =
                 |mount: &&Mount| mount.id != current.id && path.starts_with(&mount.mount_point);
-            let on_it = self.children.get(&current.id).into_iter().flatten();
-            let on_it = on_it.filter_map(|place| self.mounts.get(*place));
-            let next = on_it.filter(leads);
+            let children = self.children.get(&current.id).into_iter().flatten();
+            let children = children.filter_map(|index| self.mounts.get(*index));
+            let next = children.filter(is_prefix);
             match next.min_by_key(|mount| mount.mount_point.as_os_str().len()) {
                 Some(next) => current = next,
                 None => break,
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn mount_is_hidden_when_another_covers_it_or_a_parent() {
-        for (over, leads) in [
+        for (over, source_path) in [
             ("104 102 0:60 /f /opt/x/lib rw - tmpfs t rw", "/f/a"),
             ("104 100 0:60 /f /opt rw - tmpfs t rw", "/f/x/lib/a"),
             ("104 102 0:60 /f /opt/x/lib/a rw - tmpfs t rw", "/f"),
@@ -202,15 +202,15 @@ mod tests {
             let table = format!("{TABLE}{over}\n");
             assert_eq!(
                 resolve(&table, "/opt/x/lib/a"),
-                location("0:60", leads),
+                location("0:60", source_path),
                 "{over}"
             );
             let mounts = MountTable::parse(&table);
             let file = mounts
                 .iter()
                 .find(|mount| mount.mount_point == Path::new("/opt/x/lib"));
-            let whole = over.contains(" /opt/x/lib/a ");
-            assert_eq!(mounts.is_visible(file.unwrap()), whole, "{over}");
+            let is_visible = over.contains(" /opt/x/lib/a ");
+            assert_eq!(mounts.is_visible(file.unwrap()), is_visible, "{over}");
         }
     }
 

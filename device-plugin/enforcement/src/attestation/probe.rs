@@ -63,7 +63,7 @@ pub(crate) struct PodAttestor {
     driver: DriverConfig,
     cdi: CdiDir,
     /// The mounts and nodes in each allocation's CDI file.
-    given: BTreeMap<AllocationId, ContainerGrant>,
+    grants: BTreeMap<AllocationId, ContainerGrant>,
     /// The containers by their cgroup.
     containers: BTreeMap<PathBuf, ContainerRecord>,
     processes: BTreeMap<u32, ProcessRecord>,
@@ -99,7 +99,7 @@ impl PodAttestor {
             paths: config.paths.clone(),
             driver: config.driver.clone(),
             cdi: CdiDir::new(config.paths.cdi_dir.clone()),
-            given: BTreeMap::new(),
+            grants: BTreeMap::new(),
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
             waiting_since: BTreeMap::new(),
@@ -133,8 +133,9 @@ impl PodAttestor {
         self.containers.retain(|folder, _| folders.contains(folder));
         self.processes.retain(|pid, _| alive.contains(pid));
         self.waiting_since.retain(|pid, _| alive.contains(pid));
-        let ours: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
-        self.given.retain(|allocation, _| ours.contains(allocation));
+        let allocations: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
+        self.grants
+            .retain(|allocation, _| allocations.contains(allocation));
         found
     }
 
@@ -170,21 +171,22 @@ impl PodAttestor {
         let (mounts, are_complete) = self.read_mounts(first)?;
         // A container that hides the identifying mount later keeps its allocation.
         let allocation = allocation.or_else(|| self.allocation_of(&mounts, &host.own_mounts));
-        let given = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
-        let made = evaluate::is_set_up(stat.forked, host.uptime.saturating_sub(stat.start_time()));
-        let judged = given.as_ref().filter(|_| made);
+        let grant = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
+        let is_set_up =
+            evaluate::is_set_up(stat.forked, host.uptime.saturating_sub(stat.start_time()));
+        let checked_grant = grant.as_ref().filter(|_| is_set_up);
         let rights = match rights {
             Some(rights) => rights,
             None => {
-                let judge = |given| {
-                    self.check_rights(folder, (first, stat), &mounts, given, device_check, host)
+                let check = |grant| {
+                    self.check_rights(folder, (first, stat), &mounts, grant, device_check, host)
                 };
-                let rights = judged.map(judge).unwrap_or_default();
+                let rights = checked_grant.map(check).unwrap_or_default();
                 let container = ContainerRecord {
                     first_process: (first, stat),
                     allocation,
                     rights: rights.clone(),
-                    is_final: made,
+                    is_final: is_set_up,
                     read_at: host.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
@@ -192,12 +194,11 @@ impl PodAttestor {
             }
         };
         let of_mounts = match are_complete {
-            true => judged.and_then(|given| evaluate::check_mounts(&given.mounts, &mounts)),
-            false => {
-                judged.map(|_| EnforcementGap::not_attested("it has too many mounts to be read"))
-            }
+            true => checked_grant.and_then(|grant| evaluate::check_mounts(&grant.mounts, &mounts)),
+            false => checked_grant
+                .map(|_| EnforcementGap::not_attested("it has too many mounts to be read")),
         };
-        let allocation = given.and(allocation)?;
+        let allocation = grant.and(allocation)?;
         let namespace = self.read_link(first, "ns/mnt");
         let (running, uses) = self.probe_processes(processes, (&namespace, &mounts), host, room);
         let RightsRecord { gap, minor_gap, .. } = rights;

@@ -38,33 +38,33 @@ impl SampleRequests {
     pub(crate) async fn collect(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
-        ask: impl Fn(&GpuUuid) -> PendingSample,
+        request_sample: impl Fn(&GpuUuid) -> PendingSample,
         deadline: Instant,
     ) -> BTreeMap<GpuUuid, SampleAnswer> {
         self.0.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            let question = || (procfs::now_ticks(), ask(gpu));
-            self.0.entry(gpu.clone()).or_insert_with(question);
+            let request = || (procfs::now_ticks(), request_sample(gpu));
+            self.0.entry(gpu.clone()).or_insert_with(request);
         }
-        let mut seen = BTreeMap::new();
-        let mut open = BTreeMap::new();
-        for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
+        let mut answers = BTreeMap::new();
+        let mut unanswered = BTreeMap::new();
+        for (gpu, (requested_at, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
-                Ok(Ok(Ok(sample))) => drop(seen.insert(
+                Ok(Ok(Ok(sample))) => drop(answers.insert(
                     gpu,
                     SampleAnswer {
-                        asked_at: asked,
+                        asked_at: requested_at,
                         sample,
                     },
                 )),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
                 // The process of the GPU has ended, or the GPU has none at present.
                 Ok(Err(_)) => {}
-                Err(_) => drop(open.insert(gpu, (asked, pending))),
+                Err(_) => drop(unanswered.insert(gpu, (requested_at, pending))),
             }
         }
-        self.0 = open;
-        seen
+        self.0 = unanswered;
+        answers
     }
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn identify(
     allowed: &BTreeSet<String>,
 ) -> GpuSample {
     let SampleAnswer {
-        asked_at: asked,
+        asked_at: requested_at,
         sample,
     } = answer;
     let percents = sample.sm_percents.as_ref();
@@ -87,7 +87,7 @@ pub(crate) fn identify(
             pid,
             bytes,
             sm_percent: percents.map(|percents| percents.get(&pid).copied().unwrap_or_default()),
-            live: find_live(proc, pid, asked).map(|live| allow(live, proc, pid, allowed)),
+            live: find_live(proc, pid, requested_at).map(|live| allow(live, proc, pid, allowed)),
         })
     };
     let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
@@ -96,10 +96,11 @@ pub(crate) fn identify(
         .iter()
         .map(|(pid, bytes)| (*pid, Some(*bytes)));
     let contextless: Vec<_> = contextless.filter_map(listed).filter(is_in_pod).collect();
-    let of_them = contextless.iter().filter_map(|listed| listed.bytes);
-    let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    let contextless_bytes = contextless.iter().filter_map(|listed| listed.bytes);
+    let contextless_bytes =
+        contextless_bytes.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     processes.extend(contextless);
-    let unlisted = sample.unattributed().0.saturating_sub(of_them);
+    let unlisted = sample.unattributed().0.saturating_sub(contextless_bytes);
     GpuSample {
         gpu,
         unattributed_signed: sample.unattributed_signed(),
@@ -138,8 +139,9 @@ fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -
     }
 }
 
-/// The process with a pid that the driver listed when it was `asked`; none where it has ended.
-fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
+/// The process with a pid that the driver listed in reply to the request at `requested_at`; none
+/// where the process has ended.
+fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
     let folder = proc.join(pid.to_string());
     let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
     // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
@@ -147,10 +149,10 @@ fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
         true => cgroup_of_thread(&folder, pid),
         false => procfs::read_small(&folder.join("cgroup")).ok(),
     };
-    live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
+    live_process(&stat, ProcessOwner::parse(&cgroup?), requested_at)
 }
 
-/// Whether a process that was seen earlier still runs.
+/// Whether a process that was observed earlier still runs.
 pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
     let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
@@ -164,11 +166,15 @@ fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
     procfs::read_small(&others.next()?.path().join("cgroup")).ok()
 }
 
-/// None for a process that has ended, and for one that started after the driver was `asked` and
-/// reuses the pid of the listed one.
-pub(super) fn live_process(stat: &Stat, owner: ProcessOwner, asked: u64) -> Option<LiveProcess> {
+/// None for a process that has ended, and for one that started after the request to the driver at
+/// `requested_at` and reuses the pid of the listed process.
+pub(super) fn live_process(
+    stat: &Stat,
+    owner: ProcessOwner,
+    requested_at: u64,
+) -> Option<LiveProcess> {
     let start = stat.start_ticks;
-    (!stat.has_exited() && start < asked).then_some(LiveProcess { start, owner })
+    (!stat.has_exited() && start < requested_at).then_some(LiveProcess { start, owner })
 }
 
 #[cfg(test)]
@@ -190,13 +196,13 @@ mod tests {
 
     #[tokio::test]
     async fn hanging_gpu_is_asked_once_and_left_out_until_it_answers() {
-        let (hung, held) = oneshot::channel();
-        let held = std::cell::RefCell::new(Some(held));
-        let asked = std::cell::Cell::new(0);
-        let ask = |gpu: &GpuUuid| {
-            asked.set(asked.get() + 1);
+        let (late_answer, hung) = oneshot::channel();
+        let hung = std::cell::RefCell::new(Some(hung));
+        let request_count = std::cell::Cell::new(0);
+        let request = |gpu: &GpuUuid| {
+            request_count.set(request_count.get() + 1);
             match gpu.as_str() {
-                "GPU-a" => held.take().unwrap(),
+                "GPU-a" => hung.take().unwrap(),
                 _ => {
                     let (answer, answered) = oneshot::channel();
                     answer.send(Ok(sample())).unwrap();
@@ -204,24 +210,28 @@ mod tests {
                 }
             }
         };
-        let mut questions = SampleRequests::default();
+        let mut requests = SampleRequests::default();
         for _ in 0..5 {
-            let begun = Instant::now();
-            let deadline = begun + Duration::from_millis(20);
-            let seen = questions.collect(&gpus(), ask, deadline).await;
+            let started = Instant::now();
+            let deadline = started + Duration::from_millis(20);
+            let answers = requests.collect(&gpus(), request, deadline).await;
             assert_eq!(
-                seen.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
+                answers.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
                 ["GPU-b"]
             );
             assert!(
-                begun.elapsed() < Duration::from_secs(5),
+                started.elapsed() < Duration::from_secs(5),
                 "no longer than its deadline"
             );
         }
-        assert_eq!(asked.get(), 1 + 5);
-        hung.send(Ok(sample())).unwrap();
-        let seen = questions.collect(&gpus(), ask, Instant::now()).await;
-        assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
+        assert_eq!(request_count.get(), 1 + 5);
+        late_answer.send(Ok(sample())).unwrap();
+        let answers = requests.collect(&gpus(), request, Instant::now()).await;
+        assert_eq!(
+            answers.len(),
+            2,
+            "what comes late is taken at the next audit"
+        );
     }
 
     /// Writes the files of a process, in this cgroup, to a folder in place of `/proc`.
@@ -249,10 +259,10 @@ mod tests {
             },
         };
         let none = BTreeSet::new();
-        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
-        let listed = seen.processes.iter().map(|listed| listed.pid);
+        let sample = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
+        let listed = sample.processes.iter().map(|listed| listed.pid);
         assert_eq!(listed.collect::<Vec<_>>(), [7]);
-        assert_eq!(seen.unattributed, Some(Bytes::gib(3)));
+        assert_eq!(sample.unattributed, Some(Bytes::gib(3)));
     }
 
     #[test]
@@ -284,9 +294,9 @@ mod tests {
     #[test]
     fn own_process_is_live_and_an_unused_pid_is_not() {
         let proc = Path::new("/proc");
-        let me = find_live(proc, std::process::id(), u64::MAX).unwrap();
+        let own = find_live(proc, std::process::id(), u64::MAX).unwrap();
         assert_eq!(find_live(proc, u32::MAX, u64::MAX), None);
-        let before = find_live(proc, std::process::id(), me.start);
+        let before = find_live(proc, std::process::id(), own.start);
         assert_eq!(before, None, "it started after the driver was asked");
     }
 

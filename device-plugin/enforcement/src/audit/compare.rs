@@ -152,21 +152,21 @@ pub struct AuditResult {
     pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
 
-/// Compares the GPUs in `seen` with `books`, which were read afterwards.
+/// Compares the GPUs in `samples` with `usage`, which were read afterwards.
 pub fn compare_accounts(
-    seen: &[GpuSample],
-    books: &[ContainerUsage],
+    samples: &[GpuSample],
+    usage: &[ContainerUsage],
     containers: &AttestedState,
     limits: &AuditConfig,
 ) -> AuditResult {
     let mut result = AuditResult::default();
-    for gpu in seen {
-        result.compare_gpu(gpu, books, containers, limits);
+    for sample in samples {
+        result.compare_gpu(sample, usage, containers, limits);
     }
-    for books in books {
-        let forged = books.processes.iter().filter(|member| member.tampered);
+    for container in usage {
+        let forged = container.processes.iter().filter(|member| member.tampered);
         let finding = |process| Finding::TamperedPage {
-            allocation: books.allocation,
+            allocation: container.allocation,
             process,
         };
         let found = forged.map(|member| finding(member.process));
@@ -178,43 +178,44 @@ pub fn compare_accounts(
 impl AuditResult {
     fn compare_gpu(
         &mut self,
-        seen: &GpuSample,
-        books: &[ContainerUsage],
+        sample: &GpuSample,
+        usage: &[ContainerUsage],
         containers: &AttestedState,
         limits: &AuditConfig,
     ) {
-        let gpu = &seen.gpu;
-        let (mut charged, of_dead) = self.attribute_processes(seen, books, containers, limits);
-        for of_it in books {
-            let listed = charged.remove(&of_it.allocation).unwrap_or_default();
-            self.compare_container(gpu, of_it, &listed, limits);
+        let gpu = &sample.gpu;
+        let (mut charged, exited_bytes) =
+            self.attribute_processes(sample, usage, containers, limits);
+        for container in usage {
+            let listed = charged.remove(&container.allocation).unwrap_or_default();
+            self.compare_container(gpu, container, &listed, limits);
         }
         self.unattributed_signed
-            .insert(gpu.clone(), seen.unattributed_signed);
-        self.compare_unlisted(seen, of_dead, books, containers, limits);
+            .insert(gpu.clone(), sample.unattributed_signed);
+        self.compare_unlisted(sample, exited_bytes, usage, containers, limits);
     }
 
     /// Attributes the listed processes to containers. Returns those of each container, and the
     /// bytes of processes that have exited.
     fn attribute_processes<'a>(
         &mut self,
-        seen: &'a GpuSample,
-        books: &[ContainerUsage],
+        sample: &'a GpuSample,
+        usage: &[ContainerUsage],
         containers: &AttestedState,
         limits: &AuditConfig,
     ) -> (BTreeMap<AllocationId, Vec<&'a ListedProcess>>, u64) {
-        let gpu = &seen.gpu;
+        let gpu = &sample.gpu;
         let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
-        let (mut not_allowed, mut of_dead) = (0, 0_u64);
-        for listed in &seen.processes {
+        let (mut not_allowed, mut exited_bytes) = (0, 0_u64);
+        for listed in &sample.processes {
             let bytes = listed.bytes.unwrap_or_default();
-            let untracked = match attribute(listed, gpu, books, containers, limits) {
+            let untracked = match attribute(listed, gpu, usage, containers, limits) {
                 Attribution::Tracked(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
                     continue;
                 }
                 Attribution::Exited => {
-                    of_dead = of_dead.saturating_add(bytes.0);
+                    exited_bytes = exited_bytes.saturating_add(bytes.0);
                     continue;
                 }
                 Attribution::SessionLost(allocation) => Some(allocation),
@@ -236,16 +237,16 @@ impl AuditResult {
             untracked.insert(listed.pid, bytes);
         }
         self.untracked_processes.insert(gpu.clone(), not_allowed);
-        (charged, of_dead)
+        (charged, exited_bytes)
     }
 
-    /// Compares the memory that is listed for no process, or for exited ones (`of_dead`), with what
-    /// the accounts explain.
+    /// Compares the memory that is listed for no process, or for exited ones (`exited_bytes`), with
+    /// what the accounts explain.
     fn compare_unlisted(
         &mut self,
-        seen: &GpuSample,
-        of_dead: u64,
-        books: &[ContainerUsage],
+        sample: &GpuSample,
+        exited_bytes: u64,
+        usage: &[ContainerUsage],
         containers: &AttestedState,
         limits: &AuditConfig,
     ) {
@@ -255,36 +256,36 @@ impl AuditResult {
             unattributed: unlisted,
             unreclaimed_or_retained: left,
             processes,
-        } = seen;
-        let known = books
+        } = sample;
+        let known = usage
             .iter()
-            .map(|books| known_unattributed(books, gpu, processes, containers, limits))
+            .map(|container| known_unattributed(container, gpu, processes, containers, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
-        let kept = match containers.managed_gpus.contains(gpu) {
+        let managed_cache = match containers.managed_gpus.contains(gpu) {
             true => MANAGED_CACHE.0,
             false => 0,
         };
-        let known = known.saturating_add(kept);
-        let managed = books.iter().filter_map(|books| {
-            let (_, account) = account_of(books, gpu)?;
-            Some(known_managed(books, account, containers))
+        let known = known.saturating_add(managed_cache);
+        let managed = usage.iter().filter_map(|container| {
+            let (_, account) = account_of(container, gpu)?;
+            Some(known_managed(container, account, containers))
         });
-        let evictable = managed.fold(kept, u64::saturating_add);
+        let evictable = managed.fold(managed_cache, u64::saturating_add);
         let evictable = Bytes(unlisted.unwrap_or_default().0.min(evictable));
         self.evictable.insert(gpu.clone(), evictable);
         // The driver lists an exited process while another has its open files. Most such processes
         // are just ending, so they are no finding.
-        let of_nobody = unlisted.map(|bytes| bytes.0.saturating_add(of_dead));
-        let unaccounted = of_nobody.map(|bytes| Bytes(bytes.saturating_sub(known)));
+        let unlisted_or_exited = unlisted.map(|bytes| bytes.0.saturating_add(exited_bytes));
+        let unaccounted = unlisted_or_exited.map(|bytes| Bytes(bytes.saturating_sub(known)));
         self.unaccounted
             .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
         let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) else {
             return;
         };
-        let explained = self.over_managed(gpu, Bytes(bytes.0 - known), books, containers);
+        let explained = self.over_managed(gpu, Bytes(bytes.0 - known), usage, containers);
         if bytes.0 - known > explained {
-            self.unaccounted(seen, bytes, books, containers);
+            self.unaccounted(sample, bytes, usage, containers);
         }
     }
 
@@ -293,11 +294,11 @@ impl AuditResult {
     fn compare_container(
         &mut self,
         gpu: &GpuUuid,
-        books: &ContainerUsage,
+        container: &ContainerUsage,
         listed: &[&ListedProcess],
         limits: &AuditConfig,
     ) {
-        let Some((index, account)) = account_of(books, gpu) else {
+        let Some((index, account)) = account_of(container, gpu) else {
             return;
         };
         let AccountBalance {
@@ -312,7 +313,7 @@ impl AuditResult {
             .filter_map(|listed| listed.bytes)
             .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
         let known = used.0.saturating_add(exited.0);
-        let key = (books.allocation, gpu.clone());
+        let key = (container.allocation, gpu.clone());
         let percents = listed.iter().filter_map(|listed| listed.sm_percent);
         let percent = percents.reduce(|sum, percent| sum.saturating_add(percent).min(100));
         self.sm_percents
@@ -334,7 +335,7 @@ impl AuditResult {
         };
         let at_fault = |listed: &&&ListedProcess| {
             let member = |member: &&ProcessCredit| member.process.pid == listed.pid;
-            let member = books.processes.iter().find(member);
+            let member = container.processes.iter().find(member);
             let granted = member.and_then(|member| member.granted.get(index).copied());
             let own = granted
                 .unwrap_or_default()
@@ -347,7 +348,7 @@ impl AuditResult {
             processes = listed.iter().filter_map(process).collect();
         }
         self.findings.push(Finding::OverQuota {
-            allocation: books.allocation,
+            allocation: container.allocation,
             gpu: gpu.clone(),
             quota: *quota,
             charged: Bytes(charged),
@@ -357,9 +358,12 @@ impl AuditResult {
 }
 
 /// The account of a GPU, and its index in the container's accounts.
-fn account_of<'a>(books: &'a ContainerUsage, gpu: &GpuUuid) -> Option<(usize, &'a AccountBalance)> {
-    let mut accounts = books.accounts.iter().enumerate();
-    accounts.find(|(_, it)| matches!(&it.account, Account::Gpu(uuid) if uuid == gpu))
+fn account_of<'a>(
+    container: &'a ContainerUsage,
+    gpu: &GpuUuid,
+) -> Option<(usize, &'a AccountBalance)> {
+    let mut accounts = container.accounts.iter().enumerate();
+    accounts.find(|(_, balance)| matches!(&balance.account, Account::Gpu(uuid) if uuid == gpu))
 }
 
 /// The bytes that this number of processes may have besides their container's quota. Each has an
@@ -372,38 +376,43 @@ fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
 
 /// The most that a container's accounts explain of the memory that the driver lists for no process.
 fn known_unattributed(
-    books: &ContainerUsage,
+    container: &ContainerUsage,
     gpu: &GpuUuid,
     listed: &[ListedProcess],
     containers: &AttestedState,
     limits: &AuditConfig,
 ) -> u64 {
-    let Some((index, account)) = account_of(books, gpu) else {
+    let Some((index, account)) = account_of(container, gpu) else {
         return 0;
     };
-    let of_it = |listed: &&ListedProcess| match &listed.live {
-        Some(LiveProcess { start, .. }) => books.has_session(listed.pid, *start),
-        None => books.exited_pids.contains(&listed.pid),
+    let own_listed = |listed: &&ListedProcess| match &listed.live {
+        Some(LiveProcess { start, .. }) => container.has_session(listed.pid, *start),
+        None => container.exited_pids.contains(&listed.pid),
     };
-    let of_it: Vec<&ListedProcess> = listed.iter().filter(of_it).collect();
-    let charged = of_it.iter().filter_map(|listed| listed.bytes);
+    let own_listed: Vec<&ListedProcess> = listed.iter().filter(own_listed).collect();
+    let charged = own_listed.iter().filter_map(|listed| listed.bytes);
     let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     let is_listed = |member: &&ProcessCredit| {
-        let mut listed = of_it.iter();
+        let mut listed = own_listed.iter();
         listed.any(|listed| listed.pid == member.process.pid)
     };
-    let unlisted = books.processes.iter().filter(|member| !is_listed(member));
+    let unlisted = container
+        .processes
+        .iter()
+        .filter(|member| !is_listed(member));
     let unlisted = unlisted.filter_map(|member| member.granted.get(index));
     let unlisted = unlisted.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
-    let of_dead = account.exited.0.saturating_add(account.leased.0);
-    let may = of_dead
+    let exited_bytes = account.exited.0.saturating_add(account.leased.0);
+    let may_be_unlisted = exited_bytes
         .saturating_add(account.exported.0)
         .saturating_add(unlisted);
-    let has = of_dead
+    let may_have = exited_bytes
         .saturating_add(account.used.0)
-        .saturating_add(allowance_of(of_it.len(), account.quota, limits));
-    let managed = known_managed(books, account, containers);
-    may.min(has.saturating_sub(charged)).saturating_add(managed)
+        .saturating_add(allowance_of(own_listed.len(), account.quota, limits));
+    let managed = known_managed(container, account, containers);
+    may_be_unlisted
+        .min(may_have.saturating_sub(charged))
+        .saturating_add(managed)
 }
 
 fn signed_difference(a: u64, b: u64) -> i64 {

@@ -104,21 +104,21 @@ impl ConsecutiveFindings {
     /// finding's number of audits, or zero if that number was returned before.
     pub(crate) fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
         let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
-        let standing: BTreeSet<&FindingKey> = keys.iter().collect();
+        let present: BTreeSet<&FindingKey> = keys.iter().collect();
         let is_silent = |key: &FindingKey| key.gpu().is_some_and(|gpu| silent.contains(gpu));
         self.0.retain(|key, before| {
-            is_silent(key) || before.shift(standing.contains(key), key.window())
+            is_silent(key) || before.shift(present.contains(key), key.window())
         });
         let mut strikes = BTreeMap::new();
-        for key in standing {
+        for key in present {
             let found = self.0.entry(key.clone()).or_insert(FindingHistory {
                 recent_audits: 1,
                 most_counted: 0,
             });
             strikes.insert(key, found.count_new(key.window()));
         }
-        let of = |key: &FindingKey| strikes.get(key).copied();
-        keys.iter().filter_map(of).collect()
+        let strikes_of = |key: &FindingKey| strikes.get(key).copied();
+        keys.iter().filter_map(strikes_of).collect()
     }
 }
 

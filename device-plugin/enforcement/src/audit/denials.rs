@@ -24,26 +24,27 @@ impl DenialEvents {
     /// Returns the message of each container for which an Event is due at `now`.
     pub(crate) fn due(
         &mut self,
-        books: &[ContainerUsage],
+        usage: &[ContainerUsage],
         now: Instant,
     ) -> Vec<(AllocationId, String)> {
-        let is_running = |id: &AllocationId| books.iter().any(|books| books.allocation == *id);
+        let is_running =
+            |id: &AllocationId| usage.iter().any(|container| container.allocation == *id);
         self.0.retain(|allocation, _| is_running(allocation));
         let mut due = Vec::new();
-        for books in books {
-            let denials: u64 = books.denied.iter().map(|(_, count)| count).sum();
+        for container in usage {
+            let denials: u64 = container.denied.iter().map(|(_, count)| count).sum();
             if denials == 0 {
                 continue;
             }
-            let counted = self.0.entry(books.allocation).or_default();
+            let counted = self.0.entry(container.allocation).or_default();
             let is_new = denials > counted.denials;
             let is_late = counted
                 .published_at
                 .is_none_or(|at| now.duration_since(at) >= EVENT_INTERVAL);
-            if let Some(last) = books.last_denied.as_ref().filter(|_| is_new && is_late) {
+            if let Some(last) = container.last_denied.as_ref().filter(|_| is_new && is_late) {
                 counted.published_at = Some(now);
                 counted.denials = denials;
-                due.push((books.allocation, message(last, denials)));
+                due.push((container.allocation, message(last, denials)));
             }
         }
         due
@@ -59,13 +60,13 @@ fn message(last: &DeniedAllocation, denials: u64) -> String {
         quota,
         free,
     } = last;
-    let of = match account {
+    let account = match account {
         Account::Gpu(gpu) => gpu.to_string(),
         Account::Managed => "managed memory".to_owned(),
     };
     let plural = if denials == 1 { "" } else { "s" };
     format!(
-        "{function} was denied {bytes} of {of}: {free} of the quota of {quota} are free \
+        "{function} was denied {bytes} of {account}: {free} of the quota of {quota} are free \
          ({denials} denial{plural} so far); request more in the pod, or free memory in the program"
     )
 }
@@ -76,7 +77,7 @@ mod tests {
 
     use super::*;
 
-    fn books(denials: u64) -> ContainerUsage {
+    fn usage(denials: u64) -> ContainerUsage {
         let account = Account::Gpu("GPU-a".parse().unwrap());
         ContainerUsage {
             denied: vec![("cuMemAlloc_v2".into(), denials)],
@@ -92,8 +93,8 @@ mod tests {
     }
 
     #[test]
-    fn denial_is_told_with_call_amounts_and_remedy() {
-        let due = DenialEvents::default().due(&[books(2)], Instant::now());
+    fn denial_event_has_call_amounts_and_remedy() {
+        let due = DenialEvents::default().due(&[usage(2)], Instant::now());
         assert_eq!(
             due[0].1,
             "cuMemAlloc_v2 was denied 256 MiB of GPU-a: 220 MiB of the quota of 1 GiB are free \
@@ -102,25 +103,25 @@ mod tests {
     }
 
     #[test]
-    fn denials_of_a_container_are_told_once_in_ten_minutes() {
-        let (mut events, begun) = (DenialEvents::default(), Instant::now());
-        let mut told = |denials, second| {
-            let now = begun + Duration::from_secs(second);
-            events.due(&[books(denials)], now).len()
+    fn denials_of_a_container_are_published_once_in_ten_minutes() {
+        let (mut events, start) = (DenialEvents::default(), Instant::now());
+        let mut event_count = |denials, second| {
+            let now = start + Duration::from_secs(second);
+            events.due(&[usage(denials)], now).len()
         };
-        assert_eq!(told(0, 0), 0);
-        assert_eq!(told(1, 1), 1);
-        assert_eq!(told(99, 2), 0);
-        assert_eq!(told(99, 600), 0);
-        assert_eq!(told(99, 601), 1, "of those since the last Event");
-        assert_eq!(told(99, 1_300), 0, "nothing is new");
-        assert_eq!(told(100, 1_301), 1);
+        assert_eq!(event_count(0, 0), 0);
+        assert_eq!(event_count(1, 1), 1);
+        assert_eq!(event_count(99, 2), 0);
+        assert_eq!(event_count(99, 600), 0);
+        assert_eq!(event_count(99, 601), 1, "of those since the last Event");
+        assert_eq!(event_count(99, 1_300), 0, "nothing is new");
+        assert_eq!(event_count(100, 1_301), 1);
     }
 
     #[test]
     fn ended_container_is_forgotten() {
         let (mut events, now) = (DenialEvents::default(), Instant::now());
-        assert_eq!(events.due(&[books(1)], now).len(), 1);
+        assert_eq!(events.due(&[usage(1)], now).len(), 1);
         assert!(events.due(&[], now).is_empty());
         assert!(events.0.is_empty());
     }

@@ -187,7 +187,7 @@ mod tests {
     fn event_of_a_finding_names_no_pid() {
         let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
         let process = |pid| Process { pid, start: 7 };
-        let told = |pid| {
+        let messages = |pid| {
             let forged = Finding::TamperedPage {
                 allocation,
                 process: process(pid),
@@ -211,6 +211,6 @@ mod tests {
             ];
             all.map(|finding| message(&finding))
         };
-        assert_eq!(told(4711), told(4712));
+        assert_eq!(messages(4711), messages(4712));
     }
 }

@@ -1,10 +1,11 @@
 //! Decides whether all managed memory of a GPU may be moved to the host without harm to its owners:
 //! pure.
 //!
-//! The driver takes host memory for it in the cgroup of the owner. Its part that is on the host
-//! already needs none, but no figure tells that part. So each owner must have room for all managed
-//! memory that its pod has mapped, on any GPU. The node must have room for that of all pods. The
-//! driver tells nothing of processes that the attestation does not know, so none may use the GPU.
+//! The driver takes host memory for moved pages in the cgroup of the owner. Pages that are on the
+//! host already need none, but no figure counts these pages. So each owner must have room for all
+//! managed memory that its pod has mapped, on any GPU. The node must have room for the managed
+//! memory of all pods. No figure covers a process that the attestation does not know, so no such
+//! process may use the GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,7 +36,7 @@ pub enum EvictionRisk {
         "pods have more managed memory than the node has host memory available for them; add host memory"
     )]
     NodeRoom,
-    /// A process in no container of ours may have managed memory.
+    /// A process outside the agent's containers may have managed memory.
     #[error("process {0} in no pod with GPU memory uses the GPU; end it")]
     UnknownProcess(u32),
 }
@@ -53,18 +54,18 @@ pub(super) struct NodeState<'a> {
 /// # Errors
 /// The first risk.
 pub(super) fn check_eviction(
-    seen: &GpuSample,
-    books: &[ContainerUsage],
+    sample: &GpuSample,
+    usage: &[ContainerUsage],
     attested: &[AttestedContainer],
     node: &NodeState,
 ) -> Result<(), EvictionRisk> {
     let is_attested = |pid: u32, start| {
         let mut processes = attested
             .iter()
-            .filter_map(|of_it| of_it.processes.get(&pid));
+            .filter_map(|container| container.processes.get(&pid));
         processes.any(|process| process.start == start)
     };
-    let live = seen.processes.iter().filter_map(|listed| {
+    let live = sample.processes.iter().filter_map(|listed| {
         let live = listed.live.as_ref()?;
         Some((listed.pid, live.start))
     });
@@ -72,13 +73,17 @@ pub(super) fn check_eviction(
     if let Some((pid, _)) = unknown.next() {
         return Err(EvictionRisk::UnknownProcess(pid));
     }
-    let users: BTreeSet<_> = books
+    let users: BTreeSet<_> = usage
         .iter()
-        .filter(|books| books.gpus().any(|gpu| *gpu == seen.gpu))
-        .map(|books| books.allocation)
+        .filter(|container| container.gpus().any(|gpu| *gpu == sample.gpu))
+        .map(|container| container.allocation)
         .collect();
-    let is_user = |of_it: &&AttestedContainer| users.contains(&of_it.allocation);
-    let users: BTreeSet<_> = attested.iter().filter(is_user).map(|it| &it.pod).collect();
+    let is_user = |container: &&AttestedContainer| users.contains(&container.allocation);
+    let users: BTreeSet<_> = attested
+        .iter()
+        .filter(is_user)
+        .map(|container| &container.pod)
+        .collect();
     // Containers of a pod share its limit, and pods the limits above it.
     let (mut pods, mut all) = (BTreeMap::<_, u64>::new(), 0_u64);
     for container in attested {
@@ -91,7 +96,10 @@ pub(super) fn check_eviction(
         all = all.saturating_add(mapped);
     }
     let mut node_room = node.room.unwrap_or_default();
-    for container in attested.iter().filter(|it| users.contains(&it.pod)) {
+    for container in attested
+        .iter()
+        .filter(|container| users.contains(&container.pod))
+    {
         let pod = &container.pod;
         let mut processes = container.processes.values();
         if node.unread.contains(pod) || processes.any(|process| process.is_stale) {
@@ -129,7 +137,7 @@ mod tests {
         "GPU-a".parse().unwrap()
     }
 
-    fn books() -> Vec<ContainerUsage> {
+    fn usage() -> Vec<ContainerUsage> {
         let account = AccountBalance::empty(Account::Gpu(gpu()), Bytes::gib(1));
         [1, 2]
             .map(|number| ContainerUsage::empty(number, vec![account.clone()]))
@@ -160,7 +168,7 @@ mod tests {
     }
 
     fn check(
-        seen: &GpuSample,
+        sample: &GpuSample,
         containers: &[AttestedContainer],
         node: Option<Bytes>,
     ) -> Result<(), EvictionRisk> {
@@ -168,10 +176,10 @@ mod tests {
             room: node,
             unread: &BTreeSet::new(),
         };
-        check_eviction(seen, &books(), containers, &node)
+        check_eviction(sample, &usage(), containers, &node)
     }
 
-    fn seen(pids: &[u32]) -> GpuSample {
+    fn sample(pids: &[u32]) -> GpuSample {
         let listed = |pid: &u32| ListedProcess {
             pid: *pid,
             bytes: Some(Bytes::gib(1)),
@@ -193,18 +201,18 @@ mod tests {
     #[test]
     fn managed_memory_is_evicted_only_with_host_memory_for_all() {
         let check = |containers: &[AttestedContainer], node: Option<u64>| {
-            self::check(&seen(&[1]), containers, node.map(Bytes::gib))
+            self::check(&sample(&[1]), containers, node.map(Bytes::gib))
         };
         let owner = |room| container(1, Bytes::gib(4), room);
         assert_eq!(check(&[owner(Some(Bytes::gib(4)))], Some(4)), Ok(()));
         let pod: PodUid = "p".parse().unwrap();
         let unknown = EvictionRisk::UnknownRoom(pod.clone());
         assert_eq!(check(&[owner(None)], Some(4)), Err(unknown));
-        let little = Err(EvictionRisk::PodRoom(pod));
-        assert_eq!(check(&[owner(Some(Bytes::gib(3)))], Some(4)), little);
+        let too_little = Err(EvictionRisk::PodRoom(pod));
+        assert_eq!(check(&[owner(Some(Bytes::gib(3)))], Some(4)), too_little);
         let other = container(2, Bytes::gib(2), Some(Bytes::gib(5)));
         let both = [owner(Some(Bytes::gib(9))), other];
-        assert_eq!(check(&both, Some(9)), little, "they share the pod's");
+        assert_eq!(check(&both, Some(9)), too_little, "they share the pod's");
         for available in [Some(3), None] {
             let result = check(&[owner(Some(Bytes::gib(4)))], available);
             assert_eq!(result, Err(EvictionRisk::NodeRoom));
@@ -216,9 +224,9 @@ mod tests {
     #[test]
     fn no_managed_memory_is_evicted_beside_an_unknown_process() {
         let containers = [container(1, Bytes::ZERO, None)];
-        let unknown = check(&seen(&[1, 7]), &containers, None);
+        let unknown = check(&sample(&[1, 7]), &containers, None);
         assert_eq!(unknown, Err(EvictionRisk::UnknownProcess(7)));
-        let mut exited = seen(&[1, 7]);
+        let mut exited = sample(&[1, 7]);
         exited.processes[1].live = None;
         assert_eq!(check(&exited, &containers, None), Ok(()));
     }
@@ -231,19 +239,19 @@ mod tests {
         };
         let owner = container(1, Bytes::gib(4), Some(Bytes::gib(6)));
         let both = |pod| [owner.clone(), on_other(3, pod)];
-        let seen = seen(&[1]);
-        assert_eq!(check(&seen, &both("q"), Some(Bytes::gib(8))), Ok(()));
-        let little = check(&seen, &both("q"), Some(Bytes::gib(6)));
-        assert_eq!(little, Err(EvictionRisk::NodeRoom));
-        let little = check(&seen, &both("p"), Some(Bytes::gib(8)));
-        assert_eq!(little, Err(EvictionRisk::PodRoom(owner.pod.clone())));
+        let sample = sample(&[1]);
+        assert_eq!(check(&sample, &both("q"), Some(Bytes::gib(8))), Ok(()));
+        let too_little = check(&sample, &both("q"), Some(Bytes::gib(6)));
+        assert_eq!(too_little, Err(EvictionRisk::NodeRoom));
+        let too_little = check(&sample, &both("p"), Some(Bytes::gib(8)));
+        assert_eq!(too_little, Err(EvictionRisk::PodRoom(owner.pod.clone())));
         let mut below = both("q");
         below[0].host_room = below[0].host_room.map(|room| ContainerRoom {
             shared: Bytes::gib(7),
             ..room
         });
-        let little = check(&seen, &below, Some(Bytes::gib(8)));
-        assert_eq!(little, Err(EvictionRisk::NodeRoom), "above both pods");
+        let too_little = check(&sample, &below, Some(Bytes::gib(8)));
+        assert_eq!(too_little, Err(EvictionRisk::NodeRoom), "above both pods");
     }
 
     #[test]
@@ -255,13 +263,13 @@ mod tests {
             unread: &[owner.pod.clone()].into(),
         };
         let owners = std::slice::from_ref(&owner);
-        let hangs = check_eviction(&seen(&[1]), &books(), owners, &hanging);
+        let hangs = check_eviction(&sample(&[1]), &usage(), owners, &hanging);
         assert_eq!(hangs, unread);
         let mut stale = owner;
         stale
             .processes
             .values_mut()
-            .for_each(|it| it.is_stale = true);
-        assert_eq!(check(&seen(&[1]), &[stale], Some(Bytes::gib(4))), unread);
+            .for_each(|process| process.is_stale = true);
+        assert_eq!(check(&sample(&[1]), &[stale], Some(Bytes::gib(4))), unread);
     }
 }

@@ -33,42 +33,42 @@ struct ContainerLabels {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct AccountLabels {
     #[prometheus(flatten)]
-    of: ContainerLabels,
+    labels: ContainerLabels,
     account: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct ContainerGpuLabels {
     #[prometheus(flatten)]
-    of: ContainerLabels,
+    labels: ContainerLabels,
     gpu: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct AmountLabels {
     #[prometheus(flatten)]
-    of: AccountLabels,
+    labels: AccountLabels,
     amount: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct FunctionLabels {
     #[prometheus(flatten)]
-    of: ContainerLabels,
+    labels: ContainerLabels,
     function: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct ReasonLabels {
     #[prometheus(flatten)]
-    of: ContainerLabels,
+    labels: ContainerLabels,
     reason: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct LayerLabels {
     #[prometheus(flatten)]
-    of: ContainerLabels,
+    labels: ContainerLabels,
     layer: &'static str,
 }
 
@@ -197,13 +197,16 @@ impl AuditFigures {
                     let key = (usage.allocation, gpu.clone());
                     let percent = self.result.sm_percents.get(&key);
                     utilization.extend(percent.map(|percent| {
-                        let of = container_labels(container);
+                        let labels = container_labels(container);
                         let gpu = gpu.to_string();
-                        (ContainerGpuLabels { of, gpu }, f64::from(*percent) / 100.0)
+                        (
+                            ContainerGpuLabels { labels, gpu },
+                            f64::from(*percent) / 100.0,
+                        )
                     }));
                 }
-                let of = AccountLabels {
-                    of: container_labels(container),
+                let labels = AccountLabels {
+                    labels: container_labels(container),
                     account: name.to_owned(),
                 };
                 let amounts = [
@@ -221,10 +224,10 @@ impl AuditFigures {
                     ("peak", account.peak),
                 ];
                 memory.extend(amounts.map(|(amount, bytes)| {
-                    let of = of.clone();
-                    (AmountLabels { of, amount }, gauge_value(bytes.0))
+                    let labels = labels.clone();
+                    (AmountLabels { labels, amount }, gauge_value(bytes.0))
                 }));
-                drift.extend(difference.map(|difference| (of, *difference)));
+                drift.extend(difference.map(|difference| (labels, *difference)));
             }
         }
         tables.gauges(
@@ -248,9 +251,9 @@ impl AuditFigures {
         let denied = self.containers_with_usage().flat_map(|(container, usage)| {
             let denied = usage.denied.iter();
             denied.map(|(function, count)| {
-                let of = container_labels(container);
+                let labels = container_labels(container);
                 let function = function.clone();
-                (FunctionLabels { of, function }, *count)
+                (FunctionLabels { labels, function }, *count)
             })
         });
         tables.counters(
@@ -266,7 +269,8 @@ impl AuditFigures {
         };
         let gauge = |figure| {
             let rows = each(figure).into_iter();
-            rows.map(|(of, figure)| (of, gauge_value(figure))).collect()
+            rows.map(|(labels, figure)| (labels, gauge_value(figure)))
+                .collect()
         };
         tables.counters(
             "bursar_container_credit_requests",
@@ -296,7 +300,7 @@ impl AuditFigures {
             let Some(gap) = self.attested.get(&container.allocation) else {
                 continue;
             };
-            let of = container_labels(container);
+            let labels = container_labels(container);
             let hangs = self.hanging.contains(&container.pod);
             let audited = !hangs && usage.gpus().all(|gpu| !self.stale.contains(gpu));
             let holds = [
@@ -305,11 +309,11 @@ impl AuditFigures {
                 ("driver", self.limited.contains(&container.allocation)),
             ];
             layers.extend(holds.map(|(layer, holds)| {
-                let of = of.clone();
-                (LayerLabels { of, layer }, holds.into())
+                let labels = labels.clone();
+                (LayerLabels { labels, layer }, holds.into())
             }));
             let reason = gap.map_or("", GapReason::as_str);
-            enforced.push((ReasonLabels { of, reason }, gap.is_none().into()));
+            enforced.push((ReasonLabels { labels, reason }, gap.is_none().into()));
         }
         tables.gauges(
             "bursar_container_enforced",

@@ -43,11 +43,11 @@ struct EventCounts {
 }
 
 impl EventCounts {
-    fn of(books: &ContainerUsage) -> EventCounts {
+    fn of(container: &ContainerUsage) -> EventCounts {
         EventCounts {
-            denials: books.denied.iter().map(|(_, count)| count).sum(),
-            poisoned: books.poisoned_images,
-            restarts: books.ordered_restarts,
+            denials: container.denied.iter().map(|(_, count)| count).sum(),
+            poisoned: container.poisoned_images,
+            restarts: container.ordered_restarts,
         }
     }
 
@@ -79,9 +79,9 @@ struct BytesInUse {
 
 impl BytesInUse {
     /// The bytes that a container's accounts have.
-    fn of(books: &ContainerUsage) -> BytesInUse {
+    fn of(container: &ContainerUsage) -> BytesInUse {
         let mut sum = BytesInUse::default();
-        for balance in &books.accounts {
+        for balance in &container.accounts {
             let kind = match balance.account {
                 Account::Gpu(_) => &mut sum.device,
                 Account::Managed => &mut sum.managed,
@@ -119,7 +119,7 @@ struct WindowFigures {
 #[derive(Debug)]
 pub(crate) struct NamespaceUsage {
     quantum: Quantum,
-    kept: PersistedUsage,
+    persisted: PersistedUsage,
     /// Each namespace's peak in this window, and the window's start.
     peak: BTreeMap<String, BytesInUse>,
     window_start: Option<Instant>,
@@ -130,10 +130,10 @@ pub(crate) struct NamespaceUsage {
 
 impl NamespaceUsage {
     /// Continues from the counts of the previous agent.
-    pub(crate) fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
+    pub(crate) fn new(quantum: Quantum, persisted: PersistedUsage) -> NamespaceUsage {
         NamespaceUsage {
             quantum,
-            kept,
+            persisted,
             peak: BTreeMap::new(),
             window_start: None,
             last_window: BTreeMap::new(),
@@ -142,47 +142,49 @@ impl NamespaceUsage {
 
     /// The counts to store.
     pub(crate) fn persisted(&self) -> &PersistedUsage {
-        &self.kept
+        &self.persisted
     }
 
     /// Adds the node's containers with their accounts.
     pub(crate) fn observe(
         &mut self,
         containers: &[BoundContainer],
-        books: &[ContainerUsage],
+        usage: &[ContainerUsage],
         now: Instant,
     ) {
         let mut used: BTreeMap<&str, BytesInUse> = BTreeMap::new();
-        let mut there = BTreeSet::new();
-        let books = by_allocation(books);
+        let mut present = BTreeSet::new();
+        let usage = by_allocation(usage);
         for container in containers {
-            let of_it = books.get(&container.allocation);
+            let container_usage = usage.get(&container.allocation);
             let holder = container.name.as_ref();
             let pod = holder.and_then(|holder| holder.pod.as_ref());
-            let (Some(books), Some(pod)) = (of_it, pod) else {
+            let (Some(container_usage), Some(pod)) = (container_usage, pod) else {
                 continue;
             };
-            there.insert(container.allocation);
+            present.insert(container.allocation);
             let sum = used.entry(&pod.namespace).or_default();
-            *sum = sum.plus(BytesInUse::of(books));
+            *sum = sum.plus(BytesInUse::of(container_usage));
             let (before, now) = (
-                self.kept
+                self.persisted
                     .containers
-                    .insert(container.allocation, EventCounts::of(books)),
-                EventCounts::of(books),
+                    .insert(container.allocation, EventCounts::of(container_usage)),
+                EventCounts::of(container_usage),
             );
-            let counts = self.kept.namespaces.entry(pod.namespace.clone());
+            let counts = self.persisted.namespaces.entry(pod.namespace.clone());
             counts
                 .or_default()
                 .add_increase(before.unwrap_or_default(), now);
         }
-        self.kept.containers.retain(|one, _| there.contains(one));
+        self.persisted
+            .containers
+            .retain(|allocation, _| present.contains(allocation));
         for (namespace, bytes) in used {
             let most = self.peak.entry(namespace.to_owned()).or_default();
             *most = most.max(bytes);
         }
-        let begun = *self.window_start.get_or_insert(now);
-        if now.duration_since(begun) >= REPORT_WINDOW {
+        let window_start = *self.window_start.get_or_insert(now);
+        if now.duration_since(window_start) >= REPORT_WINDOW {
             self.window_start = Some(now);
             self.close_window();
         }
@@ -196,7 +198,7 @@ impl NamespaceUsage {
             let quanta = bytes.0.div_ceil(self.quantum.bytes());
             Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
         };
-        let namespaces = self.kept.namespaces.iter();
+        let namespaces = self.persisted.namespaces.iter();
         let figures = namespaces.map(|(namespace, counts)| {
             let most = most.get(namespace).copied().unwrap_or_default();
             let figures = WindowFigures {
@@ -211,9 +213,13 @@ impl NamespaceUsage {
 
     /// Above the status's limit, drops namespaces that used nothing in the window.
     fn drop_idle(&mut self) {
-        let mut over = self.kept.namespaces.len().saturating_sub(MAX_NAMESPACES);
+        let mut over = self
+            .persisted
+            .namespaces
+            .len()
+            .saturating_sub(MAX_NAMESPACES);
         let most = &self.peak;
-        self.kept.namespaces.retain(|namespace, _| {
+        self.persisted.namespaces.retain(|namespace, _| {
             let is_dropped = over > 0 && !most.contains_key(namespace);
             over -= usize::from(is_dropped);
             !is_dropped
@@ -222,12 +228,12 @@ impl NamespaceUsage {
 
     /// The last window's usage and denials, and the present counts of faults.
     pub(crate) fn report(&self) -> Vec<NamespaceReport> {
-        let namespaces = self.kept.namespaces.iter();
+        let namespaces = self.persisted.namespaces.iter();
         let reports = namespaces.filter_map(|(namespace, counts)| {
-            let told = self.last_window.get(namespace).copied();
+            let last = self.last_window.get(namespace).copied();
             // A namespace without faults is reported after its first window.
-            let befell = counts.poisoned > 0 || counts.restarts > 0;
-            let figures = told.or(befell.then(WindowFigures::default))?;
+            let has_faults = counts.poisoned > 0 || counts.restarts > 0;
+            let figures = last.or(has_faults.then(WindowFigures::default))?;
             Some(NamespaceReport {
                 namespace: namespace.clone(),
                 observed: figures.observed,
@@ -262,7 +268,7 @@ mod tests {
         }
     }
 
-    fn books(number: u64, mebibytes: u64, counts: [u64; 3]) -> ContainerUsage {
+    fn usage(number: u64, mebibytes: u64, counts: [u64; 3]) -> ContainerUsage {
         let gpu = Account::Gpu("GPU-a".parse().unwrap());
         let account = AccountBalance {
             used: Bytes(mebibytes << 20),
@@ -286,27 +292,33 @@ mod tests {
     }
 
     impl Fixture {
-        fn with_persisted(kept: PersistedUsage) -> Fixture {
+        fn with_persisted(persisted: PersistedUsage) -> Fixture {
             Fixture {
-                usage: NamespaceUsage::new(Quantum::Gib1, kept),
+                usage: NamespaceUsage::new(Quantum::Gib1, persisted),
                 start: Instant::now(),
             }
         }
 
         fn observe(&mut self, second: u64, all: &[(u64, &str, u64, [u64; 3])]) {
-            let containers: Vec<_> = all.iter().map(|one| container(one.0, one.1)).collect();
-            let books: Vec<_> = all.iter().map(|one| books(one.0, one.2, one.3)).collect();
+            let containers: Vec<_> = all
+                .iter()
+                .map(|entry| container(entry.0, entry.1))
+                .collect();
+            let usage: Vec<_> = all
+                .iter()
+                .map(|entry| usage(entry.0, entry.2, entry.3))
+                .collect();
             let now = self.start + Duration::from_secs(second);
-            self.usage.observe(&containers, &books, now);
+            self.usage.observe(&containers, &usage, now);
         }
 
         fn reported(&self) -> Vec<(String, u32, [u64; 3])> {
             let reports = self.usage.report().into_iter();
-            let told = reports.map(|one| {
-                let counts = [one.denials, one.poisoned, one.restarts];
-                (one.namespace, one.observed.0, counts)
+            let rows = reports.map(|report| {
+                let counts = [report.denials, report.poisoned, report.restarts];
+                (report.namespace, report.observed.0, counts)
             });
-            told.collect()
+            rows.collect()
         }
     }
 
@@ -316,57 +328,57 @@ mod tests {
 
     #[test]
     fn usage_is_the_peak_of_each_minute_in_whole_quanta() {
-        let mut bed = Fixture::with_persisted(PersistedUsage::default());
-        bed.observe(0, &[(1, "a", 1_500, [0; 3]), (2, "a", 1_500, [0; 3])]);
-        bed.observe(30, &[(1, "a", 100, [0; 3]), (3, "b", 1_024, [0; 3])]);
-        assert_eq!(bed.reported(), [], "not before the window is over");
-        bed.observe(60, &[(1, "a", 100, [0; 3])]);
-        assert_eq!(bed.reported(), [of("a", 3, [0; 3]), of("b", 1, [0; 3])]);
-        bed.observe(90, &[(1, "a", 5_000, [0; 3])]);
+        let mut fixture = Fixture::with_persisted(PersistedUsage::default());
+        fixture.observe(0, &[(1, "a", 1_500, [0; 3]), (2, "a", 1_500, [0; 3])]);
+        fixture.observe(30, &[(1, "a", 100, [0; 3]), (3, "b", 1_024, [0; 3])]);
+        assert_eq!(fixture.reported(), [], "not before the window is over");
+        fixture.observe(60, &[(1, "a", 100, [0; 3])]);
+        assert_eq!(fixture.reported(), [of("a", 3, [0; 3]), of("b", 1, [0; 3])]);
+        fixture.observe(90, &[(1, "a", 5_000, [0; 3])]);
         assert_eq!(
-            bed.reported()[0],
+            fixture.reported()[0],
             of("a", 3, [0; 3]),
             "nothing within a window"
         );
-        bed.observe(120, &[]);
-        assert_eq!(bed.reported(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
+        fixture.observe(120, &[]);
+        assert_eq!(fixture.reported(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
     }
 
     #[test]
     fn managed_memory_has_a_peak_of_its_own() {
-        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        let mut fixture = Fixture::with_persisted(PersistedUsage::default());
         let both = [(1, "a", 1_500, [0; 3]), (2, "a", 100, [0; 3])];
-        bed.observe(0, &both);
-        bed.observe(60, &both[..1]);
-        let report = &bed.usage.report()[0];
+        fixture.observe(0, &both);
+        fixture.observe(60, &both[..1]);
+        let report = &fixture.usage.report()[0];
         assert_eq!(
             (report.observed, report.observed_managed),
             (Quanta(2), Quanta(18))
         );
-        bed.observe(90, &both[..1]);
-        bed.observe(120, &[]);
-        assert_eq!(bed.usage.report()[0].observed_managed, Quanta(9));
-        bed.observe(180, &[]);
-        assert_eq!(bed.usage.report()[0].observed_managed, Quanta(0));
+        fixture.observe(90, &both[..1]);
+        fixture.observe(120, &[]);
+        assert_eq!(fixture.usage.report()[0].observed_managed, Quanta(9));
+        fixture.observe(180, &[]);
+        assert_eq!(fixture.usage.report()[0].observed_managed, Quanta(0));
     }
 
     #[test]
     fn poisonings_are_reported_at_once_and_denials_per_window() {
-        let mut bed = Fixture::with_persisted(PersistedUsage::default());
-        bed.observe(0, &[(1, "a", 1, [7, 1, 1])]);
-        assert_eq!(bed.reported(), [of("a", 0, [0, 1, 1])]);
-        bed.observe(60, &[(1, "a", 1, [9, 2, 1])]);
-        assert_eq!(bed.reported(), [of("a", 1, [9, 2, 1])]);
+        let mut fixture = Fixture::with_persisted(PersistedUsage::default());
+        fixture.observe(0, &[(1, "a", 1, [7, 1, 1])]);
+        assert_eq!(fixture.reported(), [of("a", 0, [0, 1, 1])]);
+        fixture.observe(60, &[(1, "a", 1, [9, 2, 1])]);
+        assert_eq!(fixture.reported(), [of("a", 1, [9, 2, 1])]);
     }
 
     #[test]
     fn counts_outlive_containers_and_agents() {
-        let mut bed = Fixture::with_persisted(PersistedUsage::default());
-        bed.observe(0, &[(1, "a", 1, [5, 2, 2])]);
-        bed.observe(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
-        bed.observe(2, &[(2, "a", 1, [1, 1, 0])]);
-        let kept = serde_json::to_string(bed.usage.persisted()).unwrap();
-        let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
+        let mut fixture = Fixture::with_persisted(PersistedUsage::default());
+        fixture.observe(0, &[(1, "a", 1, [5, 2, 2])]);
+        fixture.observe(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
+        fixture.observe(2, &[(2, "a", 1, [1, 1, 0])]);
+        let json = serde_json::to_string(fixture.usage.persisted()).unwrap();
+        let mut next = Fixture::with_persisted(serde_json::from_str(&json).unwrap());
         // Counts that the sessions do not store start at zero in the next agent.
         next.observe(3, &[(2, "a", 1, [0, 1, 0])]);
         next.observe(4, &[(2, "a", 1, [2, 2, 1])]);
@@ -377,8 +389,8 @@ mod tests {
     #[test]
     fn counts_of_any_file_are_continued_without_overflow() {
         let counts = r#"{"denials":18446744073709551615,"poisoned":0,"restarts":1}"#;
-        let kept = format!(r#"{{"namespaces":{{"a":{counts}}}}}"#);
-        let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
+        let json = format!(r#"{{"namespaces":{{"a":{counts}}}}}"#);
+        let mut next = Fixture::with_persisted(serde_json::from_str(&json).unwrap());
         next.observe(0, &[(1, "a", 1, [5, 6, 7])]);
         let sums = next.usage.persisted().namespaces["a"];
         assert_eq!(
@@ -389,13 +401,13 @@ mod tests {
 
     #[test]
     fn idle_namespaces_are_dropped_when_the_status_is_full() {
-        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        let mut fixture = Fixture::with_persisted(PersistedUsage::default());
         for number in 0..100 {
             let name = format!("n{number}");
-            bed.observe(number * 60, &[(number, &name, 1, [1, 1, 1])]);
+            fixture.observe(number * 60, &[(number, &name, 1, [1, 1, 1])]);
         }
-        let told = bed.reported();
-        assert!(told.len() <= MAX_NAMESPACES + 1, "{}", told.len());
-        assert!(told.iter().any(|one| one.0 == "n99"));
+        let reported = fixture.reported();
+        assert!(reported.len() <= MAX_NAMESPACES + 1, "{}", reported.len());
+        assert!(reported.iter().any(|(namespace, ..)| namespace == "n99"));
     }
 }

@@ -24,7 +24,7 @@ pub struct Action {
 /// Decides about a finding that was present in `strikes` audits, for most kinds in a row. The agent
 /// kills only processes of containers that it gave memory; other processes are the administrator's.
 pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
-    let (told_at, at_fault) = match finding {
+    let (publish_at, at_fault) = match finding {
         Finding::UntrackedProcess {
             owner: ProcessOwner::AllowedHost,
             ..
@@ -41,11 +41,11 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         } => (1, Vec::new()),
         Finding::Holder {
             process,
-            is_only_suspect: alone,
+            is_only_suspect,
             ..
         } => (
             HOLDER_AFTER,
-            alone.then_some(*process).into_iter().collect(),
+            is_only_suspect.then_some(*process).into_iter().collect(),
         ),
         Finding::OverManaged { .. } | Finding::Unaccounted { .. } => {
             (UNACCOUNTED_AFTER, Vec::new())
@@ -57,7 +57,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
     };
     Action {
-        publish_event: strikes == told_at,
+        publish_event: strikes == publish_at,
         kill: if kills { at_fault } else { Vec::new() },
     }
 }
@@ -68,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    const ONE: Process = Process { pid: 7, start: 70 };
+    const PROCESS: Process = Process { pid: 7, start: 70 };
 
     fn config(policy: AuditPolicy) -> AuditConfig {
         AuditConfig {
@@ -85,14 +85,14 @@ mod tests {
             gpu: "GPU-a".parse().unwrap(),
             quota: Bytes::gib(1),
             charged: Bytes::gib(4),
-            processes: vec![ONE],
+            processes: vec![PROCESS],
         }
     }
 
     fn untracked(allocation: Option<AllocationId>) -> Finding {
         Finding::UntrackedProcess {
             gpu: "GPU-a".parse().unwrap(),
-            process: ONE,
+            process: PROCESS,
             bytes: None,
             owner: ProcessOwner::Host,
             allocation,
@@ -135,25 +135,25 @@ mod tests {
             *owner = ProcessOwner::AllowedHost;
         }
         assert_eq!(action(&allowed, 1, &config), Action::default());
-        let ours = untracked(Some(AllocationId::from_bits(1)));
-        assert_eq!(action(&ours, 3, &config).kill, [ONE]);
+        let bound = untracked(Some(AllocationId::from_bits(1)));
+        assert_eq!(action(&bound, 3, &config).kill, [PROCESS]);
     }
 
     #[test]
     fn holder_is_killed_only_when_it_is_the_only_suspect() {
         let config = config(AuditPolicy::Kill);
-        let holder = |alone| Finding::Holder {
+        let holder = |is_only_suspect| Finding::Holder {
             gpu: "GPU-a".parse().unwrap(),
-            process: ONE,
+            process: PROCESS,
             bytes: Bytes::gib(1),
             allocation: AllocationId::from_bits(1),
-            is_only_suspect: alone,
+            is_only_suspect,
         };
-        let told: Vec<bool> = (1..=4)
+        let published: Vec<bool> = (1..=4)
             .map(|strikes| action(&holder(true), strikes, &config).publish_event)
             .collect();
-        assert_eq!(told, [false, true, false, false]);
-        assert_eq!(action(&holder(true), 3, &config).kill, [ONE]);
+        assert_eq!(published, [false, true, false, false]);
+        assert_eq!(action(&holder(true), 3, &config).kill, [PROCESS]);
         assert_eq!(action(&holder(false), 3, &config).kill, []);
     }
 }

@@ -37,7 +37,7 @@ impl<P: Send + 'static> ProbeQueue<P> {
         for _ in 0..threads.min(MAX_THREADS).min(self.lock().len()) {
             self.add_thread(run);
         }
-        let begin_all = async {
+        let start_all = async {
             let mut ticks = interval(STALL_TIME);
             let mut waiting = usize::MAX;
             loop {
@@ -52,7 +52,7 @@ impl<P: Send + 'static> ProbeQueue<P> {
             }
         };
         // At the deadline the queue keeps what has not begun.
-        let _ = timeout_at(deadline, begin_all).await;
+        let _ = timeout_at(deadline, start_all).await;
         std::mem::take(&mut *self.lock()).into()
     }
 
@@ -85,12 +85,12 @@ mod tests {
     /// A probe that reports its number when it begins, and that may hang until the sender is gone.
     struct FakeProbe {
         number: u32,
-        began: mpsc::Sender<u32>,
+        started_sender: mpsc::Sender<u32>,
         hang: Option<mpsc::Receiver<()>>,
     }
 
     fn run(probe: FakeProbe) {
-        let _ = probe.began.send(probe.number);
+        let _ = probe.started_sender.send(probe.number);
         if let Some(hang) = probe.hang {
             let _ = hang.recv();
         }
@@ -100,17 +100,17 @@ mod tests {
 
     #[tokio::test]
     async fn probe_begins_when_all_before_it_hang() {
-        let (began, begun) = mpsc::channel();
+        let (started_sender, started) = mpsc::channel();
         let (releases, hangs): (Vec<_>, Vec<_>) = (0..20).map(|_| mpsc::channel()).unzip();
         let probes = (0..).zip(hangs).map(|(number, hang)| FakeProbe {
             number,
-            began: began.clone(),
+            started_sender: started_sender.clone(),
             hang: Some(hang),
         });
         let deadline = Instant::now() + 60 * SECOND;
         let left = ProbeQueue::new(probes).run_until(deadline, run).await;
         assert!(left.is_empty() && Instant::now() < deadline);
-        let mut numbers: Vec<u32> = begun.iter().take(20).collect();
+        let mut numbers: Vec<u32> = started.iter().take(20).collect();
         numbers.sort_unstable();
         assert_eq!(numbers, (0..20).collect::<Vec<_>>());
         drop(releases);
@@ -118,11 +118,11 @@ mod tests {
 
     #[tokio::test]
     async fn probes_that_have_not_begun_are_returned_at_the_deadline() {
-        let (began, begun) = mpsc::channel();
+        let (started_sender, started) = mpsc::channel();
         let (releases, hangs): (Vec<_>, Vec<_>) = (0..500).map(|_| mpsc::channel()).unzip();
         let probes = (0..).zip(hangs).map(|(number, hang)| FakeProbe {
             number,
-            began: began.clone(),
+            started_sender: started_sender.clone(),
             hang: Some(hang),
         });
         let deadline = Instant::now() + SECOND / 5;
@@ -130,7 +130,7 @@ mod tests {
         // Each began or is returned, and none twice.
         let mut numbers: Vec<u32> = left.iter().map(|probe| probe.number).collect();
         assert!(!numbers.is_empty() && numbers.len() < 500);
-        numbers.extend(begun.iter().take(500 - numbers.len()));
+        numbers.extend(started.iter().take(500 - numbers.len()));
         numbers.sort_unstable();
         assert_eq!(numbers, (0..500).collect::<Vec<_>>());
         drop(releases);

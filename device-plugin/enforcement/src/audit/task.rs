@@ -114,7 +114,7 @@ pub struct Auditor {
 }
 
 impl Auditor {
-    /// An audit that has not begun, with the channel of its status.
+    /// An audit that has not started, with the channel of its status.
     ///
     /// # Errors
     /// When the system starts no thread.
@@ -127,12 +127,12 @@ impl Auditor {
         events: Events,
         metrics: AuditMetrics,
     ) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
-        let (audited, told) = watch::channel(AuditStatus::default());
+        let (audited, status) = watch::channel(AuditStatus::default());
         let usage_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
         let usage_file: WriteBehindFile<PersistedUsage> =
             WriteBehindFile::open(usage_file, Checkpoint::save)?;
-        let kept = usage_file.read(USAGE_READ_TIMEOUT);
-        if kept.is_none() {
+        let persisted = usage_file.read(USAGE_READ_TIMEOUT);
+        if persisted.is_none() {
             warn!("failed to read the counts of namespaces from the disk; they start at zero");
         }
         let auditor = Self {
@@ -156,10 +156,10 @@ impl Auditor {
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
             denials: DenialEvents::default(),
-            usage: NamespaceUsage::new(config.resources.quantum, kept.unwrap_or_default()),
+            usage: NamespaceUsage::new(config.resources.quantum, persisted.unwrap_or_default()),
             usage_file,
         };
-        Ok((auditor, told))
+        Ok((auditor, status))
     }
 
     /// Sets the channel for the memory of each GPU that must not be bound.
@@ -171,9 +171,9 @@ impl Auditor {
 
     /// Audits until `stop`.
     pub async fn run(mut self, config: Config, stop: CancellationToken) {
-        let mut every = interval(AUDIT_INTERVAL);
-        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while stop.run_until_cancelled(every.tick()).await.is_some() {
+        let mut ticker = interval(AUDIT_INTERVAL);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while stop.run_until_cancelled(ticker.tick()).await.is_some() {
             if stop
                 .run_until_cancelled(self.audit(&config))
                 .await
@@ -187,25 +187,25 @@ impl Auditor {
     async fn audit(&mut self, config: &Config) {
         let readings = self.read(config).await;
         let Readings {
-            begun,
+            started_at,
             gpus,
             containers,
             attested,
-            books,
-            seen,
+            usage,
+            samples,
             known,
             ..
         } = &readings;
-        let begun = *begun;
-        let result = compare_accounts(seen, books, known, &self.config);
-        self.charge_untracked(books, seen, &result);
+        let started_at = *started_at;
+        let result = compare_accounts(samples, usage, known, &self.config);
+        self.charge_untracked(usage, samples, &result);
         let eviction_risks = self.update_evictable(&readings, &result);
-        self.update_withheld(seen, &result, gpus);
-        let stale = self.stale_gpus(gpus, seen, begun);
+        self.update_withheld(samples, &result, gpus);
+        let stale = self.stale_gpus(gpus, samples, started_at);
         self.act_on_findings(&result.findings, &readings.silent_gpus(), containers);
         let not_enforced = self.publish_transitions(containers, attested);
-        self.count_usage(containers, books, begun);
-        for (allocation, message) in self.denials.due(books, begun) {
+        self.count_usage(containers, usage, started_at);
+        for (allocation, message) in self.denials.due(usage, started_at) {
             events::publish_denials(&self.events, message, &allocation, containers);
         }
         let status = AuditStatus {
@@ -214,9 +214,9 @@ impl Auditor {
             hanging_pods: readings.hanging.clone(),
             not_enforced,
             namespaces: self.usage.report(),
-            histories: books
+            histories: usage
                 .iter()
-                .map(|books| (books.allocation, books.history()))
+                .map(|container| (container.allocation, container.history()))
                 .collect(),
             late_write: self.usage_file.late_write(),
             eviction_risks,
@@ -226,10 +226,10 @@ impl Auditor {
             gpus: readings.gpus,
             stale,
             hanging: readings.hanging,
-            ..self.container_figures(readings.containers, readings.books, &readings.attested)
+            ..self.container_figures(readings.containers, readings.usage, &readings.attested)
         };
         self.metrics.set_audit(figures);
-        self.metrics.observe_audit(begun.elapsed());
+        self.metrics.observe_audit(started_at.elapsed());
         self.publish(status);
     }
 
@@ -241,47 +241,63 @@ impl Auditor {
         result: &AuditResult,
     ) -> BTreeMap<GpuUuid, EvictionRisk> {
         let Readings {
-            begun,
+            started_at,
             attested,
-            books,
-            seen,
+            usage,
+            samples,
             balloons,
             ..
         } = readings;
         let node = NodeState {
             room: node_room(&self.proc),
-            unread: &self.pods.without_answer_for(UNREAD_AFTER, *begun),
+            unread: &self.pods.without_answer_for(UNREAD_AFTER, *started_at),
         };
         let mut risks = BTreeMap::new();
-        for seen in seen {
-            let safe = check_eviction(seen, books, attested, &node);
+        for sample in samples {
+            let safe = check_eviction(sample, usage, attested, &node);
             // A balloon moves memory to the host that these figures do not have.
             let may_evict = safe.is_ok() && balloons.is_empty();
-            let mut evictable = result.evictable.get(&seen.gpu).copied().unwrap_or_default();
-            match balloons.contains_key(&seen.gpu) {
-                true => evictable = self.sessions.evictable(&seen.gpu),
-                false => self.sessions.set_evictable(&seen.gpu, evictable, may_evict),
+            let mut evictable = result
+                .evictable
+                .get(&sample.gpu)
+                .copied()
+                .unwrap_or_default();
+            match balloons.contains_key(&sample.gpu) {
+                true => evictable = self.sessions.evictable(&sample.gpu),
+                false => self
+                    .sessions
+                    .set_evictable(&sample.gpu, evictable, may_evict),
             }
             if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
-                risks.insert(seen.gpu.clone(), risk);
+                risks.insert(sample.gpu.clone(), risk);
             }
         }
         risks
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
-    fn charge_untracked(&self, books: &[ContainerUsage], seen: &[GpuSample], result: &AuditResult) {
-        for GpuSample { gpu, .. } in seen {
-            for books in books {
+    fn charge_untracked(
+        &self,
+        usage: &[ContainerUsage],
+        samples: &[GpuSample],
+        result: &AuditResult,
+    ) {
+        for GpuSample { gpu, .. } in samples {
+            for container in usage {
                 let untracked = result
                     .untracked_memory
-                    .get(&(books.allocation, gpu.clone()));
+                    .get(&(container.allocation, gpu.clone()));
                 let account = Account::Gpu(gpu.clone());
-                let had = books.accounts.iter().find(|had| had.account == account);
-                if had.is_some_and(|had| had.untracked > Bytes::ZERO || untracked.is_some()) {
+                let balance = container
+                    .accounts
+                    .iter()
+                    .find(|balance| balance.account == account);
+                if balance
+                    .is_some_and(|balance| balance.untracked > Bytes::ZERO || untracked.is_some())
+                {
                     let charged = untracked.cloned().unwrap_or_default();
                     self.sessions
-                        .set_untracked(&books.allocation, &account, charged);
+                        .set_untracked(&container.allocation, &account, charged);
                 }
             }
         }
@@ -290,11 +306,11 @@ impl Auditor {
     /// Publishes each GPU's memory that is in use and charged to no container.
     fn update_withheld(
         &mut self,
-        seen: &[GpuSample],
+        samples: &[GpuSample],
         result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) {
-        let after = self.withheld.observe(seen, result, gpus);
+        let after = self.withheld.observe(samples, result, gpus);
         self.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
@@ -308,13 +324,13 @@ impl Auditor {
     fn stale_gpus(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
-        seen: &[GpuSample],
+        samples: &[GpuSample],
         now: Instant,
     ) -> BTreeSet<GpuUuid> {
         self.last_answers.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
             let answered = self.last_answers.entry(gpu.clone()).or_insert(now);
-            if seen.iter().any(|seen| seen.gpu == *gpu) {
+            if samples.iter().any(|sample| sample.gpu == *gpu) {
                 *answered = now;
             }
         }
@@ -390,11 +406,11 @@ impl Auditor {
     fn count_usage(
         &mut self,
         containers: &[BoundContainer],
-        books: &[ContainerUsage],
+        usage: &[ContainerUsage],
         now: Instant,
     ) {
         let before = self.usage.persisted().clone();
-        self.usage.observe(containers, books, now);
+        self.usage.observe(containers, usage, now);
         if *self.usage.persisted() != before {
             // Only counts are lost if the file cannot be written.
             self.usage_file.write(self.usage.persisted().clone());

@@ -12,9 +12,9 @@ use super::compare::{AuditResult, Finding, GpuSample};
 
 /// The number of samples, one a second, that decide.
 const WINDOW: usize = 10;
-/// So many of these samples may show less, so that freeing for single samples hides nothing.
+/// This many samples of the window may show less, so that freeing for single samples hides nothing.
 const OUTLIERS: usize = 2;
-/// After so many lower samples in a row the withheld amount falls.
+/// The withheld amount falls after this many lower samples in a row.
 const FALL_AFTER: usize = 3;
 /// Smaller changes are ignored, since the node's checkpoint is written for each.
 const STEP: u64 = 64 << 20;
@@ -31,14 +31,16 @@ impl WithheldMemory {
     /// a complete sample keeps its value.
     pub(super) fn observe(
         &mut self,
-        seen: &[GpuSample],
+        samples: &[GpuSample],
         result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) -> BTreeMap<GpuUuid, Bytes> {
         self.samples.retain(|gpu, _| gpus.contains(gpu));
         self.reported.retain(|gpu, _| gpus.contains(gpu));
-        let complete = seen.iter().filter(|seen| seen.unattributed.is_some());
-        for gpu in complete.map(|seen| &seen.gpu) {
+        let complete = samples
+            .iter()
+            .filter(|sample| sample.unattributed.is_some());
+        for gpu in complete.map(|sample| &sample.gpu) {
             let samples = self.samples.entry(gpu.clone()).or_default();
             samples.push_back(uncharged(gpu, result));
             if samples.len() > WINDOW {
@@ -103,7 +105,7 @@ mod tests {
         }
     }
 
-    fn seen() -> GpuSample {
+    fn sample() -> GpuSample {
         GpuSample {
             gpu: gpu(),
             unattributed_signed: 0,
@@ -116,11 +118,11 @@ mod tests {
     /// The withheld memory after each of these samples.
     fn withheld_after(samples: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
-        let see = |bytes| {
-            let all = withheld.observe(&[seen()], &result(bytes), &gpus);
+        let observe = |bytes| {
+            let all = withheld.observe(&[sample()], &result(bytes), &gpus);
             all.get(&gpu()).map(|bytes| bytes.0)
         };
-        samples.into_iter().map(see).collect()
+        samples.into_iter().map(observe).collect()
     }
 
     #[test]
@@ -176,8 +178,8 @@ mod tests {
             owner: ProcessOwner::Host,
             allocation,
         };
-        let ours = bursar_ledger::units::AllocationId::from_bits(1);
-        result.findings = vec![untracked(None), untracked(Some(ours))];
+        let allocation = bursar_ledger::units::AllocationId::from_bits(1);
+        result.findings = vec![untracked(None), untracked(Some(allocation))];
         assert_eq!(uncharged(&gpu(), &result), 3 * GIB);
     }
 
@@ -185,17 +187,17 @@ mod tests {
     fn withheld_memory_stays_when_gpu_does_not_answer() {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         for _ in 0..10 {
-            withheld.observe(&[seen()], &result(GIB), &gpus);
+            withheld.observe(&[sample()], &result(GIB), &gpus);
         }
         let silent = withheld.observe(&[], &AuditResult::default(), &gpus);
         assert_eq!(silent, [(gpu(), Bytes(GIB))].into());
-        let mut with_balloon = [seen()];
+        let mut with_balloon = [sample()];
         with_balloon[0].exclude_balloon(Bytes::gib(60));
         for _ in 0..10 {
             let held = withheld.observe(&with_balloon, &result(0), &gpus);
             assert_eq!(held, [(gpu(), Bytes(GIB))].into(), "beside a balloon");
         }
-        let gone = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
-        assert_eq!(gone, BTreeMap::new());
+        let after_removal = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
+        assert_eq!(after_removal, BTreeMap::new());
     }
 }

@@ -64,14 +64,16 @@ pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[
 fn restart_message(restart: &Restart) -> String {
     let seconds = restart.took.as_secs_f64();
     let (before, generation) = (restart.before, restart.generation);
-    let what = match restart.action {
+    let outcome = match restart.action {
         RecoveryAction::ReexecInPlace => "the program runs again in the same process",
         RecoveryAction::EndProcess => "another process runs",
         RecoveryAction::RestartContainer { .. } | RecoveryAction::NoAction { .. } => {
             "the program runs again in a restarted container"
         }
     };
-    format!("{what}, {seconds:.1} s after the fault (generation {generation} instead of {before})")
+    format!(
+        "{outcome}, {seconds:.1} s after the fault (generation {generation} instead of {before})"
+    )
 }
 
 /// Publishes on the pod if its name is known, otherwise on the node.
@@ -160,9 +162,9 @@ mod tests {
 
     #[test]
     fn message_of_a_fault_has_cause_generation_and_action() {
-        let said = "CUDA error 700 poisoned the context of a process (generation 3): \
+        let expected = "CUDA error 700 poisoned the context of a process (generation 3): \
             its program is executed again in the same process";
-        assert_eq!(message(&fault()), said);
+        assert_eq!(message(&fault()), expected);
         let undecided = Fault {
             cuda_error: None,
             decided: None,
@@ -170,15 +172,15 @@ mod tests {
         };
         assert!(message(&undecided).starts_with("XID 31 poisoned"));
         let decided = |action| Some((action, RecordedMoment(BootTime::default())));
-        let alone = Fault {
+        let process_only = Fault {
             decided: decided(RecoveryAction::EndProcess),
             held_since: Some(BootTime::default()),
             ..fault()
         };
-        assert!(message(&alone).ends_with(": it ends, and its container goes on"));
+        assert!(message(&process_only).ends_with(": it ends, and its container goes on"));
         let held = Fault {
             decided: decided(RecoveryAction::RestartContainer { over_limit: false }),
-            ..alone
+            ..process_only
         };
         assert!(message(&held).contains("(MemoryHeld)"));
     }
@@ -211,13 +213,13 @@ mod tests {
     fn fault_is_reported_when_its_container_is_unknown() {
         let allocation = AllocationId::from_bits(0xaa);
         let known = BoundContainer::with_ids(0xaa, 1);
-        let said = fault_report(&allocation, &fault(), 5, &[known]);
+        let report = fault_report(&allocation, &fault(), 5, &[known]);
         assert_eq!(
-            (said.id.as_str(), said.gpu_generation),
+            (report.id.as_str(), report.gpu_generation),
             ("00000000000000aa-3", 5)
         );
-        assert_eq!(said.action, Some(FaultAction::InPlace));
-        assert_eq!(said.image.unwrap().pod_uid, Some("p".parse().unwrap()));
+        assert_eq!(report.action, Some(FaultAction::InPlace));
+        assert_eq!(report.image.unwrap().pod_uid, Some("p".parse().unwrap()));
         let unknown = fault_report(&allocation, &fault(), 5, &[]);
         assert_eq!(unknown.image.unwrap().pod_uid, None);
     }

@@ -41,17 +41,17 @@ impl Killer {
         self.condemned.retain(|known, _| condemned.contains(known));
         // A child that outlives its parent has another parent, so the tree is read before the kill.
         let mut tree = None;
-        for one in condemned {
-            let (is_first, is_logged) = note(&mut self.condemned, one, now);
-            let mut processes = vec![one.process];
-            if one.ends_alone && is_first {
+        for target in condemned {
+            let (is_first, is_logged) = note(&mut self.condemned, target, now);
+            let mut processes = vec![target.process];
+            if target.ends_alone && is_first {
                 let tree = tree.get_or_insert_with(|| ProcessTree::read(&self.proc));
-                let mut children = tree.take_device_holders(one.process);
-                children.retain(|child| !self.sessions.has_session(&one.allocation, *child));
+                let mut children = tree.take_device_holders(target.process);
+                children.retain(|child| !self.sessions.has_session(&target.allocation, *child));
                 processes.extend(children);
             }
             for process in processes {
-                self.kill(&one, process, is_logged);
+                self.kill(&target, process, is_logged);
             }
         }
     }
@@ -78,10 +78,10 @@ impl Killer {
 /// Notes a try. Returns whether it is the first one, and whether it is logged.
 fn note(
     condemned: &mut BTreeMap<CondemnedProcess, BootTime>,
-    one: CondemnedProcess,
+    target: CondemnedProcess,
     now: BootTime,
 ) -> (bool, bool) {
-    match condemned.entry(one) {
+    match condemned.entry(target) {
         Entry::Vacant(first) => {
             first.insert(now);
             (true, true)
@@ -102,14 +102,14 @@ mod tests {
 
     #[test]
     fn process_that_does_not_end_is_logged_once_a_minute() {
-        let one = CondemnedProcess {
+        let target = CondemnedProcess {
             allocation: AllocationId::from_bits(1),
             process: Process { pid: 7, start: 70 },
             ends_alone: true,
         };
         let (mut condemned, mut lines) = (BTreeMap::new(), 0);
         for tick in 0..600_u64 {
-            let (is_first, is_logged) = note(&mut condemned, one, BootTime(200 * tick));
+            let (is_first, is_logged) = note(&mut condemned, target, BootTime(200 * tick));
             assert_eq!(is_first, tick == 0);
             lines += usize::from(is_logged);
         }

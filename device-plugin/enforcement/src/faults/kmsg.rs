@@ -117,10 +117,9 @@ impl KernelLog {
             .custom_flags(i32::try_from(flags).unwrap_or_default())
             .open(path)?;
         file.seek(SeekFrom::End(0))?;
-        let begun = Vec::new();
         Ok(KernelLog {
             file,
-            partial_line: begun,
+            partial_line: Vec::new(),
         })
     }
 
@@ -194,31 +193,33 @@ mod tests {
 
     #[test]
     fn xid_line_names_its_gpu() {
-        for said in ["PCI:0000:3b:00", "PCI:0000:3B:00.0", "PCI:00000000:3b:00"] {
-            let line = format!("{HEADER}NVRM: Xid ({said}): 31, pid=5");
+        for address in ["PCI:0000:3b:00", "PCI:0000:3B:00.0", "PCI:00000000:3b:00"] {
+            let line = format!("{HEADER}NVRM: Xid ({address}): 31, pid=5");
             let (named, _) = parse(&line).unwrap();
-            assert_eq!(named.gpu, "00000000:3B:00.0".parse().unwrap(), "{said}");
+            assert_eq!(named.gpu, "00000000:3B:00.0".parse().unwrap(), "{address}");
         }
     }
 
     #[test]
     fn tenant_text_in_a_record_is_no_xid_line() {
-        let said = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=x";
+        let forged = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=x";
         for text in [
             format!(
-                "NVRM: Xid (PCI:[6895]: segfault at 0 ip 0 sp 0 error 6 in {said}[1132,55+1000]"
+                "NVRM: Xid (PCI:[6895]: segfault at 0 ip 0 sp 0 error 6 in {forged}[1132,55+1000]"
             ),
-            format!("python3[6895]: segfault at 0 ip 0 sp 0 error 6 in {said}[1132,55+1000]"),
-            format!("NVRM: Xid (0000[1]: segfault at 0 ip 0 sp 0 error 6 in {said}[1132,55+1000]"),
+            format!("python3[6895]: segfault at 0 ip 0 sp 0 error 6 in {forged}[1132,55+1000]"),
+            format!(
+                "NVRM: Xid (0000[1]: segfault at 0 ip 0 sp 0 error 6 in {forged}[1132,55+1000]"
+            ),
         ] {
             assert_eq!(parse(&format!("6,6436,1,-;{text}\n")), None, "{text}");
         }
         assert_eq!(
-            parse(&format!("14,6436,1,-;{said}\n")),
+            parse(&format!("14,6436,1,-;{forged}\n")),
             None,
             "a program wrote it"
         );
-        assert_eq!(parse(said), None, "no record");
+        assert_eq!(parse(forged), None, "no record");
     }
 
     #[test]

@@ -34,10 +34,10 @@ pub(crate) fn required_generation(
     container: &BoundContainer,
 ) -> Option<u64> {
     let holder = container.name.as_ref()?;
-    let of_it = orders.iter().filter(|order| {
+    let matching = orders.iter().filter(|order| {
         order.pod_uid == container.pod.as_str() && order.container == holder.container
     });
-    let most = of_it.map(|order| order.process_generation).max()?;
+    let most = matching.map(|order| order.process_generation).max()?;
     u64::try_from(most).ok()
 }
 
@@ -70,13 +70,13 @@ mod tests {
             window_seconds: 60,
             grace_seconds: 3,
         }];
-        let here = RecoveryPolicy::new(ContextAction::InPlace, 9, 60, 3);
+        let ordered = RecoveryPolicy::new(ContextAction::InPlace, 9, 60, 3);
         let policy =
             |default, namespace| context_policy(&orders, default, &container_in(namespace));
         for default in ContextAction::DEFAULTS {
-            assert_eq!(policy(default, Some("here")), Some(here));
-            let elsewhere = RecoveryPolicy::new(default, 5, 600, 10);
-            assert_eq!(policy(default, Some("there")), Some(elsewhere));
+            assert_eq!(policy(default, Some("here")), Some(ordered));
+            let default_policy = RecoveryPolicy::new(default, 5, 600, 10);
+            assert_eq!(policy(default, Some("there")), Some(default_policy));
             assert_eq!(policy(default, None), None);
         }
     }

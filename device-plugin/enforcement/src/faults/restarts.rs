@@ -77,8 +77,10 @@ impl AwaitedRestarts {
             }
             if awaited.action == RecoveryAction::EndProcess {
                 // A new process replaces one ended process only.
-                let of_container = restarts.iter().filter(|one| one.allocation == allocation);
-                let newest = of_container.map(|one| one.generation).max();
+                let of_container = restarts
+                    .iter()
+                    .filter(|restart| restart.allocation == allocation);
+                let newest = of_container.map(|restart| restart.generation).max();
                 awaited.generation = awaited.generation.max(newest.unwrap_or_default());
             }
             let took = now.since(awaited.fault.since);
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn program_in_place_is_told_once_when_its_process_has_a_new_image() {
+    fn program_in_place_is_reported_once_when_it_has_a_new_image() {
         let mut awaited = AwaitedRestarts::default();
         let open = fault(RecoveryAction::ReexecInPlace);
         let sibling = image(6, 4);
@@ -185,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn restarted_container_is_told_when_it_has_a_newer_image_than_before() {
+    fn restarted_container_is_reported_when_it_has_a_newer_image() {
         let mut awaited = AwaitedRestarts::default();
         let open = fault(RecoveryAction::RestartContainer { over_limit: false });
         let mut observe = |open: &[_], images: &[ProcessImage], now| {
@@ -236,7 +238,9 @@ mod tests {
         open[1].1.image = image(6, 4);
         let mut observe = |open: &[_], images: &[ProcessImage], now| {
             let restarts = awaited.observe(open, |_| images.to_vec(), at(now));
-            let pairs = restarts.iter().map(|one| (one.before, one.generation));
+            let pairs = restarts
+                .iter()
+                .map(|restart| (restart.before, restart.generation));
             pairs.collect::<Vec<_>>()
         };
         assert_eq!(observe(&open, &[image(5, 3), image(6, 4)], 1_010), []);

@@ -58,22 +58,22 @@ pub async fn run(
     faults: watch::Sender<Vec<FaultReport>>,
     stop: CancellationToken,
 ) {
-    let news = inputs.sessions.fault_reports();
-    let (mut waits, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
+    let new_reports = inputs.sessions.fault_reports();
+    let (mut barriers, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
     let mut log = open_log(&inputs.paths.kernel_log);
     let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
     let mut restarts = AwaitedRestarts::default();
     let mut killer = Killer::new(inputs.paths.proc.clone(), Arc::clone(&inputs.sessions));
     let mut xids = inputs.xids.clone();
-    let mut every = interval(POLL_INTERVAL);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(POLL_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let is_barrier = tokio::select! {
             () = stop.cancelled() => return,
-            () = news.notified() => false,
+            () = new_reports.notified() => false,
             Ok(()) = xids.changed() => false,
-            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => true,
-            _ = every.tick() => false,
+            1.. = barriers.recv_many(&mut waiting, barriers.max_capacity()) => true,
+            _ = ticker.tick() => false,
         };
         let now = clock::read_clocks();
         let read = log.as_mut().map(|log| log.read(now.moment));
@@ -102,7 +102,7 @@ pub async fn run(
         if is_whole {
             release(&mut waiting);
         } else if !waiting.is_empty() {
-            every.reset_immediately();
+            ticker.reset_immediately();
         }
         inputs.publish_new_faults(now);
         inputs.publish_restarts(&mut restarts, now);
@@ -118,9 +118,9 @@ pub async fn run(
 
 /// Lets the hellos go on that wait for the log.
 fn release(waiting: &mut Vec<oneshot::Sender<()>>) {
-    for waits in waiting.drain(..) {
+    for barrier in waiting.drain(..) {
         // A session that waited too long has dropped its receiver.
-        let _ = waits.send(());
+        let _ = barrier.send(());
     }
 }
 
@@ -147,18 +147,18 @@ impl FaultInputs {
     }
 
     fn find_suspect(&self, XidLine { gpu, pid, .. }: XidLine, at: BootTime) -> Option<XidTarget> {
-        let on = self.snapshots.borrow().inventory.gpus_at(gpu);
-        self.sessions.find_xid_target(pid, &on, at)
+        let gpus = self.snapshots.borrow().inventory.gpus_at(gpu);
+        self.sessions.find_xid_target(pid, &gpus, at)
     }
 
     fn publish_new_faults(&self, now: ClockReading) {
-        let alone = self
+        let disconnected_for = self
             .disconnected_since
             .borrow()
             .map(|since| since.elapsed());
         let faults = self
             .sessions
-            .take_new_faults(alone.unwrap_or_default(), now);
+            .take_new_faults(disconnected_for.unwrap_or_default(), now);
         if faults.is_empty() {
             return;
         }

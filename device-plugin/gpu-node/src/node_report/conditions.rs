@@ -17,27 +17,27 @@ use bursar_retained::status::RetainedStatus;
 use crate::quota_overrides::AppliedSpec;
 
 pub(super) fn gpus_found_condition(snapshot: &Snapshot) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
+    let condition = |holds, reason, message: String| {
         ConditionUpdate::new(names::GPUS_FOUND, holds, reason, message)
     };
     if let Some((Subsystem::Driver, message)) = &snapshot.problems.host {
-        return says(false, names::DRIVER_FAILED, message.clone());
+        return condition(false, names::DRIVER_FAILED, message.clone());
     }
     match &snapshot.inventory {
         Inventory::Starting => pending_condition(names::GPUS_FOUND, "NVML has not answered yet"),
         Inventory::NoDriver(why @ NoDriver::Missing(_)) => {
-            says(false, names::DRIVER_MISSING, why.to_string())
+            condition(false, names::DRIVER_MISSING, why.to_string())
         }
         Inventory::NoDriver(why @ (NoDriver::Failed(_) | NoDriver::NotLoaded(_))) => {
-            says(false, names::DRIVER_FAILED, why.to_string())
+            condition(false, names::DRIVER_FAILED, why.to_string())
         }
-        Inventory::NoGpu => says(false, names::NO_GPUS, "the driver lists no GPU".to_owned()),
+        Inventory::NoGpu => condition(false, names::NO_GPUS, "the driver lists no GPU".to_owned()),
         Inventory::Gpus { gpus, .. } => {
             let healthy = gpus.iter().filter(|gpu| gpu.health.is_healthy()).count();
             let message = format!("{healthy} of {} GPUs are healthy", gpus.len());
             match healthy {
-                0 => says(false, names::NO_HEALTHY_GPU, message),
-                _ => says(true, names::OK, message),
+                0 => condition(false, names::NO_HEALTHY_GPU, message),
+                _ => condition(true, names::OK, message),
             }
         }
     }
@@ -69,13 +69,13 @@ pub(super) fn registered_condition(registration: &Registration) -> ConditionUpda
 }
 
 pub(super) fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> ConditionUpdate {
-    let says =
+    let condition =
         |reason, message: &str| ConditionUpdate::new(names::CDI_READY, false, reason, message);
     match (&snapshot.problems.cdi, &snapshot.problems.host, runtime) {
         (Some(message), _, _) | (None, Some((Subsystem::Cdi, message)), _) => {
-            says(names::CDI_FOLDER, message)
+            condition(names::CDI_FOLDER, message)
         }
-        (None, _, Some(message)) => says(names::CDI_UNSUPPORTED, message),
+        (None, _, Some(message)) => condition(names::CDI_UNSUPPORTED, message),
         (None, _, None) => ConditionUpdate::new(
             names::CDI_READY,
             true,
@@ -103,8 +103,8 @@ pub(super) fn token_limit_condition(snapshot: &Snapshot) -> ConditionUpdate {
 }
 
 pub(super) fn checkpoint_intact_condition(snapshot: &Snapshot) -> ConditionUpdate {
-    let troubles = &snapshot.problems;
-    match (&troubles.checkpoint, &troubles.host, &troubles.rebuilt) {
+    let problems = &snapshot.problems;
+    match (&problems.checkpoint, &problems.host, &problems.rebuilt) {
         (Some(message), _, _) | (None, Some((Subsystem::Records, message)), _) => {
             ConditionUpdate::new(
                 names::CHECKPOINT_INTACT,
@@ -150,34 +150,34 @@ pub(super) fn state_written_condition(late: Option<&LateWrite>) -> ConditionUpda
 
 pub(super) fn audited_condition(audited: &AuditStatus) -> ConditionUpdate {
     let AuditStatus {
-        has_run: begun,
+        has_run,
         stale_gpus: stale,
         hanging_pods: hanging,
         ..
     } = audited;
-    if !begun {
+    if !has_run {
         return pending_condition(names::AUDITED, "no audit yet");
     }
-    let says =
+    let condition =
         |holds, reason, message| ConditionUpdate::new(names::AUDITED, holds, reason, message);
     let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
     if !stale.is_empty() {
         let gpus = list(&mut stale.iter().map(bursar_ledger::units::GpuUuid::as_str));
         let message = format!("failed to list the processes of {gpus}: NVML does not answer");
-        return says(false, names::AUDIT_STALE, message);
+        return condition(false, names::AUDIT_STALE, message);
     }
     if !hanging.is_empty() {
         let pods = list(&mut hanging.iter().map(bursar_ledger::units::PodUid::as_str));
         let message = format!(
             "failed to read the processes of the pods with the UIDs {pods}: the kernel does not answer"
         );
-        return says(false, names::AUDIT_STALE, message);
+        return condition(false, names::AUDIT_STALE, message);
     }
-    says(true, names::OK, "every audit is recent".to_owned())
+    condition(true, names::OK, "every audit is recent".to_owned())
 }
 
 pub(super) fn driver_limits_condition(limits: &Limits) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
+    let condition = |holds, reason, message: String| {
         ConditionUpdate::new(names::DRIVER_LIMITS, holds, reason, message)
     };
     let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
@@ -186,23 +186,23 @@ pub(super) fn driver_limits_condition(limits: &Limits) -> ConditionUpdate {
     });
     let mut all = limits.values();
     match (refused.next(), limits.is_empty()) {
-        (Some(why), _) => says(false, names::LIMIT_REFUSED, why),
+        (Some(why), _) => condition(false, names::LIMIT_REFUSED, why),
         (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had device memory yet"),
         (None, false) if all.any(|limit| *limit == LimitState::Unsupported) => {
             let why = "the driver offers no memory limits; the shim alone enforces quotas";
-            says(false, names::NOT_OFFERED, why.to_owned())
+            condition(false, names::NOT_OFFERED, why.to_owned())
         }
-        (None, false) => says(true, names::OK, "the driver enforces quotas too".to_owned()),
+        (None, false) => condition(true, names::OK, "the driver enforces quotas too".to_owned()),
     }
 }
 
-pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdate {
-    let says = |holds, reason, message: &str| {
+pub(super) fn retained_memory_condition(retained: &RetainedStatus) -> ConditionUpdate {
+    let condition = |holds, reason, message: &str| {
         ConditionUpdate::new(names::RETAINED_MEMORY, holds, reason, message)
     };
     let RetainedStatus {
         enabled,
-        is_store_connected: heard,
+        is_store_connected,
         scrubbed: _,
         refused,
         runtimes,
@@ -210,37 +210,37 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
         readable: _,
         leases: _,
         uncharged,
-    } = kept;
+    } = retained;
     let in_state = |state: RuntimeState| {
         let mut found = runtimes.iter();
         found.find(|(_, runtime)| runtime.state == state)
     };
     let amiss = in_state(RuntimeState::Stuck).or_else(|| in_state(RuntimeState::Refused));
     match (refused.iter().next(), amiss) {
-        _ if !enabled => says(
+        _ if !enabled => condition(
             false,
             names::SWITCHED_OFF,
             "switched off in the agent's configuration",
         ),
-        _ if !heard => says(
+        _ if !is_store_connected => condition(
             false,
             names::FD_STORE_UNAVAILABLE,
             "the fd store does not answer",
         ),
-        (_, Some((gpu, runtime))) if runtime.state == RuntimeState::Refused => says(
+        (_, Some((gpu, runtime))) if runtime.state == RuntimeState::Refused => condition(
             false,
             names::CUDA_REFUSED,
             &format!("CUDA refuses {gpu}: {}", runtime.reason),
         ),
-        (_, Some((gpu, _))) => says(
+        (_, Some((gpu, _))) => condition(
             false,
             names::PROVISIONER_HUNG,
             &format!(
                 "the provisioner of {gpu} hangs in the driver: reset the GPU or restart the node"
             ),
         ),
-        (Some((gpu, why)), None) => says(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
-        (None, None) if *uncharged > 0 => says(
+        (Some((gpu, why)), None) => condition(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
+        (None, None) if *uncharged > 0 => condition(
             false,
             names::NOT_UNDERSTOOD,
             &format!(
@@ -248,7 +248,7 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
                  them; run that version, or restart the fdstore's pod, which ends all retained memory"
             ),
         ),
-        (None, None) => says(
+        (None, None) => condition(
             true,
             names::OK,
             "memory can outlive the processes that use it",
@@ -257,7 +257,7 @@ pub(super) fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdat
 }
 
 pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
+    let condition = |holds, reason, message: String| {
         ConditionUpdate::new(names::SOLE_OWNER, holds, reason, message)
     };
     match owners {
@@ -265,12 +265,12 @@ pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
             names::SOLE_OWNER,
             "the kubelet has not listed the devices of all plugins yet",
         ),
-        GpuOwners::BursarAlone => says(
+        GpuOwners::BursarAlone => condition(
             true,
             names::OK,
             "no other device plugin offers GPUs of this node".to_owned(),
         ),
-        GpuOwners::OtherPlugin { resource, devices } => says(
+        GpuOwners::OtherPlugin { resource, devices } => condition(
             false,
             names::OTHER_PLUGIN,
             format!(
@@ -283,11 +283,11 @@ pub(super) fn sole_owner_condition(owners: &GpuOwners) -> ConditionUpdate {
 
 /// The condition of a node with this configured capacity of managed memory.
 pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
+    let condition = |holds, reason, message: String| {
         ConditionUpdate::new(names::MANAGED_MEMORY, holds, reason, message)
     };
     match module.check_eviction() {
-        _ if configured == Bytes::ZERO => says(
+        _ if configured == Bytes::ZERO => condition(
             false,
             names::SWITCHED_OFF,
             "managedMemory.capacity is 0; the quotas of GPUs cover managed memory".to_owned(),
@@ -295,8 +295,8 @@ pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) ->
         Err(why @ (EvictionUnsafe::NotLoaded | EvictionUnsafe::AwaitsFirstStarts)) => {
             pending_condition(names::MANAGED_MEMORY, &why.to_string())
         }
-        Err(why) => says(false, names::EVICTION_UNSAFE, why.to_string()),
-        Ok(()) => says(
+        Err(why) => condition(false, names::EVICTION_UNSAFE, why.to_string()),
+        Ok(()) => condition(
             true,
             names::OK,
             "pods may request managed memory beside the quotas of GPUs".to_owned(),
@@ -305,7 +305,7 @@ pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) ->
 }
 
 pub(super) fn pageable_memory_condition(module: &UvmModule, has_ats: bool) -> ConditionUpdate {
-    let says = |holds, reason, message| {
+    let condition = |holds, reason, message| {
         ConditionUpdate::new(names::PAGEABLE_MEMORY_ON_GPU, holds, reason, message)
     };
     match module.pageable_memory(has_ats) {
@@ -313,14 +313,14 @@ pub(super) fn pageable_memory_condition(module: &UvmModule, has_ats: bool) -> Co
             names::PAGEABLE_MEMORY_ON_GPU,
             "the driver's module nvidia_uvm is not loaded",
         ),
-        PageableMemory::OnHost => says(false, names::OK, "host memory stays on the host"),
-        PageableMemory::Hmm => says(
+        PageableMemory::OnHost => condition(false, names::OK, "host memory stays on the host"),
+        PageableMemory::Hmm => condition(
             true,
             names::HMM_ENABLED,
             "the driver may move host memory of programs to GPUs, where no quota counts it; load \
              nvidia_uvm with uvm_disable_hmm=1",
         ),
-        PageableMemory::Ats => says(
+        PageableMemory::Ats => condition(
             true,
             names::ATS_ENABLED,
             "GPUs may access host memory of programs, and hold it, where no quota counts it; use the \
@@ -331,22 +331,22 @@ pub(super) fn pageable_memory_condition(module: &UvmModule, has_ats: bool) -> Co
 
 pub(super) fn memory_scrubbed_condition(
     snapshot: &Snapshot,
-    kept: &RetainedStatus,
+    retained: &RetainedStatus,
 ) -> ConditionUpdate {
-    let says = |holds, reason, message: &str| {
+    let condition = |holds, reason, message: &str| {
         ConditionUpdate::new(names::MEMORY_SCRUBBED, holds, reason, message)
     };
     let mut gpus = snapshot.inventory.gpus().iter();
-    match kept.refused.iter().next() {
-        Some((gpu, why)) => says(
+    match retained.refused.iter().next() {
+        Some((gpu, why)) => condition(
             false,
             names::NOT_SCRUBBED,
             &format!(
                 "{gpu}: {why}; the GPU serves one namespace until the node restarts, or set sharing.allowUnscrubbed"
             ),
         ),
-        None if gpus.all(|state| kept.scrubbed.contains(&state.gpu.uuid)) => {
-            says(true, names::OK, "freed memory comes back cleared")
+        None if gpus.all(|state| retained.scrubbed.contains(&state.gpu.uuid)) => {
+            condition(true, names::OK, "freed memory comes back cleared")
         }
         None => pending_condition(
             names::MEMORY_SCRUBBED,

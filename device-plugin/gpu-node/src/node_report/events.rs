@@ -8,20 +8,20 @@ use crate::{GpuHealth, NodeReport};
 
 /// The events for the changes from `before` to `after`.
 pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
-    let said_before = |statement: &ConditionUpdate| {
+    let was_present = |condition: &ConditionUpdate| {
         before.is_some_and(|before| {
             let same = |old: &ConditionUpdate| {
-                old.type_ == statement.type_ && old.reason == statement.reason
+                old.type_ == condition.type_ && old.reason == condition.reason
             };
             before.conditions.iter().any(same)
         })
     };
-    let news = after
+    let new_conditions = after
         .conditions
         .iter()
-        .filter(|statement| !said_before(statement));
-    let mut events: Vec<_> = news
-        .filter_map(|statement| Some((event_reason(statement)?, statement.message.clone())))
+        .filter(|condition| !was_present(condition));
+    let mut events: Vec<_> = new_conditions
+        .filter_map(|condition| Some((event_reason(condition)?, condition.message.clone())))
         .collect();
     for report in &after.gpus {
         let gpu = &report.gpu.uuid;
@@ -54,16 +54,16 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
 }
 
 /// The event reason of a condition. A restarted kubelet is no event, but a refused registration is.
-fn event_reason(statement: &ConditionUpdate) -> Option<Reason> {
-    match (statement.type_, statement.reason) {
+fn event_reason(condition: &ConditionUpdate) -> Option<Reason> {
+    match (condition.type_, condition.reason) {
         (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
         (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),
         (_, names::TOO_MANY_DEVICE_IDS) => Some(Reason::TooManyDeviceIds),
         (_, names::REGISTRATION_REFUSED | names::KUBELET_FOLDER) => {
             Some(Reason::RegistrationFailed)
         }
-        (names::CDI_READY, _) if statement.holds == Some(false) => Some(Reason::CdiUnusable),
-        (names::GPUS_FOUND, _) if statement.holds == Some(false) => Some(Reason::GpusMissing),
+        (names::CDI_READY, _) if condition.holds == Some(false) => Some(Reason::CdiUnusable),
+        (names::GPUS_FOUND, _) if condition.holds == Some(false) => Some(Reason::GpusMissing),
         _ => None,
     }
 }

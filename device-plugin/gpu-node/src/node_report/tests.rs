@@ -127,32 +127,32 @@ fn inputs() -> ReportInputs {
     }
 }
 
-/// Whether a condition says nothing amiss: host memory on GPUs is amiss where it holds.
-fn is_well(said: &ConditionUpdate) -> bool {
-    match said.type_ {
-        names::PAGEABLE_MEMORY_ON_GPU => said.holds != Some(true),
-        _ => said.holds == Some(true),
+/// Whether a condition reports no problem: host memory on GPUs is a problem where it holds.
+fn has_no_problem(update: &ConditionUpdate) -> bool {
+    match update.type_ {
+        names::PAGEABLE_MEMORY_ON_GPU => update.holds != Some(true),
+        _ => update.holds == Some(true),
     }
 }
 
 fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
-    let said = report
+    let update = report
         .conditions
         .iter()
-        .find(|said| said.type_ == type_)
+        .find(|update| update.type_ == type_)
         .unwrap();
-    (said.holds, said.reason)
+    (update.holds, update.reason)
 }
 
 #[test]
 fn reserved_gpu_names_its_reservation_and_pods() {
-    let mut held = snapshot();
-    let waiter: bursar_ledger::units::PodUid = "pod-1".parse().unwrap();
-    held.view.gpus[0].reserved_for = Some(waiter.clone());
-    let gpu = &node_report(&held, &inputs()).gpus[0];
+    let mut reserved = snapshot();
+    let pending_pod: bursar_ledger::units::PodUid = "pod-1".parse().unwrap();
+    reserved.view.gpus[0].reserved_for = Some(pending_pod.clone());
+    let gpu = &node_report(&reserved, &inputs()).gpus[0];
     assert_eq!(
         (gpu.state, &gpu.memory.reserved_for),
-        (State::Reserved, &Some(waiter))
+        (State::Reserved, &Some(pending_pod))
     );
     assert_eq!(
         gpu.memory.pods,
@@ -184,7 +184,7 @@ fn waits_for_managed_memory_come_after_those_for_device_memory() {
 #[test]
 fn working_node_reports_gpus_room_and_waiting_pods() {
     let report = node_report(&snapshot(), &inputs());
-    assert!(report.conditions.iter().all(is_well));
+    assert!(report.conditions.iter().all(has_no_problem));
     assert_eq!(report.boot_id, "boot-1");
     assert_eq!(report.driver_version.as_deref(), Some("580.1"));
     assert_eq!(report.device_memory.allocatable, Quanta(16));
@@ -199,9 +199,12 @@ fn working_node_reports_gpus_room_and_waiting_pods() {
         (gpu.memory.unbound(), gpu.memory.free),
         (Quanta(6), Quanta(4))
     );
-    let waiter: PodUid = "pod-1".parse().unwrap();
-    assert_eq!(gpu.memory.set_aside, [(waiter.clone(), Quanta(2))].into());
-    assert_eq!(report.pod_names[&waiter].to_string(), "team-a/late");
+    let pending_pod: PodUid = "pod-1".parse().unwrap();
+    assert_eq!(
+        gpu.memory.set_aside,
+        [(pending_pod.clone(), Quanta(2))].into()
+    );
+    assert_eq!(report.pod_names[&pending_pod].to_string(), "team-a/late");
     let waiting = &report.waiting[0];
     assert_eq!(waiting.namespace, "team-a");
     assert_eq!(waiting.pod, "late");
@@ -241,7 +244,7 @@ fn missing_gpus_have_a_reason_each() {
 
 #[test]
 fn unhealthy_gpu_has_no_capacity_and_a_reason() {
-    for (sickness, state, reason) in [
+    for (cause, state, reason) in [
         (UnhealthyReason::Lost, State::Lost, "GpuLost"),
         (UnhealthyReason::Xid(79), State::Active, "Xid79"),
         (
@@ -255,7 +258,7 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
         (UnhealthyReason::Drained, State::Draining, "Drained"),
     ] {
         let snapshot = Snapshot {
-            inventory: inventory_with(Health::Unhealthy(sickness)),
+            inventory: inventory_with(Health::Unhealthy(cause)),
             ..snapshot()
         };
         let gpu = &node_report(&snapshot, &inputs()).gpus[0];
@@ -271,10 +274,10 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
 
 #[test]
 fn each_gpu_has_a_runtime_unless_retained_memory_is_off() {
-    let mut around = inputs();
-    let report = |around: &ReportInputs| node_report(&snapshot(), around).gpus[0].runtime.clone();
+    let mut inputs = inputs();
+    let report = |inputs: &ReportInputs| node_report(&snapshot(), inputs).gpus[0].runtime.clone();
     assert_eq!(
-        report(&around),
+        report(&inputs),
         Some((RuntimeReport::default(), Bytes::ZERO)),
         "not started yet"
     );
@@ -283,18 +286,18 @@ fn each_gpu_has_a_runtime_unless_retained_memory_is_off() {
         starts: 2,
         ..RuntimeReport::default()
     };
-    around.retained.runtimes = [(uuid(), ready.clone())].into();
-    around.retained.live = [(uuid(), (3, Bytes::gib(7)))].into();
-    assert_eq!(report(&around), Some((ready, Bytes::gib(7))));
-    around.retained.enabled = false;
-    assert_eq!(report(&around), None);
+    inputs.retained.runtimes = [(uuid(), ready.clone())].into();
+    inputs.retained.live = [(uuid(), (3, Bytes::gib(7)))].into();
+    assert_eq!(report(&inputs), Some((ready, Bytes::gib(7))));
+    inputs.retained.enabled = false;
+    assert_eq!(report(&inputs), None);
 }
 
 #[test]
 fn lost_gpu_has_one_fault_id_until_it_is_back() {
-    let sick = |away, awaits_reset, sickness| {
+    let unhealthy = |away, awaits_reset, reason| {
         let mut snapshot = snapshot();
-        snapshot.inventory = inventory_with(Health::Unhealthy(sickness));
+        snapshot.inventory = inventory_with(Health::Unhealthy(reason));
         if let Inventory::Gpus { gpus, .. } = &mut snapshot.inventory {
             gpus[0].persisted = GpuMemory {
                 away,
@@ -305,7 +308,7 @@ fn lost_gpu_has_one_fault_id_until_it_is_back() {
         }
         node_report(&snapshot, &inputs())
     };
-    for (away, awaits_reset, sickness, action, state) in [
+    for (away, awaits_reset, reason, action, state) in [
         (
             false,
             Some(48),
@@ -335,21 +338,21 @@ fn lost_gpu_has_one_fault_id_until_it_is_back() {
             State::Lost,
         ),
     ] {
-        let said = sick(away, awaits_reset, sickness);
-        let [fault] = said.faults.as_slice() else {
-            panic!("{:?}", said.faults);
+        let report = unhealthy(away, awaits_reset, reason);
+        let [fault] = report.faults.as_slice() else {
+            panic!("{:?}", report.faults);
         };
         assert_eq!((fault.id.as_str(), fault.action), ("GPU-a-3", Some(action)));
         assert_eq!(fault.xid.map(u64::from), awaits_reset);
-        assert_eq!((&fault.image, said.gpus[0].state), (&None, state));
+        assert_eq!((&fault.image, report.gpus[0].state), (&None, state));
     }
-    let back = sick(false, None, UnhealthyReason::Xid(79));
+    let back = unhealthy(false, None, UnhealthyReason::Xid(79));
     assert_eq!(
         back.faults,
         [],
         "quiet for a while still, and all is lost already"
     );
-    assert_eq!(sick(false, None, UnhealthyReason::Xid(74)).faults, []);
+    assert_eq!(unhealthy(false, None, UnhealthyReason::Xid(74)).faults, []);
     assert_eq!(node_report(&snapshot(), &inputs()).faults, []);
 }
 
@@ -384,26 +387,26 @@ fn registration_failures_have_a_reason_each() {
             names::REGISTRATION_REFUSED,
         ),
     ] {
-        let around = ReportInputs {
+        let inputs = ReportInputs {
             registration: Registration::NotRegistered(why),
             ..inputs()
         };
-        let report = node_report(&snapshot(), &around);
+        let report = node_report(&snapshot(), &inputs);
         assert_eq!(condition(&report, names::REGISTERED), (holds, reason));
     }
 }
 
 #[test]
 fn problems_appear_in_the_condition_of_their_subsystem() {
-    let troubled = |troubles| {
+    let report_with = |problems| {
         let snapshot = Snapshot {
-            problems: troubles,
+            problems,
             ..snapshot()
         };
         node_report(&snapshot, &inputs())
     };
     let none = NodeProblems::default();
-    for (troubles, type_, said) in [
+    for (problems, type_, expected) in [
         (
             NodeProblems {
                 host: Some((Subsystem::Driver, "no nvidiactl".into())),
@@ -445,16 +448,19 @@ fn problems_appear_in_the_condition_of_their_subsystem() {
             (Some(true), names::CHECKPOINT_REBUILT),
         ),
     ] {
-        let report = troubled(troubles);
-        assert_eq!(condition(&report, type_), said);
-        let amiss = report.conditions.iter().filter(|said| !is_well(said));
-        assert!(amiss.count() <= 1, "one trouble is said once");
+        let report = report_with(problems);
+        assert_eq!(condition(&report, type_), expected);
+        let failing = report
+            .conditions
+            .iter()
+            .filter(|update| !has_no_problem(update));
+        assert!(failing.count() <= 1, "one problem is reported once");
     }
 }
 
 #[test]
 fn runtime_without_cdi_and_token_limit_are_reported() {
-    let around = ReportInputs {
+    let inputs = ReportInputs {
         runtime_problem: Some("containerd 1.7".into()),
         ..inputs()
     };
@@ -464,7 +470,7 @@ fn runtime_without_cdi_and_token_limit_are_reported() {
         devices_error: Some(refused),
         ..snapshot()
     };
-    let report = node_report(&snapshot, &around);
+    let report = node_report(&snapshot, &inputs);
     assert_eq!(
         condition(&report, names::CDI_READY),
         (Some(false), names::CDI_UNSUPPORTED)
@@ -481,52 +487,52 @@ fn event_of_leaked_memory_says_why_nothing_is_proven() {
     let well = node_report(&snapshot(), &inputs());
     let mut leaking = snapshot();
     leaking.view.gpus[0].leaked = Bytes::gib(1);
-    let told = |inputs: &ReportInputs| {
+    let leak_message = |inputs: &ReportInputs| {
         let events = transition_events(Some(&well), &node_report(&leaking, inputs));
         let [(Reason::MemoryLeaked, message)] = &events[..] else {
             panic!("{events:?}");
         };
         message.clone()
     };
-    assert!(told(&inputs()).ends_with("are held by others, and not given to pods"));
-    let mut around = inputs();
+    assert!(leak_message(&inputs()).ends_with("are held by others, and not given to pods"));
+    let mut inputs = inputs();
     let risk = EvictionRisk::PodRoom("pod-1".parse().unwrap());
-    around.audited.eviction_risks.insert(uuid(), risk);
-    let message = told(&around);
+    inputs.audited.eviction_risks.insert(uuid(), risk);
+    let message = leak_message(&inputs);
     assert!(message.ends_with("raise its limits.memory"), "{message}");
 }
 
 #[test]
 fn event_is_published_once_per_change() {
-    let well = node_report(&snapshot(), &inputs());
-    assert_eq!(transition_events(None, &well), []);
-    let sick = Snapshot {
+    let healthy = node_report(&snapshot(), &inputs());
+    assert_eq!(transition_events(None, &healthy), []);
+    let unhealthy = Snapshot {
         inventory: inventory_with(Health::Unhealthy(UnhealthyReason::Xid(79))),
         ..snapshot()
     };
-    let sick = node_report(&sick, &inputs());
-    let told: Vec<_> = transition_events(Some(&well), &sick)
+    let unhealthy = node_report(&unhealthy, &inputs());
+    let reasons: Vec<_> = transition_events(Some(&healthy), &unhealthy)
         .into_iter()
         .map(|(reason, _)| reason)
         .collect();
-    assert_eq!(told, [Reason::GpusMissing, Reason::GpuUnhealthy]);
-    assert_eq!(transition_events(Some(&sick), &sick), []);
-    let told = transition_events(Some(&sick), &well);
+    assert_eq!(reasons, [Reason::GpusMissing, Reason::GpuUnhealthy]);
+    assert_eq!(transition_events(Some(&unhealthy), &unhealthy), []);
+    let events = transition_events(Some(&unhealthy), &healthy);
     assert_eq!(
-        told,
+        events,
         [(Reason::GpuHealthy, "GPU-a gets new pods again".to_owned())]
     );
 }
 
 #[test]
 fn driver_limits_are_reported_and_do_not_affect_readiness() {
-    let said = |limits: &[LimitState]| {
-        let places = (0..).map(|pod| (PathBuf::from(format!("/cg/pod{pod}")), uuid()));
-        let around = ReportInputs {
-            limits: places.zip(limits.iter().cloned()).collect(),
+    let limits_condition = |limits: &[LimitState]| {
+        let keys = (0..).map(|pod| (PathBuf::from(format!("/cg/pod{pod}")), uuid()));
+        let inputs = ReportInputs {
+            limits: keys.zip(limits.iter().cloned()).collect(),
             ..inputs()
         };
-        let report = node_report(&snapshot(), &around);
+        let report = node_report(&snapshot(), &inputs);
         assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
         condition(&report, names::DRIVER_LIMITS)
     };
@@ -535,95 +541,107 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
         bytes: Bytes::gib(1),
         why: "not found".into(),
     };
-    assert_eq!(said(&[]), (None, names::PENDING));
-    assert_eq!(said(std::slice::from_ref(&set)), (Some(true), names::OK));
+    assert_eq!(limits_condition(&[]), (None, names::PENDING));
     assert_eq!(
-        said(&[set.clone(), LimitState::Unsupported]),
+        limits_condition(std::slice::from_ref(&set)),
+        (Some(true), names::OK)
+    );
+    assert_eq!(
+        limits_condition(&[set.clone(), LimitState::Unsupported]),
         (Some(false), names::NOT_OFFERED)
     );
     assert_eq!(
-        said(&[LimitState::Unsupported, refused, set]),
+        limits_condition(&[LimitState::Unsupported, refused, set]),
         (Some(false), names::LIMIT_REFUSED)
     );
 }
 
 #[test]
 fn kubelet_restart_publishes_no_event() {
-    let well = node_report(&snapshot(), &inputs());
-    let gone = ReportInputs {
+    let healthy = node_report(&snapshot(), &inputs());
+    let disconnected = ReportInputs {
         registration: Registration::NotRegistered(NotRegistered::NoStream),
         ..inputs()
     };
     assert_eq!(
-        transition_events(Some(&well), &node_report(&snapshot(), &gone)),
+        transition_events(Some(&healthy), &node_report(&snapshot(), &disconnected)),
         []
     );
 }
 
 #[test]
 fn stale_audit_and_unenforced_container_are_named() {
-    let mut around = inputs();
-    let stated =
-        |around: &ReportInputs| condition(&node_report(&snapshot(), around), names::AUDITED);
-    assert_eq!(stated(&around), (Some(true), names::OK));
-    around.audited.stale_gpus.insert(uuid());
-    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
-    around.audited.stale_gpus.clear();
-    around.audited.hanging_pods.insert("pod-1".parse().unwrap());
-    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
-    around.audited.has_run = false;
-    assert_eq!(stated(&around), (None, names::PENDING));
+    let mut inputs = inputs();
+    let audited_condition =
+        |inputs: &ReportInputs| condition(&node_report(&snapshot(), inputs), names::AUDITED);
+    assert_eq!(audited_condition(&inputs), (Some(true), names::OK));
+    inputs.audited.stale_gpus.insert(uuid());
+    assert_eq!(
+        audited_condition(&inputs),
+        (Some(false), names::AUDIT_STALE)
+    );
+    inputs.audited.stale_gpus.clear();
+    inputs.audited.hanging_pods.insert("pod-1".parse().unwrap());
+    assert_eq!(
+        audited_condition(&inputs),
+        (Some(false), names::AUDIT_STALE)
+    );
+    inputs.audited.has_run = false;
+    assert_eq!(audited_condition(&inputs), (None, names::PENDING));
     let container = BoundContainer {
         pod: "pod-1".parse().unwrap(),
         name: snapshot().queued_claims[0].name.clone(),
         ..BoundContainer::with_ids(1, 1)
     };
-    let lack = EnforcementGap {
+    let mounted_over = EnforcementGap {
         reason: GapReason::MountedOver,
         detail: "/opt/bursar/lib".into(),
     };
-    around.audited.not_enforced.push((container, lack));
-    let report = node_report(&snapshot(), &around);
-    let said = &report.not_enforced[0];
-    assert_eq!(
-        (said.pod.as_str(), said.container.as_str()),
-        ("late", "main")
-    );
-    assert_eq!(said.reason, "MountedOver");
-    assert!(said.message.contains("/opt/bursar/lib"), "{}", said.message);
+    inputs.audited.not_enforced.push((container, mounted_over));
+    let report = node_report(&snapshot(), &inputs);
+    let gap = &report.not_enforced[0];
+    assert_eq!((gap.pod.as_str(), gap.container.as_str()), ("late", "main"));
+    assert_eq!(gap.reason, "MountedOver");
+    assert!(gap.message.contains("/opt/bursar/lib"), "{}", gap.message);
 }
 
 #[test]
 fn missing_retained_memory_is_reported_with_a_reason() {
-    let said = |kept: RetainedStatus| {
-        let mut around = inputs();
-        around.retained = kept;
-        let report = node_report(&snapshot(), &around);
-        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
-        let of = |type_| condition(&report, type_);
-        let scrubbed = of(names::MEMORY_SCRUBBED);
+    let retained_condition = |retained: RetainedStatus| {
+        let mut inputs = inputs();
+        inputs.retained = retained;
+        let report = node_report(&snapshot(), &inputs);
+        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        let condition_of = |type_| condition(&report, type_);
+        let scrubbed = condition_of(names::MEMORY_SCRUBBED);
         assert_eq!(
             scrubbed.1 == names::NOT_SCRUBBED,
-            !around.retained.refused.is_empty()
+            !inputs.retained.refused.is_empty()
         );
-        of(names::RETAINED_MEMORY)
+        condition_of(names::RETAINED_MEMORY)
     };
-    let well = inputs().retained;
-    assert_eq!(said(well.clone()), (Some(true), names::OK));
+    let working = inputs().retained;
+    assert_eq!(retained_condition(working.clone()), (Some(true), names::OK));
     assert_eq!(
-        said(RetainedStatus::default()),
+        retained_condition(RetainedStatus::default()),
         (Some(false), names::SWITCHED_OFF)
     );
-    let away = RetainedStatus {
+    let disconnected = RetainedStatus {
         is_store_connected: false,
-        ..well.clone()
+        ..working.clone()
     };
-    assert_eq!(said(away), (Some(false), names::FD_STORE_UNAVAILABLE));
-    let dirty = RetainedStatus {
+    assert_eq!(
+        retained_condition(disconnected),
+        (Some(false), names::FD_STORE_UNAVAILABLE)
+    );
+    let unscrubbed = RetainedStatus {
         refused: BTreeMap::from([(uuid(), "why".to_owned())]),
-        ..well.clone()
+        ..working.clone()
     };
-    assert_eq!(said(dirty.clone()), (Some(false), names::NOT_SCRUBBED));
+    assert_eq!(
+        retained_condition(unscrubbed.clone()),
+        (Some(false), names::NOT_SCRUBBED)
+    );
     for (state, reason) in [
         (RuntimeState::Stuck, names::PROVISIONER_HUNG),
         (RuntimeState::Refused, names::CUDA_REFUSED),
@@ -633,17 +651,20 @@ fn missing_retained_memory_is_reported_with_a_reason() {
             state,
             ..RuntimeReport::default()
         };
-        let amiss = RetainedStatus {
+        let failing = RetainedStatus {
             runtimes: [(uuid(), runtime)].into(),
-            ..dirty.clone()
+            ..unscrubbed.clone()
         };
-        assert_eq!(said(amiss), (Some(false), reason));
+        assert_eq!(retained_condition(failing), (Some(false), reason));
     }
     let unreadable = RetainedStatus {
         uncharged: 1,
         ..inputs().retained
     };
-    assert_eq!(said(unreadable), (Some(false), names::NOT_UNDERSTOOD));
+    assert_eq!(
+        retained_condition(unreadable),
+        (Some(false), names::NOT_UNDERSTOOD)
+    );
 }
 
 #[test]
@@ -652,48 +673,58 @@ fn late_state_write_is_a_condition_that_names_the_directory() {
         directory: "/var/lib/bursar".into(),
         lag: Duration::from_secs(7),
     };
-    let of_generations = Snapshot {
+    let late_generations = Snapshot {
         problems: NodeProblems {
             late_write: Some(late.clone()),
             ..NodeProblems::default()
         },
         ..snapshot()
     };
-    let mut of_usage = inputs();
-    of_usage.audited.late_write = Some(late);
+    let mut late_usage = inputs();
+    late_usage.audited.late_write = Some(late);
     let written = node_report(&snapshot(), &inputs());
     assert_eq!(
         condition(&written, names::STATE_WRITTEN),
         (Some(true), names::OK)
     );
     for report in [
-        node_report(&of_generations, &inputs()),
-        node_report(&snapshot(), &of_usage),
+        node_report(&late_generations, &inputs()),
+        node_report(&snapshot(), &late_usage),
     ] {
-        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
-        let said = report
+        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        let update = report
             .conditions
             .iter()
-            .find(|said| said.type_ == names::STATE_WRITTEN);
-        let said = said.unwrap();
-        assert_eq!((said.holds, said.reason), (Some(false), names::WRITE_LATE));
-        assert!(said.message.contains("/var/lib/bursar"), "{}", said.message);
+            .find(|update| update.type_ == names::STATE_WRITTEN);
+        let update = update.unwrap();
+        assert_eq!(
+            (update.holds, update.reason),
+            (Some(false), names::WRITE_LATE)
+        );
+        assert!(
+            update.message.contains("/var/lib/bursar"),
+            "{}",
+            update.message
+        );
     }
 }
 
 #[test]
 fn unknown_spec_entries_are_a_condition_only() {
-    let mut around = inputs();
-    let said = |around: &ReportInputs| {
-        let report = node_report(&snapshot(), around);
-        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+    let mut inputs = inputs();
+    let accepted_condition = |inputs: &ReportInputs| {
+        let report = node_report(&snapshot(), inputs);
+        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
         condition(&report, names::ACCEPTED)
     };
-    assert_eq!(said(&around), (Some(true), names::OK));
-    around.overrides.unrecognized = vec!["contextPolicies[0]".to_owned()];
-    assert_eq!(said(&around), (Some(false), names::NOT_UNDERSTOOD));
-    around.overrides = AppliedSpec::default();
-    assert_eq!(said(&around), (None, names::PENDING));
+    assert_eq!(accepted_condition(&inputs), (Some(true), names::OK));
+    inputs.overrides.unrecognized = vec!["contextPolicies[0]".to_owned()];
+    assert_eq!(
+        accepted_condition(&inputs),
+        (Some(false), names::NOT_UNDERSTOOD)
+    );
+    inputs.overrides = AppliedSpec::default();
+    assert_eq!(accepted_condition(&inputs), (None, names::PENDING));
 }
 
 #[test]
@@ -702,21 +733,21 @@ fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
         resource: "nvidia.com/gpu".to_owned(),
         devices: 8,
     };
-    for (owners, said) in [
+    for (owners, expected) in [
         (GpuOwners::Unknown, (None, names::PENDING)),
         (GpuOwners::BursarAlone, (Some(true), names::OK)),
         (other, (Some(false), names::OTHER_PLUGIN)),
     ] {
-        let around = ReportInputs { owners, ..inputs() };
-        let report = node_report(&snapshot(), &around);
-        assert_eq!(condition(&report, names::SOLE_OWNER), said);
-        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        let inputs = ReportInputs { owners, ..inputs() };
+        let report = node_report(&snapshot(), &inputs);
+        assert_eq!(condition(&report, names::SOLE_OWNER), expected);
+        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
     }
 }
 
 #[test]
 fn managed_memory_is_offered_only_where_eviction_is_safe() {
-    let said_of = |managed_capacity, uvm| {
+    let condition_with = |managed_capacity, uvm| {
         let config = ResourcesConfig {
             managed_capacity,
             ..inputs().config
@@ -726,45 +757,57 @@ fn managed_memory_is_offered_only_where_eviction_is_safe() {
         assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
         condition(&report, names::MANAGED_MEMORY)
     };
-    let said = |managed_capacity, oversubscription| {
-        said_of(managed_capacity, uvm_module(oversubscription))
+    let managed_condition = |managed_capacity, oversubscription| {
+        condition_with(managed_capacity, uvm_module(oversubscription))
     };
     let switched_off = (Some(false), names::SWITCHED_OFF);
-    assert_eq!(said(Bytes::ZERO, Some(true)), switched_off);
-    assert_eq!(said(Bytes::ZERO, Some(false)), switched_off);
-    assert_eq!(said(Bytes::gib(8), Some(true)), (Some(true), names::OK));
-    let pinned = said(Bytes::gib(8), Some(false));
+    assert_eq!(managed_condition(Bytes::ZERO, Some(true)), switched_off);
+    assert_eq!(managed_condition(Bytes::ZERO, Some(false)), switched_off);
+    assert_eq!(
+        managed_condition(Bytes::gib(8), Some(true)),
+        (Some(true), names::OK)
+    );
+    let pinned = managed_condition(Bytes::gib(8), Some(false));
     assert_eq!(pinned, (Some(false), names::EVICTION_UNSAFE));
-    assert_eq!(said(Bytes::gib(8), None), (None, names::PENDING));
+    assert_eq!(
+        managed_condition(Bytes::gib(8), None),
+        (None, names::PENDING)
+    );
     let without_concurrent_access = UvmModule {
         not_concurrent: [uuid()].into(),
         ..uvm_module(None)
     };
-    assert_eq!(said_of(Bytes::gib(8), without_concurrent_access), pinned);
+    assert_eq!(
+        condition_with(Bytes::gib(8), without_concurrent_access),
+        pinned
+    );
 }
 
 #[test]
 fn host_memory_on_gpus_is_a_condition() {
-    let said = |module: UvmModule, has_ats| {
-        let told = conditions::pageable_memory_condition(&module, has_ats);
-        (told.holds, told.reason)
+    let pageable_condition = |module: UvmModule, has_ats| {
+        let update = conditions::pageable_memory_condition(&module, has_ats);
+        (update.holds, update.reason)
     };
     let module = |hmm_disabled, ats| UvmModule {
         hmm_disabled,
         ats,
         ..UvmModule::default()
     };
-    assert_eq!(said(module(None, None), false), (None, names::PENDING));
     assert_eq!(
-        said(module(Some(true), None), false),
+        pageable_condition(module(None, None), false),
+        (None, names::PENDING)
+    );
+    assert_eq!(
+        pageable_condition(module(Some(true), None), false),
         (Some(false), names::OK)
     );
     assert_eq!(
-        said(module(Some(false), None), false),
+        pageable_condition(module(Some(false), None), false),
         (Some(true), names::HMM_ENABLED)
     );
     assert_eq!(
-        said(module(Some(false), Some(true)), true),
+        pageable_condition(module(Some(false), Some(true)), true),
         (Some(true), names::ATS_ENABLED)
     );
 }

@@ -71,7 +71,7 @@ impl HealthMonitor {
         monitor
     }
 
-    /// Marks a GPU unhealthy that this agent has never seen answer.
+    /// Marks a GPU unhealthy that has never answered this agent.
     pub(crate) fn mark_unverified(&mut self, now: Instant) {
         if matches!(self.state, State::Healthy) {
             self.state = self.enter_unhealthy(UnhealthyReason::NoAnswer, now);
@@ -178,7 +178,7 @@ impl HealthMonitor {
 
     fn count_good_probe(&mut self, now: Instant) {
         let State::Unhealthy {
-            last_failure: bad_news,
+            last_failure: failed_at,
             good_probes: probes,
             ..
         } = &mut self.state
@@ -186,8 +186,8 @@ impl HealthMonitor {
             return;
         };
         *probes = probes.saturating_add(1);
-        let quiet = now.saturating_duration_since(*bad_news) >= self.recovery_time;
-        if *probes >= self.policy.good_probes && quiet && self.memory.awaits_reset.is_none() {
+        let has_waited = now.saturating_duration_since(*failed_at) >= self.recovery_time;
+        if *probes >= self.policy.good_probes && has_waited && self.memory.awaits_reset.is_none() {
             self.recovered_at = Some(now);
             self.state = State::Healthy;
         }

@@ -114,20 +114,21 @@ impl<'nvml> NvmlCalls<'nvml> {
                 with_utilization,
             } => {
                 // NVML refuses the call for MIG instances.
-                let asked = with_utilization && !self.lacks_utilization && !gpu.is_mig();
-                let mut lacking = false;
+                let wants_utilization =
+                    with_utilization && !self.lacks_utilization && !gpu.is_mig();
+                let mut is_unsupported_call = false;
                 let sample = self.call(nvml, &gpu, |device| {
                     let mut sample = sample_memory(device, &gpu)?;
                     // An idle GPU costs no call.
-                    if asked && !sample.charges.is_empty() {
+                    if wants_utilization && !sample.charges.is_empty() {
                         match sm_percents(device, &sample.charges) {
                             Ok(percents) => sample.sm_percents = Some(percents),
-                            Err(error) => lacking = is_unsupported(&error),
+                            Err(error) => is_unsupported_call = is_unsupported(&error),
                         }
                     }
                     Ok(sample)
                 });
-                self.lacks_utilization |= lacking;
+                self.lacks_utilization |= is_unsupported_call;
                 Response::Sample(sample)
             }
             Request::SetLimit { gpu, cgroup, hard } => {
@@ -177,7 +178,7 @@ impl<'nvml> NvmlCalls<'nvml> {
             (Some(device), _) => device,
             (None, Scope::Driver) => return Err(NvmlError::NotFound),
             (None, Scope::Index(index)) => nvml.device_by_index(index)?,
-            (None, Scope::Address(place)) => nvml.device_by_pci_bus_id(place.to_string())?,
+            (None, Scope::Address(address)) => nvml.device_by_pci_bus_id(address.to_string())?,
         };
         Ok(self.device.insert(device))
     }
@@ -197,12 +198,12 @@ impl<'nvml> NvmlCalls<'nvml> {
         &mut self,
         nvml: &'nvml Nvml,
         gpu: &GpuUuid,
-        what: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
+        query: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
     ) -> Result<T, CallError> {
         let physical = self.device(nvml);
         let answer = physical.and_then(|physical| match gpu.is_mig() {
-            true => what(&find_instance(physical, gpu)?),
-            false => what(physical),
+            true => query(&find_instance(physical, gpu)?),
+            false => query(physical),
         });
         answer.map_err(|error| match is_unsupported(&error) {
             true => CallError::Unsupported,

@@ -74,9 +74,9 @@ impl NvmlProcess {
             .stdout(Stdio::piped())
             .kill_on_drop(true)
             .spawn()?;
-        let lacks = || io::Error::other("the process has no pipe");
-        let requests = child.stdin.take().ok_or_else(lacks)?;
-        let answers = child.stdout.take().ok_or_else(lacks)?;
+        let no_pipe = || io::Error::other("the process has no pipe");
+        let requests = child.stdin.take().ok_or_else(no_pipe)?;
+        let answers = child.stdout.take().ok_or_else(no_pipe)?;
         Ok(Self {
             child,
             requests,
@@ -86,8 +86,8 @@ impl NvmlProcess {
     }
 
     async fn call(&mut self, request: &Request) -> Result<Response, NoAnswer> {
-        let patience = std::mem::replace(&mut self.answer_timeout, ANSWER);
-        match timeout(patience, self.exchange(request)).await {
+        let limit = std::mem::replace(&mut self.answer_timeout, ANSWER);
+        match timeout(limit, self.exchange(request)).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(_)) => Err(NoAnswer::Exited),
             Err(_) => Err(NoAnswer::TimedOut),
@@ -168,11 +168,11 @@ impl NvmlProcess {
             // The caller has stopped waiting, so NVML need not be asked.
             Job::Sample(_, answer) if answer.is_closed() => Ok(None),
             Job::Sample(request, answer) => {
-                let look = match self.call(&request).await? {
-                    Response::Sample(look) => look.map_err(|why| query_error(&request, why)),
+                let sample = match self.call(&request).await? {
+                    Response::Sample(sample) => sample.map_err(|why| query_error(&request, why)),
                     _ => Err(QueryError::NotAvailable),
                 };
-                let _ = answer.send(look);
+                let _ = answer.send(sample);
                 Ok(None)
             }
             Job::SetLimit(request, answer) => {

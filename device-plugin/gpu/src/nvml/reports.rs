@@ -13,9 +13,10 @@ use super::slot::ProbeSlot;
 
 impl NvmlWatcher {
     pub(super) fn handle_report(&mut self, id: ProcessNumber, report: ProcessReport) {
-        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
+        let runs_process =
+            |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
         let slots = self.gpu_slots.iter_mut().chain([&mut self.driver_slot]);
-        let Some(slot) = slots.into_iter().find(has_it) else {
+        let Some(slot) = slots.into_iter().find(runs_process) else {
             if matches!(report, ProcessReport::Exited) {
                 self.exiting.remove(&id);
             }
@@ -63,7 +64,8 @@ impl NvmlWatcher {
     }
 
     fn handle_probe(&mut self, id: ProcessNumber, response: Response) {
-        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
+        let runs_process =
+            |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
         match response {
             Response::Driver { gpus, version } => {
                 (self.gpu_count, self.known_count) = (gpus, gpus);
@@ -79,12 +81,12 @@ impl NvmlWatcher {
             }
             Response::Gpu { uuid, found } => {
                 let drained = self.registry.drained();
-                let Some(slot) = self.gpu_slots.iter_mut().find(has_it) else {
+                let Some(slot) = self.gpu_slots.iter_mut().find(runs_process) else {
                     return;
                 };
                 slot.uuid = uuid.or_else(|| slot.uuid.take());
-                if let GpuProbe::Gpus(gpus, place) = &found {
-                    slot.scope = place.map_or(slot.scope, Scope::Address);
+                if let GpuProbe::Gpus(gpus, address) = &found {
+                    slot.scope = address.map_or(slot.scope, Scope::Address);
                     if !gpus.is_empty() && gpus.iter().all(|gpu| gpu.is_in(drained)) {
                         // A starting agent probes all GPUs once, since their UUIDs are unknown
                         // before.
@@ -93,7 +95,7 @@ impl NvmlWatcher {
                 }
                 slot.found = Some(found);
             }
-            Response::NoDriver(why) => match self.gpu_slots.iter_mut().find(has_it) {
+            Response::NoDriver(why) => match self.gpu_slots.iter_mut().find(runs_process) {
                 Some(slot) => slot.found = Some(GpuProbe::Failed(why.to_string())),
                 None => self.reset_driver(why),
             },
@@ -102,17 +104,17 @@ impl NvmlWatcher {
     }
 
     fn handle_xids(&mut self, uuid: &GpuUuid, codes: &[u64]) {
-        let ailed = self.registry.has_unhealthy();
+        let had_unhealthy = self.registry.has_unhealthy();
         for code in codes.iter().copied() {
             warn!(gpu = %uuid, xid = code, "xid");
             self.registry.record_xid(uuid, code, Instant::now());
-            if let Some(place) = self.registry.pci_address_of(uuid) {
+            if let Some(address) = self.registry.pci_address_of(uuid) {
                 self.xids
-                    .send_modify(|recent_xids| recent_xids.record(place, code, clock::now()));
+                    .send_modify(|recent_xids| recent_xids.record(address, code, clock::now()));
             }
         }
         self.publish_inventory();
-        if !ailed && self.registry.has_unhealthy() {
+        if !had_unhealthy && self.registry.has_unhealthy() {
             self.next_round = Instant::now();
         }
     }

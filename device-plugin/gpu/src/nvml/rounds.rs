@@ -17,7 +17,7 @@ use crate::pci::PciAddress;
 use crate::registry::ProbeResult;
 
 /// How long a search for the library may delay a round of probes.
-const FIND: Duration = Duration::from_secs(1);
+const FIND_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl NvmlWatcher {
     pub(super) fn is_round_pending(&self) -> bool {
@@ -42,34 +42,35 @@ impl NvmlWatcher {
         drained: &BTreeSet<GpuUuid>,
     ) -> Option<BTreeSet<PciAddress>> {
         let knows_all = self.registry.physical_count() >= self.known_count as usize;
-        let places = self.registry.addresses_except(drained);
-        places.filter(|_| knows_all)
+        let addresses = self.registry.addresses_except(drained);
+        addresses.filter(|_| knows_all)
     }
 
     pub(super) async fn begin_round(&mut self) {
-        let places = self.probed_addresses();
+        let addresses = self.probed_addresses();
         self.next_round = Instant::now() + self.intervals.probe_unhealthy;
-        if places.as_ref().is_some_and(BTreeSet::is_empty) {
+        if addresses.as_ref().is_some_and(BTreeSet::is_empty) {
             return;
         }
-        let starts = |slot: &ProbeSlot| slot.process.is_none();
-        let starts = starts(&self.driver_slot) || self.gpu_slots.iter().any(starts);
-        if (starts || self.library.is_none())
+        let needs_process = |slot: &ProbeSlot| slot.process.is_none();
+        let needs_process =
+            needs_process(&self.driver_slot) || self.gpu_slots.iter().any(needs_process);
+        if (needs_process || self.library.is_none())
             && let Err(why) = self.find_library().await
         {
             return self.reset_driver(NoDriver::Missing(why));
         }
         self.retire_drained(&self.registry.drained().clone());
-        if let Some(places) = places {
-            self.retain_at(&places);
-            let lacking = places.into_iter().map(Scope::Address);
+        if let Some(addresses) = addresses {
+            self.retain_at(&addresses);
+            let missing = addresses.into_iter().map(Scope::Address);
             let is_there = |scope: &Scope| self.gpu_slots.iter().any(|slot| slot.scope == *scope);
-            let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
+            let missing: Vec<_> = missing.filter(|scope| !is_there(scope)).collect();
             // A GPU that answers only now may be one of them.
             let is_starting = self.gpu_slots.iter().any(ProbeSlot::is_starting);
             if self.exiting.is_empty() && !is_starting {
                 self.gpu_slots
-                    .extend(lacking.into_iter().map(ProbeSlot::new));
+                    .extend(missing.into_iter().map(ProbeSlot::new));
             }
         }
         self.round_deadline = Some(Instant::now() + ANSWER);
@@ -77,22 +78,22 @@ impl NvmlWatcher {
     }
 
     /// Stops the processes of all GPUs except those at these addresses. A process that waits for
-    /// its first answer tells its GPU then, and another one would wait as long.
-    pub(super) fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
-        let goes = |slot: &mut ProbeSlot| !slot.is_at(places) && !slot.is_starting();
-        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
-        gone.into_iter().for_each(|slot| self.retire(slot));
+    /// its first answer names its GPU with it; another process would wait as long.
+    pub(super) fn retain_at(&mut self, addresses: &BTreeSet<PciAddress>) {
+        let is_retired = |slot: &mut ProbeSlot| !slot.is_at(addresses) && !slot.is_starting();
+        let retired: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
+        retired.into_iter().for_each(|slot| self.retire(slot));
     }
 
     /// Stops the processes of GPUs that are `drained` whole.
     pub(super) fn retire_drained(&mut self, drained: &BTreeSet<GpuUuid>) {
         let registry = &self.registry;
-        let goes = |slot: &mut ProbeSlot| {
+        let is_retired = |slot: &mut ProbeSlot| {
             let uuid = slot.uuid.as_ref();
             uuid.is_some_and(|uuid| registry.is_drained_by(uuid, drained))
         };
-        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
-        gone.into_iter().for_each(|slot| self.retire(slot));
+        let retired: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., is_retired).collect();
+        retired.into_iter().for_each(|slot| self.retire(slot));
     }
 
     /// Searches for the library. At most one search waits; while a disk hangs the last known path
@@ -103,14 +104,15 @@ impl NvmlWatcher {
             Some(finding) => finding,
             None => spawn_blocking(move || find()),
         };
-        match timeout(FIND, &mut finding).await {
+        match timeout(FIND_TIMEOUT, &mut finding).await {
             Ok(found) => {
                 let found = found.map_err(|error| error.to_string());
                 self.library = Some(found.flatten()?);
             }
             Err(_) => self.locating = Some(finding),
         }
-        let late = || format!("failed to find the driver within {FIND:?}: a file system hangs");
+        let late =
+            || format!("failed to find the driver within {FIND_TIMEOUT:?}: a file system hangs");
         self.library.as_ref().map(|_| ()).ok_or_else(late)
     }
 
@@ -172,12 +174,12 @@ impl NvmlWatcher {
     fn round_result(&self) -> ProbeResult {
         let (mut gpus, mut unresponsive, mut lost, mut timed_out) =
             <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
-        let places = self.probed_addresses();
-        let looked_at = match &places {
-            Some(places) => places.len(),
+        let addresses = self.probed_addresses();
+        let expected = match &addresses {
+            Some(addresses) => addresses.len(),
             None => usize::from(self.gpu_count > 0),
         };
-        let (mut failures_named, mut timeouts_named) = (true, self.gpu_slots.len() >= looked_at);
+        let (mut failures_named, mut timeouts_named) = (true, self.gpu_slots.len() >= expected);
         for ProbeSlot {
             uuid,
             found,

@@ -89,8 +89,8 @@ impl ProbeSlot {
 
     /// Whether a round waits for this slot's answer, or for the end of its process.
     pub(super) fn is_awaited(&self) -> bool {
-        let ends = |running: &SlotProcess| running.stop_guard.is_none();
-        (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
+        let is_stopping = |running: &SlotProcess| running.stop_guard.is_none();
+        (self.is_probing() || self.process.as_ref().is_some_and(is_stopping)) && !self.is_hung
     }
 
     /// Whether the process has not given its first answer, by which its GPU is known.
@@ -135,8 +135,8 @@ impl ProbeSlot {
         }
     }
 
-    pub(super) fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
-        matches!(&self.scope, Scope::Address(place) if places.contains(place))
+    pub(super) fn is_at(&self, addresses: &BTreeSet<PciAddress>) -> bool {
+        matches!(&self.scope, Scope::Address(address) if addresses.contains(address))
     }
 }
 

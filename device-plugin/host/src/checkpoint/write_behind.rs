@@ -84,10 +84,10 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile
             changed: Condvar::new(),
         });
         let thread = thread::Builder::new().name("disk".into());
-        let of_thread = Arc::clone(&shared);
+        let thread_shared = Arc::clone(&shared);
         thread.spawn(move || {
-            if of_thread.read(&file) {
-                of_thread.write(&file, save);
+            if thread_shared.read(&file) {
+                thread_shared.write(&file, save);
             }
         })?;
         Ok(Self { directory, shared })
@@ -103,8 +103,8 @@ impl<T> WriteBehindFile<T> {
         // The thread may be pausing after a failed read: this wakes the thread.
         self.shared.changed.notify_all();
         let state = self.shared.lock();
-        let waits = |state: &mut State<T>| !state.was_tried;
-        let (mut state, _) = wait_while(&self.shared.changed, state, patience, waits);
+        let condition = |state: &mut State<T>| !state.was_tried;
+        let (mut state, _) = wait_while(&self.shared.changed, state, patience, condition);
         state.read.take()
     }
 
@@ -134,9 +134,9 @@ impl<T> WriteBehindFile<T> {
 
     /// Waits for at most `patience` until the file has the newest value; returns whether it has.
     pub fn flush(&self, patience: Duration) -> bool {
-        let waits = |state: &mut State<T>| state.dirty_since.is_some();
+        let condition = |state: &mut State<T>| state.dirty_since.is_some();
         let state = self.shared.lock();
-        let (state, _) = wait_while(&self.shared.changed, state, patience, waits);
+        let (state, _) = wait_while(&self.shared.changed, state, patience, condition);
         state.dirty_since.is_none()
     }
 }
@@ -231,8 +231,8 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
 
     /// Waits for the next value; `None` once the owner has dropped the file and no value waits.
     fn next(&self) -> Option<T> {
-        let waits = |state: &mut State<T>| state.newest.is_none() && !state.closed;
-        let waited = self.changed.wait_while(self.lock(), waits);
+        let condition = |state: &mut State<T>| state.newest.is_none() && !state.closed;
+        let waited = self.changed.wait_while(self.lock(), condition);
         waited.unwrap_or_else(PoisonError::into_inner).newest.take()
     }
 }
@@ -241,10 +241,10 @@ fn wait_while<'a, T>(
     changed: &Condvar,
     state: MutexGuard<'a, State<T>>,
     patience: Duration,
-    waits: impl FnMut(&mut State<T>) -> bool,
+    condition: impl FnMut(&mut State<T>) -> bool,
 ) -> (MutexGuard<'a, State<T>>, std::sync::WaitTimeoutResult) {
     changed
-        .wait_timeout_while(state, patience, waits)
+        .wait_timeout_while(state, patience, condition)
         .unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -258,10 +258,10 @@ mod tests {
 
     /// Makes each write hang until a reader opens the returned FIFO.
     fn make_writes_hang(file: &Path) -> PathBuf {
-        let beside = file.with_extension("new");
-        let made = std::process::Command::new("mkfifo").arg(&beside).status();
-        assert!(made.unwrap().success());
-        beside
+        let fifo = file.with_extension("new");
+        let status = std::process::Command::new("mkfifo").arg(&fifo).status();
+        assert!(status.unwrap().success());
+        fifo
     }
 
     fn open(file: &Path) -> WriteBehindFile<u32> {
@@ -287,11 +287,11 @@ mod tests {
         let fifo = make_writes_hang(&file);
         let disk = open(&file);
         assert_eq!(disk.read(SOON), Some(0));
-        let begun = Instant::now();
+        let started = Instant::now();
         for value in 1..=1_000 {
             disk.write(value);
         }
-        assert!(begun.elapsed() < SOON && !disk.flush(Duration::from_millis(50)));
+        assert!(started.elapsed() < SOON && !disk.flush(Duration::from_millis(50)));
         assert!(disk.lag() >= Duration::from_millis(50));
         // The read ends the write that hangs; the newer value then replaces the FIFO.
         std::fs::read(&fifo).unwrap();
@@ -309,8 +309,8 @@ mod tests {
         let disk = open(&file);
         assert_eq!(disk.read(SOON), None);
         Checkpoint::new(file).save(&7_u32).unwrap();
-        let begun = Instant::now();
-        while begun.elapsed() < SOON {
+        let started = Instant::now();
+        while started.elapsed() < SOON {
             if let Some(read) = disk.read(Duration::ZERO) {
                 assert_eq!(read, 7);
                 return;

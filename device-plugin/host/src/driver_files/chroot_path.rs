@@ -16,35 +16,37 @@ const MAX_LINKS: usize = 40;
 /// # Errors
 /// The operating system's error, and `TooManyLinks` for a loop.
 pub(super) fn resolve(root: &Path, path: &Path) -> io::Result<Option<PathBuf>> {
-    let mut done = PathBuf::new();
-    let mut left: VecDeque<OsString> = parts(path).collect();
+    let mut resolved = PathBuf::new();
+    let mut remaining: VecDeque<OsString> = parts(path).collect();
     let mut links = 0;
-    while let Some(part) = left.pop_front() {
+    while let Some(part) = remaining.pop_front() {
         if part == ".." {
-            done.pop();
+            resolved.pop();
             continue;
         }
-        let here = root.join(&done).join(&part);
-        let kind = match here.symlink_metadata() {
+        let candidate = root.join(&resolved).join(&part);
+        let kind = match candidate.symlink_metadata() {
             Ok(metadata) => metadata.file_type(),
             Err(error) if is_absent(&error) => return Ok(None),
             Err(error) => return Err(error),
         };
         if !kind.is_symlink() {
-            done.push(part);
+            resolved.push(part);
             continue;
         }
         links += 1;
         if links > MAX_LINKS {
             return Err(io::Error::from(io::ErrorKind::TooManyLinks));
         }
-        let target = here.read_link()?;
+        let target = candidate.read_link()?;
         if target.is_absolute() {
-            done.clear();
+            resolved.clear();
         }
-        parts(&target).rev().for_each(|part| left.push_front(part));
+        parts(&target)
+            .rev()
+            .for_each(|part| remaining.push_front(part));
     }
-    Ok(root.join(&done).is_file().then_some(done))
+    Ok(root.join(&resolved).is_file().then_some(resolved))
 }
 
 fn is_absent(error: &io::Error) -> bool {

@@ -167,10 +167,13 @@ fn driver_container_has_libraries_and_device_nodes() {
         Path::new("/host").join(dir).join("libcuda.so.580.95.05")
     );
     assert_eq!(nodes, Path::new("/host/run/nvidia/driver/dev"));
-    let elsewhere = FakeHost::new()
+    let other_directory = FakeHost::new()
         .driver_in("usr/lib64")
         .nodes_in("run/nvidia/driver/dev");
-    assert_eq!(elsewhere.find().unwrap_err().reason(), "DeviceNodeMissing");
+    assert_eq!(
+        other_directory.find().unwrap_err().reason(),
+        "DeviceNodeMissing"
+    );
 }
 
 #[test]

@@ -58,9 +58,9 @@ fn main() -> ExitCode {
         print_row(name, "ideal, per GPU", &work, &ideal, &ideal);
         let greedy = ideal::run_greedy(&work);
         print_row(name, "ideal without fairness", &work, &greedy, &ideal);
-        for (who, steered) in [("late binding", false), ("late binding, steered", true)] {
+        for (scheduler, steered) in [("late binding", false), ("late binding, steered", true)] {
             let late = late::run(&work, steered);
-            print_row(name, who, &work, &late, &ideal);
+            print_row(name, scheduler, &work, &late, &ideal);
             failures += late.failures;
         }
     }
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn print_row(load: &str, who: &str, work: &Workload, run: &Outcome, ideal: &Outcome) {
+fn print_row(load: &str, scheduler: &str, work: &Workload, run: &Outcome, ideal: &Outcome) {
     let big: Vec<u64> = work
         .pods
         .iter()
@@ -80,7 +80,7 @@ fn print_row(load: &str, who: &str, work: &Workload, run: &Outcome, ideal: &Outc
         .map(|(_, wait)| *wait)
         .collect();
     println!(
-        "{load:<10} {who:<30} {:>8} {:>8.1} {:>8.2} {:>9.1} {:>8.1} {:>7.1} {:>5.1}%",
+        "{load:<10} {scheduler:<30} {:>8} {:>8.1} {:>8.2} {:>9.1} {:>8.1} {:>7.1} {:>5.1}%",
         run.failures,
         run.mean_s(),
         run.mean_s() / ideal.mean_s(),

@@ -100,14 +100,14 @@ impl<'a> Search<'a> {
     /// The bins that can take a share of a container, the best first: the reserved ones first
     /// or last, the others by `aim`.
     fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
-        let able = self
+        let usable = self
             .bins
             .iter()
             .enumerate()
             .filter(|(_, bin)| bin.capacity > 0);
-        let mut ranked: Vec<_> = able
+        let mut ranked: Vec<_> = usable
             .filter_map(|(index, bin)| {
-                let beside = self
+                let concurrent = self
                     .request
                     .concurrent_usage(container, &self.placed, index);
                 // Memory bound to the pod is not free, and is part of the concurrent usage.
@@ -117,11 +117,11 @@ impl<'a> Search<'a> {
                     .iter()
                     .map(|parts| amount_on(parts, index))
                     .sum();
-                let free = bin.free.saturating_add(bound).saturating_sub(beside);
-                let could = match self.aim {
+                let free = bin.free.saturating_add(bound).saturating_sub(concurrent);
+                let available = match self.aim {
                     Aim::BestFit | Aim::WorstFit => free,
-                    Aim::SmallestShortage => bin.attainable.saturating_sub(beside),
-                    Aim::EventualShortage => bin.eventual.saturating_sub(beside),
+                    Aim::SmallestShortage => bin.attainable.saturating_sub(concurrent),
+                    Aim::EventualShortage => bin.eventual.saturating_sub(concurrent),
                 };
                 let is_own = self.request.reserved_bins.contains(&index);
                 let is_late = !self.aim.is_shortage() && is_own != self.is_reserved_first;
@@ -134,8 +134,11 @@ impl<'a> Search<'a> {
                 // A container may add nothing to the pod's peak if it runs only while other
                 // containers do not.
                 let peak = self.request.peak(&self.placed, index);
-                let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
-                (could >= share).then_some((is_late, adds, rank, index))
+                let adds = concurrent
+                    .saturating_add(share)
+                    .saturating_sub(peak)
+                    .min(share);
+                (available >= share).then_some((is_late, adds, rank, index))
             })
             .collect();
         ranked.sort_unstable();

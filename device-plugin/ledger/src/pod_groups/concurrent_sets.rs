@@ -12,23 +12,23 @@ pub(super) fn concurrent_sets(device_ids: &[&DeviceIdSet]) -> Option<Vec<u64>> {
     if device_ids.len() > 2 * MAX_CONTAINERS {
         return None;
     }
-    let apart = |one: usize| {
-        let others = (0..device_ids.len()).filter(|other| *other != one);
+    let compatible = |index: usize| {
+        let others = (0..device_ids.len()).filter(|other| *other != index);
         others
-            .filter(|other| !device_ids[one].overlaps(device_ids[*other]))
+            .filter(|other| !device_ids[index].overlaps(device_ids[*other]))
             .fold(0, |set, other| set | (1_u64 << other))
     };
-    let apart: Vec<u64> = (0..device_ids.len()).map(apart).collect();
+    let compatible: Vec<u64> = (0..device_ids.len()).map(compatible).collect();
     let (mut sets, mut tries) = (Vec::new(), MAX_STEPS);
     let all = (1 << device_ids.len()) - 1;
-    extend_sets(&apart, 0, all, 0, &mut sets, &mut tries)?;
+    extend_sets(&compatible, 0, all, 0, &mut sets, &mut tries)?;
     (sets.len() <= MAX_CONTAINERS).then_some(sets)
 }
 
 /// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that are compatible
 /// with it, without those in `done`. None where that takes too many steps.
 fn extend_sets(
-    apart: &[u64],
+    compatible: &[u64],
     set: u64,
     mut more: u64,
     mut done: u64,
@@ -39,14 +39,21 @@ fn extend_sets(
     if more == 0 && done == 0 {
         sets.push(set);
     }
-    let pivot = (0..apart.len())
-        .filter(|one| ((more | done) >> one) & 1 == 1)
-        .max_by_key(|one| (more & apart[*one]).count_ones());
-    let mut left = more & !pivot.map_or(0, |pivot| apart[pivot]);
+    let pivot = (0..compatible.len())
+        .filter(|index| ((more | done) >> index) & 1 == 1)
+        .max_by_key(|index| (more & compatible[*index]).count_ones());
+    let mut left = more & !pivot.map_or(0, |pivot| compatible[pivot]);
     while left != 0 {
         let next = left.trailing_zeros() as usize;
-        let go = apart[next];
-        extend_sets(apart, set | (1 << next), more & go, done & go, sets, tries)?;
+        let go = compatible[next];
+        extend_sets(
+            compatible,
+            set | (1 << next),
+            more & go,
+            done & go,
+            sets,
+            tries,
+        )?;
         left &= !(1 << next);
         more &= !(1 << next);
         done |= 1 << next;

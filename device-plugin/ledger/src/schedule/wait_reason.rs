@@ -67,7 +67,7 @@ impl Ledger {
             _ => None,
         };
         let set_aside = set_aside.into_iter().flat_map(|(_, pods)| pods);
-        let for_others = set_aside.filter(|(pod, _)| *pod != claim.pod);
+        let for_other_pods = set_aside.filter(|(pod, _)| *pod != claim.pod);
         WaitReason {
             resource: claim.resource,
             needed: claim.device_ids.quanta().bytes(self.quantum),
@@ -79,7 +79,7 @@ impl Ledger {
             beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
-            set_aside: for_others
+            set_aside: for_other_pods
                 .map(|(pod, quanta)| SetAside {
                     name: pod.to_string(),
                     pod,

@@ -38,7 +38,8 @@ impl Resource {
         let quanta = Quantum::ALL.into_iter();
         quanta
             .flat_map(|quantum| {
-                [Self::DeviceMemory, Self::ManagedMemory].map(|it| (it, it.name(quantum)))
+                [Self::DeviceMemory, Self::ManagedMemory]
+                    .map(|resource| (resource, resource.name(quantum)))
             })
             .find_map(|(resource, known)| (known == name).then_some(resource))
     }
@@ -205,15 +206,15 @@ impl FromStr for DeviceIdSet {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        let wrong = || UnitError::DeviceIdSet(text.to_owned());
+        let malformed = || UnitError::DeviceIdSet(text.to_owned());
         let mut indexes = Vec::new();
         for run in text.split(',') {
             let (first, last) = run.split_once('-').unwrap_or((run, run));
-            let first: u16 = first.parse().map_err(|_| wrong())?;
-            let last: u16 = last.parse().map_err(|_| wrong())?;
+            let first: u16 = first.parse().map_err(|_| malformed())?;
+            let last: u16 = last.parse().map_err(|_| malformed())?;
             let sorted = indexes.last().is_none_or(|&before| before < first);
             if !sorted || first > last || last >= MAX_DEVICE_IDS {
-                return Err(wrong());
+                return Err(malformed());
             }
             indexes.extend(first..=last);
         }

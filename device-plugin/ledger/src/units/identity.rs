@@ -87,12 +87,14 @@ impl FromStr for AllocationId {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        let wrong = || UnitError::Allocation(text.to_owned());
+        let malformed = || UnitError::Allocation(text.to_owned());
         let lower_hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         if text.len() != 16 || !text.bytes().all(lower_hex) {
-            return Err(wrong());
+            return Err(malformed());
         }
-        u64::from_str_radix(text, 16).map(Self).map_err(|_| wrong())
+        u64::from_str_radix(text, 16)
+            .map(Self)
+            .map_err(|_| malformed())
     }
 }
 

@@ -52,7 +52,7 @@ pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
     if let (Some(before_head), Some(head)) = (&before.head, &head)
         && before_head.claim.claim == head.claim.claim
         && grants_since(node, &before, &bindings, &queued_claims)
-            .all(|taker| is_lower_ranked(taker, before_head))
+            .all(|grant| is_lower_ranked(grant, before_head))
     {
         assert!(
             head.largest_free >= before_head.largest_free,
@@ -152,8 +152,8 @@ fn check_queue_order(node: &Node, queued_claims: &[QueuedClaim]) {
 }
 
 fn queue_head(node: &Node, queued_claims: &[QueuedClaim], view: &LedgerView) -> Option<Head> {
-    let able = |queued_claim: &&QueuedClaim| queued_claim.reason.gpus.is_some();
-    let queued_claim = queued_claims.iter().find(able)?.clone();
+    let satisfiable = |queued_claim: &&QueuedClaim| queued_claim.reason.gpus.is_some();
+    let queued_claim = queued_claims.iter().find(satisfiable)?.clone();
     if queued_claim.reason.gpus.is_none_or(|gpus| gpus.get() > 1)
         || !queued_claim.reason.other_containers.is_empty()
     {
@@ -223,12 +223,12 @@ struct Grant {
 }
 
 /// Whether the queue's rules rank the head before this claim, whatever the order of arrival.
-fn is_lower_ranked(taker: Grant, head: &Head) -> bool {
+fn is_lower_ranked(grant: Grant, head: &Head) -> bool {
     let priority = head.claim.priority.0;
-    taker.priority < priority
-        || (taker.priority == priority
-            && !taker.late
-            && (head.late || taker.quanta < head.claim.device_ids.quanta()))
+    grant.priority < priority
+        || (grant.priority == priority
+            && !grant.late
+            && (head.late || grant.quanta < head.claim.device_ids.quanta()))
 }
 
 /// Checks a binding that the ledger reports.
@@ -266,10 +266,10 @@ pub(crate) fn check_placement(node: &Node, binding: &Binding) {
         // The claim may have been placed with another container, in an earlier step.
         return;
     }
-    let asked = usize::from(node.shape_of(&binding.pod).gpus.get()).min(quanta.0 as usize);
+    let requested = usize::from(node.shape_of(&binding.pod).gpus.get()).min(quanta.0 as usize);
     assert!(
-        shares.len() >= asked,
-        "{asked} GPUs asked, {shares:?} given"
+        shares.len() >= requested,
+        "{requested} GPUs requested, {shares:?} given"
     );
     let largest = healthy
         .iter()
@@ -277,14 +277,14 @@ pub(crate) fn check_placement(node: &Node, binding: &Binding) {
         .max()
         .unwrap_or_default();
     assert!(
-        shares.len() == 1 || asked > 1 || quanta > largest,
-        "spread in vain: {shares:?}"
+        shares.len() == 1 || requested > 1 || quanta > largest,
+        "spread without need: {shares:?}"
     );
     if healthy.iter().all(|gpu| gpu.capacity == largest) {
         let parts = || shares.iter().map(|share| share.quanta.0);
         let (most, least) = (parts().max().unwrap_or(0), parts().min().unwrap_or(0));
         assert!(most - least <= 1, "not even: {shares:?}");
-        let fewest = (quanta.0.div_ceil(largest.0) as usize).max(asked);
+        let fewest = (quanta.0.div_ceil(largest.0) as usize).max(requested);
         assert_eq!(shares.len(), fewest, "not the fewest: {shares:?}");
     }
 }
@@ -316,10 +316,14 @@ pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationI
 /// block each other.
 pub(crate) fn check_no_claim_is_blocked(node: &Node) {
     let queued_claims = node.ledger.queued_claims(node.now);
-    let able = queued_claims
+    let satisfiable = queued_claims
         .iter()
         .find(|queued_claim| queued_claim.reason.gpus.is_some());
-    assert!(able.is_none(), "{able:?} waits with {:?} bound", node.bound);
+    assert!(
+        satisfiable.is_none(),
+        "{satisfiable:?} waits with {:?} bound",
+        node.bound
+    );
     assert!(
         node.bound.is_empty(),
         "{:?} wait with {:?}",
@@ -330,11 +334,11 @@ pub(crate) fn check_no_claim_is_blocked(node: &Node) {
 
 pub(crate) fn check_some_memory_is_bound(node: &Node) {
     let queued_claims = node.ledger.queued_claims(node.now);
-    let able = queued_claims
+    let satisfiable = queued_claims
         .iter()
         .any(|queued_claim| queued_claim.reason.gpus.is_some());
     assert!(
-        !able || !node.bound.is_empty(),
+        !satisfiable || !node.bound.is_empty(),
         "{queued_claims:?} wait for an empty node"
     );
 }

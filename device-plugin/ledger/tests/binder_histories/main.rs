@@ -66,14 +66,14 @@ fn random_histories_keep_all_invariants() {
         None => HISTORIES,
     };
     let histories = env_number("BURSAR_HISTORIES").unwrap_or(default);
-    let mut seen = node::Coverage::default();
+    let mut coverage = node::Coverage::default();
     for seed in 0..histories {
-        seen.add(&check_history(seed).coverage);
+        coverage.add(&check_history(seed).coverage);
     }
-    println!("{histories} histories: {seen:?}");
+    println!("{histories} histories: {coverage:?}");
     // The histories must contain every kind of event.
     if histories >= 1000 {
-        seen.assert_complete();
+        coverage.assert_complete();
     }
 }
 

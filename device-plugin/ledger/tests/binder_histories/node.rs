@@ -246,8 +246,8 @@ impl Node {
     }
 
     fn progress(&self) -> usize {
-        let begun: usize = self.pods.iter().map(|pod| pod.started).sum();
-        1000 * self.pods.len() + begun + self.bound.len()
+        let started: usize = self.pods.iter().map(|pod| pod.started).sum();
+        1000 * self.pods.len() + started + self.bound.len()
     }
 
     /// Binds the queued claims and checks all invariants.
@@ -388,13 +388,13 @@ impl Node {
 
     fn start_container(&mut self, index: usize, container: usize) {
         let start = self.pods[index].bind_request(container);
-        let lost = self.random.random_bool(0.05);
-        if lost {
+        let loses_answer = self.random.random_bool(0.05);
+        if loses_answer {
             // The agent crashes before it writes the checkpoint, so the kubelet gets no answer and
             // retries.
             self.coverage.lost_events += 1;
-            let mut doomed = self.ledger.clone();
-            let _unheard = doomed.bind(start.clone(), self.now).unwrap();
+            let mut crashed = self.ledger.clone();
+            let _lost = crashed.bind(start.clone(), self.now).unwrap();
             self.crash();
         }
         let started = self.ledger.bind(start.clone(), self.now).unwrap();
@@ -498,17 +498,17 @@ impl Node {
             self.ledger.release_pod(&pod.uid).is_empty(),
             "a pod went twice"
         );
-        let ours: BTreeSet<_> = pod
+        let own: BTreeSet<_> = pod
             .containers
             .iter()
             .map(|container| container.id)
             .collect();
-        let strangers: Vec<_> = released.iter().filter(|id| !ours.contains(id)).collect();
+        let foreign: Vec<_> = released.iter().filter(|id| !own.contains(id)).collect();
         // A pending allocation of a rejected pod with the same device ids ends with the pod that
         // started.
         assert!(
-            strangers.iter().all(|id| !self.is_live(**id)),
-            "took {strangers:?} along"
+            foreign.iter().all(|id| !self.is_live(**id)),
+            "took {foreign:?} along"
         );
         for id in &released {
             self.bound.remove(id);

@@ -1,4 +1,4 @@
-//! Passes the kubelet's calls to the node task, and tells pods of their outcome.
+//! Passes the kubelet's calls to the node task, and publishes their outcome on the pods.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -69,11 +69,11 @@ impl Observers {
             Err(error) => (BindResult::Failed, Reason::NotBound, error.to_string()),
         };
         self.metrics.observe_prepare(counted, took);
-        let is_told = matches!(result, Err(PrepareError::PodDeleted))
-            || reported_wait.is_some_and(|told| told == message);
-        if let Some(container) = container.filter(|_| !is_told) {
+        let is_reported = matches!(result, Err(PrepareError::PodDeleted))
+            || reported_wait.is_some_and(|reported| reported == message);
+        if let Some(container) = container.filter(|_| !is_reported) {
             self.events
-                .on_pod(container.pod.clone(), reason, container.says(&message));
+                .on_pod(container.pod.clone(), reason, container.prefix(&message));
         }
     }
 }
@@ -101,7 +101,7 @@ impl NamedContainer {
         })
     }
 
-    fn says(&self, message: &str) -> String {
+    fn prefix(&self, message: &str) -> String {
         match self.container.is_empty() {
             true => message.to_owned(),
             false => format!("container {}: {message}", self.container),
@@ -116,8 +116,8 @@ impl Allocator for NodeHandle {
         device_ids: DeviceIdSet,
         id: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
-        let begun = Instant::now();
-        let (reply, booked) = oneshot::channel();
+        let started = Instant::now();
+        let (reply, allocated) = oneshot::channel();
         let command = Command::Allocate {
             resource,
             device_ids,
@@ -128,9 +128,9 @@ impl Allocator for NodeHandle {
             .send(command)
             .await
             .map_err(|_| AllocateError::Stopping)?;
-        let booked = booked.await.map_err(|_| AllocateError::Stopping);
-        self.observers.metrics.observe_allocate(begun.elapsed());
-        booked
+        let allocated = allocated.await.map_err(|_| AllocateError::Stopping);
+        self.observers.metrics.observe_allocate(started.elapsed());
+        allocated
     }
 
     async fn prepare(
@@ -139,35 +139,38 @@ impl Allocator for NodeHandle {
         device_ids: DeviceIdSet,
         limit: Duration,
     ) -> Result<(), PrepareError> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let until = clock::now() + self.bind_wait.min(limit);
         let identity = match self.resolver.resolve(resource, &device_ids).await {
             Ok(identity) => identity,
             Err(error) => {
                 let result = Err(error.into());
                 self.observers
-                    .report_prepare(None, &result, None, begun.elapsed());
+                    .report_prepare(None, &result, None, started.elapsed());
                 return result.map(drop);
             }
         };
         let container = NamedContainer::of(&identity);
         let (result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
+        let (wait_reason, waiting) = oneshot::channel();
         let bind = PrepareRequest {
             resource,
             device_ids,
             identity,
             deadline: until,
         };
-        let reply = Reply { result, waits };
+        let reply = Reply {
+            result,
+            wait_reason,
+        };
         self.commands
             .send(Command::Prepare { bind, reply })
             .await
             .map_err(|_| PrepareError::Stopping)?;
-        let (result, told) = self.follow(container.as_ref(), bound, waiting).await;
-        let (container, told) = (container.as_ref(), told.as_deref());
+        let (result, reported_wait) = self.follow(container.as_ref(), bound, waiting).await;
+        let (container, reported_wait) = (container.as_ref(), reported_wait.as_deref());
         self.observers
-            .report_prepare(container, &result, told, begun.elapsed());
+            .report_prepare(container, &result, reported_wait, started.elapsed());
         result.map(drop)
     }
 }
@@ -211,7 +214,7 @@ impl NodeHandle {
         events.on_pod(
             container.pod.clone(),
             Reason::WaitingForRoom,
-            container.says(&reason),
+            container.prefix(&reason),
         );
         let result = tokio::select! {
             biased;
@@ -247,7 +250,7 @@ mod tests {
 
     use super::*;
 
-    /// The Events that the API server got: reason and note.
+    /// The Events that the API server received: reason and note.
     type Published = Arc<std::sync::Mutex<Vec<(String, String)>>>;
 
     /// A client of an API server that stores Events and has one pod, deleted or not.
@@ -260,8 +263,8 @@ mod tests {
                 let mut answer: Value = serde_json::from_slice(&body).expect("a JSON body");
                 if is_event {
                     let text = |field: &str| answer[field].as_str().unwrap().to_owned();
-                    let told = (text("reason"), text("note"));
-                    published.lock().unwrap().push(told);
+                    let event = (text("reason"), text("note"));
+                    published.lock().unwrap().push(event);
                 } else {
                     answer = json!({ "metadata": { "name": "train-0", "uid": "uid-1" } });
                     if is_deleted {
@@ -330,31 +333,34 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn wait_is_told_when_it_begins_and_once() {
+    async fn wait_is_reported_when_it_begins_and_once() {
         let published = Published::default();
         let handle = handle(false, &published);
-        let (container, begun) = (container(), tokio::time::Instant::now());
+        let (container, started) = (container(), tokio::time::Instant::now());
         let (result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
-        waits.send(reason()).unwrap();
+        let (wait_reason, waiting) = oneshot::channel();
+        wait_reason.send(reason()).unwrap();
         let node = async {
             while published.lock().unwrap().is_empty() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            let told_after = begun.elapsed();
+            let reported_after = started.elapsed();
             tokio::time::sleep(Duration::from_secs(25)).await;
             let message = reason().to_string();
             result.send(Err(PrepareError::NoRoom(message))).unwrap();
-            told_after
+            reported_after
         };
         let follow = handle.follow(Some(&container), bound, waiting);
-        let ((result, told), told_after) = tokio::join!(follow, node);
-        assert!(told_after < Duration::from_secs(1), "{told_after:?}");
+        let ((result, reported_wait), reported_after) = tokio::join!(follow, node);
+        assert!(
+            reported_after < Duration::from_secs(1),
+            "{reported_after:?}"
+        );
         let took = Duration::from_secs(25);
-        let told = told.as_deref();
+        let reported_wait = reported_wait.as_deref();
         handle
             .observers
-            .report_prepare(Some(&container), &result, told, took);
+            .report_prepare(Some(&container), &result, reported_wait, took);
         tokio::time::sleep(Duration::from_secs(1)).await;
         let note = "container main: waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
         let expected = [("WaitingForGpuMemory".to_owned(), note.to_owned())];
@@ -373,29 +379,29 @@ mod tests {
         let observers = &handle.observers;
         observers.report_lost_memory(&[change("GPU-a", 3), change("GPU-b", 1)]);
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let told = published.lock().unwrap().clone();
+        let events = published.lock().unwrap().clone();
         let note = "the memory of GPU-a has generation 4 instead of 3: its contents are lost";
-        assert_eq!(told[0], ("GpuMemoryLost".to_owned(), note.to_owned()));
-        assert_eq!(told.len(), 2);
+        assert_eq!(events[0], ("GpuMemoryLost".to_owned(), note.to_owned()));
+        assert_eq!(events.len(), 2);
     }
 
     #[tokio::test(start_paused = true)]
     async fn wait_ends_soon_after_the_pod_is_deleted() {
         let handle = handle(true, &Published::default());
-        let begun = tokio::time::Instant::now();
+        let started = tokio::time::Instant::now();
         let (_result, bound) = oneshot::channel();
-        let (waits, waiting) = oneshot::channel();
-        waits.send(reason()).unwrap();
+        let (wait_reason, waiting) = oneshot::channel();
+        wait_reason.send(reason()).unwrap();
         let (result, _) = handle.follow(Some(&container()), bound, waiting).await;
         assert!(
             matches!(result, Err(PrepareError::PodDeleted)),
             "{result:?}"
         );
-        assert!(begun.elapsed() < Duration::from_secs(1));
+        assert!(started.elapsed() < Duration::from_secs(1));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bound_container_is_told_with_amount_and_gpu() {
+    async fn bound_container_is_reported_with_amount_and_gpu() {
         let published = Published::default();
         let handle = handle(false, &published);
         let memory = BoundMemory::Device(vec![("GPU-a".parse().unwrap(), Bytes::gib(8))]);

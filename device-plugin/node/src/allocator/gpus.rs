@@ -83,9 +83,9 @@ impl<H: HostOps> NodeAllocator<H> {
         refused: BTreeSet<GpuUuid>,
         now: BootTime,
     ) {
-        let is_refused_news = self.ledger.set_refused_gpus(refused);
-        let is_tried_news = tried.is_some_and(|tried| self.ledger.set_tried_gpus(tried));
-        if is_refused_news || is_tried_news {
+        let has_refused_changed = self.ledger.set_refused_gpus(refused);
+        let has_tried_changed = tried.is_some_and(|tried| self.ledger.set_tried_gpus(tried));
+        if has_refused_changed || has_tried_changed {
             self.bind_queued(now).await;
         }
     }

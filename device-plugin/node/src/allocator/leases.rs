@@ -41,12 +41,12 @@ impl<H: HostOps> NodeAllocator<H> {
                     .container_names
                     .get(id)
                     .and_then(|holder| holder.pod.as_ref());
-                let standing = ContainerBinding {
+                let binding = ContainerBinding {
                     pod: bound.pod.clone(),
                     namespace: named.map(|named| named.namespace.clone()),
                     gpus: gpus.clone(),
                 };
-                containers.insert(*id, standing);
+                containers.insert(*id, binding);
             }
         }
         NodeView {

@@ -1,4 +1,4 @@
-//! The requests and answers of the allocator, and what it tells of claims and containers.
+//! Defines the values that the allocator takes and returns.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ pub struct Reply {
     /// The result.
     pub(crate) result: ResultSender,
     /// The reason, at the time when the call begins to wait for room.
-    pub(crate) waits: oneshot::Sender<WaitReason>,
+    pub(crate) wait_reason: oneshot::Sender<WaitReason>,
 }
 
 /// The memory that a container was bound to.

@@ -71,12 +71,12 @@ impl<H: HostOps> NodeAllocator<H> {
         }
         self.metrics.count_release();
         info!(%pod, allocations = ended.len(), "pod released");
-        for (_, waiter) in self
+        for (_, call) in self
             .waiting_calls
-            .extract_if(.., |_, waiter| waiter.request.pod == *pod)
+            .extract_if(.., |_, call| call.request.pod == *pod)
         {
             send_result(
-                waiter.result,
+                call.result,
                 Err(PrepareError::Failed("the pod has ended".to_owned())),
             );
         }
@@ -92,8 +92,8 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Lets the ledger account for the leases of ended allocations, and for the memory of theirs
-    /// that other processes may still map. Returns the exported memory.
+    /// Lets the ledger account for the leases of ended allocations, and for their exported memory,
+    /// which other processes may still map. Returns the exported memory.
     pub(super) async fn account_for_ended(
         &mut self,
         ended: &[AllocationId],

@@ -67,8 +67,8 @@ impl FakeHost {
         effect: impl FnOnce(&mut FakeHostState),
     ) -> Result<(), HostError> {
         let mut disk = self.state();
-        let dead = disk.crash_at.is_some_and(|at| disk.steps_done >= at);
-        if dead || disk.failing_steps.contains(name) {
+        let has_crashed = disk.crash_at.is_some_and(|at| disk.steps_done >= at);
+        if has_crashed || disk.failing_steps.contains(name) {
             let source = std::io::Error::from(std::io::ErrorKind::StorageFull);
             return Err(HostError::Folder {
                 path: name.into(),
@@ -250,14 +250,14 @@ impl TestNode {
     async fn new() -> Self {
         let (host, cgroups) = (FakeHost::default(), tempfile::tempdir().unwrap());
         std::fs::create_dir(cgroups.path().join("kubepods")).unwrap();
-        let mut core = new_allocator(&host, &cgroups);
-        core.set_gpus(two_gpus(), BootTime(0)).await;
+        let mut allocator = new_allocator(&host, &cgroups);
+        allocator.set_gpus(two_gpus(), BootTime(0)).await;
         Self {
             host,
             cgroups,
             kubelet: Vec::new(),
             now: BootTime(1_000),
-            allocator: core,
+            allocator,
             next: 1,
         }
     }
@@ -322,7 +322,7 @@ impl TestNode {
         let (result, answer) = oneshot::channel();
         let reply = Reply {
             result,
-            waits: oneshot::channel().0,
+            wait_reason: oneshot::channel().0,
         };
         let bind = PrepareRequest {
             resource,
@@ -375,7 +375,7 @@ impl TestNode {
 
     /// The GPUs and quanta of each pod.
     fn placements(&self) -> BTreeMap<String, Vec<(String, u32)>> {
-        let place = |binding: Binding| {
+        let placement = |binding: Binding| {
             let shares = match binding.placement {
                 Placement::Device(shares) => shares
                     .iter()
@@ -385,7 +385,7 @@ impl TestNode {
             };
             (format!("{}/{}", binding.pod, binding.device_ids), shares)
         };
-        self.allocator.bindings().map(place).collect()
+        self.allocator.bindings().map(placement).collect()
     }
 
     /// Checks that files and sockets on the host are exactly those of the bindings.
@@ -413,16 +413,16 @@ impl TestNode {
                 continue;
             };
             for allocation in &binding.allocations {
-                let told: Vec<_> = disk.cdi[allocation]
+                let described: Vec<_> = disk.cdi[allocation]
                     .gpus
                     .iter()
                     .map(|gpu| (&gpu.uuid, gpu.quota))
                     .collect();
-                let true_: Vec<_> = shares
+                let expected: Vec<_> = shares
                     .iter()
                     .map(|s| (&s.gpu, s.quanta.bytes(Quantum::Gib1)))
                     .collect();
-                assert_eq!(told, true_);
+                assert_eq!(described, expected);
             }
         }
         for gpu in self.allocator.view(self.now).gpus {
@@ -443,11 +443,11 @@ fn try_answer(
 #[test]
 fn bound_memory_is_described_with_amount_and_gpu() {
     let share = |gpu: &str, gib| (gpu.parse().unwrap(), Bytes::gib(gib));
-    let one = BoundMemory::Device(vec![share("GPU-a", 8)]);
-    assert_eq!(one.to_string(), "8 GiB of GPU-a");
-    let two = BoundMemory::Device(vec![share("GPU-a", 10), share("GPU-b", 10)]);
+    let single = BoundMemory::Device(vec![share("GPU-a", 8)]);
+    assert_eq!(single.to_string(), "8 GiB of GPU-a");
+    let multiple = BoundMemory::Device(vec![share("GPU-a", 10), share("GPU-b", 10)]);
     assert_eq!(
-        two.to_string(),
+        multiple.to_string(),
         "20 GiB over 2 GPUs: 10 GiB of GPU-a, 10 GiB of GPU-b"
     );
     let managed = BoundMemory::Managed(Bytes::gib(4));
@@ -520,17 +520,19 @@ async fn waits_are_listed_by_whether_room_can_end_them() {
         node.tick(1).await;
     }
     let mut pods_with = |set: fn(&mut QueuedClaim)| {
-        let waits = node.allocator.queued_claims.values_mut();
-        waits
-            .filter(|wait| wait.pod.as_str() == "second")
+        let claims = node.allocator.queued_claims.values_mut();
+        claims
+            .filter(|claim| claim.pod.as_str() == "second")
             .for_each(set);
-        let waits = node.allocator.queued_claims().into_iter();
-        waits.map(|wait| wait.pod.to_string()).collect::<Vec<_>>()
+        let claims = node.allocator.queued_claims().into_iter();
+        claims
+            .map(|claim| claim.pod.to_string())
+            .collect::<Vec<_>>()
     };
     // The wall clock steps back while the second waits.
-    let listed = pods_with(|wait| wait.since = Timestamp::UNIX_EPOCH);
+    let listed = pods_with(|claim| claim.since = Timestamp::UNIX_EPOCH);
     assert_eq!(listed, ["first", "second", "huge"]);
-    let listed = pods_with(|wait| wait.priority = Priority(10));
+    let listed = pods_with(|claim| claim.priority = Priority(10));
     assert_eq!(listed, ["second", "first", "huge"]);
 }
 
@@ -545,11 +547,11 @@ async fn wait_is_listed_while_one_gpu_is_closed_to_its_pod() {
         node.admit_device(pod, ids.clone());
         node.start_device(pod, ids).await;
     }
-    let waits = node.allocator.queued_claims().into_iter();
-    let waits: Vec<_> = waits
-        .map(|wait| (wait.pod.to_string(), wait.fits_when_empty))
+    let claims = node.allocator.queued_claims().into_iter();
+    let claims: Vec<_> = claims
+        .map(|claim| (claim.pod.to_string(), claim.fits_when_empty))
         .collect();
-    assert_eq!(waits, [("c".to_owned(), true)]);
+    assert_eq!(claims, [("c".to_owned(), true)]);
 }
 
 #[tokio::test]
@@ -579,15 +581,19 @@ async fn wait_names_the_pod_for_which_memory_is_set_aside() {
 #[tokio::test]
 async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
     let mut node = TestNode::new().await;
-    let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
+    let reservations = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
         gpu: gpu.to_owned(),
         pod_uid: "nobody".to_owned(),
         quanta: 16,
     });
-    node.allocator.set_reservations(&held, node.now).await;
+    node.allocator
+        .set_reservations(&reservations, node.now)
+        .await;
     node.tick(1).await;
     let steps = node.host.state().steps_done;
-    node.allocator.set_reservations(&held, node.now).await;
+    node.allocator
+        .set_reservations(&reservations, node.now)
+        .await;
     node.tick(289).await;
     assert_eq!(
         node.host.state().steps_done,
@@ -631,8 +637,8 @@ async fn cancelled_call_reserves_no_room() {
     node.tick(1).await;
     node.end("a").await;
     assert_eq!(node.placements().keys().collect::<Vec<_>>(), ["b/16-31"]);
-    let mut again = node.start_device("c", 0..8).await;
-    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    let mut repeated = node.start_device("c", 0..8).await;
+    assert_eq!(try_answer(&mut repeated), Some(Ok(())));
 }
 
 #[tokio::test]
@@ -641,8 +647,8 @@ async fn repeated_call_gets_the_same_binding() {
     node.admit_device("a", 0..10);
     node.start_device("a", 0..10).await;
     let before = node.placements();
-    let mut again = node.start_device("a", 0..10).await;
-    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    let mut repeated = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut repeated), Some(Ok(())));
     assert_eq!(node.placements(), before);
     node.assert_host_matches_bindings();
 }
@@ -724,9 +730,9 @@ async fn exports_of_init_container_are_charged_to_the_next() {
         );
         node.restart().await;
         let view = node.allocator.view(node.now);
-        let of_it = view.gpus.iter().find(|view| view.uuid == gpu).unwrap();
+        let gpu_view = view.gpus.iter().find(|view| view.uuid == gpu).unwrap();
         assert_eq!(
-            of_it.unreclaimed, left,
+            gpu_view.unreclaimed, left,
             "what the heir cannot be charged stays the node's"
         );
     }
@@ -785,8 +791,8 @@ async fn unwritable_cdi_dir_fails_call_and_retry_succeeds() {
             .contains("describe")
     );
     assert!(node.allocator.problems().host.is_some());
-    let mut again = node.start_device("a", 0..10).await;
-    assert!(try_answer(&mut again).unwrap().is_err());
+    let mut repeated = node.start_device("a", 0..10).await;
+    assert!(try_answer(&mut repeated).unwrap().is_err());
     node.host.state().failing_steps.clear();
     let mut last = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut last), Some(Ok(())));
@@ -809,8 +815,8 @@ async fn full_disk_answers_allocate_and_delays_bindings() {
     node.host.state().failing_steps.clear();
     node.tick(1).await;
     assert_eq!(node.allocator.problems().checkpoint, None);
-    let mut again = node.start_device("a", 0..10).await;
-    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    let mut repeated = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut repeated), Some(Ok(())));
     node.restart().await;
     assert_eq!(node.placements().len(), 1);
     node.assert_host_matches_bindings();
@@ -846,10 +852,10 @@ async fn lost_gpu_gets_no_new_pod_until_it_is_back() {
     node.admit_device("b", 10..26);
     node.start_device("b", 10..26).await;
     node.admit_device("c", 26..30);
-    let mut waits = node.start_device("c", 26..30).await;
-    assert_eq!(try_answer(&mut waits), None);
+    let mut answer = node.start_device("c", 26..30).await;
+    assert_eq!(try_answer(&mut answer), None);
     node.allocator.set_gpus(two_gpus(), node.now).await;
-    assert_eq!(try_answer(&mut waits), Some(Ok(())));
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
     node.assert_host_matches_bindings();
 }
 
@@ -868,8 +874,8 @@ async fn container_is_not_restarted_while_its_gpu_drains() {
         assert!(refused.contains("is drained"), "{refused}");
     }
     node.allocator.set_gpus(two_gpus(), node.now).await;
-    let mut again = node.start_device("a", 0..10).await;
-    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    let mut repeated = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut repeated), Some(Ok(())));
     assert_eq!(node.placements(), before);
 }
 
@@ -943,8 +949,8 @@ fn pod_history() -> Vec<KubeletStep> {
 }
 
 impl TestNode {
-    async fn apply(&mut self, act: &KubeletStep) {
-        match act.clone() {
+    async fn apply(&mut self, step: &KubeletStep) {
+        match step.clone() {
             KubeletStep::Admit(pod, ids) => drop(self.admit_device(pod, ids)),
             // The kubelet retries while the pod exists; the test reads the result from the
             // placements.
@@ -959,14 +965,14 @@ impl TestNode {
 
     /// Repeats the kubelet's call for every container that has not started.
     async fn retry_all(&mut self, started: &[KubeletStep]) {
-        for act in started {
-            if let KubeletStep::Start(pod, ids) = act
+        for step in started {
+            if let KubeletStep::Start(pod, ids) = step
                 && self.cgroup(pod).exists()
                 && !started.iter().any(
                     |later| matches!(later, KubeletStep::Start(p, t) if p == pod && t.end > ids.end),
                 )
             {
-                self.apply(act).await;
+                self.apply(step).await;
             }
         }
     }
@@ -975,8 +981,8 @@ impl TestNode {
 #[tokio::test]
 async fn crash_before_any_step_changes_no_binding() {
     let mut undisturbed = TestNode::new().await;
-    for act in pod_history() {
-        undisturbed.apply(&act).await;
+    for step in pod_history() {
+        undisturbed.apply(&step).await;
     }
     undisturbed.assert_host_matches_bindings();
     let (expected, steps) = (
@@ -991,9 +997,9 @@ async fn crash_before_any_step_changes_no_binding() {
         let mut node = TestNode::new().await;
         node.host.state().crash_at = Some(crash_at);
         let mut done = Vec::new();
-        for act in pod_history() {
-            node.apply(&act).await;
-            done.push(act);
+        for step in pod_history() {
+            node.apply(&step).await;
+            done.push(step);
             let crashed = {
                 let disk = node.host.state();
                 disk.crash_at.is_some_and(|at| disk.steps_done >= at)
@@ -1014,8 +1020,8 @@ async fn crash_before_any_step_changes_no_binding() {
 async fn deleted_checkpoint_is_rebuilt_with_the_same_bindings() {
     for length in 1..=pod_history().len() {
         let mut node = TestNode::new().await;
-        for act in pod_history().iter().take(length) {
-            node.apply(act).await;
+        for step in pod_history().iter().take(length) {
+            node.apply(step).await;
         }
         let before = node.placements();
         node.host.state().checkpoint = None;
@@ -1093,8 +1099,8 @@ async fn managed_memory_is_bound_only_while_it_can_be_evicted() {
     assert_eq!(try_answer(&mut bound), Some(Ok(())));
     let pinned = uvm_module(false);
     node.allocator.set_uvm_module(pinned, node.now).await;
-    let mut waits = node.start("b", start.0, device_ids(3..5)).await;
-    assert_eq!(try_answer(&mut waits), None);
+    let mut waiting = node.start("b", start.0, device_ids(3..5)).await;
+    assert_eq!(try_answer(&mut waiting), None);
     let not_concurrent = UvmModule {
         not_concurrent: ["GPU-a".parse().unwrap()].into(),
         ..uvm_module(true)
@@ -1102,12 +1108,12 @@ async fn managed_memory_is_bound_only_while_it_can_be_evicted() {
     node.allocator
         .set_uvm_module(not_concurrent, node.now)
         .await;
-    assert_eq!(try_answer(&mut waits), None);
-    let mut again = node.start("a", start.0, start.1).await;
-    assert_eq!(try_answer(&mut again), Some(Ok(())), "it stays bound");
+    assert_eq!(try_answer(&mut waiting), None);
+    let mut repeated = node.start("a", start.0, start.1).await;
+    assert_eq!(try_answer(&mut repeated), Some(Ok(())), "it stays bound");
     let evictable = uvm_module(true);
     node.allocator.set_uvm_module(evictable, node.now).await;
-    assert_eq!(try_answer(&mut waits), Some(Ok(())));
+    assert_eq!(try_answer(&mut waiting), Some(Ok(())));
 }
 
 #[tokio::test]
@@ -1167,8 +1173,8 @@ async fn container_gets_managed_memory_in_either_order() {
 #[tokio::test]
 async fn managed_memory_belongs_to_one_container() {
     let mut node = TestNode::new().await;
-    let one = node.admit("a", "one", Resource::DeviceMemory, device_ids(0..2));
-    let two = node.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
+    let first = node.admit("a", "one", Resource::DeviceMemory, device_ids(0..2));
+    let second = node.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
     let other = node.admit("b", "two", Resource::DeviceMemory, device_ids(4..6));
     node.admit("a", "two", Resource::ManagedMemory, device_ids(0..3));
     for (pod, ids) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
@@ -1177,8 +1183,8 @@ async fn managed_memory_belongs_to_one_container() {
     node.start("a", Resource::ManagedMemory, device_ids(0..3))
         .await;
     let served = BTreeMap::from([
-        (one, Bytes::ZERO),
-        (two, Bytes::gib(3)),
+        (first, Bytes::ZERO),
+        (second, Bytes::gib(3)),
         (other, Bytes::ZERO),
     ]);
     assert_eq!(node.host.state().sockets, served);
@@ -1288,15 +1294,15 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
     node.admit_device("first", 0..16);
     node.start_device("first", 0..16).await;
     node.tick(1).await;
-    let stood = node.host.state().last_lease_inputs.clone();
+    let inputs = node.host.state().last_lease_inputs.clone();
     assert!(
-        stood.containers.values().all(|container| {
+        inputs.containers.values().all(|container| {
             container.pod.as_str().contains("first") && container.gpus.contains(&gpu)
-        }) && stood.containers.len() == 1,
-        "{stood:?}"
+        }) && inputs.containers.len() == 1,
+        "{inputs:?}"
     );
-    let kept = BTreeMap::from([(LeaseId(7), Bytes::mib(3_500))]);
-    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
+    let orphaned = BTreeMap::from([(LeaseId(7), Bytes::mib(3_500))]);
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), orphaned)]));
     node.end("first").await;
     node.restart().await;
     // The fd store has not answered yet: the checkpoint's state remains.
@@ -1304,13 +1310,13 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
     node.tick(1).await;
     assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
     // The checkpoint counts this lease as orphaned, which the new agent's leases do not show.
-    let turn = LedgerUpdate {
+    let update = LedgerUpdate {
         orphaned: Some(BTreeMap::new()),
         ended: vec![(LeaseId(7), gpu, Bytes::mib(3_500))],
     };
     node.host.state().unreclaimed = Bytes::gib(16);
     node.host.state().failing_steps.insert("persist");
-    node.host.state().lease_answer = turn;
+    node.host.state().lease_answer = update;
     node.tick(1).await;
     assert_eq!(
         node.host.state().recorded,
@@ -1330,8 +1336,8 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
 async fn orphaned_lease_counts_once_when_fdstore_is_away() {
     let mut node = TestNode::new().await;
     let gpu: GpuUuid = "GPU-a".parse().unwrap();
-    let kept = BTreeMap::from([(LeaseId(7), Bytes::gib(4))]);
-    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
+    let orphaned = BTreeMap::from([(LeaseId(7), Bytes::gib(4))]);
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), orphaned)]));
     node.host.state().unreclaimed = Bytes::gib(16);
     node.tick(1).await;
     node.host.state().lease_answer = LedgerUpdate {

@@ -22,29 +22,29 @@ impl<H: HostOps> NodeAllocator<H> {
     pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
-        let mut waits: Vec<QueuedClaim> = self.queued_claims.values().cloned().collect();
-        waits.sort_by_cached_key(|wait| {
-            let urgency = (!wait.fits_when_empty, Reverse(wait.priority));
-            (urgency, wait.queued_at, wait.pod.clone())
+        let mut claims: Vec<QueuedClaim> = self.queued_claims.values().cloned().collect();
+        claims.sort_by_cached_key(|claim| {
+            let urgency = (!claim.fits_when_empty, Reverse(claim.priority));
+            (urgency, claim.queued_at, claim.pod.clone())
         });
-        waits
+        claims
     }
 
     /// The numbers of `resource` in the ledger.
     pub fn counts(&self, resource: Resource) -> Counts {
-        let of_it = |bound: &BindingRef<'_>| bound.resource == resource;
+        let of_resource = |bound: &BindingRef<'_>| bound.resource == resource;
         Counts {
             pending: self.ledger.unbound_allocations(resource),
             bound: self
                 .ledger
                 .binding_refs()
-                .filter(of_it)
+                .filter(of_resource)
                 .map(|bound| bound.allocations.len())
                 .sum(),
             waiting: self
                 .queued_claims
                 .values()
-                .filter(|wait| wait.resource == resource)
+                .filter(|claim| claim.resource == resource)
                 .count(),
         }
     }

@@ -11,8 +11,8 @@ use super::super::host::HostOps;
 use super::{NodeAllocator, QueuedClaim, WaitingCall, send_result};
 
 impl<H: HostOps> NodeAllocator<H> {
-    /// Lets a call wait for room, and tells its caller the `reason`. An earlier call of the claim
-    /// ends.
+    /// Queues a call until its claim has room, and sends its caller the `reason`. An earlier call
+    /// of the claim ends.
     ///
     /// `held` are the kubelet's entries for the container.
     pub(super) fn queue_call(
@@ -20,7 +20,7 @@ impl<H: HostOps> NodeAllocator<H> {
         call: WaitingCall,
         held: &[CheckpointEntry],
         mut reason: WaitReason,
-        waits: oneshot::Sender<WaitReason>,
+        wait_reason: oneshot::Sender<WaitReason>,
         now: BootTime,
     ) {
         self.name_pods(&mut reason);
@@ -28,7 +28,7 @@ impl<H: HostOps> NodeAllocator<H> {
         self.record_queued(&call, held, reason.gpus.is_some(), now);
         let message = reason.to_string();
         // The caller may have gone; its call ends with the next tick.
-        let _ = waits.send(reason);
+        let _ = wait_reason.send(reason);
         if let Some(before) = self.waiting_calls.insert(call.ticket.claim, call) {
             send_result(before.result, Err(PrepareError::NoRoom(message)));
         }
@@ -65,8 +65,8 @@ impl<H: HostOps> NodeAllocator<H> {
             self.checkpoint_dirty = true;
             self.record_wait(binding.claim, now);
             let result = self.commit_binding(&binding).await;
-            if let Some(waiter) = self.waiting_calls.remove(&binding.claim) {
-                send_result(waiter.result, result);
+            if let Some(call) = self.waiting_calls.remove(&binding.claim) {
+                send_result(call.result, result);
             }
         }
         // All changes are on record before the next event.
@@ -75,16 +75,15 @@ impl<H: HostOps> NodeAllocator<H> {
 
     /// Ends the calls whose deadline has passed or whose caller has gone.
     pub(super) fn expire_waits(&mut self, now: BootTime) {
-        let over = |_: &ClaimId, waiter: &mut WaitingCall| {
-            waiter.deadline <= now || waiter.result.is_closed()
-        };
+        let has_ended =
+            |_: &ClaimId, call: &mut WaitingCall| call.deadline <= now || call.result.is_closed();
         let ended: Vec<WaitingCall> = self
             .waiting_calls
-            .extract_if(.., over)
-            .map(|(_, waiter)| waiter)
+            .extract_if(.., has_ended)
+            .map(|(_, call)| call)
             .collect();
         for WaitingCall {
-            request: start,
+            request,
             ticket,
             result,
             ..
@@ -95,7 +94,7 @@ impl<H: HostOps> NodeAllocator<H> {
             self.ledger.stop_waiting(ticket, now);
             self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
-            info!(pod = %start.pod, reason = message, "no room before the deadline");
+            info!(pod = %request.pod, reason = message, "no room before the deadline");
             send_result(result, Err(PrepareError::NoRoom(message)));
         }
     }
@@ -111,8 +110,8 @@ impl<H: HostOps> NodeAllocator<H> {
     pub(super) fn observe_oldest_wait(&mut self, now: BootTime) {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
-        let waits = self.queued_claims.values();
-        let oldest = waits.map(|wait| now.since(wait.queued_at)).max();
+        let claims = self.queued_claims.values();
+        let oldest = claims.map(|claim| now.since(claim.queued_at)).max();
         self.metrics.set_oldest_wait(oldest.unwrap_or_default());
     }
 }

@@ -36,17 +36,17 @@ pub(super) fn exported_names(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
         .collect())
 }
 
-/// Hides every exported symbol of `library` whose name is not in `kept`.
+/// Hides every exported symbol of `library` whose name is not in `exported`.
 ///
 /// # Errors
 /// The library is no little-endian 64-bit ELF file.
-pub(super) fn hide_names(library: &mut [u8], kept: &BTreeSet<Vec<u8>>) -> io::Result<()> {
+pub(super) fn hide_names(library: &mut [u8], exported: &BTreeSet<Vec<u8>>) -> io::Result<()> {
     let (symbols, offset) = dynamic_symbols(&*library)?;
-    let lacking = |symbol: &Symbol| {
+    let is_missing = |symbol: &Symbol| {
         let name = symbol.name(LITTLE, symbols.strings());
-        is_exported(symbol) && name.is_ok_and(|name| !kept.contains(name))
+        is_exported(symbol) && name.is_ok_and(|name| !exported.contains(name))
     };
-    let hidden: Vec<bool> = symbols.iter().map(lacking).collect();
+    let hidden: Vec<bool> = symbols.iter().map(is_missing).collect();
     let outside = || io::Error::from(io::ErrorKind::UnexpectedEof);
     let bytes = library.get_mut(offset..).ok_or_else(outside)?;
     let (table, _) =

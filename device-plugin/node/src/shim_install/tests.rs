@@ -143,7 +143,10 @@ fn symbols_that_the_driver_lacks_are_hidden() {
     let image = fs::read(machine.path("image/libcuda.so.1")).unwrap();
     let copy = fs::read(build.join(LIBCUDA)).unwrap();
     assert_eq!(image.len(), copy.len());
-    let changed = image.iter().zip(&copy).filter(|(one, other)| one != other);
+    let changed = image
+        .iter()
+        .zip(&copy)
+        .filter(|(original, copied)| original != copied);
     assert!(changed.count() <= 24, "one symbol's entry and nothing else");
 }
 
@@ -198,15 +201,15 @@ fn stub_is_called_libcuda_so_and_needs_the_shim() {
         .arg(build.join(STUB))
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
     for part in [
         "soname: [libcuda.so]",
         "Shared library: [libcuda.so.1]",
         "GNU_STACK",
     ] {
-        assert!(said.contains(part), "{part} is missing in: {said}");
+        assert!(text.contains(part), "{part} is missing in: {text}");
     }
-    assert!(!said.contains("RWE"), "no stack becomes executable: {said}");
+    assert!(!text.contains("RWE"), "no stack becomes executable: {text}");
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
 }
 

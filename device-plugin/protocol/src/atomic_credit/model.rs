@@ -150,12 +150,12 @@ fn charges_grants_and_reclaims_never_lose_a_unit() {
                 taken
             })
         };
-        let mine = u32::from(process.charge(1));
+        let own = u32::from(process.charge(1));
         let (others, taken) = (other.join().unwrap(), sibling.join().unwrap());
-        let (word, books) = (process.page().word(), agent.lock().unwrap().granted);
-        assert_eq!(word.used, mine + others);
+        let (word, granted) = (process.page().word(), agent.lock().unwrap().granted);
+        assert_eq!(word.used, own + others);
         assert!(word.used <= word.granted);
-        assert_eq!((word.granted, books + taken), (books, 3));
+        assert_eq!((word.granted, granted + taken), (granted, 3));
     });
 }
 
@@ -167,8 +167,8 @@ fn last_unit_is_charged_by_exactly_one_thread() {
             let process = Arc::clone(&process);
             thread::spawn(move || process.charge(1))
         };
-        let mine = process.charge(1);
-        assert!(mine ^ other.join().unwrap());
+        let own = process.charge(1);
+        assert!(own ^ other.join().unwrap());
     });
 }
 
@@ -190,10 +190,10 @@ fn migration_loses_no_charge_and_gains_no_credit() {
         };
         process.reconnect(&agent, true);
         let (used, taken) = (other.join().unwrap(), sibling.join().unwrap());
-        let (word, books) = (process.page().word(), agent.lock().unwrap().granted);
-        assert_eq!((word.used, word.granted), (used, books));
+        let (word, granted) = (process.page().word(), agent.lock().unwrap().granted);
+        assert_eq!((word.used, word.granted), (used, granted));
         assert!(word.used <= word.granted);
-        assert_eq!(books + taken, 3);
+        assert_eq!(granted + taken, 3);
     });
 }
 

@@ -289,8 +289,8 @@ pub(super) mod tests {
         assert!(GpuToken::try_from(vec![0; MAX_TOKEN]).is_ok());
         let long = Err(DecodeError::TooLong("token"));
         assert_eq!(GpuToken::try_from(vec![0; MAX_TOKEN + 1]), long);
-        let mut told = u16::try_from(MAX_TOKEN + 1).unwrap().to_le_bytes().to_vec();
-        told.extend([0; MAX_TOKEN + 1]);
-        assert_eq!(decode_token(&mut Decoder(&told)), long);
+        let mut encoded = u16::try_from(MAX_TOKEN + 1).unwrap().to_le_bytes().to_vec();
+        encoded.extend([0; MAX_TOKEN + 1]);
+        assert_eq!(decode_token(&mut Decoder(&encoded)), long);
     }
 }

@@ -184,8 +184,8 @@ fn frame_headers_are_bounded() {
     bolero::check!()
         .with_type()
         .for_each(|header: &[u8; HEADER]| {
-            let said = usize::from(u16::from_le_bytes(*header));
-            let is_allowed = (1..=MAX_PAYLOAD).contains(&said);
-            assert_eq!(payload_length(*header).ok(), is_allowed.then_some(said));
+            let length = usize::from(u16::from_le_bytes(*header));
+            let is_allowed = (1..=MAX_PAYLOAD).contains(&length);
+            assert_eq!(payload_length(*header).ok(), is_allowed.then_some(length));
         });
 }

@@ -102,8 +102,8 @@ impl LeaseTable {
                 (Stage::Creating | Stage::Live, false) => {
                     // While the fd store is away the ledger gets no list.
                     lease.is_charged = self.store_connected;
-                    let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
-                    of_gpu.insert(*id, *bytes);
+                    let gpu_leases = orphaned.entry(title.gpu.clone()).or_default();
+                    gpu_leases.insert(*id, *bytes);
                 }
                 (Stage::Creating | Stage::Live, true) => {
                     let its = charged.get(owner);
@@ -129,8 +129,8 @@ impl LeaseTable {
             }
             let is_charged = |leases: &BTreeMap<_, _>| leases.contains_key(id);
             if !charged.values().any(is_charged) {
-                let of_gpu = orphaned.entry(gpu.clone()).or_default();
-                of_gpu.insert(*id, *bytes);
+                let gpu_leases = orphaned.entry(gpu.clone()).or_default();
+                gpu_leases.insert(*id, *bytes);
             }
         }
     }

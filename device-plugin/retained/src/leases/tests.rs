@@ -609,7 +609,7 @@ fn container_owns_a_bounded_number_of_leases() {
 
 /// Creates leases in these containers until one is refused; returns how many it created.
 fn fill(table: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64) -> u64 {
-    let mut made = 0;
+    let mut created = 0;
     for container in containers {
         let caller = caller(AllocationId::from_bits(container), 10);
         for number in 0..MAX_OWNED as u64 {
@@ -618,13 +618,13 @@ fn fill(table: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64
                 ..weights(Bytes::mib(2), 5, number)
             };
             match table.open(caller, open, BootTime(0)).0 {
-                Ok(Opened::Create(record)) => table.begin_create(LeaseId(from + made), *record),
+                Ok(Opened::Create(record)) => table.begin_create(LeaseId(from + created), *record),
                 refused => {
                     assert_eq!(refused, Err(RetainedRefusal::TooMany));
-                    return made;
+                    return created;
                 }
             }
-            made += 1;
+            created += 1;
         }
     }
     panic!("nothing was refused");

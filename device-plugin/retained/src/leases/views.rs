@@ -68,7 +68,8 @@ impl LeaseTable {
         Bytes(all.fold(0, |sum, bytes| sum.saturating_add(bytes.0)))
     }
 
-    /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
+    /// The number of leases that are charged to no container, because their GPU and size are
+    /// unreadable.
     pub(crate) fn uncharged(&self) -> usize {
         let unreadable = self.unreadable.values();
         unreadable.filter(|extent| extent.is_none()).count()
@@ -81,8 +82,8 @@ impl LeaseTable {
         if self.store_connected {
             for (id, lease) in &self.leases {
                 if lease.stage == Stage::Live && lease.is_charged {
-                    let of_gpu = live.entry(lease.record.title.gpu.clone()).or_default();
-                    of_gpu.insert(*id, lease.record.bytes);
+                    let gpu_leases = live.entry(lease.record.title.gpu.clone()).or_default();
+                    gpu_leases.insert(*id, lease.record.bytes);
                 }
             }
             for (id, extent) in &self.unreadable {
@@ -112,8 +113,8 @@ impl LeaseTable {
     /// The container that is charged for a lease, until the lease is charged as orphaned exports.
     pub(crate) fn owner(&self, id: LeaseId) -> Option<AllocationId> {
         let lease = self.leases.get(&id)?;
-        let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
-        is_one.then_some(lease.record.owner)
+        let has_owner = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
+        has_owner.then_some(lease.record.owner)
     }
 
     /// The GPU and the size of a lease.

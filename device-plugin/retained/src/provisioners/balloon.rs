@@ -180,7 +180,8 @@ mod tests {
         "GPU-a".parse().unwrap()
     }
 
-    /// Runs a script as the balloon's process. Returns what the look was told, and the outcome.
+    /// Runs a script as the balloon's process. Returns the bytes that the look received, and the
+    /// outcome.
     fn run(script: &str) -> (Option<Bytes>, Result<(), String>) {
         let folder = tempfile::tempdir().unwrap();
         let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
@@ -190,21 +191,21 @@ mod tests {
     fn run_on(provisioners: &Provisioners, script: &str) -> (Option<Bytes>, Result<(), String>) {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let (mut told, until) = (None, Instant::now() + Duration::from_secs(20));
-        let look = &mut |bytes, _| told = Some(bytes);
+        let (mut received, until) = (None, Instant::now() + Duration::from_secs(20));
+        let look = &mut |bytes, _| received = Some(bytes);
         let held = provisioners.run_balloon(&gpu(), command, until, until, look);
-        (told, held)
+        (received, held)
     }
 
     #[test]
     fn balloon_counts_only_when_held_until_its_input_closes() {
         let line = r#"echo '{"bytes":7}'"#;
-        let (told, held) = run(&format!("{line}; read closed; {line}"));
-        assert_eq!((told, held), (Some(Bytes(7)), Ok(())));
-        for ends_early in [line.to_owned(), format!("{line}; kill -9 $$")] {
-            let (told, held) = run(&ends_early);
-            assert_eq!(told, Some(Bytes(7)));
-            assert!(held.is_err(), "{ends_early}");
+        let (received, held) = run(&format!("{line}; read closed; {line}"));
+        assert_eq!((received, held), (Some(Bytes(7)), Ok(())));
+        for script in [line.to_owned(), format!("{line}; kill -9 $$")] {
+            let (received, held) = run(&script);
+            assert_eq!(received, Some(Bytes(7)));
+            assert!(held.is_err(), "{script}");
         }
         let (_, less) = run(&format!(r#"{line}; read closed; echo '{{"bytes":6}}'"#));
         assert!(less.is_err());
@@ -216,23 +217,23 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
         let line = r#"echo '{"bytes":7}'"#;
-        for (script, is_told) in [("true", false), (line, true)] {
-            let begun = Instant::now();
-            let until = begun + Duration::from_secs(4);
+        for (script, is_received) in [("true", false), (line, true)] {
+            let start = Instant::now();
+            let until = start + Duration::from_secs(4);
             let mut command = Command::new("sh");
             command.args(["-c", &format!("{script}; exec sleep 60")]);
-            let mut told = None;
+            let mut received = None;
             let look = &mut |_, look_until| {
-                told = Some(look_until);
+                received = Some(look_until);
                 let left = |until: Instant| until.saturating_duration_since(Instant::now());
                 std::thread::sleep(left(look_until));
             };
-            let look_from = begun + Duration::from_secs(2);
+            let look_from = start + Duration::from_secs(2);
             let held = provisioners.run_balloon(&gpu(), command, look_from, until, look);
-            assert!(held.is_err() && begun.elapsed() < Duration::from_secs(20));
+            assert!(held.is_err() && start.elapsed() < Duration::from_secs(20));
             assert!(!provisioners.has_balloon(&gpu()));
-            assert_eq!(told.is_some(), is_told);
-            assert!(told.is_none_or(|told| told + EXIT_TIMEOUT < until));
+            assert_eq!(received.is_some(), is_received);
+            assert!(received.is_none_or(|received| received + EXIT_TIMEOUT < until));
         }
     }
 

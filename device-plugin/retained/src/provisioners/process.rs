@@ -128,9 +128,9 @@ impl ProcessSupervisor {
         let Some(provisioner) = &self.provisioner else {
             return Err(ProvisionerError::Exited("the start failed".to_owned()));
         };
-        let asked = send_message(&provisioner.socket, &request, None)
+        let received = send_message(&provisioner.socket, &request, None)
             .and_then(|()| receive(&provisioner.socket, timeout, &self.ends));
-        match asked {
+        match received {
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 Err(ProvisionerError::Driver { code, call })
             }
@@ -190,20 +190,24 @@ impl ProcessSupervisor {
     /// Starts the process and waits until it has initialized the driver. Returns how the GPU
     /// accesses managed memory.
     fn spawn(&mut self) -> Result<ManagedAccess, (FailureClass, ProvisionerError)> {
-        let dead = |error: io::Error| {
+        let exit_error = |error: io::Error| {
             let reason = format!("{}: {error}", self.program.path.display());
             (FailureClass::Exit, ProvisionerError::Exited(reason))
         };
-        let (socket, child_socket) = UnixStream::pair().map_err(dead)?;
+        let (socket, child_socket) = UnixStream::pair().map_err(exit_error)?;
         // An answer has arrived as a whole when its first byte has.
-        socket.set_read_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
-        socket.set_write_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
+        socket
+            .set_read_timeout(Some(KILL_TIMEOUT))
+            .map_err(exit_error)?;
+        socket
+            .set_write_timeout(Some(KILL_TIMEOUT))
+            .map_err(exit_error)?;
         let mut command = self.program.command(&self.gpu);
         command
             .args(["--gpu", self.gpu.as_str()])
             .stdin(Stdio::from(OwnedFd::from(child_socket)))
             .stdout(Stdio::null());
-        let child = command.spawn().map_err(dead)?;
+        let child = command.spawn().map_err(exit_error)?;
         // The command holds the provisioner's end of the socket: while it is open, an exit closes
         // nothing.
         drop(command);
@@ -474,8 +478,8 @@ mod tests {
             matches!(refused, ProvisionerError::TimedOut(_)),
             "{refused}"
         );
-        let untouched = BTreeMap::from([("GPU-a".parse().unwrap(), RuntimeRecord::default())]);
-        assert_eq!(*runtimes.borrow(), untouched, "it starts nothing");
+        let unchanged = BTreeMap::from([("GPU-a".parse().unwrap(), RuntimeRecord::default())]);
+        assert_eq!(*runtimes.borrow(), unchanged, "it starts nothing");
     }
 
     #[test]

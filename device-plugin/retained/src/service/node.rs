@@ -25,9 +25,9 @@ impl State {
         }
         self.apply_effects(effects);
         self.close_misplaced_keep_alive();
-        let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
-        let spared: Vec<GpuUuid> = spared.collect();
-        spared
+        let undrained = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
+        let undrained: Vec<GpuUuid> = undrained.collect();
+        undrained
             .into_iter()
             .for_each(|gpu| self.ensure_scrub_checked(gpu));
         update

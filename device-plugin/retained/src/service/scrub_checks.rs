@@ -23,9 +23,9 @@ impl State {
     /// Starts a scrub check or a measurement if the GPU lacks one, and creates the keep-alive on
     /// the first scrubbed GPU.
     pub(super) fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
-        let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
-        let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
-        if seen == Some(&Verdict::Scrubbed)
+        let verdict = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
+        let is_checked = matches!(verdict, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
+        if verdict == Some(&Verdict::Scrubbed)
             && self.keep_alive == KeepAlive::None
             && self.may_have_keep_alive(&gpu)
         {
@@ -35,7 +35,7 @@ impl State {
         let is_due = failed.is_none_or(|failed| failed.elapsed() >= SCRUB_CHECK_RETRY);
         let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
         // The check takes only memory that is bound to no pod.
-        if (!is_seen || self.needs_measurement(&gpu))
+        if (!is_checked || self.needs_measurement(&gpu))
             && is_due
             && has_room
             && self.scrub_checks.insert(gpu.clone())
@@ -62,7 +62,7 @@ impl State {
     }
 
     fn start_scrub_check(&mut self, gpu: GpuUuid) {
-        let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
+        let (program, epoch) = (self.service.program.clone(), self.driver_epoch(&gpu));
         let charges = self.service.sessions.sampler();
         let provisioners = Arc::clone(&self.service.provisioners);
         let sessions = Arc::clone(&self.service.sessions);
@@ -73,7 +73,7 @@ impl State {
                 return Completion::ScrubProcessEnded(gpu);
             }
             let result = scrub_check::run_check(program, gpu.clone(), charges).await;
-            Completion::ScrubChecked(gpu, with, result)
+            Completion::ScrubChecked(gpu, epoch, result)
         });
     }
 
@@ -82,7 +82,7 @@ impl State {
     pub(super) fn finish_scrub_check(
         &mut self,
         gpu: GpuUuid,
-        with: DriverEpoch,
+        epoch: DriverEpoch,
         result: ScrubCheckResult,
     ) {
         let ScrubCheckResult {
@@ -103,13 +103,13 @@ impl State {
         }
         let sessions = &self.service.sessions;
         let is_measured =
-            context.is_some_and(|bytes| sessions.record_context_size(&gpu, &with.driver, bytes));
+            context.is_some_and(|bytes| sessions.record_context_size(&gpu, &epoch.driver, bytes));
         if !is_measured {
             self.unmeasured.insert(gpu.clone(), Instant::now());
         }
         if matches!(verdict, Verdict::Unknown(_)) {
             self.failed_checks.insert(gpu.clone(), Instant::now());
         }
-        self.service.scrub_cache.record(gpu, with, verdict);
+        self.service.scrub_cache.record(gpu, epoch, verdict);
     }
 }

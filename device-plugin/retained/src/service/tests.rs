@@ -152,8 +152,8 @@ impl Fixture {
     /// Begins a scrub check that has this result, and ends it.
     fn run_scrub_check(&mut self, result: ScrubCheckResult) {
         self.state.scrub_checks.insert(gpu());
-        let with = self.state.driver_epoch(&gpu());
-        let done = Completion::ScrubChecked(gpu(), with, result);
+        let epoch = self.state.driver_epoch(&gpu());
+        let done = Completion::ScrubChecked(gpu(), epoch, result);
         self.state.handle_completion(done);
     }
 }

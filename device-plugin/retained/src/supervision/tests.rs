@@ -157,8 +157,8 @@ fn failed_start_waits_for_its_back_off_and_for_others() {
 #[test]
 fn gpu_is_tried_with_its_first_result_or_after_a_time() {
     let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c", "MIG-d"]);
-    let begun = node.now;
-    let end = begun + FIRST_START_WAIT;
+    let start = node.now;
+    let end = start + FIRST_START_WAIT;
     assert_eq!(node.tried(), (vec![], Some(end)));
     node.now += FIRST_START_WAIT / 2;
     let now = node.now;
@@ -309,9 +309,9 @@ fn mig_runtime_lasts_from_first_lease_until_after_the_last() {
     assert_eq!(node.plan(), Plan::default());
     node.lease("MIG-a");
     assert_eq!(node.starts(), ["MIG-a"]);
-    let begun = node.now;
+    let start = node.now;
     node.record("MIG-a")
-        .succeed(ManagedAccess::Concurrent, begun);
+        .succeed(ManagedAccess::Concurrent, start);
     node.now += 2 * IDLE_MIG;
     assert_eq!(node.plan(), Plan::default());
     node.leases.clear();

@@ -53,8 +53,8 @@ fn read_key(path: &Path) -> io::Result<Option<Secret>> {
 
 /// Replaces the file atomically, so that a crash leaves the old key or the new one.
 fn write_key(path: &Path, secret: &Secret) -> io::Result<()> {
-    let beside = path.with_extension("new");
-    match fs::remove_file(&beside) {
+    let temporary = path.with_extension("new");
+    match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
@@ -66,9 +66,9 @@ fn write_key(path: &Path, secret: &Secret) -> io::Result<()> {
         .write(true)
         .create_new(true)
         .mode(MODE)
-        .open(&beside)?;
+        .open(&temporary)?;
     file.write_all(secret)?;
-    fs::rename(&beside, path)
+    fs::rename(&temporary, path)
 }
 
 #[cfg(test)]
@@ -97,9 +97,9 @@ mod tests {
         let secret = load_or_create(&path);
         for garbage in [&b""[..], &[7; 31], &[7; 33], &[7; 1 << 16]] {
             fs::write(&path, garbage).unwrap();
-            let anew = load_or_create(&path);
-            assert_ne!(anew, secret);
-            assert_eq!((load_or_create(&path), mode(&path)), (anew, MODE));
+            let replaced = load_or_create(&path);
+            assert_ne!(replaced, secret);
+            assert_eq!((load_or_create(&path), mode(&path)), (replaced, MODE));
         }
         let before = load_or_create(&path);
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();

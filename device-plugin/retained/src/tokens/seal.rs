@@ -143,8 +143,8 @@ mod tests {
         let forged = unseal(&key("node-a", 2), token());
         assert_eq!(forged, Err(TokenRefusal::Forged));
         let node = "node-a".to_owned();
-        let elsewhere = unseal(&key("node-b", 1), token());
-        assert_eq!(elsewhere, Err(TokenRefusal::Elsewhere { node }));
+        let on_other_node = unseal(&key("node-b", 1), token());
+        assert_eq!(on_other_node, Err(TokenRefusal::Elsewhere { node }));
     }
 
     #[test]

@@ -160,8 +160,8 @@ fn token_carries_generations_and_is_of_its_namespace() {
         for caller in [caller(A, 10), caller(A, 11), caller(B, 20), caller(B, 999)] {
             assert_eq!(fixture.redeem(caller, &token).as_ref(), Ok(&expected));
         }
-        let stranger = fixture.redeem(caller(C, 30), &token);
-        assert_eq!(stranger, Err(TokenRefusal::Unknown));
+        let foreign = fixture.redeem(caller(C, 30), &token);
+        assert_eq!(foreign, Err(TokenRefusal::Unknown));
     }
 }
 
@@ -239,9 +239,9 @@ fn each_event_fences_tokens_of_its_generation_only() {
         fixture.redeem(caller(B, 20), &token)
     };
     let before = [NO_LEASE, LEASE].map(|lease| good(&Fixture::committed(), lease));
-    let [own, of_lease] = before;
+    let [own, lease_token] = before;
     let table: [(&str, Event, [Redeemed; 2]); 8] = [
-        ("nothing", |_| {}, [own.clone(), of_lease]),
+        ("nothing", |_| {}, [own.clone(), lease_token]),
         (
             "the gpu is lost",
             gpu_lost,
@@ -309,8 +309,8 @@ fn redeem_is_unavailable_while_the_agent_starts() {
     }
     let mut away = Fixture::committed();
     away.leases.store_disconnected();
-    let of_lease = fixture.seal(caller(A, 10), LEASE).unwrap();
-    assert_eq!(away.redeem(caller(B, 20), &of_lease), unavailable);
+    let lease_token = fixture.seal(caller(A, 10), LEASE).unwrap();
+    assert_eq!(away.redeem(caller(B, 20), &lease_token), unavailable);
     assert!(away.redeem(caller(B, 20), &token).is_ok());
 }
 

@@ -203,9 +203,9 @@ mod tests {
         fn drop(&mut self) {
             let status = set(Failure::null("lease"));
             // SAFETY: the text ends with a zero and is constant here.
-            let text = unsafe { CStr::from_ptr(text()) };
-            let said = text.to_string_lossy().into_owned();
-            self.0.send((status, said, cuda())).expect("the test waits");
+            let message = unsafe { CStr::from_ptr(text()) };
+            let text = message.to_string_lossy().into_owned();
+            self.0.send((status, text, cuda())).expect("the test waits");
         }
     }
 

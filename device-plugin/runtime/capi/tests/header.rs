@@ -65,11 +65,11 @@ fn structs_and_statuses_have_the_layout_of_the_header() {
     let folder = tempfile::tempdir().unwrap();
     let mut client = Command::new(program(folder.path()));
     let output = client.env("LD_LIBRARY_PATH", libraries()).output().unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
+    let printed = String::from_utf8(output.stdout).unwrap();
     // Sizes and offsets of the 64-bit ABIs of Linux; the next test uses the library's side.
     let expected =
         "args 72 8 16 48 56 64 4\nview 40 8 16 24 32\ntoken 520 8 memory 552 16 24 40 296\n";
-    assert_eq!(said, expected);
+    assert_eq!(printed, expected);
 }
 
 #[test]

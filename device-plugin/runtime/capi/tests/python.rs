@@ -23,13 +23,13 @@ fn package() -> PathBuf {
 
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let complaint = String::from_utf8_lossy(&output.stderr);
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success(),
-        "{command:?} failed\n{said}\n{complaint}"
+        "{command:?} failed\n{stdout}\n{stderr}"
     );
-    said
+    stdout
 }
 
 /// Returns a Python with NumPy, created once beside cargo's output.

@@ -39,8 +39,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, 64)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
 
 

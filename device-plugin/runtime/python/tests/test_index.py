@@ -83,13 +83,13 @@ class Layouts(unittest.TestCase):
         self.assertEqual((layouts["empty"].shape, ranges), ((0, 3), []))
 
     def test_every_byte_of_every_tensor_is_found_again(self):
-        dice = random.Random(1)
+        rng = random.Random(1)
         for _ in range(200):
             tensors = {}
-            for number in range(dice.randrange(1, 12)):
-                itemsize = dice.choice([1, 2, 4, 8])
-                shape = tuple(dice.randrange(1, 5) for _ in range(dice.randrange(4)))
-                tensors[f"t{number}"] = tensor(dice.randrange(1000, 4000) * 8, shape, itemsize)
+            for number in range(rng.randrange(1, 12)):
+                itemsize = rng.choice([1, 2, 4, 8])
+                shape = tuple(rng.randrange(1, 5) for _ in range(rng.randrange(4)))
+                tensors[f"t{number}"] = tensor(rng.randrange(1000, 4000) * 8, shape, itemsize)
             memory, layouts, _ = lease(tensors)
             for name, written in tensors.items():
                 low, high = written.extent()

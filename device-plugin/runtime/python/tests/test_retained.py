@@ -197,8 +197,8 @@ with retained("race") as lease:
         self.assertTrue(answers[0].startswith(b"500000 "), answers)
 
     def test_signals_of_a_profiler_are_no_error(self):
-        seen = []
-        before = signal.signal(signal.SIGALRM, lambda *_: seen.append(None))
+        signals = []
+        before = signal.signal(signal.SIGALRM, lambda *_: signals.append(None))
         signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
         try:
             for round_ in range(200):
@@ -207,7 +207,7 @@ with retained("race") as lease:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        self.assertGreater(len(seen), 100)
+        self.assertGreater(len(signals), 100)
 
     def test_what_cannot_be_is_an_exception_with_its_name(self):
         with retained("errors") as lease:

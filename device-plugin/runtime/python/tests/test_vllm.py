@@ -214,9 +214,9 @@ class Loader(unittest.TestCase):
     def test_weights_that_cannot_be_attached_are_given_up_before_they_are_loaded(self):
         self.load()
         self.hide = self.hide_a_tensor
-        with self.assertLogs("bursar.vllm", "WARNING") as said:
+        with self.assertLogs("bursar.vllm", "WARNING") as logs:
             model, _ = self.load()
-        self.assertIn("impl", said.output[0])
+        self.assertIn("impl", logs.output[0])
         self.assert_loaded_alone(model)
 
     def test_weights_that_cannot_be_attached_are_loaded_though_nobody_takes_them_back(self):
@@ -228,9 +228,9 @@ class Loader(unittest.TestCase):
     def test_a_model_that_could_not_be_attached_is_not_retained(self):
         self.hide = self.hide_a_tensor
         for _ in range(2):
-            with self.assertLogs("bursar.vllm", "WARNING") as said:
+            with self.assertLogs("bursar.vllm", "WARNING") as logs:
                 model, external = self.load()
-            self.assertIn("impl", said.output[0])
+            self.assertIn("impl", logs.output[0])
             self.assertEqual(external, 0)
             self.assert_loaded_alone(model)
 
@@ -254,9 +254,9 @@ class Loader(unittest.TestCase):
     def test_whatever_fails_before_a_retained_tensor_is_placed_the_worker_starts(self):
         for why in (OSError, AttributeError, ImportError, RuntimeError, ValueError):
             self.opening = why
-            with self.assertLogs("bursar.vllm", "WARNING") as said:
+            with self.assertLogs("bursar.vllm", "WARNING") as logs:
                 model, external = self.load()
-            self.assertIn("Traceback", said.output[0])
+            self.assertIn("Traceback", logs.output[0])
             self.assertEqual(external, 0)
             self.assert_loaded_alone(model)
             self.opening = None
@@ -393,9 +393,9 @@ class Loader(unittest.TestCase):
 
     def test_worker_loads_alone_when_the_content_is_not_known(self):
         self.model_config.hf_config._commit_hash = None
-        with self.assertLogs("bursar.vllm", "WARNING") as said:
+        with self.assertLogs("bursar.vllm", "WARNING") as logs:
             self.assert_loaded_alone(self.load()[0])
-        self.assertIn("no commit", said.output[0])
+        self.assertIn("no commit", logs.output[0])
         with tempfile.TemporaryDirectory() as self.model_config.model:
             open(os.path.join(self.model_config.model, "config.json"), "w", encoding="ascii").close()
             with self.assertLogs("bursar.vllm", "WARNING"):

@@ -9,7 +9,7 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::memory::stream_sync::StreamSync;
 use crate::resource::{BlockUse, FreeError, check_stream};
 
-/// Access that the resource is told. The order among uses is this module's, so the resource only
+/// Access that is reported to the resource. The order among uses is this module's, so the resource only
 /// keeps the block until they are done.
 const TRACKED: Access = Access::Read;
 
@@ -26,7 +26,7 @@ pub(crate) struct MultiStreamMemory {
 pub(crate) type SyncGuard<'a> = MutexGuard<'a, StreamSync<Stream>>;
 
 impl MultiStreamMemory {
-    /// Creates memory whose resource is told about uses in other streams.
+    /// Creates memory whose uses in other streams are reported to its resource.
     pub(crate) fn new_reported(memory: OwnedBlock) -> MultiStreamMemory {
         MultiStreamMemory::new(memory, false)
     }

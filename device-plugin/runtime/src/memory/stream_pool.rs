@@ -69,12 +69,12 @@ impl StreamPool {
     /// The driver's error, which may be that of an earlier launch.
     pub fn synchronize(&self) -> Result<(), MemoryError> {
         // A copy, so that the wait does not block users of the pool.
-        let made = self
+        let streams = self
             .round_robin
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .streams
             .clone();
-        Ok(made.iter().try_for_each(Stream::synchronize)?)
+        Ok(streams.iter().try_for_each(Stream::synchronize)?)
     }
 }

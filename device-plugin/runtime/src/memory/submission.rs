@@ -114,22 +114,22 @@ impl<'a> PendingUses<'a> {
         }
         // All submissions lock memory by address, which prevents deadlocks.
         shared.sort_by_key(|(memory, _)| std::ptr::from_ref::<MultiStreamMemory>(memory).addr());
-        let mut begun = PendingUses {
+        let mut uses = PendingUses {
             stream,
             uses: Vec::with_capacity(shared.len()),
         };
         let admitted = shared
             .into_iter()
-            .try_for_each(|(memory, access)| begun.begin_use(memory, access))
+            .try_for_each(|(memory, access)| uses.begin_use(memory, access))
             .and_then(|()| {
                 let mut rights = rights.into_iter();
                 Ok(rights.try_for_each(|(gate, token)| gate.admit(token))?)
             });
         match admitted {
-            Ok(()) => Ok(begun),
+            Ok(()) => Ok(uses),
             Err(error) => {
                 // The first error is the reason.
-                let _ = begun.end(false);
+                let _ = uses.end(false);
                 Err(error)
             }
         }

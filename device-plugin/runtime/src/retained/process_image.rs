@@ -74,14 +74,14 @@ mod tests {
             Err(_) => {
                 let output = next(false).output().unwrap();
                 let text = String::from_utf8(output.stdout).unwrap();
-                let said: Vec<_> = text
+                let images: Vec<_> = text
                     .lines()
                     .filter_map(|l| l.strip_prefix("image "))
                     .collect();
-                let [first, second] = said[..] else {
+                let [first, second] = images[..] else {
                     panic!("{text}");
                 };
-                let pid = |said: &str| said.split(' ').next().map(str::to_owned);
+                let pid = |line: &str| line.split(' ').next().map(str::to_owned);
                 assert_eq!(pid(first), pid(second));
                 assert_ne!(first, second);
             }

@@ -36,7 +36,7 @@ pub const FENCE_INTERVAL: Duration = Duration::from_millis(100);
 pub struct StateSubscription {
     number: u64,
     /// Stage of the last change that this subscription returned.
-    seen: u64,
+    returned_stage: u64,
     watched: Arc<Watched>,
 }
 
@@ -62,7 +62,7 @@ impl DeviceState {
         }
         StateSubscription {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
-            seen: 0,
+            returned_stage: 0,
             watched,
         }
     }
@@ -84,13 +84,13 @@ impl StateSubscription {
             return None;
         }
         let deadline = Instant::now().checked_add(timeout);
-        let (state, seen) = (&self.watched.state, self.seen);
+        let (state, returned_stage) = (&self.watched.state, self.returned_stage);
         // Applies a fence that the agent has already set.
         let _ = state.check();
         let reason = state
             .waiters
-            .wait_until(deadline, || state.later_than(seen))?;
-        self.seen = reason.stage_number();
+            .wait_until(deadline, || state.later_than(returned_stage))?;
+        self.returned_stage = reason.stage_number();
         Some(reason)
     }
 
@@ -103,7 +103,7 @@ impl StateSubscription {
     }
 
     fn is_final(&self) -> bool {
-        self.seen == StaleReason::ShutDown.stage_number()
+        self.returned_stage == StaleReason::ShutDown.stage_number()
     }
 
     fn poll_change(&mut self, context: &Context<'_>) -> Poll<Option<StaleReason>> {
@@ -115,10 +115,10 @@ impl StateSubscription {
         let _ = state.check();
         // Registered before the look, so that a change after the look wakes the task.
         state.waiters.register(self.number, context.waker());
-        match state.later_than(self.seen) {
+        match state.later_than(self.returned_stage) {
             Some(reason) => {
                 state.waiters.forget(self.number);
-                self.seen = reason.stage_number();
+                self.returned_stage = reason.stage_number();
                 Poll::Ready(Some(reason))
             }
             None => Poll::Pending,
@@ -224,18 +224,18 @@ mod tests {
 
     #[test]
     fn agent_fence_wakes_a_subscriber_without_a_check() {
-        static SAID: AtomicU64 = AtomicU64::new(0);
-        extern "C" fn ask() -> u64 {
-            SAID.load(Ordering::Relaxed)
+        static FENCE: AtomicU64 = AtomicU64::new(0);
+        extern "C" fn fence() -> u64 {
+            FENCE.load(Ordering::Relaxed)
         }
         let monitor = ErrorMonitor::new();
-        monitor.set_fence_fn(ask);
+        monitor.set_fence_fn(fence);
         for _ in 0..2 {
             let state = monitor.new_state();
             let mut changes = state.subscribe();
-            SAID.store(Fence::Poisoned(719).word(), Ordering::Relaxed);
+            FENCE.store(Fence::Poisoned(719).word(), Ordering::Relaxed);
             assert_eq!(changes.wait(LONG), Some(StaleReason::Poisoned(719)));
-            SAID.store(0, Ordering::Relaxed);
+            FENCE.store(0, Ordering::Relaxed);
             drop((changes, state));
             // The thread ends without subscriptions, and the next one starts it again.
             while FENCE_POLLER.is_running() {

@@ -115,11 +115,11 @@ pub(crate) fn run<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) 
         result: None,
         waker: None,
     }));
-    let told = Arc::clone(&outcome);
+    let shared = Arc::clone(&outcome);
     let job = Box::new(move || {
         let result = catch_unwind(AssertUnwindSafe(work))
             .map_err(|panic| RunError::Panicked(panic_message(&*panic)));
-        complete(&told, result);
+        complete(&shared, result);
     });
     if let Err(error) = submit(job) {
         complete(&outcome, Err(RunError::NoThread(error.to_string())));
@@ -219,28 +219,28 @@ mod tests {
 
     #[test]
     fn unread_result_is_dropped_in_a_thread_for_work() {
-        struct Tell(mpsc::Sender<thread::ThreadId>);
-        impl Drop for Tell {
+        struct SendThreadOnDrop(mpsc::Sender<thread::ThreadId>);
+        impl Drop for SendThreadOnDrop {
             fn drop(&mut self) {
                 let _ = self.0.send(thread::current().id());
             }
         }
-        let (dropped_in, told) = mpsc::channel();
-        let (begin, begun) = mpsc::channel::<()>();
-        let tell = Tell(dropped_in.clone());
+        let (sender, dropping_threads) = mpsc::channel();
+        let (release, released) = mpsc::channel::<()>();
+        let value = SendThreadOnDrop(sender.clone());
         let before_the_end = run(move || {
-            begun.recv().expect("the test tells");
-            tell
+            released.recv().expect("the test tells");
+            value
         });
         drop(before_the_end);
-        begin.send(()).expect("the work waits");
-        assert_ne!(told.recv(), Ok(thread::current().id()));
-        let after_the_end = run(move || Tell(dropped_in));
+        release.send(()).expect("the work waits");
+        assert_ne!(dropping_threads.recv(), Ok(thread::current().id()));
+        let after_the_end = run(move || SendThreadOnDrop(sender));
         while after_the_end.0.lock().expect("no panic").result.is_none() {
             thread::yield_now();
         }
         drop(after_the_end);
-        assert_ne!(told.recv(), Ok(thread::current().id()));
+        assert_ne!(dropping_threads.recv(), Ok(thread::current().id()));
     }
 
     #[test]
@@ -274,7 +274,10 @@ mod tests {
     #[test]
     fn more_work_than_threads_is_all_done() {
         let all: Vec<_> = (0..100).map(|number| run(move || number)).collect();
-        let sum: i32 = all.into_iter().filter_map(|one| block_on(one).ok()).sum();
+        let sum: i32 = all
+            .into_iter()
+            .filter_map(|running| block_on(running).ok())
+            .sum();
         assert_eq!(sum, 4950);
         assert!(queue().threads <= MAX_THREADS);
     }

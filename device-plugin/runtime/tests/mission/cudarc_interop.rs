@@ -119,13 +119,19 @@ fn foreign_contexts_and_stale_runtimes_are_refused() {
         let context = CudaContext::new(0).unwrap();
         let stream = context.new_stream().unwrap();
         let other = DeviceRuntime::for_ordinal(1).unwrap();
-        let there = CudaContext::new(1).unwrap();
+        let other_context = CudaContext::new(1).unwrap();
         let wrong = other.stream().unwrap().to_cudarc(&context);
         assert_eq!(wrong, Err(InteropError::NotPrimary { ordinal: 0 }));
-        assert_eq!(other.to_cudarc().unwrap().ordinal(), there.ordinal());
+        assert_eq!(
+            other.to_cudarc().unwrap().ordinal(),
+            other_context.ordinal()
+        );
         let memory: CudaSlice<u8> = stream.alloc_zeros(16).unwrap();
-        let elsewhere = TrackedSlice::from_cudarc(&other, memory).unwrap_err();
-        assert!(elsewhere.to_string().contains("device"), "{elsewhere}");
+        let wrong_device = TrackedSlice::from_cudarc(&other, memory).unwrap_err();
+        assert!(
+            wrong_device.to_string().contains("device"),
+            "{wrong_device}"
+        );
         let runtime = DeviceRuntime::for_cudarc(&context).unwrap();
         let memory: CudaSlice<u32> = stream.clone_htod(&[5]).unwrap();
         let memory = GpuRef::from(TrackedSlice::from_cudarc(&runtime, memory).unwrap());

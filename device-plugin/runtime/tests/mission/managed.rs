@@ -77,14 +77,14 @@ fn writer_waits_for_the_readers_locks() {
         let token = memory.begin_write(Instant::now(), LASTS).unwrap();
         let (first, second) = (memory.lock().unwrap(), memory.lock().unwrap());
         assert_eq!(first.read().unwrap(), second.read().unwrap());
-        let begun = Instant::now();
+        let start = Instant::now();
         std::thread::scope(|scope| {
             scope.spawn(|| memory.lock_mut(&token).unwrap().write().unwrap().fill(3));
             std::thread::sleep(SPIN_TIME);
             assert_eq!(first.read().unwrap(), [0; 4]);
             drop((first, second));
         });
-        assert!(begun.elapsed() >= SPIN_TIME);
+        assert!(start.elapsed() >= SPIN_TIME);
         assert_eq!(memory.lock().unwrap().read().unwrap(), [3; 4]);
     });
 }
@@ -101,7 +101,7 @@ fn memory_is_freed_with_the_last_clone_after_its_work() {
         let stream = runtime.stream().unwrap();
         let mut owner = refused.try_into_owner().unwrap();
         spin(&stream);
-        let begun = Instant::now();
+        let start = Instant::now();
         Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(owner.arg_mut().unwrap())
             .arg(1_u8)
@@ -109,7 +109,7 @@ fn memory_is_freed_with_the_last_clone_after_its_work() {
             .submit()
             .unwrap();
         drop(SharedManagedRef::from(owner));
-        assert!(begun.elapsed() >= SPIN_TIME / 2, "the kernel still wrote");
+        assert!(start.elapsed() >= SPIN_TIME / 2, "the kernel still wrote");
         assert_eq!(runtime.managed().statistics().blocks.current, 0);
     });
 }

@@ -12,13 +12,13 @@ use bursar_sim_lab::{TWO_GPUS, run_in_subprocess};
 use crate::{LASTS, items, slice, spin};
 
 fn example() -> Result<()> {
-    let (here, there) = (
+    let (local, peer) = (
         DeviceRuntime::for_ordinal(0)?,
         DeviceRuntime::for_ordinal(1)?,
     );
-    let (writing, copying) = (here.stream()?, there.stream()?);
-    let activations = GpuRef::from(slice(&here, &[1, 2, 3], &here.stream()?));
-    let received = GpuRef::from(slice(&there, &[0; 3], &there.stream()?));
+    let (writing, copying) = (local.stream()?, peer.stream()?);
+    let activations = GpuRef::from(slice(&local, &[1, 2, 3], &local.stream()?));
+    let received = GpuRef::from(slice(&peer, &[0; 3], &peer.stream()?));
     // The last write of the source is still running, in a stream that the copy never names.
     let token = activations.begin_write(Instant::now(), LASTS)?;
     activations.write_in(&token, &writing, |_address| spin(&writing))?;
@@ -41,11 +41,11 @@ fn peer_copy_follows_the_last_writes() {
 #[test]
 fn later_writes_and_the_free_follow_the_copy() {
     run_in_subprocess(TWO_GPUS, |_| {
-        let [here, there] = [0, 1].map(|ordinal| DeviceRuntime::for_ordinal(ordinal).unwrap());
-        let here = here.with_resource(|_| StreamOrdered::new(here.context()));
-        let (own, copying) = (here.stream().unwrap(), there.stream().unwrap());
-        let from = GpuRef::from(slice(&here, &[1], &own));
-        let to = GpuRef::from(slice(&there, &[0], &there.stream().unwrap()));
+        let [local, peer] = [0, 1].map(|ordinal| DeviceRuntime::for_ordinal(ordinal).unwrap());
+        let local = local.with_resource(|_| StreamOrdered::new(local.context()));
+        let (own, copying) = (local.stream().unwrap(), peer.stream().unwrap());
+        let from = GpuRef::from(slice(&local, &[1], &own));
+        let to = GpuRef::from(slice(&peer, &[0], &peer.stream().unwrap()));
         let (to_token, from_token) = (
             to.begin_write(Instant::now(), LASTS).unwrap(),
             from.begin_write(Instant::now(), LASTS).unwrap(),
@@ -53,18 +53,18 @@ fn later_writes_and_the_free_follow_the_copy() {
         spin(&copying);
         copy_shared(&from, &to, &to_token, &copying).unwrap();
         // A read of the source goes on beside the copy, a write does not.
-        let (reader, writer) = (here.stream().unwrap(), here.stream().unwrap());
+        let (reader, writer) = (local.stream().unwrap(), local.stream().unwrap());
         from.read_in(&reader, |_| {}).unwrap();
         assert_eq!(reader.is_idle(), Ok(true));
         from.write_in(&from_token, &writer, |_| {}).unwrap();
         assert_eq!(writer.is_idle(), Ok(false));
         // The free of memory that only the copy reads waits for the copy as well.
-        let other = GpuRef::from(slice(&here, &[2], &own));
+        let other = GpuRef::from(slice(&local, &[2], &own));
         spin(&copying);
         copy_shared(&other, &to, &to_token, &copying).unwrap();
         drop(other);
         assert_eq!(own.is_idle(), Ok(false));
-        assert_eq!(here.resource().bytes_outstanding().retired, 4);
+        assert_eq!(local.resource().bytes_outstanding().retired, 4);
         assert_eq!(items(&to), [2]);
     });
 }
@@ -72,14 +72,14 @@ fn later_writes_and_the_free_follow_the_copy() {
 #[test]
 fn peer_copy_is_refused_with_its_reason() {
     run_in_subprocess(TWO_GPUS, |_| {
-        let [here, there] = [0, 1].map(|ordinal| DeviceRuntime::for_ordinal(ordinal).unwrap());
-        let (own, copying) = (here.stream().unwrap(), there.stream().unwrap());
-        let from = GpuRef::from(slice(&here, &[1], &own));
-        let to = GpuRef::from(slice(&there, &[0], &copying));
+        let [local, peer] = [0, 1].map(|ordinal| DeviceRuntime::for_ordinal(ordinal).unwrap());
+        let (own, copying) = (local.stream().unwrap(), peer.stream().unwrap());
+        let from = GpuRef::from(slice(&local, &[1], &own));
+        let to = GpuRef::from(slice(&peer, &[0], &copying));
         let token = to.begin_write(Instant::now(), LASTS).unwrap();
         let wrong = copy_shared(&from, &to, &token, &own).unwrap_err();
         assert!(matches!(wrong, WriteError::Memory(_)), "{wrong}");
-        let short = GpuRef::from(slice(&here, &[1, 2], &own));
+        let short = GpuRef::from(slice(&local, &[1, 2], &own));
         let length = copy_shared(&short, &to, &token, &copying).unwrap_err();
         assert!(length.to_string().contains("2 items"), "{length}");
         let foreign = copy_shared(&to, &from, &token, &own).unwrap_err();
@@ -97,7 +97,7 @@ fn peer_copy_is_refused_with_its_reason() {
                 copy_shared(&to, &from, &back, &own).unwrap();
             }
         });
-        there.shut_down();
+        peer.shut_down();
         assert!(matches!(
             copy_shared(&from, &to, &token, &copying),
             Err(WriteError::Memory(_))

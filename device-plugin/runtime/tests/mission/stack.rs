@@ -33,9 +33,11 @@ fn runtime_owns_its_streams_budget_and_log() {
 
 fn stack(runtime: &DeviceRuntime, quota: u64) -> (Arc<DefaultStack>, Arc<AtomicU64>) {
     let quota = Arc::new(AtomicU64::new(quota));
-    let told = Arc::clone(&quota);
-    let ask: QuotaFn = Arc::new(move || Some(told.load(Ordering::Relaxed)).filter(|&q| q > 0));
-    let stack = DefaultStack::new(runtime.context(), Arc::clone(runtime.state()), ask).unwrap();
+    let shared = Arc::clone(&quota);
+    let quota_fn: QuotaFn =
+        Arc::new(move || Some(shared.load(Ordering::Relaxed)).filter(|&q| q > 0));
+    let stack =
+        DefaultStack::new(runtime.context(), Arc::clone(runtime.state()), quota_fn).unwrap();
     (Arc::new(stack), quota)
 }
 
@@ -77,7 +79,7 @@ fn raised_quota_counts_for_two_threads_at_the_limit() {
     run_in_subprocess(ONE_GPU, |_| {
         let runtime = DeviceRuntime::for_ordinal(0).unwrap();
         let reads = AtomicU64::new(0);
-        let ask: QuotaFn = Arc::new(move || match reads.fetch_add(1, Ordering::Relaxed) {
+        let quota_fn: QuotaFn = Arc::new(move || match reads.fetch_add(1, Ordering::Relaxed) {
             0 => Some(MIB),
             1 => {
                 // Meanwhile the other thread fails under the old limit.
@@ -87,7 +89,7 @@ fn raised_quota_counts_for_two_threads_at_the_limit() {
             _ => Some(3 * MIB),
         });
         let state = Arc::clone(runtime.state());
-        let memory = DefaultStack::new(runtime.context(), state, ask).unwrap();
+        let memory = DefaultStack::new(runtime.context(), state, quota_fn).unwrap();
         let _block = take(&memory, MIB, &runtime).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..2 {
@@ -105,10 +107,10 @@ fn lowered_quota_is_followed_without_a_call() {
         memory.follow_quota();
         let block = take(&memory, 4 * MIB, &runtime).unwrap();
         quota.store(2 * MIB, Ordering::Relaxed);
-        let begun = Instant::now();
+        let start = Instant::now();
         while memory.budget().limit != 2 * MIB {
             assert!(
-                begun.elapsed() < Duration::from_secs(30),
+                start.elapsed() < Duration::from_secs(30),
                 "the quota is not followed"
             );
             std::thread::sleep(Duration::from_millis(20));

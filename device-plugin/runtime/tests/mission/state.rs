@@ -1,4 +1,4 @@
-//! Tests the generation of a device's memory, and who is told when it becomes stale.
+//! Tests the generation of a device's memory, and the subscribers to its changes.
 
 use bursar_runtime::DeviceRuntime;
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};

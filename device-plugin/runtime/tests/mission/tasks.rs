@@ -148,9 +148,9 @@ fn managed_memory_leaves_the_worker_to_other_tasks() {
 
 /// Waits until `is_so`, in a thread that may block.
 fn wait_until(is_so: impl Fn() -> bool) {
-    let begun = Instant::now();
+    let begin = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(30));
+        assert!(begin.elapsed() < Duration::from_secs(30));
         thread::sleep(Duration::from_millis(5));
     }
 }
@@ -229,9 +229,9 @@ fn errors_and_panics_come_back_to_the_task() {
             assert!(matches!(again, Err(AsyncError::Free(_))), "{again:?}");
             runtime.reap_async().await.unwrap();
             spin(&stream);
-            let begun = Instant::now();
+            let begin = Instant::now();
             runtime.synchronize_async(&stream).await.unwrap();
-            assert!(begun.elapsed() >= SPIN_TIME / 2);
+            assert!(begin.elapsed() >= SPIN_TIME / 2);
         });
         assert_eq!(runtime.runtime().resource().bytes_outstanding().total(), 0);
     });

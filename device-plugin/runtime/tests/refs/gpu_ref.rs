@@ -215,16 +215,16 @@ fn expired_writer_writes_but_does_not_commit() {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let reference = reference(&runtime, &[1], &stream);
-        let begun = Instant::now();
-        let token = reference.begin_write(begun, Duration::ZERO).unwrap();
+        let start = Instant::now();
+        let token = reference.begin_write(start, Duration::ZERO).unwrap();
         write(&reference, &token, &stream).unwrap();
-        let late = reference.commit(token, begun);
+        let late = reference.commit(token, start);
         assert!(matches!(
             late,
             Err(WriteError::Refused(WriteRefused::Expired(_)))
         ));
-        let token = reference.begin_write(begun, LASTS).unwrap();
-        assert_eq!(reference.commit(token, begun), Ok(1));
+        let token = reference.begin_write(start, LASTS).unwrap();
+        assert_eq!(reference.commit(token, start), Ok(1));
     });
 }
 

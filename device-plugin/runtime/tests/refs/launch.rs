@@ -113,9 +113,9 @@ fn tracked_slice_is_refused_in_another_stream() {
 #[test]
 fn launch_is_refused_on_another_devices_stream() {
     run_in_subprocess(TWO_GPUS, |_| {
-        let (here, there) = (runtime(0), runtime(1));
-        let kernel = fill_kernel(here.context());
-        let refused = Launch::new(&kernel, &there.stream().unwrap(), ONE).submit();
+        let (local, peer) = (runtime(0), runtime(1));
+        let kernel = fill_kernel(local.context());
+        let refused = Launch::new(&kernel, &peer.stream().unwrap(), ONE).submit();
         assert_eq!(
             refused,
             Err(LaunchError::WrongContext {

@@ -58,7 +58,7 @@ fn host_access_waits_for_conflicting_kernels() {
         );
         let stream = runtime.stream().unwrap();
         let kernel = copy_kernel(runtime.context());
-        let begun = Instant::now();
+        let start = Instant::now();
         spin_for(&stream, LONGEST_DELAY);
         Launch::new(&kernel, &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
@@ -67,10 +67,10 @@ fn host_access_waits_for_conflicting_kernels() {
             .submit()
             .unwrap();
         from.read().unwrap();
-        assert!(begun.elapsed() < LONGEST_DELAY, "two may read at once");
+        assert!(start.elapsed() < LONGEST_DELAY, "two may read at once");
         from.write().unwrap();
-        assert!(begun.elapsed() >= LONGEST_DELAY, "the kernel still reads");
-        let begun = Instant::now();
+        assert!(start.elapsed() >= LONGEST_DELAY, "the kernel still reads");
+        let start = Instant::now();
         spin(&stream);
         Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
@@ -79,7 +79,7 @@ fn host_access_waits_for_conflicting_kernels() {
             .submit()
             .unwrap();
         to.read().unwrap();
-        assert!(begun.elapsed() >= SPIN_TIME, "the kernel still writes");
+        assert!(start.elapsed() >= SPIN_TIME, "the kernel still writes");
     });
 }
 
@@ -92,7 +92,7 @@ fn host_wait_does_not_block_submissions() {
             memory(&runtime, 4, Attach::Global),
         );
         let [writing, reading] = [(); 2].map(|()| runtime.stream().unwrap());
-        let begun = Instant::now();
+        let start = Instant::now();
         spin_for(&writing, LONGEST_DELAY);
         Launch::new(
             &fill_kernel(runtime.context()),
@@ -118,12 +118,12 @@ fn host_wait_does_not_block_submissions() {
             .submit()
             .unwrap();
             assert!(
-                begun.elapsed() < LONGEST_DELAY,
+                start.elapsed() < LONGEST_DELAY,
                 "the launch waited for the reader"
             );
             assert_eq!(waiting.join().unwrap(), Ok(4));
         });
-        assert!(begun.elapsed() >= LONGEST_DELAY);
+        assert!(start.elapsed() >= LONGEST_DELAY);
     });
 }
 
@@ -133,7 +133,7 @@ fn managed_memory_is_freed_once_after_its_work() {
         let runtime = managed_runtime(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();
-        let begun = Instant::now();
+        let start = Instant::now();
         spin(&stream);
         Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(memory.arg_mut().unwrap())
@@ -142,7 +142,7 @@ fn managed_memory_is_freed_once_after_its_work() {
             .submit()
             .unwrap();
         memory.free().unwrap();
-        assert!(begun.elapsed() >= SPIN_TIME, "the kernel still wrote");
+        assert!(start.elapsed() >= SPIN_TIME, "the kernel still wrote");
         drop(self::memory(&runtime, 4, Attach::Global));
         assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
     });
@@ -275,21 +275,21 @@ fn prefetch_and_advice_work_before_cuda_12_2() {
 }
 
 fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
-    let there = Location::Device(1);
-    let advise = |advice| memory.advise(0..2048, advice, there).unwrap();
-    let said = || memory.residency(0..2048).unwrap();
-    assert_eq!(said(), Residency::default());
-    memory.prefetch(0..2048, there, stream).unwrap();
+    let device = Location::Device(1);
+    let advise = |advice| memory.advise(0..2048, advice, device).unwrap();
+    let residency = || memory.residency(0..2048).unwrap();
+    assert_eq!(residency(), Residency::default());
+    memory.prefetch(0..2048, device, stream).unwrap();
     advise(Advice::SetPreferredLocation);
     advise(Advice::SetAccessedBy);
     advise(Advice::SetReadMostly);
     let all = Residency {
         read_mostly: true,
-        preferred: Some(there),
-        accessed_by: vec![there],
-        prefetched: Some(there),
+        preferred: Some(device),
+        accessed_by: vec![device],
+        prefetched: Some(device),
     };
-    assert_eq!(said(), all);
+    assert_eq!(residency(), all);
     assert_eq!(memory.residency(2048..4096), Ok(Residency::default()));
     advise(Advice::UnsetPreferredLocation);
     advise(Advice::UnsetAccessedBy);
@@ -300,7 +300,7 @@ fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
         prefetched,
         ..Residency::default()
     };
-    assert_eq!(said(), expected);
+    assert_eq!(residency(), expected);
 }
 
 #[test]

@@ -124,15 +124,15 @@ fn moved_slice_waits_for_its_first_stream() {
 #[test]
 fn another_devices_stream_is_refused() {
     run_in_subprocess(TWO_GPUS, |_| {
-        let (here, there) = (runtime(0), runtime(1));
+        let (local, peer) = (runtime(0), runtime(1));
         let wrong = ResourceError::WrongOrdinal {
             ordinal: 0,
             found: 1,
         };
-        let stream = there.stream().unwrap();
-        let refused = TrackedSlice::<u32>::allocate(&here, 1, &stream, Tag::default());
+        let stream = peer.stream().unwrap();
+        let refused = TrackedSlice::<u32>::allocate(&local, 1, &stream, Tag::default());
         assert_eq!(refused.unwrap_err(), wrong.clone().into());
-        let mut slice = slice(&here, &[1], &here.stream().unwrap());
+        let mut slice = slice(&local, &[1], &local.stream().unwrap());
         assert_eq!(slice.move_to(&stream), Err(wrong.into()));
     });
 }

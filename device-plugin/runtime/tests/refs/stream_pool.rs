@@ -26,22 +26,22 @@ fn stream_pool_is_round_robin_and_bounded() {
 fn eight_threads_share_the_streams_of_a_pool() {
     run_in_subprocess(ONE_GPU, |_| {
         let pool = StreamPool::new(&runtime(0), FOUR);
-        let seen = Mutex::new(Vec::new());
+        let keys = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..64 {
                         let key = pool.next().unwrap().key();
-                        seen.lock().unwrap().push(key);
+                        keys.lock().unwrap().push(key);
                     }
                 });
             }
         });
-        let seen = seen.into_inner().unwrap();
-        let different: BTreeSet<_> = seen.iter().collect();
+        let keys = keys.into_inner().unwrap();
+        let different: BTreeSet<_> = keys.iter().collect();
         let each = different
             .iter()
-            .map(|key| seen.iter().filter(|other| *other == *key).count());
+            .map(|key| keys.iter().filter(|other| *other == *key).count());
         assert_eq!(each.collect::<Vec<_>>(), [128; 4]);
     });
 }

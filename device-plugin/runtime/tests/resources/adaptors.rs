@@ -167,7 +167,7 @@ fn failure_callback_can_make_room() {
         let stream = context.default_stream();
         let budget = Arc::new(Budget::new(Direct::new(&context), 1 << 20));
         let cached: Arc<Mutex<Vec<Block>>> = Arc::default();
-        let asking = OnFailure::new(Arc::clone(&budget), |failure: &AllocationFailure<'_>| {
+        let adaptor = OnFailure::new(Arc::clone(&budget), |failure: &AllocationFailure<'_>| {
             assert_eq!(failure.error.reason(), "OverBudget");
             match cached.lock().unwrap().pop() {
                 Some(block) => {
@@ -183,11 +183,11 @@ fn failure_callback_can_make_room() {
                 .unwrap();
             cached.lock().unwrap().push(block);
         }
-        let block = asking
+        let block = adaptor
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        assert!(asking.allocate(bytes(1), &stream, Tag::default()).is_err());
-        asking.deallocate(block, &stream).unwrap();
+        assert!(adaptor.allocate(bytes(1), &stream, Tag::default()).is_err());
+        adaptor.deallocate(block, &stream).unwrap();
     });
 }
 
@@ -200,11 +200,11 @@ fn failure_callback_is_skipped_for_other_errors() {
             ..FaultPlan::default()
         };
         let faulty = FaultInjection::new(Direct::new(&context), plan);
-        let asking = OnFailure::new(faulty, |failure: &AllocationFailure<'_>| {
+        let adaptor = OnFailure::new(faulty, |failure: &AllocationFailure<'_>| {
             panic!("{failure:?}")
         });
         let stream = context.default_stream();
-        let error = asking
+        let error = adaptor
             .allocate(bytes(1), &stream, Tag::default())
             .unwrap_err();
         assert_eq!(error.reason(), "Cuda");

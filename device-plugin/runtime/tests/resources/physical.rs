@@ -181,7 +181,7 @@ impl Budgeted for OfPhysical {
 
 /// Runs a history, and returns the budget after each change with the error of each failure.
 fn replay<M: Budgeted>(memory: &M, steps: &[Step]) -> Vec<(BudgetSnapshot, Option<ResourceError>)> {
-    let (mut live, mut seen) = (Vec::new(), Vec::new());
+    let (mut live, mut snapshots) = (Vec::new(), Vec::new());
     for step in steps {
         let mut error = None;
         match *step {
@@ -202,18 +202,18 @@ fn replay<M: Budgeted>(memory: &M, steps: &[Step]) -> Vec<(BudgetSnapshot, Optio
                     ..FaultPlan::default()
                 });
                 let block = live.swap_remove(which % live.len());
-                memory.free(block, || seen.push((memory.snapshot(), None)));
+                memory.free(block, || snapshots.push((memory.snapshot(), None)));
             }
             Step::Resize(to) => memory.set_limit(to),
         }
-        seen.push((memory.snapshot(), error));
+        snapshots.push((memory.snapshot(), error));
     }
     memory.set_plan(FaultPlan::default());
     for block in live {
         memory.free(block, || panic!("no fault is left"));
     }
     assert_eq!(memory.snapshot().used, 0);
-    seen
+    snapshots
 }
 
 #[test]

@@ -131,12 +131,12 @@ fn dropped_resource_waits_for_the_work_before_a_free() {
                 .unwrap()
         });
         let used = machine.used(0);
-        let begun = Instant::now();
+        let start = Instant::now();
         spin(&stream, Duration::from_millis(300));
         memory.deallocate(freed, &stream).unwrap();
         let address = live.as_ref().address;
         drop(memory);
-        assert!(begun.elapsed() >= Duration::from_millis(300));
+        assert!(start.elapsed() >= Duration::from_millis(300));
         assert_eq!(machine.used(0), used - (2 << 20));
         // Live blocks are still mapped.
         context.fill(address, 1, 1 << 20).unwrap();
@@ -176,13 +176,13 @@ fn quarantined_addresses_are_not_reused() {
             Exportable::guarded(&context, 8).unwrap(),
             context.default_stream(),
         );
-        let mut seen = Vec::new();
+        let mut addresses = Vec::new();
         for _ in 0..8 {
             let block = memory
                 .allocate(bytes(MIB), &stream, Tag::default())
                 .unwrap();
-            assert!(!seen.contains(&block.address()));
-            seen.push(block.address());
+            assert!(!addresses.contains(&block.address()));
+            addresses.push(block.address());
             memory.deallocate(block, &stream).unwrap();
         }
     });
@@ -196,14 +196,14 @@ fn budget_under_the_mappings_counts_whole_granules() {
         let budget = Budget::new(physical, 4 << 20);
         let account = Arc::clone(budget.account());
         let (memory, stream) = (Exportable::over(&context, budget), context.default_stream());
-        let one = memory.allocate(bytes(1), &stream, Tag("one")).unwrap();
+        let block = memory.allocate(bytes(1), &stream, Tag("one")).unwrap();
         assert_eq!(account.snapshot().used, 2 << 20);
         let error = memory
             .allocate(bytes(2 * MIB + 1), &stream, Tag("much"))
             .unwrap_err();
         assert_eq!(error.reason(), "OverBudget");
-        context.copy_to_device(one.address(), b"x").unwrap();
-        memory.deallocate(one, &stream).unwrap();
+        context.copy_to_device(block.address(), b"x").unwrap();
+        memory.deallocate(block, &stream).unwrap();
         stream.synchronize().unwrap();
         memory.reap_pending().unwrap();
         assert_eq!(account.snapshot().used, 0);

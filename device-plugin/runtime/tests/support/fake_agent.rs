@@ -45,8 +45,8 @@ impl FakeAgent {
             .unwrap();
         let mut agent = Process(agent);
         let mut line = String::new();
-        let mut said = BufReader::new(agent.0.stdout.take().unwrap());
-        said.read_line(&mut line).unwrap();
+        let mut stdout = BufReader::new(agent.0.stdout.take().unwrap());
+        stdout.read_line(&mut line).unwrap();
         assert_eq!(line, "ready\n");
         FakeAgent {
             folder,

@@ -99,14 +99,14 @@ impl CreditAccounts {
 }
 
 /// Adds the amounts of a process, if any is above zero.
-fn add_amounts(books: &mut AmountsByPid, pid: u32, amounts: Vec<Units>) {
+fn add_amounts(sums: &mut AmountsByPid, pid: u32, amounts: Vec<Units>) {
     if !is_any_nonzero(&amounts) {
         return;
     }
-    let sums = books
+    let process_sums = sums
         .entry(pid)
         .or_insert_with(|| vec![Units::ZERO; amounts.len()]);
-    for (sum, units) in sums.iter_mut().zip(amounts) {
+    for (sum, units) in process_sums.iter_mut().zip(amounts) {
         *sum = sum.saturating_add(units);
     }
 }

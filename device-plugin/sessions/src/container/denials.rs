@@ -182,25 +182,25 @@ mod tests {
 
     #[test]
     fn refusals_are_logged_once_a_minute_for_each_reason() {
-        let (mut told, begun) = (LogLimiter::default(), Instant::now());
-        let after = |seconds| begun + Duration::from_secs(seconds);
-        assert_eq!(told.due("quota", after(0)), Some(0));
-        assert_eq!(told.due("fenced", after(1)), Some(0), "each by itself");
-        assert_eq!(told.due("quota", after(1)), None);
-        assert_eq!(told.due("quota", after(59)), None);
-        assert_eq!(told.due("quota", after(60)), Some(2));
-        assert_eq!(told.due("quota", after(61)), None);
-        assert_eq!(told.due("quota", after(300)), Some(1));
+        let (mut limiter, start) = (LogLimiter::default(), Instant::now());
+        let after = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(limiter.due("quota", after(0)), Some(0));
+        assert_eq!(limiter.due("fenced", after(1)), Some(0), "each by itself");
+        assert_eq!(limiter.due("quota", after(1)), None);
+        assert_eq!(limiter.due("quota", after(59)), None);
+        assert_eq!(limiter.due("quota", after(60)), Some(2));
+        assert_eq!(limiter.due("quota", after(61)), None);
+        assert_eq!(limiter.due("quota", after(300)), Some(1));
     }
 
     #[test]
     fn log_line_is_due_once_for_all_containers() {
-        let (one, begun) = (SharedLogLimiter::default(), Instant::now());
-        let other = one.clone();
-        assert_eq!(one.due("record", begun), Some(0));
-        assert_eq!(other.due("record", begun), None);
-        assert_eq!(other.due("accept", begun), Some(0));
-        let later = begun + Duration::from_secs(60);
-        assert_eq!(other.due("record", later), Some(1));
+        let (limiter, start) = (SharedLogLimiter::default(), Instant::now());
+        let clone = limiter.clone();
+        assert_eq!(limiter.due("record", start), Some(0));
+        assert_eq!(clone.due("record", start), None);
+        assert_eq!(clone.due("accept", start), Some(0));
+        let later = start + Duration::from_secs(60);
+        assert_eq!(clone.due("record", later), Some(1));
     }
 }

@@ -119,14 +119,14 @@ mod tests {
 
     #[test]
     fn pages_stay_bounded_however_long_they_are_kept() {
-        let (mut pages, begun) = (PagePool::new(CreditPage::create), Instant::now());
+        let (mut pages, start) = (PagePool::new(CreditPage::create), Instant::now());
         let mut kept = Kept::new();
         for hour in 0..24_u32 {
-            hoard(&mut pages, &mut kept, begun + hour * 3600 * PAGE_INTERVAL);
+            hoard(&mut pages, &mut kept, start + hour * 3600 * PAGE_INTERVAL);
         }
         assert_eq!(kept.len(), MAX_PROCESSES);
         // Processes that live on return nothing.
-        let later = begun + 30 * 3600 * PAGE_INTERVAL;
+        let later = start + 30 * 3600 * PAGE_INTERVAL;
         while let Ok((_, fd)) = pages.take_page(1, later) {
             kept.insert(rustix::fs::fstat(&fd).unwrap().st_ino, fd);
         }

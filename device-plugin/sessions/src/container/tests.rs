@@ -122,8 +122,8 @@ fn settle_one(container: &mut Container, pid: u32, charged: Bytes) {
 fn settle_with(container: &mut Container, charged: &[(u32, Bytes)]) {
     let charged = charged.iter();
     let charges = charged.map(|(pid, bytes)| (*pid, Some(*bytes))).collect();
-    let asked = container.reclaim_query().unwrap_or_default();
-    container.apply_samples(&asked, &[charges], &FakeHost, BootTime::default());
+    let queried = container.reclaim_query().unwrap_or_default();
+    container.apply_samples(&queried, &[charges], &FakeHost, BootTime::default());
 }
 
 fn is_granted(answer: &Response) -> bool {
@@ -448,9 +448,9 @@ fn refresh_takes_time_linear_in_processes() {
             hello(&mut container, pid, 1).unwrap();
         }
         let time = || {
-            let begun = std::time::Instant::now();
+            let start = std::time::Instant::now();
             container.refresh_pages();
-            begun.elapsed()
+            start.elapsed()
         };
         (0..50).map(|_| time()).min().unwrap()
     };
@@ -507,9 +507,9 @@ fn quota_override_reclaims_freed_credit_and_is_capped() {
     container.override_quota(&gpu(), Some(Bytes::mib(500)));
     let slot = page.slot(0).unwrap();
     assert_eq!(slot.quota(), units(500 * MIB));
-    let books = container.container_usage();
+    let usage = container.container_usage();
     assert_eq!(
-        books.accounts[0].granted,
+        usage.accounts[0].granted,
         Bytes::mib(800),
         "what is used stays"
     );
@@ -682,13 +682,13 @@ fn denial_keeps_the_figures_of_its_moment_when_its_process_ends() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 800 * MIB);
     container.record_denial(1, 0, 256 * MIB, "cuMemAlloc_v2");
-    let denied = |container: &Container| container.container_usage().last_denied.unwrap();
-    let told = denied(&container);
-    assert_eq!(told.quota, Bytes::gib(1));
-    assert!(told.free < Bytes::mib(256), "{told:?}");
+    let last_denied = |container: &Container| container.container_usage().last_denied.unwrap();
+    let first = last_denied(&container);
+    assert_eq!(first.quota, Bytes::gib(1));
+    assert!(first.free < Bytes::mib(256), "{first:?}");
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert_eq!(denied(&container), told);
+    assert_eq!(last_denied(&container), first);
 }
 
 #[test]
@@ -753,17 +753,17 @@ fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
         "no bound is proven yet"
     );
     let gpu = "GPU-aaaa".parse().unwrap();
-    let asked = container.orphaned_exports(&gpu).unwrap();
-    assert!(!container.cap_orphaned_exports(&gpu, Bytes::gib(5), &asked));
-    assert!(container.cap_orphaned_exports(&gpu, Bytes::gib(3), &asked));
+    let queried = container.orphaned_exports(&gpu).unwrap();
+    assert!(!container.cap_orphaned_exports(&gpu, Bytes::gib(5), &queried));
+    assert!(container.cap_orphaned_exports(&gpu, Bytes::gib(3), &queried));
     assert_eq!(container.account_usage()[0].exited, Bytes::gib(3));
     assert_eq!(container.exported_bytes(), [(gpu.clone(), Bytes::gib(3))]);
     assert!(
-        !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked),
+        !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &queried),
         "the query is outdated"
     );
-    let asked = container.orphaned_exports(&gpu).unwrap();
-    assert!(container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked));
+    let queried = container.orphaned_exports(&gpu).unwrap();
+    assert!(container.cap_orphaned_exports(&gpu, Bytes::ZERO, &queried));
     assert_eq!(container.orphaned_exports(&gpu), None);
     assert!(is_granted(&container.request(2, 0, units(4 << 30))));
 }
@@ -854,11 +854,11 @@ fn sample_from_before_an_exit_releases_nothing() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    let asked = container.reclaim_query().unwrap_or_default();
+    let queried = container.reclaim_query().unwrap_or_default();
     charge_all(&mut container, &page, 1, 1 << 30);
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     container.apply_samples(
-        &asked,
+        &queried,
         &[ProcessMemory::default()],
         &FakeHost,
         BootTime::default(),

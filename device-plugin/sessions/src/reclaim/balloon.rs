@@ -77,14 +77,14 @@ pub(in super::super) async fn prove_by_balloon(turn: BalloonTurn, pause: GrantPa
     let (shared, gpu) = (Arc::clone(&turn.shared), turn.gpu.clone());
     let balloon = Arc::clone(&turn.balloon);
     let prove = move || {
-        let Some(begun) = begin_balloon(&shared, &gpu, until - HOLD_TIME) else {
+        let Some(attempt) = begin_balloon(&shared, &gpu, until - HOLD_TIME) else {
             return Attempt::NotBegun;
         };
-        let Some(proof) = bound_by_balloon(&shared, &gpu, balloon.as_ref(), begun, until) else {
+        let Some(proof) = bound_by_balloon(&shared, &gpu, balloon.as_ref(), attempt, until) else {
             return Attempt::Ended;
         };
         apply_bound(&shared, &gpu, &proof.candidates, &proof.bound);
-        match proof.held < begun.size {
+        match proof.held < attempt.size {
             true => Attempt::Partial(proof.held),
             false => Attempt::Ended,
         }
@@ -112,9 +112,9 @@ struct Begun {
 /// Returns the size of a balloon that displaces managed memory. Takes idle credit back, unless even
 /// without it a balloon would displace nothing.
 fn begin_balloon(shared: &Shared, gpu: &GpuUuid, begin_by: Instant) -> Option<Begun> {
-    let asked = Instant::now();
+    let queried_at = Instant::now();
     let sample = sample_until(shared, gpu, begin_by)?;
-    let look_time = (asked.elapsed() + SAMPLE_INTERVAL) * SAMPLES;
+    let look_time = (queried_at.elapsed() + SAMPLE_INTERVAL) * SAMPLES;
     let kept = Bytes(leased(shared, gpu).0.saturating_add(shared.reserved.0));
     balloon_size(&sample, &used(shared, gpu), kept)?;
     for running in lock(&shared.containers).values() {

@@ -441,9 +441,9 @@ fn container_is_restarted_when_its_eviction_times_out() {
     }
     let [fault] = book.faults() else { panic!() };
     assert_eq!((&fault.image, fault.decision()), (&image(3), OVER_LIMIT));
-    let mut only_told = log_with_policy(ContextAction::Report);
-    only_told.report(1, 0);
-    assert!(!only_told.tick(EVICTION_TIMEOUT, at(100)));
+    let mut report_only = log_with_policy(ContextAction::Report);
+    report_only.report(1, 0);
+    assert!(!report_only.tick(EVICTION_TIMEOUT, at(100)));
 }
 
 #[test]

@@ -165,8 +165,10 @@ async fn idle_credit_stays_when_no_balloon_can_begin() {
         let gpu = FakeGpu::default();
         let (sessions, _driver) = sessions_with_reserve(folder.path(), gpu, reserved).await;
         let (stream, page) = hello(folder.path());
-        let asking = stream.try_clone().unwrap();
-        let answer = ask(asking).recv_timeout(Duration::from_secs(20)).unwrap();
+        let requester = stream.try_clone().unwrap();
+        let answer = ask(requester)
+            .recv_timeout(Duration::from_secs(20))
+            .unwrap();
         assert!(matches!(answer, Response::Granted { .. }), "{answer:?}");
         let idle = || page.slot(0).unwrap().word().idle();
         let before = idle();
@@ -223,14 +225,14 @@ async fn nothing_is_evicted_before_the_audit_allows_it() {
     let after = |seconds| Instant::now() + Duration::from_secs(seconds);
     assert!(sessions.shared.may_evict(&gpu(), after(2)));
     assert!(!sessions.shared.may_evict(&gpu(), after(4)), "it is old");
-    let begun = Instant::now();
+    let start = Instant::now();
     while driver.balloons.load(Ordering::SeqCst) == 0 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "no balloon");
+        assert!(start.elapsed() < Duration::from_secs(60), "no balloon");
         sessions.set_evictable(&gpu(), Bytes::gib(4), true);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(
-        begun.elapsed() > Duration::from_secs(4),
+        start.elapsed() > Duration::from_secs(4),
         "the samples get some time"
     );
 }
@@ -287,11 +289,11 @@ async fn grants_go_on_when_a_balloon_hangs_or_panics() {
     };
     let (sessions, _driver) = sessions_on(folder.path(), gpu).await;
     let (stream, _page) = hello(folder.path());
-    let begun = Instant::now();
+    let start = Instant::now();
     let Attempt::Hung(hung) = prove(&sessions).await else {
         panic!("the balloon hangs");
     };
-    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert!(start.elapsed() < Duration::from_secs(20));
     assert!(ask(stream).recv_timeout(Duration::from_secs(5)).is_ok());
     let bytes = || sessions.balloons()[&self::gpu()].bytes;
     assert!(bytes() > Bytes::ZERO, "the audit knows it");

@@ -79,10 +79,10 @@ async fn hello_waits_for_its_turn_before_the_kernel_log() {
     lock(&agent.limiter).charge(debt, Instant::now());
     let mut barriers = agent.notifier.register_kmsg_reader();
     let _peer = agent.send_hello();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     tokio::select! {
         barrier = barriers.recv() => assert!(barrier.is_some()),
         () = agent.serve_connection() => panic!("the hello passed the log"),
     }
-    assert!(begun.elapsed() > debt / 2, "{:?}", begun.elapsed());
+    assert!(start.elapsed() > debt / 2, "{:?}", start.elapsed());
 }

@@ -76,10 +76,10 @@ impl HostileInput {
 }
 
 /// Sends random messages on one connection.
-fn run_hostile_peer(run_dir: &Path, dice: &mut HostileInput) {
-    let (stream, page) = match dice.below(3) {
+fn run_hostile_peer(run_dir: &Path, rng: &mut HostileInput) {
+    let (stream, page) = match rng.below(3) {
         0 => (connect(run_dir), None),
-        _ => match try_hello(run_dir, dice.below(4)) {
+        _ => match try_hello(run_dir, rng.below(4)) {
             Some((stream, page)) => (stream, Some(page)),
             None => return,
         },
@@ -91,34 +91,34 @@ fn run_hostile_peer(run_dir: &Path, dice: &mut HostileInput) {
         .set_read_timeout(Some(Duration::from_millis(1)))
         .unwrap();
     let mut peer = &stream;
-    for _ in 0..dice.below(20) {
+    for _ in 0..rng.below(20) {
         // The agent may have closed the socket, or may read no further.
-        let _ = match dice.below(8) {
-            0 => peer.write_all(&[dice.below(256) as u8; 40]),
+        let _ = match rng.below(8) {
+            0 => peer.write_all(&[rng.below(256) as u8; 40]),
             1 => peer.write_all(&u16::MAX.to_le_bytes()),
             2 => {
-                let message = dice.message();
-                peer.write_all(&message[..dice.below(message.len() as u64) as usize])
+                let message = rng.message();
+                peer.write_all(&message[..rng.below(message.len() as u64) as usize])
             }
-            3 => send_with_fd(&stream, &dice.message(), stream.as_fd()).map(drop),
+            3 => send_with_fd(&stream, &rng.message(), stream.as_fd()).map(drop),
             4 => stream.shutdown(std::net::Shutdown::Write),
             5 => peer.read(&mut [0; 4096]).map(drop),
-            _ => peer.write_all(&dice.message()),
+            _ => peer.write_all(&rng.message()),
         };
         if let Some(slot) = page
             .as_ref()
-            .and_then(|page| page.slot(dice.below(2) as usize))
+            .and_then(|page| page.slot(rng.below(2) as usize))
         {
             let word = CreditWord {
-                granted: dice.units().0,
-                used: dice.units().0,
+                granted: rng.units().0,
+                used: rng.units().0,
             };
-            match dice.below(5) {
+            match rng.below(5) {
                 0 => slot.set(word),
                 1 => drop(slot.freeze()),
-                2 => slot.set_exported(dice.units()),
-                3 => slot.set_quota(dice.units()),
-                _ => slot.set_others(dice.units(), word.used),
+                2 => slot.set_exported(rng.units()),
+                3 => slot.set_quota(rng.units()),
+                _ => slot.set_others(rng.units(), word.used),
             }
         }
     }
@@ -147,8 +147,8 @@ async fn hostile_peers_gain_nothing_and_delay_no_neighbour() {
         .map(|seed| {
             let run_dir = folder.path().to_owned();
             tokio::task::spawn_blocking(move || {
-                let mut dice = HostileInput(StdRng::seed_from_u64(seed));
-                (0..CONVERSATIONS).for_each(|_| run_hostile_peer(&run_dir, &mut dice));
+                let mut rng = HostileInput(StdRng::seed_from_u64(seed));
+                (0..CONVERSATIONS).for_each(|_| run_hostile_peer(&run_dir, &mut rng));
             })
         })
         .collect();
@@ -157,10 +157,10 @@ async fn hostile_peers_gain_nothing_and_delay_no_neighbour() {
         let (mut stream, _page) = hello(&path);
         let trip = |_| {
             std::thread::sleep(Duration::from_millis(2));
-            let begun = Instant::now();
+            let start = Instant::now();
             stream.write_all(&Request::Refresh.frame()).unwrap();
             assert_eq!(receive(&mut stream), Response::Refreshed);
-            begun.elapsed()
+            start.elapsed()
         };
         let mut times: Vec<Duration> = (0..300).map(trip).collect();
         times.sort();
@@ -189,12 +189,12 @@ async fn hostile_peers_gain_nothing_and_delay_no_neighbour() {
             account: 0,
             units: page.slot(0).unwrap().quota(),
         };
-        let begun = Instant::now();
+        let start = Instant::now();
         loop {
             stream.write_all(&all.frame()).unwrap();
             match receive(&mut stream) {
                 Response::Granted { .. } => break,
-                answer => assert!(begun.elapsed() < Duration::from_secs(5), "{answer:?}"),
+                answer => assert!(start.elapsed() < Duration::from_secs(5), "{answer:?}"),
             }
             std::thread::sleep(Duration::from_millis(20));
         }

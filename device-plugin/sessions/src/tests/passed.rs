@@ -94,10 +94,10 @@ fn round_trip(run_dir: &Path) -> Duration {
 fn p99_round_trip(mut stream: UnixStream) -> Duration {
     let trip = |_| {
         std::thread::sleep(Duration::from_millis(2));
-        let begun = Instant::now();
+        let start = Instant::now();
         stream.write_all(&Request::Refresh.frame()).unwrap();
         assert_eq!(receive(&mut stream), Response::Refreshed);
-        begun.elapsed()
+        start.elapsed()
     };
     let mut times: Vec<Duration> = (0..300).map(trip).collect();
     times.sort();
@@ -124,7 +124,7 @@ fn unclosed_sockets(sessions: &Sessions) -> usize {
     sessions
         .container_usage()
         .iter()
-        .map(|books| books.unclosed_sockets)
+        .map(|usage| usage.unclosed_sockets)
         .sum()
 }
 
@@ -154,9 +154,9 @@ async fn attack_six_times(
         "none was the last reference"
     );
     drop((attacks, peer));
-    let begun = Instant::now();
+    let start = Instant::now();
     while unclosed_sockets(sessions) > 0 {
-        assert!(begun.elapsed() < Duration::from_secs(30), "never closed");
+        assert!(start.elapsed() < Duration::from_secs(30), "never closed");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     (trip, taken)
@@ -288,9 +288,9 @@ async fn container_is_not_accepted_while_its_sockets_linger() {
     );
     drop(held);
     run_blocking(folder.path(), |run_dir| {
-        let begun = Instant::now();
+        let start = Instant::now();
         while std::panic::catch_unwind(|| assert_served(run_dir)).is_err() {
-            assert!(begun.elapsed() < Duration::from_secs(60));
+            assert!(start.elapsed() < Duration::from_secs(60));
         }
     })
     .await;
@@ -299,17 +299,20 @@ async fn container_is_not_accepted_while_its_sockets_linger() {
 #[tokio::test]
 async fn accepted_socket_takes_no_descriptor_when_told_so() {
     let folder = tempfile::tempdir().unwrap();
-    for asked in [true, false] {
-        let path = folder.path().join(format!("{asked}.sock"));
+    for refuses_descriptors in [true, false] {
+        let path = folder.path().join(format!("{refuses_descriptors}.sock"));
         let closer = SocketCloser::new(AllocationId::from_bits(1));
-        let listener = Listener::bind(&path, Arc::clone(&closer), asked).unwrap();
+        let listener = Listener::bind(&path, Arc::clone(&closer), refuses_descriptors).unwrap();
         let client = UnixStream::connect(&path).unwrap();
-        let early = pass_descriptor(&client, &silent_listener(), SendFlags::empty());
+        let passed = pass_descriptor(&client, &silent_listener(), SendFlags::empty());
         let accepted = listener.accept().await.unwrap();
-        let takes = options::accepts_descriptors(&accepted).unwrap();
-        assert_eq!((early, takes), (!asked, !asked));
-        let refused = send_with_fd(&client, &[0], client.as_fd()).is_err();
-        assert_eq!(refused, asked);
+        let accepts = options::accepts_descriptors(&accepted).unwrap();
+        assert_eq!(
+            (passed, accepts),
+            (!refuses_descriptors, !refuses_descriptors)
+        );
+        let is_refused = send_with_fd(&client, &[0], client.as_fd()).is_err();
+        assert_eq!(is_refused, refuses_descriptors);
     }
 }
 
@@ -321,12 +324,12 @@ async fn listener_is_dropped_at_once_when_unaccepted_sockets_linger() {
     let listener = Listener::bind(&path, Arc::clone(&closer), false).unwrap();
     let (client, peer) = (UnixStream::connect(&path).unwrap(), silent_listener());
     assert!(pass_descriptor(&client, &peer, SendFlags::empty()));
-    let begun = Instant::now();
+    let start = Instant::now();
     drop(listener);
     assert!(
-        begun.elapsed() < Duration::from_secs(2),
+        start.elapsed() < Duration::from_secs(2),
         "{:?}",
-        begun.elapsed()
+        start.elapsed()
     );
     assert_eq!(closer.unclosed(), 1);
 }

@@ -42,12 +42,12 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
 /// load only adds time.
 fn compare_starts(library: &Path) {
     let life = |preload: &Path| {
-        let begun = Instant::now();
+        let start = Instant::now();
         let ended = Command::new("/bin/true")
             .env("LD_PRELOAD", preload)
             .status();
         assert!(ended.expect("there is one").success());
-        begun.elapsed()
+        start.elapsed()
     };
     let mut shortest = [Duration::MAX; 2];
     for _ in 0..500 {

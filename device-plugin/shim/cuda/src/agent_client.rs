@@ -218,7 +218,7 @@ fn with_retry<T>(
     state: &SessionState,
     converse: impl Fn() -> Result<T, AgentError>,
 ) -> Result<T, AgentError> {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let answer = converse();
         match answer {
@@ -226,7 +226,7 @@ fn with_retry<T>(
                 if agent_is_expected() && !state.gave_up_waiting.load(Ordering::Relaxed) => {}
             _ => return answer,
         }
-        if begun.elapsed() > AGENT_TIMEOUT {
+        if start.elapsed() > AGENT_TIMEOUT {
             state.gave_up_waiting.store(true, Ordering::Relaxed);
             return answer;
         }

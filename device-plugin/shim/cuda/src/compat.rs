@@ -136,8 +136,8 @@ fn supported_branches(library: &Path) -> Option<Vec<u32>> {
     let (_, section) = sections.section_by_name(endian, b".note.cuda.fwd_compatibility")?;
     let mut notes = section.notes(endian, &file).ok()??;
     let note = notes.next().ok()??;
-    let ours = note.name() == b"NVIDIA Corporation";
-    ours.then(|| parse_branches(note.desc()).unwrap_or_default())
+    let is_nvidia = note.name() == b"NVIDIA Corporation";
+    is_nvidia.then(|| parse_branches(note.desc()).unwrap_or_default())
 }
 
 /// Parses `[535, 550]` of `{"format":1,"CUDA version":"12.9","driver":[535,550],"device":[1,2]}`.

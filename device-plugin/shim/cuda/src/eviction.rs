@@ -48,11 +48,11 @@ pub(crate) fn retry<T>(
     function: &str,
     mut call: impl FnMut() -> Result<T, CuResult>,
 ) -> Result<T, CuResult> {
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut pauses = PAUSES.into_iter();
     while may_repeat() && can_make_room(account, missing) {
         let pause = pauses.next();
-        let Some(pause) = pause.filter(|pause| begun.elapsed() + *pause <= RETRY_TIME) else {
+        let Some(pause) = pause.filter(|pause| start.elapsed() + *pause <= RETRY_TIME) else {
             accounting::report_refusal(account, bytes, function);
             break;
         };

@@ -44,21 +44,21 @@ impl<T: Default + 'static> ForkLocal<T> {
     }
 
     fn init(&self) -> &'static Mutex<T> {
-        let made = Box::into_raw(Box::<Mutex<T>>::default());
+        let value = Box::into_raw(Box::<Mutex<T>>::default());
         let first = self.0.compare_exchange(
             std::ptr::null_mut(),
-            made,
+            value,
             Ordering::AcqRel,
             Ordering::Acquire,
         );
         match first {
             // SAFETY: made above, and never freed.
-            Ok(_) => unsafe { &*made },
+            Ok(_) => unsafe { &*value },
             Err(other) => {
                 // SAFETY: made above, and no other thread has a pointer to it; the other value is
                 // leaked.
                 unsafe {
-                    drop(Box::from_raw(made));
+                    drop(Box::from_raw(value));
                     &*other
                 }
             }

@@ -48,7 +48,7 @@ fn handle(code: CuResult) -> CuResult {
     }
 }
 
-/// Returns the error that poisoned this image, once the image has seen it.
+/// Returns the error that poisoned this image, once a call has returned it.
 fn poison_code() -> Option<CuResult> {
     let code = session_state::state()?.poisoned.load(Ordering::Acquire);
     (code != curesult::SUCCESS).then_some(code)

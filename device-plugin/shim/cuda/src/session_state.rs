@@ -71,14 +71,14 @@ impl SessionState {
     /// Takes the lock, or returns `None` after [`LOCK_TIMEOUT`]. Only the slow path takes the lock,
     /// because an exchange with the agent takes longer than a pause.
     pub(crate) fn lock(&self) -> Option<SessionGuard<'_>> {
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut pause = Duration::from_micros(50);
         while self
             .lock
             .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
             .is_err()
         {
-            if begun.elapsed() > LOCK_TIMEOUT {
+            if start.elapsed() > LOCK_TIMEOUT {
                 return None;
             }
             std::thread::sleep(pause);

@@ -79,13 +79,13 @@ impl VmmTable {
             .filter(|(at, mapping)| at.saturating_add(mapping.bytes) <= end)
             .map(|(at, mapping)| (*at, mapping.handle))
             .collect();
-        let gone = inside.into_iter().filter_map(|(at, handle)| {
+        let charges = inside.into_iter().filter_map(|(at, handle)| {
             self.mappings.remove(&at);
             self.update(handle, |memory| {
                 memory.mappings = memory.mappings.saturating_sub(1)
             })
         });
-        gone.collect()
+        charges.collect()
     }
 
     /// Records a binding of memory to a multicast object.
@@ -115,13 +115,13 @@ impl VmmTable {
             .range(range)
             .map(|(binding, handle)| (*binding, *handle))
             .collect();
-        let gone = inside.into_iter().filter_map(|(binding, handle)| {
+        let charges = inside.into_iter().filter_map(|(binding, handle)| {
             self.bindings.remove(&binding);
             self.update(handle, |memory| {
                 memory.bindings = memory.bindings.saturating_sub(1)
             })
         });
-        gone.collect()
+        charges.collect()
     }
 
     /// Returns the handle of the memory mapped at an address.

@@ -126,9 +126,9 @@ fn array_with_deferred_mapping_is_not_charged() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for flags in [0x40, 0x80] {
-        let made = format!("array 65536 65536 0 {flags}");
+        let call = format!("array 65536 65536 0 {flags}");
         assert_eq!(
-            taken_and_charged(&container, &mut program, &made, "unarray"),
+            taken_and_charged(&container, &mut program, &call, "unarray"),
             (0, 0)
         );
     }

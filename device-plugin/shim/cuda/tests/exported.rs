@@ -22,7 +22,7 @@ const BESIDE: u64 = 2 * GIB;
 
 /// The most that may be discharged too early: what the driver does not list of each of three
 /// processes.
-const UNSEEN: u64 = 3 * 9 * MIB;
+const UNLISTED: u64 = 3 * 9 * MIB;
 
 /// The most from a holder's end until another process gets the memory on a busy machine. The proof
 /// takes half a second on a quiet one.
@@ -47,10 +47,10 @@ fn hand_over(from: &mut Client, descriptor: u64, to: &mut Client) -> u64 {
 /// Asserts that no process gets the memory for a while after the exporter's death.
 fn is_held(container: &Container, other: &mut Client) {
     container.wait_for("its death is noticed", |usage| usage.exited.0 > 0);
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(1_500) {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(1_500) {
         let usage = container.usage();
-        assert!(usage.exited.0 + UNSEEN >= SHARED, "{usage:?}");
+        assert!(usage.exited.0 + UNLISTED >= SHARED, "{usage:?}");
         let pointer = other.ok(format!("alloc {BESIDE}"))[0];
         other.ok(format!("free {pointer}"));
         assert_eq!(other.call(format!("alloc {}", BESIDE + SHARED)), "err 2");
@@ -59,13 +59,13 @@ fn is_held(container: &Container, other: &mut Client) {
 
 /// Waits until another process gets the memory. Returns how long that took.
 fn is_free(container: &Container, other: &mut Client) -> Duration {
-    let begun = Instant::now();
+    let start = Instant::now();
     while other.call(format!("alloc {}", BESIDE + SHARED)) == "err 2" {
-        let took = begun.elapsed();
+        let took = start.elapsed();
         assert!(took < SOON, "{took:?}: {:?}", container.usage());
         std::thread::sleep(Duration::from_millis(10));
     }
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert_eq!(container.usage().exited.0, 0);
     println!("free for another {took:?} after the last holder's end");
     assert!(took < SOON, "{took:?}");
@@ -157,11 +157,11 @@ fn unshared_memory_of_a_killed_exporter_is_free_at_once() {
     for _ in 0..3 {
         let (exporter, _) = exporter(&container);
         exporter.kill();
-        let begun = Instant::now();
+        let start = Instant::now();
         while other.call(format!("alloc {SHARED}")) == "err 2" {
-            assert!(begun.elapsed() < SOON, "{:?}", container.usage());
+            assert!(start.elapsed() < SOON, "{:?}", container.usage());
         }
-        println!("free for another after {:?}", begun.elapsed());
+        println!("free for another after {:?}", start.elapsed());
         other.kill();
         container.wait_for("only the one that lives has memory", |usage| {
             usage.processes == 1 && usage.exited.0 == 0

@@ -179,11 +179,11 @@ impl FullGpu {
     /// until the agent has read its report.
     fn assert_counts(&self, expected: (u64, usize), line: &str) {
         let counts = || {
-            let usage = self.container.books().remove(0);
+            let usage = self.container.container_usage().remove(0);
             (usage.driver_refusals, usage.denied.len())
         };
-        let begun = Instant::now();
-        while counts() != expected && begun.elapsed() < FINAL {
+        let start = Instant::now();
+        while counts() != expected && start.elapsed() < FINAL {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(counts(), expected, "{line}");
@@ -243,9 +243,9 @@ fn allocation_is_refused_in_time_when_no_eviction_succeeds() {
     for line in allocations() {
         assert_holds_once(&line, || {
             full.sim.refuse_evictions(99);
-            let begun = Instant::now();
+            let start = Instant::now();
             assert_eq!(neighbour.call(&line), "err 2", "{line}");
-            let took = begun.elapsed();
+            let took = start.elapsed();
             refused += 1;
             assert_eq!(neighbour.ok("info")[0], 4 * GIB, "{line}");
             full.assert_counts((refused, 0), &line);
@@ -263,13 +263,13 @@ fn change_before_last_try(line: &str, refusals: u32, change: fn(&FullGpu)) -> (S
         let full = FullGpu::new();
         let mut neighbour = full.container.program();
         full.sim.refuse_evictions(refusals);
-        let begun = Instant::now();
+        let start = Instant::now();
         neighbour.send(line);
-        while full.sim.evictions_to_refuse() > 0 && begun.elapsed() < FINAL {
+        while full.sim.evictions_to_refuse() > 0 && start.elapsed() < FINAL {
             std::thread::sleep(Duration::from_millis(1));
         }
         change(&full);
-        let is_in_time = begun.elapsed() < LAST_PAUSE;
+        let is_in_time = start.elapsed() < LAST_PAUSE;
         let answer = neighbour.read();
         if is_in_time {
             return (answer, full);

@@ -42,12 +42,12 @@ fn main_process_is_reexecuted_under_policy_in_place() {
     for (round, (kernel, _)) in FAULTS.iter().cycle().take(8).enumerate() {
         program.ok(format!("alloc {QUOTA}"));
         fault(&mut program, kernel);
-        let begun = Instant::now();
+        let start = Instant::now();
         assert_eq!(program.call("sync 0"), "ready", "{kernel}");
-        println!("{kernel}: {:?}", begun.elapsed());
-        let books = &container.books()[0];
-        assert_eq!(books.generation, round as u64 + 2);
-        assert_eq!(books.processes.len(), 1, "it is the same process");
+        println!("{kernel}: {:?}", start.elapsed());
+        let usage = &container.container_usage()[0];
+        assert_eq!(usage.generation, round as u64 + 2);
+        assert_eq!(usage.processes.len(), 1, "it is the same process");
         assert!(container.faults().is_empty(), "{:?}", container.faults());
     }
     // The memory of eight images was discharged once each.
@@ -148,14 +148,14 @@ fn reexec_works_from_a_second_thread_beside_children() {
             .count()
     };
     // Each is a copy of its parent for a moment.
-    let begun = Instant::now();
+    let start = Instant::now();
     while alive() != 5 {
-        assert!(begun.elapsed() < Duration::from_secs(5), "{}", alive());
+        assert!(start.elapsed() < Duration::from_secs(5), "{}", alive());
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(program.call("faultthreads 8"), "ready");
     assert_eq!(alive(), 0);
-    assert_eq!(container.books()[0].generation, 2);
+    assert_eq!(container.container_usage()[0].generation, 2);
 }
 
 #[test]
@@ -165,9 +165,9 @@ fn slow_new_image_is_not_killed_before_it_calls_cuda() {
     std::fs::write(container.busy(), "").unwrap();
     fault(&mut program, "fault");
     assert_eq!(program.call("sync 0"), "busy");
-    let begun = Instant::now();
+    let start = Instant::now();
     while !container.faults().iter().all(|fault| fault.executed) {
-        assert!(begun.elapsed() < Duration::from_secs(5));
+        assert!(start.elapsed() < Duration::from_secs(5));
         std::thread::sleep(Duration::from_millis(10));
     }
     container.overdue(Duration::from_secs(3600));
@@ -259,7 +259,7 @@ fn poison_report_waits_for_a_restarting_agent() {
     assert_eq!(program.read(), "ready");
     container.stop_agent();
     fault(&mut program, "fault");
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(program.call("sync 0"), "err 700");
-    assert!(begun.elapsed() < Duration::from_secs(15));
+    assert!(start.elapsed() < Duration::from_secs(15));
 }

@@ -7,15 +7,15 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-#[path = "soak/dice.rs"]
-mod dice;
+#[path = "soak/rng.rs"]
+mod rng;
 mod support;
 
 use std::time::{Duration, Instant};
 
 use bursar_ledger::units::Bytes;
 use bursar_sessions::Account;
-use dice::Dice;
+use rng::Rng;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -243,11 +243,11 @@ fn threads_use_all_of_a_large_quota_and_no_more() {
     let before = container.taken();
     program.send(&format!("asyncgreedy 6 {STEP}"));
     // Both values only grow, so the charge is read last.
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let (taken, used) = (container.taken() - before, container.usage().used.0);
         assert!(taken <= used, "{taken} of {used}");
-        if taken == LARGE || begun.elapsed() > Duration::from_secs(10) {
+        if taken == LARGE || start.elapsed() > Duration::from_secs(10) {
             break;
         }
     }
@@ -512,25 +512,25 @@ enum Owned {
 }
 
 /// Makes one random call. Returns whether it was denied.
-fn step(program: &mut Client, dice: &mut Dice, owned: &mut Vec<Owned>, streams: &[u64]) -> bool {
-    let stream = streams[dice.below(3) as usize];
-    let size = (1 + dice.below(40)) * MIB + dice.below(2);
-    let blocks = (1 + dice.below(20)) * 2 * MIB;
-    let (line, kind): (_, fn(u64) -> Owned) = match dice.below(10) {
+fn step(program: &mut Client, rng: &mut Rng, owned: &mut Vec<Owned>, streams: &[u64]) -> bool {
+    let stream = streams[rng.below(3) as usize];
+    let size = (1 + rng.below(40)) * MIB + rng.below(2);
+    let blocks = (1 + rng.below(20)) * 2 * MIB;
+    let (line, kind): (_, fn(u64) -> Owned) = match rng.below(10) {
         0 | 1 => (format!("asyncalloc {size} {stream}"), Owned::Pooled),
         2 => (format!("alloc {size}"), Owned::Linear),
         3 => (format!("create {blocks} 0 0"), Owned::Handle),
         4 => {
             program.ok(format!(
                 "sync {}",
-                if dice.below(2) == 0 { 0 } else { stream }
+                if rng.below(2) == 0 { 0 } else { stream }
             ));
             return false;
         }
         _ => {
             if !owned.is_empty() {
-                let place = dice.below(owned.len() as u64) as usize;
-                let next = end(program, dice, owned.swap_remove(place), stream);
+                let place = rng.below(owned.len() as u64) as usize;
+                let next = end(program, rng, owned.swap_remove(place), stream);
                 owned.extend(next);
             }
             return false;
@@ -546,14 +546,14 @@ fn step(program: &mut Client, dice: &mut Dice, owned: &mut Vec<Owned>, streams: 
 }
 
 /// Frees something, perhaps in several calls.
-fn end(program: &mut Client, dice: &mut Dice, what: Owned, stream: u64) -> Option<Owned> {
-    let free = |dice: &mut Dice, pointer| match dice.below(2) {
+fn end(program: &mut Client, rng: &mut Rng, what: Owned, stream: u64) -> Option<Owned> {
+    let free = |rng: &mut Rng, pointer| match rng.below(2) {
         0 => format!("free {pointer}"),
         _ => format!("asyncfree {pointer} {stream}"),
     };
     match what {
-        Owned::Linear(pointer) | Owned::Pooled(pointer) => drop(program.ok(free(dice, pointer))),
-        Owned::Handle(handle) if dice.below(2) == 0 => {
+        Owned::Linear(pointer) | Owned::Pooled(pointer) => drop(program.ok(free(rng, pointer))),
+        Owned::Handle(handle) if rng.below(2) == 0 => {
             // The size was not recorded: the smallest mappable block is mapped.
             let bytes = 2 * MIB;
             let address = program.ok(format!("reserve {bytes}"))[0];
@@ -562,7 +562,7 @@ fn end(program: &mut Client, dice: &mut Dice, what: Owned, stream: u64) -> Optio
             return Some(Owned::Mapped { address, bytes });
         }
         Owned::Handle(handle) => drop(program.ok(format!("releasehandle {handle}"))),
-        Owned::Mapped { address, bytes } if dice.below(3) == 0 => {
+        Owned::Mapped { address, bytes } if rng.below(3) == 0 => {
             let handle = program.ok(format!("retainhandle {address}"))[0];
             program.ok(format!("unmap {address} {bytes}"));
             return Some(Owned::Handle(handle));
@@ -581,9 +581,9 @@ fn charges_cover_the_drivers_memory_under_random_operations() {
             program.ok(format!("threshold {pool} 0"));
         }
         let streams: Vec<u64> = (0..3).map(|_| program.ok("stream")[0]).collect();
-        let (mut dice, mut owned, mut denied) = (Dice::seeded(seed), Vec::new(), 0);
+        let (mut rng, mut owned, mut denied) = (Rng::seeded(seed), Vec::new(), 0);
         for number in 0..1500 {
-            denied += u32::from(step(&mut program, &mut dice, &mut owned, &streams));
+            denied += u32::from(step(&mut program, &mut rng, &mut owned, &streams));
             let used = charged(&container, &mut program);
             let taken = container.taken() - container.context();
             assert_eq!(used, taken, "seed {seed}, call {number}");

@@ -124,14 +124,14 @@ fn granted_credit_stays_usable_without_the_agent() {
     let pointer = program.ok(format!("alloc {}", 128 * MIB))[0];
     container.stop_agent();
     let took = |program: &mut Client, bytes: u64| {
-        let begun = Instant::now();
+        let start = Instant::now();
         assert_eq!(program.call(format!("alloc {bytes}")), "err 2");
-        begun.elapsed()
+        start.elapsed()
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     program.ok(format!("free {pointer}"));
     let again = program.ok(format!("alloc {}", 128 * MIB))[0];
-    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < AT_ONCE, "{:?}", start.elapsed());
     // No agent would grant that.
     let waited = took(&mut program, 129 * MIB);
     assert!(waited < AT_ONCE, "{waited:?}");
@@ -199,21 +199,21 @@ fn wait_is_bounded_when_the_agent_never_answers() {
     container.stop_agent();
     std::fs::remove_file(container.socket()).unwrap();
     let _mute = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     // The program creates a context before anything else, which may need credit.
     let mut program = container.program();
     assert_eq!(program.call("retain"), "err 2");
     assert!(
-        begun.elapsed() < Duration::from_secs(15),
+        start.elapsed() < Duration::from_secs(15),
         "it waits once: {:?}",
-        begun.elapsed()
+        start.elapsed()
     );
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(program.call("retain"), "err 2");
     assert!(
-        begun.elapsed() < AT_ONCE,
+        start.elapsed() < AT_ONCE,
         "the second does not wait: {:?}",
-        begun.elapsed()
+        start.elapsed()
     );
 }
 
@@ -318,9 +318,9 @@ fn garbage_on_the_socket_does_not_slow_programs() {
             stream
         })
         .collect();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(program.ok(format!("greedy {MIB}")), [256, 2]);
-    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < AT_ONCE, "{:?}", start.elapsed());
     drop(hostile);
 }
 

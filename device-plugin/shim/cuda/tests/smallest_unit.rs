@@ -52,14 +52,14 @@ impl Launched {
 
     /// Kills as the agent does, until no process of a fault is left. Returns how long that took.
     fn settle(&mut self) -> Duration {
-        let begun = Instant::now();
+        let begin = Instant::now();
         loop {
             self.kill();
             if self.container.faults().is_empty() {
-                return begun.elapsed();
+                return begin.elapsed();
             }
             let faults = self.container.faults();
-            assert!(begun.elapsed() < SOON, "{faults:?}");
+            assert!(begin.elapsed() < SOON, "{faults:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -98,9 +98,9 @@ fn runs(pid: u64) -> bool {
 
 /// Waits for the end of killed processes.
 fn wait_until_ended(pids: [u64; 2]) {
-    let begun = Instant::now();
+    let begin = Instant::now();
     while pids.into_iter().any(runs) {
-        assert!(begun.elapsed() < SOON, "{pids:?}");
+        assert!(begin.elapsed() < SOON, "{pids:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -181,9 +181,9 @@ fn spawned_child_outlives_its_poisoned_process() {
         };
         pids.filter(|pid| sleeps(pid)).collect::<Vec<_>>()
     };
-    let begun = Instant::now();
+    let begin = Instant::now();
     while find().is_empty() {
-        assert!(begun.elapsed() < SOON);
+        assert!(begin.elapsed() < SOON);
         std::thread::sleep(Duration::from_millis(10));
     }
     fault(&mut program);

@@ -76,13 +76,13 @@ pub(crate) fn usage(uuid: &str) -> Result<Usage, NvmlReturn> {
         let last = device.map(|device| (device.answer.clone(), device.at));
         (last, known.backoff_until.is_some_and(|until| now < until))
     });
-    let said = match last {
-        Some((said, at)) if now.saturating_duration_since(at) < MAX_AGE => said,
+    let answer = match last {
+        Some((answer, at)) if now.saturating_duration_since(at) < MAX_AGE => answer,
         last if quiet => last.ok_or(nvml_return::UNKNOWN)?.0,
         last => match query(uuid) {
-            Ok(said) => {
-                store(uuid, &said);
-                said
+            Ok(answer) => {
+                store(uuid, &answer);
+                answer
             }
             Err(_) => {
                 if let Some(mut known) = cache() {
@@ -92,7 +92,7 @@ pub(crate) fn usage(uuid: &str) -> Result<Usage, NvmlReturn> {
             }
         },
     };
-    said.usage()
+    answer.usage()
 }
 
 /// Locks the cache. Returns `None` while another thread holds the lock, or held it when this
@@ -105,17 +105,17 @@ fn cache() -> Option<MutexGuard<'static, Cache>> {
     }
 }
 
-fn store(uuid: &str, said: &AgentAnswer) {
+fn store(uuid: &str, answer: &AgentAnswer) {
     let Some(mut known) = cache() else {
         return;
     };
-    let (said, at) = (said.clone(), Instant::now());
+    let (answer, at) = (answer.clone(), Instant::now());
     known.backoff_until = None;
     match known.devices.iter_mut().find(|device| device.uuid == uuid) {
-        Some(device) => (device.answer, device.at) = (said, at),
+        Some(device) => (device.answer, device.at) = (answer, at),
         None => known.devices.push(CachedAnswer {
             uuid: uuid.to_owned(),
-            answer: said,
+            answer,
             at,
         }),
     }

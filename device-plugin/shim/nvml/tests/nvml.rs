@@ -120,30 +120,33 @@ fn containers_on_one_gpu_do_not_list_each_other() {
 #[test]
 fn processes_of_one_container_list_each_other() {
     let node = Node::with_quotas(&[4 * GIB]);
-    let (mut one, mut sibling) = (
+    let (mut program, mut sibling) = (
         node.program_among_the_hosts(0),
         node.program_among_the_hosts(0),
     );
-    for program in [&mut one, &mut sibling] {
-        program.ok("init");
-        program.ok("start");
-        program.ok(format!("alloc {}", 100 * MIB));
+    for each in [&mut program, &mut sibling] {
+        each.ok("init");
+        each.ok("start");
+        each.ok(format!("alloc {}", 100 * MIB));
     }
-    let mut pids = [one.ok("pid")[0], sibling.ok("pid")[0]];
+    let mut pids = [program.ok("pid")[0], sibling.ok("pid")[0]];
     pids.sort_unstable();
-    let used = one.fresh("memory")[2];
-    let listed = one.ok("list Compute 3 9");
+    let used = program.fresh("memory")[2];
+    let listed = program.ok("list Compute 3 9");
     assert_eq!(listed, [2, pids[0], used / 2, pids[1], used / 2]);
     let small = format!("err {INSUFFICIENT_SIZE} 2");
-    assert_eq!(one.call("list Compute 3 1"), small);
-    assert_eq!(one.ok("busy 9").len(), 3);
+    assert_eq!(program.call("list Compute 3 1"), small);
+    assert_eq!(program.ok("busy 9").len(), 3);
     drop(sibling);
     // The dead process's memory is discharged once the driver reports it free.
-    let begun = Instant::now();
-    while one.fresh("memory")[2] != used / 2 {
-        assert!(begun.elapsed() < Duration::from_secs(5));
+    let start = Instant::now();
+    while program.fresh("memory")[2] != used / 2 {
+        assert!(start.elapsed() < Duration::from_secs(5));
     }
-    assert_eq!(one.ok("list Compute 3 9"), [1, one.ok("pid")[0], used / 2]);
+    assert_eq!(
+        program.ok("list Compute 3 9"),
+        [1, program.ok("pid")[0], used / 2]
+    );
 }
 
 #[test]
@@ -184,16 +187,16 @@ fn last_answer_is_shown_while_the_agent_is_down() {
     program.ok(format!("alloc {GIB}"));
     let before = program.fresh("memory");
     node.stop_agent();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(program.fresh("memory"), before);
     assert_eq!(program.ok("list Compute 3 9"), [1, 1, before[2]]);
-    assert!(begun.elapsed() < Duration::from_secs(1), "nothing waits");
+    assert!(start.elapsed() < Duration::from_secs(1), "nothing waits");
     node.start_agent();
     node.resize(0, 3 * GIB);
-    let begun = Instant::now();
+    let start = Instant::now();
     while program.fresh("memory")[0] != 3 * GIB {
         assert!(
-            begun.elapsed() < Duration::from_secs(3),
+            start.elapsed() < Duration::from_secs(3),
             "never asked again"
         );
     }
@@ -208,10 +211,10 @@ fn whole_card_is_never_shown_without_an_agent() {
     assert_eq!(program.call("memory"), format!("err {UNKNOWN}"));
     assert_eq!(program.call("list Compute 3 9"), format!("err {UNKNOWN} 9"));
     node.start_agent();
-    let begun = Instant::now();
+    let start = Instant::now();
     while program.call("memory").starts_with("err") {
         assert!(
-            begun.elapsed() < Duration::from_secs(3),
+            start.elapsed() < Duration::from_secs(3),
             "never asked again"
         );
         std::thread::sleep(Duration::from_millis(20));

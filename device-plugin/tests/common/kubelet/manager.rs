@@ -264,8 +264,8 @@ impl Manager {
         resource: &str,
         count: usize,
     ) -> Result<Wanted, String> {
-        let has = self.assigned(uid, container, resource);
-        if !has.is_empty() && has.len() != count {
+        let assigned = self.assigned(uid, container, resource);
+        if !assigned.is_empty() && assigned.len() != count {
             return Err(format!("pod {uid} changed request for resource {resource}"));
         }
         let is_running = self
@@ -283,12 +283,12 @@ impl Manager {
                 "no healthy devices present; cannot allocate unhealthy devices {resource}"
             ));
         }
-        if !has.iter().all(|id| healthy.contains(id)) {
+        if !assigned.iter().all(|id| healthy.contains(id)) {
             return Err(format!(
                 "previously allocated devices of {resource} are no longer healthy"
             ));
         }
-        if !has.is_empty() || count == 0 {
+        if !assigned.is_empty() || count == 0 {
             return Ok(Wanted::Nothing);
         }
         let in_use = self.allocated.entry(resource.to_owned()).or_default();

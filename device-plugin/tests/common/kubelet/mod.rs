@@ -258,12 +258,12 @@ impl FakeKubelet {
 
     /// Waits until this many device ids are allocatable. Returns the time that this took.
     pub async fn until_allocatable(&self, resource: &str, count: usize) -> Duration {
-        let what = format!("{count} of {resource} allocatable");
+        let description = format!("{count} of {resource} allocatable");
         let reached = || {
             self.capacity(resource)
                 .is_some_and(|c| c.allocatable == count)
         };
-        super::eventually(&what, reached).await
+        super::eventually(&description, reached).await
     }
 
     /// The health of each device of a container, as the pod's status lists it.

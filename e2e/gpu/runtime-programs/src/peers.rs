@@ -44,10 +44,10 @@ impl Peers<'_> {
         source.copy_from_host(&bytes)?;
         source.stream().synchronize()?;
         target.stream().synchronize()?;
-        let begun = Instant::now();
+        let start = Instant::now();
         peer_copy::copy(source, target)?;
         target.stream().synchronize()?;
-        let seconds = begun.elapsed().as_secs_f64();
+        let seconds = start.elapsed().as_secs_f64();
         let mut kernel = DeviceChecksum::new(self.runtimes[1 - from].context())?;
         let found = kernel.of(target.address(), bytes.len() as u64, target.stream())?;
         self.wrong += usize::from(found != checksum::of(&bytes));

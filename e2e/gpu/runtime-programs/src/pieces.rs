@@ -218,7 +218,7 @@ fn create_then_map(
     makers: u64,
     align: u64,
 ) -> Answer<Round> {
-    let (begun, mut since) = (Instant::now(), Instant::now());
+    let (start, mut since) = (Instant::now(), Instant::now());
     let piece = bytes / pieces;
     let handles: Vec<u64> = if makers == 1 {
         (0..pieces)
@@ -231,10 +231,10 @@ fn create_then_map(
                 handles.collect::<Answer<Vec<_>>>()
             };
             let threads: Vec<_> = (0..makers).map(|_| scope.spawn(make)).collect();
-            let made = threads
+            let handles = threads
                 .into_iter()
                 .map(|thread| thread.join().expect("a maker ends"));
-            made.collect::<Answer<Vec<_>>>()
+            handles.collect::<Answer<Vec<_>>>()
         })?
         .concat()
     };
@@ -252,7 +252,7 @@ fn create_then_map(
         ("reserve", reserve),
         ("map", map),
         ("access", access),
-        ("whole", begun.elapsed().as_secs_f64() * 1e6),
+        ("whole", start.elapsed().as_secs_f64() * 1e6),
     ];
     Ok((times, address, handles))
 }
@@ -302,19 +302,19 @@ fn map_each(
 
 /// Creates the next piece in a thread while this thread maps the previous one.
 fn pipelined(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
-    let begun = Instant::now();
+    let start = Instant::now();
     let piece = bytes / pieces;
     std::thread::scope(|scope| {
-        let (made, next) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         scope.spawn(move || {
             for _ in 0..pieces {
                 // Fails only if the receiver has given up.
-                let _ = made.send(calls.create(piece));
+                let _ = sender.send(calls.create(piece));
             }
         });
         let address = calls.reserve(bytes, 0)?;
-        let (handles, map, access) = map_each(calls, address, piece, next.into_iter())?;
-        let whole = begun.elapsed().as_secs_f64() * 1e6;
+        let (handles, map, access) = map_each(calls, address, piece, receiver.into_iter())?;
+        let whole = start.elapsed().as_secs_f64() * 1e6;
         let times = vec![("map", map), ("access", access), ("whole", whole)];
         Ok((times, address, handles))
     })
@@ -359,7 +359,7 @@ fn two_processes(
     // Makes the creating process notice that the driver has scrubbed freed memory.
     request_handle(socket, 2 << 20, 1)?;
     receive_with_fd(socket, &mut [0])?;
-    let begun = Instant::now();
+    let start = Instant::now();
     let piece = bytes / pieces;
     request_handle(socket, bytes, pieces)?;
     let address = calls.reserve(bytes, 0)?;
@@ -373,7 +373,7 @@ fn two_processes(
         handle
     });
     let (handles, map, access) = map_each(calls, address, piece, imported)?;
-    let whole = begun.elapsed().as_secs_f64() * 1e6;
+    let whole = start.elapsed().as_secs_f64() * 1e6;
     request_handle(socket, 0, 0)?;
     (&*socket).read_exact(&mut [0])?;
     let times = vec![

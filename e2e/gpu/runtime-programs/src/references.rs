@@ -194,33 +194,33 @@ fn managed(runtime: &DeviceRuntime) -> Done<()> {
     if memory.read()? != [42; ITEMS] {
         return Err("the host did not wait for the kernel".into());
     }
-    let said = memory.residency(0..ITEMS)?;
-    if said.preferred != Some(device)
-        || said.prefetched != Some(device)
-        || said.accessed_by != [Location::Host]
+    let residency = memory.residency(0..ITEMS)?;
+    if residency.preferred != Some(device)
+        || residency.prefetched != Some(device)
+        || residency.accessed_by != [Location::Host]
     {
-        return Err(format!("another place than was named: {said:?}").into());
+        return Err(format!("another place than was named: {residency:?}").into());
     }
-    println!("managed memory: the host waited for the kernel; the driver says {said:?}");
+    println!("managed memory: the host waited for the kernel; the driver says {residency:?}");
     Ok(())
 }
 
 fn speed(runtime: &DeviceRuntime, bytes: usize) -> Done<()> {
     let runtime = runtime.with_resource(|_| Direct::new(runtime.context()));
     let stream = runtime.stream()?;
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut kernel = DeviceChecksum::new(runtime.context())?;
     println!(
         "loading the kernel took {:.1} ms",
-        begun.elapsed().as_secs_f64() * 1e3
+        start.elapsed().as_secs_f64() * 1e3
     );
     let slice = TrackedSlice::<u8>::allocate(&runtime, bytes, &stream, Tag("speed"))?;
     for part in [bytes, bytes / 64, bytes / 4096] {
         let mut times = Vec::new();
         for _ in 0..10 {
-            let begun = Instant::now();
+            let start = Instant::now();
             kernel.of(slice.address(), part as u64, &stream)?;
-            times.push(begun.elapsed().as_secs_f64());
+            times.push(start.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);
         println!(

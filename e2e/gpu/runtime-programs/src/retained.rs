@@ -197,7 +197,7 @@ fn reopen(
     let driver = Driver::get()?;
     let initialised = now();
     let context = driver.device(0)?.primary_context()?;
-    let made = now();
+    let context_created = now();
     let client = client(&context);
     // The open verifies the lease, which is the first correct kernel.
     let opened = client.open("image", &KEY, bytes, PATIENCE)?;
@@ -212,16 +212,16 @@ fn reopen(
             (false, writer.commit()?)
         }
     };
-    let again = now();
+    let checksum_started = now();
     let checksum = retained.checksum()?;
     let verified = now();
     println!(
         r#"{{"found": {found}, "checksum": {checksum}, "exec_ns": {}, "init_ns": {}, "context_ns": {}, "attach_ns": {}, "verify_ns": {}, "whole_ns": {}}}"#,
         started.saturating_sub(since),
         initialised - started,
-        made - initialised,
-        (attached - made).saturating_sub(verified - again),
-        verified - again,
+        context_created - initialised,
+        (attached - context_created).saturating_sub(verified - checksum_started),
+        verified - checksum_started,
         attached.saturating_sub(since),
     );
     std::io::stdout().flush()?;
@@ -271,16 +271,16 @@ fn tokens(retained: &RetainedLease, socket: &str) -> Result<String, Box<dyn Erro
         (agent.seal_retained(retained, 1)?, retained.lease()),
         (agent.seal_allocation(retained.context().uuid(), 2)?, 0),
     ];
-    let mut said = Vec::new();
+    let mut hex_tokens = Vec::new();
     for (token, lease) in tokens {
         let id = agent.redeem(&token)?;
         if id.generations.lease != lease {
             return Err(format!("a token of lease {lease} names {id:?}").into());
         }
         let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
-        said.push(hex.collect::<String>());
+        hex_tokens.push(hex.collect::<String>());
     }
-    Ok(said.join(" "))
+    Ok(hex_tokens.join(" "))
 }
 
 /// Poisons the context that has memory at an address, after `note`; returns the driver's error.
@@ -333,9 +333,9 @@ fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
     let driver = Driver::get()?;
     let initialised = now();
     let context = driver.device(0)?.primary_context()?;
-    let made = now();
+    let context_created = now();
     let memory = create_and_map(&context, bytes)?;
-    let taken = now();
+    let allocated = now();
     let mut checksum = DeviceChecksum::new(&context)?;
     checksum.of(memory.address(), GRANULARITY, &context.default_stream())?;
     if let Some((launched, failed)) = before {
@@ -344,8 +344,8 @@ fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
             failed - launched,
             started - failed,
             initialised - started,
-            made - initialised,
-            taken - made,
+            context_created - initialised,
+            allocated - context_created,
             now() - launched,
         );
     }

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     let mut failed = false;
     for (name, trial) in trials {
         match trial() {
-            Ok(told) => println!("ok      {name}: {told}"),
+            Ok(result) => println!("ok      {name}: {result}"),
             Err(error) => {
                 failed = true;
                 println!("FAILED  {name}: {error}");
@@ -77,11 +77,11 @@ fn of<R: DeviceMemoryResource>(make: fn(&Context) -> Result<R, Box<dyn Error>>) 
     let (memory, stream) = (make(&context)?, context.stream()?);
     round(&memory, &context, &stream)?;
     let (before, _) = context.memory_info()?;
-    let begun = Instant::now();
+    let start = Instant::now();
     for _ in 0..64 {
         round(&memory, &context, &stream)?;
     }
-    let each = begun.elapsed() / 64;
+    let each = start.elapsed() / 64;
     context.synchronize()?;
     memory.reap_pending()?;
     ensure(
@@ -299,9 +299,9 @@ fn checksums() -> Outcome {
     context.fill(block.address(), 0, large)?;
     let mut best = f64::INFINITY;
     for _ in 0..10 {
-        let begun = Instant::now();
+        let start = Instant::now();
         kernel.of(block.address(), large as u64, &stream)?;
-        best = best.min(begun.elapsed().as_secs_f64());
+        best = best.min(start.elapsed().as_secs_f64());
     }
     let rate = large as f64 / best / 1e9;
     memory.deallocate(block, &stream)?;

@@ -109,7 +109,7 @@ struct FaultState {
     /// Number of writes that failed.
     fault_count: usize,
     /// The resource versions that watches have received.
-    seen_versions: BTreeSet<String>,
+    delivered_versions: BTreeSet<String>,
     event_counts: BTreeMap<String, usize>,
     /// Number of delayed or altered events, by type and kind.
     faulted_events: BTreeMap<String, usize>,
@@ -156,7 +156,7 @@ impl Faults {
                 last_write: (Instant::now(), String::new()),
                 attempted: BTreeSet::new(),
                 fault_count: 0,
-                seen_versions: BTreeSet::new(),
+                delivered_versions: BTreeSet::new(),
                 event_counts: BTreeMap::new(),
                 faulted_events: BTreeMap::new(),
                 open_watches: BTreeMap::new(),
@@ -345,7 +345,7 @@ impl Faults {
         }
         let version = &event["object"]["metadata"]["resourceVersion"];
         let version = format!("{kind} {version}");
-        let is_new = || self.state().seen_versions.insert(version.clone());
+        let is_new = || self.state().delivered_versions.insert(version.clone());
         let disturbed = match self.0.watch_fault {
             WatchFault::Delayed => DisturbedEvent {
                 // Different delays let one kind's events overtake another's.

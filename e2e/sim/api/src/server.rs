@@ -350,7 +350,7 @@ impl SimApiServer {
             restores: self.data().restores,
             kind,
             selected,
-            seen_version: from,
+            sent_version: from,
             deadline: end,
         };
         let lines = stream::unfold(watched, |mut watched| async move {
@@ -366,10 +366,10 @@ impl SimApiServer {
     /// The next event for a watch.
     ///
     /// A watch with a label selector sees an object that loses the label as deleted.
-    fn next_event(&self, kind: &str, selected: &Selector, seen: u64) -> Option<(u64, Value)> {
+    fn next_event(&self, kind: &str, selected: &Selector, after: u64) -> Option<(u64, Value)> {
         let data = self.data();
         let mut news = data.events.iter().filter(|(version, of, event)| {
-            of == kind && *version > seen && selected.matches_name(&event["object"])
+            of == kind && *version > after && selected.matches_name(&event["object"])
         });
         news.next().map(|(version, _, event)| {
             let mut event = event.clone();
@@ -636,7 +636,7 @@ struct WatchStream {
     restores: usize,
     kind: String,
     selected: Selector,
-    seen_version: u64,
+    sent_version: u64,
     deadline: Instant,
 }
 
@@ -651,15 +651,15 @@ impl WatchStream {
             let is_muted = self.api.paused_kinds().contains(&self.kind);
             let next = self
                 .api
-                .next_event(&self.kind, &self.selected, self.seen_version);
+                .next_event(&self.kind, &self.selected, self.sent_version);
             if let Some((version, event)) = next.filter(|_| !is_muted) {
-                self.seen_version = version;
+                self.sent_version = version;
                 return Some(event);
             }
             // No bookmark is sent while the history is behind the version that the client has seen.
             let version = self.api.data().etcd.version;
-            if Instant::now() >= bookmark && version > self.seen_version && !is_muted {
-                self.seen_version = version;
+            if Instant::now() >= bookmark && version > self.sent_version && !is_muted {
+                self.sent_version = version;
                 let metadata = json!({ "resourceVersion": version.to_string() });
                 return Some(json!({ "type": "BOOKMARK", "object": { "metadata": metadata } }));
             }

@@ -77,8 +77,8 @@ exports! {
     fn cuStreamBeginCapture_v2(stream: u64, mode: i32) = {
         let current = current_context()?;
         let stream = current.stream_key(stream)?;
-        let begun = Capture { mode, valid: true, nodes: Vec::new() };
-        match lock(&current.process.captures).streams.insert(stream, begun) {
+        let capture = Capture { mode, valid: true, nodes: Vec::new() };
+        match lock(&current.process.captures).streams.insert(stream, capture) {
             None => Ok(()),
             Some(_) => Err(Code::INVALID_VALUE),
         }

@@ -95,7 +95,7 @@ impl CurrentContext {
     /// Launches an executable graph. With memory nodes, waits for its launches in other streams.
     fn launch_graph(&self, executable: u64, stream: u64) -> DriverResult {
         let key = self.stream_key(stream)?;
-        let elsewhere = {
+        let last_in_other_streams = {
             let graphs = lock(&self.process.graphs);
             let found = graphs.executables.get(&executable);
             let found = found.filter(|found| !found.needs.is_empty());
@@ -104,7 +104,7 @@ impl CurrentContext {
                 .filter_map(|(other, done)| done.filter(|_| *other != key))
                 .max()
         };
-        self.process.wait_until(elsewhere)?;
+        self.process.wait_until(last_in_other_streams)?;
         self.upload_graph(executable, stream)
     }
 }

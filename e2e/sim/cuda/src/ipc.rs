@@ -36,8 +36,8 @@ impl Process {
         }
         let size = charged_bytes(found.len);
         self.image.release(found.unit, Charge::Memory, size)?;
-        let made = Object::create(&self.sim, &self.image, found.unit, size);
-        let (object, _hold) = made.map_err(|error| {
+        let created = Object::create(&self.sim, &self.image, found.unit, size);
+        let (object, _hold) = created.map_err(|error| {
             // Restores the charge. If another process has taken the bytes meanwhile, the image
             // stays undercharged.
             let _ = self.image.charge(found.unit, Charge::Memory, size);

@@ -228,13 +228,13 @@ fn allocate(address: &Out<u64>, len: u64, pool: Option<u64>, stream: u64) -> Dri
     }
     let stream = current.stream_key(stream)?;
     if current.process.is_captured(stream)? {
-        let made =
+        let allocated =
             current
                 .process
                 .map_allocation(&current, round_up(len)?, AllocationKind::Captured)?;
-        let node = Node::allocation(current.device, len, made);
+        let node = Node::allocation(current.device, len, allocated);
         current.process.append_captured_node(stream, node);
-        return address.set(made);
+        return address.set(allocated);
     }
     let pool = pool.unwrap_or_else(|| lock(&current.process.pools).current_pools[current.device]);
     address.set(current.process.allocate_from(&current, pool, len, stream)?)
@@ -309,11 +309,11 @@ exports! {
         if pool.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        let made = Pool {
+        let created = Pool {
             exportable: wanted.handle_types != 0,
             ..Pool::new(process.pool_location(wanted.kind, wanted.location)?)
         };
-        let handle = lock(&process.pools).insert(made);
+        let handle = lock(&process.pools).insert(created);
         pool.set(handle)
     };
     fn cuMemPoolDestroy(pool: u64) = healthy_process()?.destroy_pool(pool);

@@ -274,20 +274,22 @@ fn f5_process_is_charged_for_context_and_own_allocations() {
 fn f6_freed_memory_is_zeroed_unless_scrubbing_is_off() {
     let machine = start_machine();
     let mut client = spawn_client_with_context(&machine);
-    let again = |client: &mut DriverClient| {
-        let at = client.request_number("alloc 1048576");
-        client.request(&format!("fill {at} 165 1048576")).unwrap();
-        client.request(&format!("free {at}")).unwrap();
-        let at = client.request_number("alloc 1048576");
-        let seen = client.request_number(&format!("read {at}"));
-        client.request(&format!("free {at}")).unwrap();
-        seen
+    let reallocated_byte = |client: &mut DriverClient| {
+        let address = client.request_number("alloc 1048576");
+        client
+            .request(&format!("fill {address} 165 1048576"))
+            .unwrap();
+        client.request(&format!("free {address}")).unwrap();
+        let address = client.request_number("alloc 1048576");
+        let byte = client.request_number(&format!("read {address}"));
+        client.request(&format!("free {address}")).unwrap();
+        byte
     };
-    assert_eq!(again(&mut client), 0);
+    assert_eq!(reallocated_byte(&mut client), 0);
     machine.run_simgpu(&["scrub", "off"]).unwrap();
-    assert_eq!(again(&mut client), 165);
+    assert_eq!(reallocated_byte(&mut client), 165);
     machine.run_simgpu(&["scrub", "on"]).unwrap();
-    assert_eq!(again(&mut client), 0);
+    assert_eq!(reallocated_byte(&mut client), 0);
 }
 
 #[test]

@@ -212,8 +212,11 @@ fn nvml_lists_pids_of_observers_pid_namespace() {
         contained.request("nvml-processes 0"),
         Ok(format!("1:{CONTEXT}"))
     );
-    let mut elsewhere = machine.spawn_client_in_pid_namespace().unwrap();
-    assert_eq!(elsewhere.request("nvml-processes 0"), Ok(String::new()));
+    let mut other_namespace = machine.spawn_client_in_pid_namespace().unwrap();
+    assert_eq!(
+        other_namespace.request("nvml-processes 0"),
+        Ok(String::new())
+    );
     let listed = observer.request("nvml-processes 0").unwrap();
     let (pid, bytes) = listed.split_once(':').unwrap();
     assert_eq!(bytes.parse(), Ok(CONTEXT));

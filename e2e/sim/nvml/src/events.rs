@@ -14,7 +14,7 @@ const XID: u64 = 8;
 #[derive(Debug, Clone, Default)]
 struct EventSet {
     gpus: Vec<usize>,
-    seen: u32,
+    read_count: u32,
 }
 
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(crate) struct Event {
 }
 
 fn create(out: &Out<u64>) -> NvmlResult {
-    let seen = library()?.sim.xid_count();
+    let read_count = library()?.sim.xid_count();
     let mut sets = sets();
     sets.handle_count += 1;
     let handle = 0x4e57_0000_0000 + sets.handle_count * 0x10;
@@ -53,7 +53,7 @@ fn create(out: &Out<u64>) -> NvmlResult {
         handle,
         EventSet {
             gpus: Vec::new(),
-            seen,
+            read_count,
         },
     );
     Ok(())
@@ -87,9 +87,9 @@ fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> NvmlResult {
     }
     loop {
         let left = end.saturating_duration_since(Instant::now());
-        let xid = library.sim.wait_xid(&mut own_set.seen, left);
+        let xid = library.sim.wait_xid(&mut own_set.read_count, left);
         if let Some(set_entry) = sets().sets.get_mut(&set) {
-            set_entry.seen = own_set.seen;
+            set_entry.read_count = own_set.read_count;
         }
         let xid = xid.ok_or(Code::TIMEOUT)?;
         let unit = &library.sim.units[xid.unit];

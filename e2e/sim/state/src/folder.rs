@@ -331,7 +331,7 @@ fn create_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
     let _ = std::fs::remove_file(path);
     match mknod(path, number) {
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => write_file(path, b"")?,
-        made => made.map_err(io_error("create", path))?,
+        created => created.map_err(io_error("create", path))?,
     }
     set_mode(path, 0o666)
 }

@@ -374,9 +374,9 @@ mod tests {
             Image::register(&sim).unwrap(),
         );
         let time = |call: &dyn Fn()| {
-            let begun = std::time::Instant::now();
+            let start = std::time::Instant::now();
             call();
-            begun.elapsed().as_millis()
+            start.elapsed().as_millis()
         };
         populate(&owner, CHUNKS);
         assert!(time(&|| assert!(allocate(&neighbour, GIB / 2))) >= 200);

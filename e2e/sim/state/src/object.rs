@@ -76,7 +76,7 @@ impl References {
         let number = object.creator.load(Relaxed) as usize;
         let same = sim.table.raw().images[number].serial.load(Relaxed)
             == object.creator_serial.load(Relaxed);
-        let made = locked(CREATOR_BYTE, 1).is_some();
+        let has_creator = locked(CREATOR_BYTE, 1).is_some();
         let mut importers = Vec::new();
         let mut ranges = vec![(FIRST_IMPORTER_BYTE, crate::table::MAX_IMAGES as u64)];
         while let Some((start, len)) = ranges.pop() {
@@ -89,7 +89,7 @@ impl References {
         }
         References {
             creator: same.then_some(number),
-            has_creator: made,
+            has_creator: has_creator,
             is_exported: locked(EXPORT_BYTE, 1).is_some(),
             importers,
         }
@@ -106,7 +106,7 @@ impl References {
             self.importers.as_slice(),
         ) {
             (true, ..) => self.creator,
-            (false, false, [one]) => Some(*one),
+            (false, false, [importer]) => Some(*importer),
             _ => None,
         }
     }

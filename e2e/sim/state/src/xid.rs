@@ -80,14 +80,14 @@ impl Sim {
         let _ = log.and_then(|mut log| log.write_all(line.as_bytes()));
     }
 
-    /// Waits for the first event after the first `seen` ones and increments `seen`; `None` after
+    /// Waits for the first event after the first `read_count` ones and increments it; `None` after
     /// `timeout`.
     ///
     /// A reader that is more than [`crate::table::MAX_XIDS`] events behind misses the oldest.
-    pub fn wait_xid(&self, seen: &mut u32, timeout: Duration) -> Option<Xid> {
+    pub fn wait_xid(&self, read_count: &mut u32, timeout: Duration) -> Option<Xid> {
         let end = Instant::now() + timeout;
         loop {
-            if let Some(xid) = self.next_xid(seen) {
+            if let Some(xid) = self.next_xid(read_count) {
                 return Some(xid);
             }
             let left = end.checked_duration_since(Instant::now())?;
@@ -98,22 +98,22 @@ impl Sim {
             let word = self.table.raw().xid_count.as_ptr();
             // SAFETY: the futex word is in a mapping that lives as long as `self`; the kernel reads
             // `wait` before it returns.
-            unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, *seen, &wait) };
+            unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, *read_count, &wait) };
         }
     }
 
-    fn next_xid(&self, seen: &mut u32) -> Option<Xid> {
+    fn next_xid(&self, read_count: &mut u32) -> Option<Xid> {
         let table = self.table.lock();
         let now = table.raw().xid_count.load(Relaxed);
-        if now == *seen {
+        if now == *read_count {
             return None;
         }
         let oldest = now.wrapping_sub(crate::table::MAX_XIDS as u32);
-        if now.wrapping_sub(*seen) > crate::table::MAX_XIDS as u32 {
-            *seen = oldest;
+        if now.wrapping_sub(*read_count) > crate::table::MAX_XIDS as u32 {
+            *read_count = oldest;
         }
-        let place = &table.raw().xids[Sim::xid_slot(*seen)];
-        *seen = seen.wrapping_add(1);
+        let place = &table.raw().xids[Sim::xid_slot(*read_count)];
+        *read_count = read_count.wrapping_add(1);
         Some(Xid {
             unit: place.unit.load(Relaxed) as usize,
             code: place.code.load(Relaxed),
@@ -124,7 +124,7 @@ impl Sim {
     /// The last events, at most `most`, oldest first.
     pub fn recent_xids(&self, most: u32) -> Vec<Xid> {
         let now = self.xid_count();
-        let mut seen = now.wrapping_sub(most.min(now));
-        std::iter::from_fn(|| self.next_xid(&mut seen)).collect()
+        let mut read_count = now.wrapping_sub(most.min(now));
+        std::iter::from_fn(|| self.next_xid(&mut read_count)).collect()
     }
 }

@@ -109,7 +109,7 @@ async fn wait_until_unschedulable(cluster: &BareCluster, pod: &str) -> Result<()
         Ok(pod) => {
             let conditions = pod.status.unwrap_or_default().conditions;
             let mut conditions = conditions.iter().flatten();
-            match conditions.any(|one| one.reason.as_deref() == Some("Unschedulable")) {
+            match conditions.any(|condition| condition.reason.as_deref() == Some("Unschedulable")) {
                 true => Poll::Ready(()),
                 false => Poll::Pending("the scheduler has not tried it".to_owned()),
             }

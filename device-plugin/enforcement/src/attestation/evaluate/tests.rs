@@ -29,11 +29,11 @@ fn expected() -> Vec<ExpectedMount> {
 
 /// A container with all expected mounts, a `/proc`, and `more`.
 fn table(more: &str) -> MountTable {
-    let ours = MOUNTS.iter().zip(200..).map(|((source, point), id)| {
+    let lines = MOUNTS.iter().zip(200..).map(|((source, point), id)| {
         format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
     });
     let rest = "100 90 0:50 / / rw - overlay overlay rw\n101 100 0:51 / /proc rw - proc proc rw\n";
-    MountTable::parse(&(rest.to_owned() + &ours.collect::<String>() + more))
+    MountTable::parse(&(rest.to_owned() + &lines.collect::<String>() + more))
 }
 
 fn gap_reason(mounts: &MountTable) -> Option<GapReason> {
@@ -43,8 +43,8 @@ fn gap_reason(mounts: &MountTable) -> Option<GapReason> {
 #[test]
 fn container_has_no_gap_when_every_mount_is_present() {
     assert_eq!(check_mounts(&expected(), &table("")), None);
-    let beside = "300 100 0:60 / /usr/lib/x/other rw - tmpfs t rw\n";
-    assert_eq!(check_mounts(&expected(), &table(beside)), None);
+    let other_mount = "300 100 0:60 / /usr/lib/x/other rw - tmpfs t rw\n";
+    assert_eq!(check_mounts(&expected(), &table(other_mount)), None);
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn missing_mount_is_named() {
     for (source, point) in MOUNTS {
         let without: String = MOUNTS
             .iter()
-            .filter(|ours| ours.1 != point)
+            .filter(|mount| mount.1 != point)
             .zip(200..)
             .map(|((source, point), id)| {
                 format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
@@ -101,15 +101,15 @@ fn container_is_set_up_when_its_program_runs_or_time_is_over() {
 }
 
 /// A mount point: an expected one, a folder above one, or a path in one.
-fn place() -> impl Strategy<Value = PathBuf> {
+fn mount_point() -> impl Strategy<Value = PathBuf> {
     let below = prop_oneof![Just(None), Just(Some("libcuda.so.1")), Just(Some("a/b"))];
-    (0..MOUNTS.len(), 0..4_usize, below).prop_map(|(ours, up, below)| {
-        let point = Path::new(MOUNTS[ours].1);
+    (0..MOUNTS.len(), 0..4_usize, below).prop_map(|(index, depth, below)| {
+        let point = Path::new(MOUNTS[index].1);
         match below {
-            Some(below) if up == 0 => point.join(below),
+            Some(below) if depth == 0 => point.join(below),
             _ => point
                 .ancestors()
-                .nth(up)
+                .nth(depth)
                 .unwrap_or(Path::new("/"))
                 .to_owned(),
         }
@@ -118,12 +118,12 @@ fn place() -> impl Strategy<Value = PathBuf> {
 
 proptest! {
     #[test]
-    fn mount_over_any_of_our_paths_is_a_gap(place in place()) {
-        let (parent, _) = { let table = table(""); let (mount, at) = table.resolve(&place).unwrap(); (mount.clone(), at) };
+    fn mount_over_any_of_our_paths_is_a_gap(point in mount_point()) {
+        let (parent, _) = { let table = table(""); let (mount, at) = table.resolve(&point).unwrap(); (mount.clone(), at) };
         let id = table("").iter().position(|mount| *mount == parent).unwrap();
         // Ids in the order of `table`: the root, /proc, then the expected mounts from 200 on.
-        let id = match id { 0 => 100, 1 => 101, ours => 198 + ours };
-        let over = format!("300 {id} 0:60 / {} rw - tmpfs t rw\n", place.display());
+        let id = match id { 0 => 100, 1 => 101, index => 198 + index };
+        let over = format!("300 {id} 0:60 / {} rw - tmpfs t rw\n", point.display());
         prop_assert_eq!(gap_reason(&table(&over)), Some(GapReason::MountedOver), "{}", over);
     }
 }

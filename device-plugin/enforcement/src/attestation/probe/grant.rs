@@ -49,8 +49,8 @@ impl PodAttestor {
         allocation: AllocationId,
         own: &MountTable,
     ) -> Option<ContainerGrant> {
-        if let Some(given) = self.given.get(&allocation) {
-            return Some(given.clone());
+        if let Some(grant) = self.grants.get(&allocation) {
+            return Some(grant.clone());
         }
         let edits = self.cdi.read_edits(&allocation)?;
         let mounts = edits.mounts.iter().filter_map(|mount| {
@@ -70,12 +70,12 @@ impl PodAttestor {
             })
         });
         let nodes = edits.device_nodes.iter();
-        let given = ContainerGrant {
+        let grant = ContainerGrant {
             mounts: mounts.collect(),
             nodes: nodes.map(|node| file_name(&node.path)).collect(),
         };
-        self.given.insert(allocation, given.clone());
-        Some(given)
+        self.grants.insert(allocation, grant.clone());
+        Some(grant)
     }
 
     /// The path at which the agent sees a path of the host.

@@ -72,16 +72,17 @@ impl PodAttestor {
         }
         let (mut running, mut gap) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
-            let waits = self.waiting_since.get(pid);
-            if waits.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
+            let waiting_since = self.waiting_since.get(pid);
+            if waiting_since.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
                 gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
             }
-            let seen = self.processes.get(pid);
-            let Some(seen) = seen.filter(|seen| seen.stat.start_ticks == stat.start_ticks) else {
+            let record = self.processes.get(pid);
+            let Some(record) = record.filter(|record| record.stat.start_ticks == stat.start_ticks)
+            else {
                 continue;
             };
-            match &seen.driver_use {
+            match &record.driver_use {
                 Some(uses) => {
                     let process = AttestedProcess {
                         start: stat.start_ticks,
@@ -89,7 +90,7 @@ impl PodAttestor {
                         has_shim: uses.has_shim,
                         device_mappings: uses.device_mappings.clone(),
                         managed_mapped: uses.managed_mapped,
-                        is_stale: waits.is_some(),
+                        is_stale: waiting_since.is_some(),
                     };
                     running.insert(*pid, process);
                     gap = gap.or_else(|| uses.gap.clone());
@@ -106,12 +107,12 @@ impl PodAttestor {
     /// Whether a process has to be reread. A process whose map was too large is reread after
     /// [`MAX_AGE`] alone.
     fn needs_reading(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
-        let fresh = |seen: &ProcessRecord| {
-            let same = match seen.driver_use {
-                Some(_) => seen.stat == stat,
-                None => seen.stat.start_ticks == stat.start_ticks,
+        let fresh = |record: &ProcessRecord| {
+            let same = match record.driver_use {
+                Some(_) => record.stat == stat,
+                None => record.stat.start_ticks == stat.start_ticks,
             };
-            same && now.duration_since(seen.read_at) < MAX_AGE
+            same && now.duration_since(record.read_at) < MAX_AGE
         };
         !self.processes.get(&pid).is_some_and(fresh)
     }

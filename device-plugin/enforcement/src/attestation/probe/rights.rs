@@ -49,21 +49,21 @@ impl PodAttestor {
         folder: &Path,
         first: (u32, Stat),
         mounts: &MountTable,
-        given: &ContainerGrant,
+        grant: &ContainerGrant,
         before: Option<DeviceCheck>,
         host: &HostView,
     ) -> RightsRecord {
-        let asked = before.clone();
-        let of = |gap: EnforcementGap| RightsRecord {
+        let device_check = before.clone();
+        let with_gap = |gap: EnforcementGap| RightsRecord {
             gap: Some(gap),
-            device_check: asked,
+            device_check,
             ..RightsRecord::default()
         };
         let (pid, _) = first;
         let bounding = match self.read_text(pid, "status") {
             Ok(status) => bounding_capabilities(&status),
             Err(error) if error.kind() == ErrorKind::FileTooLarge => {
-                return of(EnforcementGap::not_attested(
+                return with_gap(EnforcementGap::not_attested(
                     "its first process belongs to too many groups",
                 ));
             }
@@ -76,18 +76,19 @@ impl PodAttestor {
         let namespace = self.read_link(pid, "ns/user");
         let over_the_host = namespace.is_some() && namespace == host.user_namespace;
         if let Some(gap) = evaluate::check_capabilities(bounding, over_the_host) {
-            return of(gap);
+            return with_gap(gap);
         }
-        let Some(seen) = self.visible_gpu_nodes(pid, mounts) else {
-            return of(EnforcementGap::not_attested(
+        let Some(visible) = self.visible_gpu_nodes(pid, mounts) else {
+            return with_gap(EnforcementGap::not_attested(
                 "its /dev has too many names to be read",
             ));
         };
-        let (mut gap, mut asked) = (None, before);
-        let other_gpus = host.other_gpu_nodes(&given.nodes);
-        let asks = evaluate::needs_device_check(&given.nodes, &seen, bounding, over_the_host);
-        if asks && !other_gpus.is_empty() {
-            let now = self.check_devices(folder, (other_gpus, seen), asked, host);
+        let (mut gap, mut device_check) = (None, before);
+        let other_gpus = host.other_gpu_nodes(&grant.nodes);
+        let must_check =
+            evaluate::needs_device_check(&grant.nodes, &visible, bounding, over_the_host);
+        if must_check && !other_gpus.is_empty() {
+            let now = self.check_devices(folder, (other_gpus, visible), device_check, host);
             gap = match &now {
                 DeviceCheck {
                     openable: Some(openable),
@@ -105,44 +106,47 @@ impl PodAttestor {
                         )
                     }),
             };
-            asked = Some(now);
+            device_check = Some(now);
         }
         RightsRecord {
             gap,
             minor_gap: evaluate::check_scheduling(bounding, over_the_host),
-            device_check: asked,
+            device_check,
         }
     }
 
-    /// Checks which of `other_gpus` a container may open, where `seen` are the GPU nodes in its
+    /// Checks which of `other_gpus` a container may open, where `visible` are the GPU nodes in its
     /// `/dev`. A result is reused until either changes.
     fn check_devices(
         &self,
         folder: &Path,
-        (other_gpus, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
+        (other_gpus, visible): (BTreeMap<String, PathBuf>, BTreeSet<String>),
         before: Option<DeviceCheck>,
         host: &HostView,
     ) -> DeviceCheck {
         let same = |before: &DeviceCheck| {
-            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &seen)
+            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &visible)
         };
         let answered = |before: &DeviceCheck| before.openable.is_some();
-        if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
+        if let Some(before) = before
+            .as_ref()
+            .filter(|before| same(before) && answered(before))
+        {
             return before.clone();
         }
-        let asked = device_access::AccessQuery {
+        let query = device_access::AccessQuery {
             proc: &self.paths.proc,
             cgroup_root: &self.paths.cgroup_root,
             container_cgroup: folder,
         };
-        let openable = openable_nodes(Path::new(SELF_EXE), asked, &other_gpus);
+        let openable = openable_nodes(Path::new(SELF_EXE), query, &other_gpus);
         let openable =
             openable.inspect_err(|error| warn!(%error, ?folder, "failed to check device access"));
         let openable = openable.ok();
         let silent = before.and_then(|before| before.unanswered_since);
         DeviceCheck {
             other_gpus,
-            visible_gpus: seen,
+            visible_gpus: visible,
             unanswered_since: openable.is_none().then(|| silent.unwrap_or(host.now)),
             openable,
         }

@@ -49,9 +49,9 @@ fn probe(
 #[test]
 fn container_is_not_attested_when_a_process_waits_for_60_s() {
     let (mut attestor, _proc) = attestor(&[1, 2]);
-    let (begun, pids) = (Instant::now(), [1, 2]);
+    let (start, pids) = (Instant::now(), [1, 2]);
     let minute = Duration::from_secs(60);
-    let mut probe = |after, room| probe(&mut attestor, &pids, begun + after, room);
+    let mut probe = |after, room| probe(&mut attestor, &pids, start + after, room);
     assert_eq!(probe(Duration::ZERO, 0), (vec![], None));
     assert_eq!(probe(minute - Duration::from_millis(1), 0), (vec![], None));
     // One of both processes is read, and the other still waits.
@@ -63,8 +63,8 @@ fn container_is_not_attested_when_a_process_waits_for_60_s() {
 #[test]
 fn process_that_waited_longest_is_read_first() {
     let (mut attestor, _proc) = attestor(&[1, 2]);
-    let begun = Instant::now();
-    let later = begun + Duration::from_secs(1);
-    assert_eq!(probe(&mut attestor, &[2], begun, 0), (vec![], None));
+    let start = Instant::now();
+    let later = start + Duration::from_secs(1);
+    assert_eq!(probe(&mut attestor, &[2], start, 0), (vec![], None));
     assert_eq!(probe(&mut attestor, &[1, 2], later, 1), (vec![2], None));
 }

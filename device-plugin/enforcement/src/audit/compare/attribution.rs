@@ -24,33 +24,33 @@ pub(super) enum Attribution {
 pub(super) fn attribute(
     listed: &ListedProcess,
     gpu: &GpuUuid,
-    books: &[ContainerUsage],
+    usage: &[ContainerUsage],
     known: &AttestedState,
     limits: &AuditConfig,
 ) -> Attribution {
     let pid = listed.pid;
-    let has_gpu = |books: &&ContainerUsage| account_of(books, gpu).is_some();
+    let has_gpu = |container: &&ContainerUsage| account_of(container, gpu).is_some();
     let exited = || {
-        let exited = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
-        books.iter().filter(has_gpu).find(exited)
+        let exited = |container: &&ContainerUsage| container.exited_pids.contains(&pid);
+        usage.iter().filter(has_gpu).find(exited)
     };
     let Some(LiveProcess { start, owner }) = &listed.live else {
-        return exited().map_or(Attribution::Exited, |books| {
-            Attribution::Tracked(books.allocation)
+        return exited().map_or(Attribution::Exited, |container| {
+            Attribution::Tracked(container.allocation)
         });
     };
-    let is_member = |books: &&ContainerUsage| books.has_session(pid, *start);
-    if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
-        return Attribution::Tracked(books.allocation);
+    let is_member = |container: &&ContainerUsage| container.has_session(pid, *start);
+    if let Some(container) = usage.iter().filter(has_gpu).find(is_member) {
+        return Attribution::Tracked(container.allocation);
     }
     // A new process may get a pid that the driver still lists for an exited one.
-    let left = |books: &&ContainerUsage| {
-        let left = account_of(books, gpu).map_or(0, |(_, account)| account.exited.0);
+    let may_be_exited = |container: &&ContainerUsage| {
+        let left = account_of(container, gpu).map_or(0, |(_, account)| account.exited.0);
         let most = left.saturating_add(limits.process_allowance.0);
         listed.bytes.is_some_and(|bytes| bytes.0 <= most)
     };
-    if let Some(books) = exited().filter(left) {
-        return Attribution::Tracked(books.allocation);
+    if let Some(container) = exited().filter(may_be_exited) {
+        return Attribution::Tracked(container.allocation);
     }
     // The driver listed the exited process that had this pid, and has freed its memory since.
     if exited().is_none() && known.exited_pids.contains(&pid) {
@@ -59,21 +59,29 @@ pub(super) fn attribute(
     let ProcessOwner::Container { pod, cgroup } = owner else {
         return Attribution::Untracked(None);
     };
-    let at_home =
-        |books: &&ContainerUsage| books.pod == *pod && books.cgroup.as_ref() == Some(cgroup);
+    let in_cgroup = |container: &&ContainerUsage| {
+        container.pod == *pod && container.cgroup.as_ref() == Some(cgroup)
+    };
     let allocation = known
         .allocations
         .get(&(pod.clone(), cgroup.clone()))
         .copied()
-        .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
+        .or_else(|| {
+            usage
+                .iter()
+                .find(in_cgroup)
+                .map(|container| container.allocation)
+        });
     let Some(allocation) = allocation else {
         return Attribution::Untracked(None);
     };
-    let of_it = books.iter().find(|books| books.allocation == allocation);
+    let container = usage
+        .iter()
+        .find(|container| container.allocation == allocation);
     let attested = known.processes.get(&pid);
     let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
     // The shim connects before it makes a context.
-    match of_it.filter(has_gpu) {
+    match container.filter(has_gpu) {
         Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
         _ => Attribution::Untracked(Some(allocation)),
     }

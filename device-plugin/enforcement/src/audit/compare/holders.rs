@@ -11,32 +11,32 @@ impl AuditResult {
     /// Finds processes that may hold unaccounted memory.
     pub(super) fn unaccounted(
         &mut self,
-        seen: &GpuSample,
+        sample: &GpuSample,
         bytes: Bytes,
-        books: &[ContainerUsage],
+        usage: &[ContainerUsage],
         containers: &AttestedState,
     ) {
-        let gpu = &seen.gpu;
-        let users = driver_users(gpu, books, containers);
-        let mut of_them = users.iter().map(|(books, ..)| books.allocation);
-        let first = of_them.next();
-        let only = first.filter(|first| of_them.all(|other| other == *first));
+        let gpu = &sample.gpu;
+        let users = driver_users(gpu, usage, containers);
+        let mut allocations = users.iter().map(|(container, ..)| container.allocation);
+        let first = allocations.next();
+        let only = first.filter(|first| allocations.all(|other| other == *first));
         self.findings.push(Finding::Unaccounted {
             gpu: gpu.clone(),
             bytes,
             only_container: only,
         });
-        let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
-        let is_holder = |(books, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
+        let is_listed = |pid: u32| sample.processes.iter().any(|listed| listed.pid == pid);
+        let is_holder = |(container, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
             let is_older = running.has_shim && running.start < containers.agent_start;
             !is_listed(*pid)
                 && !is_older
-                && !books.has_session(*pid, running.start)
-                && !is_forked_copy(running, books, containers)
+                && !container.has_session(*pid, running.start)
+                && !is_forked_copy(running, container, containers)
         };
         let holders: Vec<_> = users.iter().filter(is_holder).collect();
-        for (books, pid, running) in &holders {
-            let allocation = books.allocation;
+        for (container, pid, running) in &holders {
+            let allocation = container.allocation;
             let mut all = holders.iter();
             self.findings.push(Finding::Holder {
                 gpu: gpu.clone(),
@@ -46,7 +46,7 @@ impl AuditResult {
                 },
                 bytes,
                 allocation,
-                is_only_suspect: all.all(|(of_it, ..)| of_it.allocation == allocation),
+                is_only_suspect: all.all(|(container, ..)| container.allocation == allocation),
             });
         }
     }
@@ -55,16 +55,18 @@ impl AuditResult {
 /// The processes that use the driver, of containers with this GPU, each with its container's usage.
 fn driver_users<'a>(
     gpu: &GpuUuid,
-    books: &'a [ContainerUsage],
+    usage: &'a [ContainerUsage],
     containers: &'a AttestedState,
 ) -> Vec<(&'a ContainerUsage, u32, &'a AttestedProcess)> {
     let processes = containers.processes.iter();
-    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
-        let of_it = books.iter().find(|books| books.allocation == *allocation)?;
-        let uses_it = !running.device_mappings.is_empty() && account_of(of_it, gpu).is_some();
-        uses_it.then_some((of_it, *pid, running))
+    let uses_gpu = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
+        let container = usage
+            .iter()
+            .find(|container| container.allocation == *allocation)?;
+        let uses_gpu = !running.device_mappings.is_empty() && account_of(container, gpu).is_some();
+        uses_gpu.then_some((container, *pid, running))
     };
-    processes.filter_map(uses_it).collect()
+    processes.filter_map(uses_gpu).collect()
 }
 
 /// Whether all driver mappings of a process come from a fork of a process with a session. The
@@ -73,16 +75,16 @@ fn driver_users<'a>(
 /// holds it.
 fn is_forked_copy(
     running: &AttestedProcess,
-    books: &ContainerUsage,
+    container: &ContainerUsage,
     containers: &AttestedState,
 ) -> bool {
-    if running.forked && !books.exited_pids.is_empty() {
+    if running.forked && !container.exited_pids.is_empty() {
         return true;
     }
-    let mut members = books.processes.iter();
+    let mut members = container.processes.iter();
     members.any(|member| {
-        let of_it = containers.processes.get(&member.process.pid);
-        of_it.is_some_and(|(_, parent)| {
+        let attested = containers.processes.get(&member.process.pid);
+        attested.is_some_and(|(_, parent)| {
             parent.start == member.process.start
                 && running.device_mappings.is_subset(&parent.device_mappings)
         })

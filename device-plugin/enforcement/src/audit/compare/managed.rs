@@ -24,11 +24,11 @@ struct ManagedMappings {
     is_complete: bool,
 }
 
-fn managed_mapped(books: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
+fn managed_mapped(container: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
     let processes = containers.processes.iter();
-    let of_it = processes.filter(|(_, (allocation, _))| *allocation == books.allocation);
+    let attested = processes.filter(|(_, (allocation, _))| *allocation == container.allocation);
     let (mut sum, mut slack) = (0_u64, 0_u64);
-    for (_, (_, running)) in of_it {
+    for (_, (_, running)) in attested {
         sum = sum.saturating_add(running.managed_mapped);
         slack = slack.saturating_add(UNMANAGED_MAPPING.0);
     }
@@ -39,15 +39,15 @@ fn managed_mapped(books: &ContainerUsage, containers: &AttestedState) -> Managed
     ManagedMappings {
         sum,
         slack,
-        is_complete: books.processes.iter().all(is_known),
+        is_complete: container.processes.iter().all(is_known),
     }
 }
 
 /// The managed memory that a container was charged, whether the quota of the GPU covers it or not.
-fn managed_charge(books: &ContainerUsage, of_gpu: &AccountBalance) -> u64 {
-    let managed = books.accounts.iter();
-    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
-    managed.fold(of_gpu.managed.0, |sum, managed| {
+fn managed_charge(container: &ContainerUsage, gpu_account: &AccountBalance) -> u64 {
+    let managed = container.accounts.iter();
+    let managed = managed.filter(|account| account.account == Account::Managed);
+    managed.fold(gpu_account.managed.0, |sum, managed| {
         sum.saturating_add(managed.used.0)
     })
 }
@@ -55,12 +55,12 @@ fn managed_charge(books: &ContainerUsage, of_gpu: &AccountBalance) -> u64 {
 /// The most managed memory of a GPU that a container's accounts explain: what it was charged, and
 /// its processes have mapped.
 pub(super) fn known_managed(
-    books: &ContainerUsage,
-    of_gpu: &AccountBalance,
+    container: &ContainerUsage,
+    gpu_account: &AccountBalance,
     containers: &AttestedState,
 ) -> u64 {
-    let charged = managed_charge(books, of_gpu);
-    let mapped = managed_mapped(books, containers);
+    let charged = managed_charge(container, gpu_account);
+    let mapped = managed_mapped(container, containers);
     match mapped.is_complete {
         true => charged.min(mapped.sum),
         false => charged,
@@ -68,10 +68,10 @@ pub(super) fn known_managed(
 }
 
 /// Whether a container has managed memory, or its processes have it mapped.
-pub(crate) fn has_managed(books: &ContainerUsage, containers: &AttestedState) -> bool {
-    let mapped = managed_mapped(books, containers);
-    let charged = |account: &AccountBalance| managed_charge(books, account) > 0;
-    mapped.sum > mapped.slack || books.accounts.iter().any(charged)
+pub(crate) fn has_managed(container: &ContainerUsage, containers: &AttestedState) -> bool {
+    let mapped = managed_mapped(container, containers);
+    let charged = |account: &AccountBalance| managed_charge(container, account) > 0;
+    mapped.sum > mapped.slack || container.accounts.iter().any(charged)
 }
 
 impl AuditResult {
@@ -81,16 +81,16 @@ impl AuditResult {
         &mut self,
         gpu: &GpuUuid,
         excess: Bytes,
-        books: &[ContainerUsage],
+        usage: &[ContainerUsage],
         containers: &AttestedState,
     ) -> u64 {
         let mut explained = 0_u64;
-        for of_it in books {
-            let Some((_, account)) = account_of(of_it, gpu) else {
+        for container in usage {
+            let Some((_, account)) = account_of(container, gpu) else {
                 continue;
             };
-            let charged = managed_charge(of_it, account);
-            let mapped = managed_mapped(of_it, containers);
+            let charged = managed_charge(container, account);
+            let mapped = managed_mapped(container, containers);
             let beyond = mapped
                 .sum
                 .saturating_sub(charged)
@@ -98,7 +98,7 @@ impl AuditResult {
             if beyond > 0 {
                 explained = explained.saturating_add(beyond);
                 self.findings.push(Finding::OverManaged {
-                    allocation: of_it.allocation,
+                    allocation: container.allocation,
                     gpu: gpu.clone(),
                     charged: Bytes(charged),
                     mapped: Bytes(mapped.sum),

@@ -30,7 +30,7 @@ fn process(pid: u32) -> Process {
 }
 
 /// A container's usage, with a quota in MiB and sessions that use what they were granted.
-fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
+fn usage(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
     let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
     let account = AccountBalance {
         granted: Bytes::mib(granted),
@@ -81,10 +81,10 @@ fn sample(processes: Vec<ListedProcess>) -> GpuSample {
 
 fn finding_kinds(
     processes: Vec<ListedProcess>,
-    books: &[ContainerUsage],
+    usage: &[ContainerUsage],
     containers: &AttestedState,
 ) -> Vec<&'static str> {
-    let result = compare_accounts(&[sample(processes)], books, containers, &LIMITS);
+    let result = compare_accounts(&[sample(processes)], usage, containers, &LIMITS);
     result.findings.iter().map(Finding::kind).collect()
 }
 
@@ -122,17 +122,17 @@ fn sample_with_unattributed(processes: Vec<ListedProcess>) -> GpuSample {
 
 /// The suspected holders, each with whether its container is the only one that has any.
 fn holders(
-    seen: GpuSample,
-    books: &[ContainerUsage],
+    sample: GpuSample,
+    usage: &[ContainerUsage],
     containers: &AttestedState,
 ) -> Vec<(u32, bool)> {
-    let result = compare_accounts(&[seen], books, containers, &LIMITS);
+    let result = compare_accounts(&[sample], usage, containers, &LIMITS);
     let holder = |finding: &Finding| match finding {
         Finding::Holder {
             process,
-            is_only_suspect: alone,
+            is_only_suspect,
             ..
-        } => Some((process.pid, *alone)),
+        } => Some((process.pid, *is_only_suspect)),
         _ => None,
     };
     result.findings.iter().filter_map(holder).collect()
@@ -140,23 +140,23 @@ fn holders(
 
 #[test]
 fn process_is_a_holder_when_driver_is_mapped_without_session() {
-    let books = [books(1, 1024, &[])];
+    let usage = [usage(1, 1024, &[])];
     let containers = attested([(1, 5, true, &[100][..])]);
     assert_eq!(
-        holders(sample_with_unattributed(vec![]), &books, &containers),
+        holders(sample_with_unattributed(vec![]), &usage, &containers),
         [(5, true)]
     );
-    assert_eq!(holders(sample(vec![]), &books, &containers), []);
+    assert_eq!(holders(sample(vec![]), &usage, &containers), []);
     let without = attested([(1, 5, false, &[100][..])]);
     assert_eq!(
-        holders(sample_with_unattributed(vec![]), &books, &without),
+        holders(sample_with_unattributed(vec![]), &usage, &without),
         [(5, true)]
     );
 }
 
 #[test]
 fn contextless_memory_beyond_the_quota_is_found_with_a_session() {
-    let member = books(1, 4096, &[(5, 0)]);
+    let member = usage(1, 4096, &[(5, 0)]);
     let beyond = vec![listed(1, 5, 20 * 1024)];
     let kinds = finding_kinds(beyond, &[member], &AttestedState::default());
     assert_eq!(kinds, ["over-quota"]);
@@ -169,9 +169,9 @@ fn sm_utilization_of_a_container_is_the_sum_up_to_a_whole_gpu() {
             sm_percent: *sm_percent,
             ..listed(1, *pid, 20)
         });
-        let books = [books(1, 4096, &[(5, 1024), (6, 1024)]), books(2, 1024, &[])];
-        let seen = [sample(listed.collect())];
-        let result = compare_accounts(&seen, &books, &AttestedState::default(), &LIMITS);
+        let usage = [usage(1, 4096, &[(5, 1024), (6, 1024)]), usage(2, 1024, &[])];
+        let samples = [sample(listed.collect())];
+        let result = compare_accounts(&samples, &usage, &AttestedState::default(), &LIMITS);
         result.sm_percents.into_values().collect::<Vec<_>>()
     };
     assert_eq!(percents(&[(5, Some(30)), (6, Some(0))]), [30]);
@@ -184,14 +184,14 @@ fn sm_utilization_of_a_container_is_the_sum_up_to_a_whole_gpu() {
 
 #[test]
 fn listed_exited_process_is_unaccounted_when_not_in_books() {
-    let dead = ListedProcess {
+    let exited = ListedProcess {
         live: None,
         ..listed(1, 5, 600)
     };
-    let books = [books(1, 1024, &[])];
+    let usage = [usage(1, 1024, &[])];
     let result = compare_accounts(
-        &[sample(vec![dead])],
-        &books,
+        &[sample(vec![exited])],
+        &usage,
         &AttestedState::default(),
         &LIMITS,
     );
@@ -203,8 +203,8 @@ fn grants_of_unlisted_processes_explain_unattributed_memory() {
     let unaccounted = |members: &[(u32, u64)], processes: Vec<ListedProcess>| {
         let mut sample = sample(processes);
         sample.unattributed = Some(Bytes::mib(500));
-        let books = [books(1, 4096, members)];
-        let result = compare_accounts(&[sample], &books, &AttestedState::default(), &LIMITS);
+        let usage = [usage(1, 4096, members)];
+        let result = compare_accounts(&[sample], &usage, &AttestedState::default(), &LIMITS);
         result.unaccounted[&gpu()]
     };
     let beyond = |explained: u64| Bytes::mib(500 - explained - 64);
@@ -218,7 +218,7 @@ fn grants_of_unlisted_processes_explain_unattributed_memory() {
 
 #[test]
 fn honest_process_is_no_holder_when_memory_is_unattributed() {
-    let books = [books(1, 1024, &[(5, 100)])];
+    let usage = [usage(1, 1024, &[(5, 100)])];
     let processes = [
         (1, 5, true, &[100, 200][..]),
         (1, 6, true, &[200][..]),
@@ -227,57 +227,57 @@ fn honest_process_is_no_holder_when_memory_is_unattributed() {
     let containers = attested(processes);
     let listed = vec![listed(1, 5, 100)];
     assert_eq!(
-        holders(sample_with_unattributed(listed), &books, &containers),
+        holders(sample_with_unattributed(listed), &usage, &containers),
         [],
         "a session, its forked child, and a program that asks NVML"
     );
     let mut older = attested([(1, 8, true, &[300][..])]);
     older.agent_start = process(8).start + 1;
     assert_eq!(
-        holders(sample_with_unattributed(vec![]), &books, &older),
+        holders(sample_with_unattributed(vec![]), &usage, &older),
         []
     );
 }
 
 #[test]
 fn forked_child_is_no_holder_while_its_parent_is_charged() {
-    let mut of_it = books(1, 1024, &[]);
+    let mut container = usage(1, 1024, &[]);
     let mut containers = attested([(1, 6, true, &[100][..])]);
     let child = &mut containers.processes.get_mut(&6).unwrap().1;
     child.forked = true;
     assert_eq!(
         holders(
             sample_with_unattributed(vec![]),
-            &[of_it.clone()],
+            &[container.clone()],
             &containers
         ),
         [(6, true)]
     );
-    of_it.exited_pids = vec![5];
+    container.exited_pids = vec![5];
     assert_eq!(
-        holders(sample_with_unattributed(vec![]), &[of_it], &containers),
+        holders(sample_with_unattributed(vec![]), &[container], &containers),
         []
     );
 }
 
 #[test]
 fn child_is_a_holder_when_it_maps_the_driver_itself() {
-    let books = [books(1, 1024, &[(5, 100)])];
+    let usage = [usage(1, 1024, &[(5, 100)])];
     let processes = [(1, 5, true, &[100][..]), (1, 6, true, &[100, 300][..])];
     let containers = attested(processes);
     assert_eq!(
-        holders(sample_with_unattributed(vec![]), &books, &containers),
+        holders(sample_with_unattributed(vec![]), &usage, &containers),
         [(6, true)]
     );
 }
 
 #[test]
 fn holders_are_all_named_when_of_several_containers() {
-    let books = [books(1, 1024, &[]), books(2, 1024, &[])];
+    let usage = [usage(1, 1024, &[]), usage(2, 1024, &[])];
     let processes = [(1, 5, true, &[100][..]), (2, 6, true, &[100][..])];
     let found = holders(
         sample_with_unattributed(vec![]),
-        &books,
+        &usage,
         &attested(processes),
     );
     assert_eq!(found, [(5, false), (6, false)]);
@@ -285,8 +285,8 @@ fn holders_are_all_named_when_of_several_containers() {
 
 #[test]
 fn unaccounted_memory_names_the_only_container_with_driver() {
-    let of = |processes: &[(u64, u32, bool, &[u64])]| {
-        let members = [books(1, 1024, &[(5, 0)]), books(2, 1024, &[(6, 0)])];
+    let only_container = |processes: &[(u64, u32, bool, &[u64])]| {
+        let members = [usage(1, 1024, &[(5, 0)]), usage(2, 1024, &[(6, 0)])];
         let containers = attested(processes.iter().copied());
         let result = compare_accounts(
             &[sample_with_unattributed(vec![])],
@@ -304,23 +304,23 @@ fn unaccounted_memory_names_the_only_container_with_driver() {
             other => panic!("{other:?}"),
         }
     };
-    let (one, other) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
-    assert_eq!(of(&[one]), Some(AllocationId::from_bits(1)));
-    assert_eq!(of(&[one, other]), None);
-    assert_eq!(of(&[]), None);
+    let (first, second) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
+    assert_eq!(only_container(&[first]), Some(AllocationId::from_bits(1)));
+    assert_eq!(only_container(&[first, second]), None);
+    assert_eq!(only_container(&[]), None);
 }
 
 #[test]
 fn process_is_untracked_without_session_or_shim() {
-    let books = [books(1, 1024, &[])];
+    let usage = [usage(1, 1024, &[])];
     let result = compare_accounts(
         &[sample(vec![listed(1, 5, 600)])],
-        &books,
+        &usage,
         &attested_shims(&[(5, false)]),
         &LIMITS,
     );
     let Finding::UntrackedProcess {
-        process: who,
+        process: found,
         allocation,
         ..
     } = &result.findings[0]
@@ -328,7 +328,7 @@ fn process_is_untracked_without_session_or_shim() {
         panic!("{result:?}");
     };
     assert_eq!(
-        (*who, *allocation),
+        (*found, *allocation),
         (process(5), Some(AllocationId::from_bits(1)))
     );
     assert_eq!(result.untracked_processes[&gpu()], 1);
@@ -342,12 +342,12 @@ fn process_is_untracked_without_session_or_shim() {
 
 #[test]
 fn process_is_untracked_without_session_unless_agent_is_newer() {
-    let books = [books(1, 4096, &[])];
+    let usage = [usage(1, 4096, &[])];
     let mut containers = attested_shims(&[(5, true)]);
     let compared = |containers: &AttestedState| {
         compare_accounts(
             &[sample(vec![listed(1, 5, 600)])],
-            &books,
+            &usage,
             containers,
             &LIMITS,
         )
@@ -377,10 +377,10 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
 
 #[test]
 fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
-    let books = [books(1, 1024, &[])];
+    let usage = [usage(1, 1024, &[])];
     let result = compare_accounts(
         &[sample(vec![listed(0, 5, 600), listed(9, 6, 600)])],
-        &books,
+        &usage,
         &attested_shims(&[]),
         &LIMITS,
     );
@@ -403,29 +403,33 @@ fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
 
 #[test]
 fn reused_pid_is_not_the_session_that_had_it() {
-    let mut again = listed(1, 5, 600);
-    again.live.as_mut().unwrap().start += 1;
-    let books = [books(1, 1024, &[(5, 600)])];
+    let mut reused = listed(1, 5, 600);
+    reused.live.as_mut().unwrap().start += 1;
+    let usage = [usage(1, 1024, &[(5, 600)])];
     assert_eq!(
-        finding_kinds(vec![again], &books, &attested_shims(&[(5, false)])),
+        finding_kinds(vec![reused], &usage, &attested_shims(&[(5, false)])),
         ["untracked-process"]
     );
 }
 
 #[test]
-fn exited_process_is_no_finding_and_charged_while_in_books() {
-    let mut dead = listed(1, 5, 600);
-    dead.live = None;
-    let mut of_it = books(1, 1024, &[]);
+fn exited_process_is_no_finding_and_charged_while_in_usage() {
+    let mut exited = listed(1, 5, 600);
+    exited.live = None;
+    let mut container = usage(1, 1024, &[]);
     assert_eq!(
-        finding_kinds(vec![dead.clone()], &[of_it.clone()], &attested_shims(&[])),
+        finding_kinds(
+            vec![exited.clone()],
+            &[container.clone()],
+            &attested_shims(&[])
+        ),
         [""; 0]
     );
-    of_it.exited_pids = vec![5];
-    of_it.accounts[0].exited = Bytes::mib(600);
+    container.exited_pids = vec![5];
+    container.accounts[0].exited = Bytes::mib(600);
     let result = compare_accounts(
-        &[sample(vec![dead])],
-        &[of_it],
+        &[sample(vec![exited])],
+        &[container],
         &attested_shims(&[]),
         &LIMITS,
     );
@@ -435,26 +439,26 @@ fn exited_process_is_no_finding_and_charged_while_in_books() {
 
 #[test]
 fn reused_pid_is_charged_for_exited_process_up_to_its_bytes() {
-    let mut of_it = books(1, 8192, &[]);
-    of_it.exited_pids = vec![5];
-    of_it.accounts[0].exited = Bytes::mib(600);
+    let mut container = usage(1, 8192, &[]);
+    container.exited_pids = vec![5];
+    container.accounts[0].exited = Bytes::mib(600);
     // The new process is of the host, of another pod, or of the container itself.
     for number in [0, 9, 1] {
-        let again = |mib| {
+        let reused = |mib| {
             finding_kinds(
                 vec![listed(number, 5, mib)],
-                &[of_it.clone()],
+                &[container.clone()],
                 &attested_shims(&[]),
             )
         };
-        assert_eq!(again(600), [""; 0], "{number}");
-        assert_eq!(again(600 + 1024 + 1), ["untracked-process"], "{number}");
+        assert_eq!(reused(600), [""; 0], "{number}");
+        assert_eq!(reused(600 + 1024 + 1), ["untracked-process"], "{number}");
     }
 }
 
 #[test]
 fn container_is_over_quota_one_byte_beyond_its_allowance() {
-    let of_it = [books(1, 1024, &[(5, 1024), (6, 0)])];
+    let usage = [usage(1, 1024, &[(5, 1024), (6, 0)])];
     // The second process adds a tenth of the quota, not an allowance of its own.
     let most = Bytes(Bytes::mib(1024 + 64 + 1024).0 + Bytes::mib(1024).0 / 10);
     let listed = |bytes: Bytes| {
@@ -463,13 +467,13 @@ fn container_is_over_quota_one_byte_beyond_its_allowance() {
         vec![first, listed(1, 6, 0)]
     };
     assert_eq!(
-        finding_kinds(listed(most), &of_it, &attested_shims(&[])),
+        finding_kinds(listed(most), &usage, &attested_shims(&[])),
         [""; 0]
     );
     let more = Bytes(most.0 + 1);
     let result = compare_accounts(
         &[sample(listed(more))],
-        &of_it,
+        &usage,
         &attested_shims(&[]),
         &LIMITS,
     );
@@ -488,9 +492,9 @@ fn container_is_over_quota_when_contexts_do_not_fit() {
     // Sixteen contexts of 518 MiB that no account charges, in a quota of 4 GiB.
     let members: Vec<_> = (5..21).map(|pid| (pid, 0)).collect();
     let listed = (5..21).map(|pid| listed(1, pid, 518)).collect();
-    let of_it = [books(1, 4096, &members)];
+    let usage = [usage(1, 4096, &members)];
     assert_eq!(
-        finding_kinds(listed, &of_it, &attested_shims(&[])),
+        finding_kinds(listed, &usage, &attested_shims(&[])),
         ["over-quota"]
     );
 }
@@ -498,14 +502,19 @@ fn container_is_over_quota_when_contexts_do_not_fit() {
 #[test]
 fn listed_export_accounts_for_no_unattributed_memory() {
     let quota = 7 * 1024;
-    let mut of_it = books(1, quota, &[(5, quota)]);
-    of_it.accounts[0].exported = Bytes::mib(quota);
+    let mut container = usage(1, quota, &[(5, quota)]);
+    container.accounts[0].exported = Bytes::mib(quota);
     let compared = |listed: ListedProcess, unlisted: u64| {
-        let gpu_seen = GpuSample {
+        let sample = GpuSample {
             unattributed: Some(Bytes::mib(unlisted)),
             ..sample(vec![listed])
         };
-        let result = compare_accounts(&[gpu_seen], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+        let result = compare_accounts(
+            &[sample],
+            &[container.clone()],
+            &attested_shims(&[]),
+            &LIMITS,
+        );
         let kinds = result.findings.iter().map(Finding::kind);
         kinds.collect::<Vec<_>>()
     };
@@ -518,28 +527,28 @@ fn listed_export_accounts_for_no_unattributed_memory() {
 
 #[test]
 fn managed_memory_on_a_gpu_is_accounted_for_in_books() {
-    let mut of_it = books(1, 1024, &[(5, 600)]);
+    let mut container = usage(1, 1024, &[(5, 600)]);
     let managed = AccountBalance {
         used: Bytes::gib(8),
         ..AccountBalance::empty(Account::Managed, Bytes::gib(8))
     };
-    of_it.accounts.push(managed);
-    let gpu_seen = GpuSample {
+    container.accounts.push(managed);
+    let sample = GpuSample {
         unattributed: Some(Bytes::gib(8)),
         ..sample(vec![listed(1, 5, 600)])
     };
-    let result = compare_accounts(&[gpu_seen], &[of_it], &attested_shims(&[]), &LIMITS);
+    let result = compare_accounts(&[sample], &[container], &attested_shims(&[]), &LIMITS);
     assert_eq!(result.findings, []);
 }
 
 #[test]
 fn lowered_quota_is_no_finding_until_frees_catch_up() {
-    let mut of_it = books(1, 4096, &[(5, 4096)]);
-    of_it.accounts[0].quota = Bytes::mib(1024);
+    let mut container = usage(1, 4096, &[(5, 4096)]);
+    container.accounts[0].quota = Bytes::mib(1024);
     assert_eq!(
         finding_kinds(
             vec![listed(1, 5, 4096 + 518)],
-            &[of_it],
+            &[container],
             &attested_shims(&[])
         ),
         [""; 0]
@@ -547,40 +556,51 @@ fn lowered_quota_is_no_finding_until_frees_catch_up() {
 }
 
 #[test]
-fn unattributed_memory_is_a_finding_unless_books_know_it() {
-    let mut gpu_seen = GpuSample {
+fn unattributed_memory_is_a_finding_unless_charged() {
+    let mut sample = GpuSample {
         unattributed_signed: 600 << 20,
         unattributed: Some(Bytes::mib(600)),
         ..sample(vec![])
     };
-    let mut of_it = books(1, 1024, &[]);
+    let mut container = usage(1, 1024, &[]);
     let result = compare_accounts(
-        &[gpu_seen.clone()],
-        &[of_it.clone()],
+        &[sample.clone()],
+        &[container.clone()],
         &attested_shims(&[]),
         &LIMITS,
     );
     assert_eq!(result.findings.len(), 1);
     assert_eq!(result.unattributed_signed[&gpu()], 600 << 20);
-    let mut untold = gpu_seen.clone();
-    untold.unattributed = None;
-    untold.processes = vec![ListedProcess {
+    let mut unknown = sample.clone();
+    unknown.unattributed = None;
+    unknown.processes = vec![ListedProcess {
         bytes: None,
         ..listed(0, 5, 0)
     }];
-    let result = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+    let result = compare_accounts(
+        &[unknown],
+        &[container.clone()],
+        &attested_shims(&[]),
+        &LIMITS,
+    );
     let kinds: Vec<_> = result.findings.iter().map(Finding::kind).collect();
     assert_eq!(kinds, ["untracked-process"], "it may be that process's");
-    of_it.accounts[0].exited = Bytes::mib(300);
-    of_it.accounts[0].exported = Bytes::mib(300);
-    of_it.accounts[0].used = Bytes::mib(300);
+    container.accounts[0].exited = Bytes::mib(300);
+    container.accounts[0].exported = Bytes::mib(300);
+    container.accounts[0].used = Bytes::mib(300);
     assert_eq!(
-        compare_accounts(&[gpu_seen.clone()], &[of_it], &attested_shims(&[]), &LIMITS).findings,
+        compare_accounts(
+            &[sample.clone()],
+            &[container],
+            &attested_shims(&[]),
+            &LIMITS
+        )
+        .findings,
         []
     );
-    gpu_seen.unreclaimed_or_retained = Bytes::mib(600);
+    sample.unreclaimed_or_retained = Bytes::mib(600);
     assert_eq!(
-        compare_accounts(&[gpu_seen], &[], &attested_shims(&[]), &LIMITS).findings,
+        compare_accounts(&[sample], &[], &attested_shims(&[]), &LIMITS).findings,
         [],
         "of pods that ended"
     );
@@ -588,9 +608,9 @@ fn unattributed_memory_is_a_finding_unless_books_know_it() {
 
 #[test]
 fn tampered_page_is_a_finding_without_any_gpu_sample() {
-    let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
-    of_it.processes[1].tampered = true;
-    let result = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
+    let mut container = usage(1, 1024, &[(5, 10), (6, 10)]);
+    container.processes[1].tampered = true;
+    let result = compare_accounts(&[], &[container], &attested_shims(&[]), &LIMITS);
     let expected = Finding::TamperedPage {
         allocation: AllocationId::from_bits(1),
         process: process(6),
@@ -602,7 +622,7 @@ fn tampered_page_is_a_finding_without_any_gpu_sample() {
 type Program = (u64, u64, bool);
 
 /// Containers, each with its quota in MiB and its processes.
-fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
+fn node() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
     // The further memory of a container's processes stays within one allowance.
     let process = (0..2048_u64, 0..=256_u64, any::<bool>());
     let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
@@ -614,27 +634,27 @@ fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
 
 proptest! {
     #[test]
-    fn honest_containers_are_no_finding_in_any_world(world in world()) {
+    fn honest_containers_are_no_finding_in_any_world(node in node()) {
         let (mut all, mut processes, mut pid) = (Vec::new(), Vec::new(), 100);
-        for (number, (quota, of_it)) in (1..).zip(&world) {
+        for (number, (quota, programs)) in (1..).zip(&node) {
             let mut members = Vec::new();
-            for (granted, besides, session) in of_it {
+            for (granted, overhead, session) in programs {
                 pid += 1;
-                processes.push(listed(number, pid, granted + besides));
+                processes.push(listed(number, pid, granted + overhead));
                 if *session {
                     members.push((pid, *granted));
                 }
             }
-            all.push(books(number, *quota, &members));
+            all.push(usage(number, *quota, &members));
         }
         let charged: u64 = processes.iter().filter_map(|listed| listed.bytes).map(|bytes| bytes.0).sum();
-        let gpu_seen = sample(processes);
+        let sample = sample(processes);
         // Sessions are missing because the records of an earlier agent are lost.
         let containers = AttestedState { agent_start: u64::MAX, ..AttestedState::default() };
-        let result = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
+        let result = compare_accounts(std::slice::from_ref(&sample), &all, &containers, &LIMITS);
         prop_assert_eq!(&result.findings, &[]);
         prop_assert_eq!(result.unattributed_signed[&gpu()], 0);
-        let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
+        let known: i64 = all.iter().map(|container| container.accounts[0].used.0 as i64).sum();
         let drift: i64 = result.drift.values().sum();
         prop_assert_eq!(drift + known, charged as i64, "each process counts once");
     }
@@ -646,8 +666,8 @@ proptest! {
         let granted = granted.min(quota);
         let members = if session { vec![(5, granted)] } else { vec![] };
         // A single process gets the process allowance and no part of the quota.
-        let has = listed(1, 5, quota + 64 + 1024 + over);
-        let found = finding_kinds(vec![has], &[books(1, quota, &members)], &attested_shims(&[(5, mapped)]));
+        let process = listed(1, 5, quota + 64 + 1024 + over);
+        let found = finding_kinds(vec![process], &[usage(1, quota, &members)], &attested_shims(&[(5, mapped)]));
         prop_assert!(found.contains(&"over-quota"));
         prop_assert_eq!(found.contains(&"untracked-process"), !session);
     }

@@ -16,15 +16,15 @@ use crate::attestation::AttestedContainer;
 
 /// The figures that an audit has read of the node.
 pub(super) struct Readings {
-    pub(super) begun: Instant,
+    pub(super) started_at: Instant,
     pub(super) gpus: BTreeSet<GpuUuid>,
     pub(super) healthy: BTreeSet<GpuUuid>,
     pub(super) containers: Arc<[BoundContainer]>,
     pub(super) attested: Vec<AttestedContainer>,
     /// The pods whose probe has not ended for a while.
     pub(super) hanging: BTreeSet<PodUid>,
-    pub(super) books: Vec<ContainerUsage>,
-    pub(super) seen: Vec<GpuSample>,
+    pub(super) usage: Vec<ContainerUsage>,
+    pub(super) samples: Vec<GpuSample>,
     /// The GPUs that had a balloon about the time of their sample, each with its bytes.
     pub(super) balloons: BTreeMap<GpuUuid, Bytes>,
     pub(super) known: AttestedState,
@@ -33,7 +33,7 @@ pub(super) struct Readings {
 impl Readings {
     /// The GPUs without a usable answer of NVML.
     pub(super) fn silent_gpus(&self) -> BTreeSet<GpuUuid> {
-        let answered = |gpu: &GpuUuid| self.seen.iter().any(|seen| seen.gpu == *gpu);
+        let answered = |gpu: &GpuUuid| self.samples.iter().any(|sample| sample.gpu == *gpu);
         let is_silent = |gpu: &&GpuUuid| !answered(gpu) || self.balloons.contains_key(*gpu);
         self.gpus.iter().filter(is_silent).cloned().collect()
     }
@@ -43,47 +43,51 @@ impl Auditor {
     /// Reads the driver's figures, the containers' processes and the accounts, in the order that
     /// [`compare`](super::super::compare) requires.
     pub(super) async fn read(&mut self, config: &Config) -> Readings {
-        let begun = Instant::now();
+        let started_at = Instant::now();
         let (gpus, healthy, containers) = self.audited_parts();
         let exited = self.sessions.exited_pids();
         let balloons = self.sessions.balloons();
         let nvml = self.nvml.clone();
         let answers = self
             .sample_requests
-            .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
+            .collect(
+                &gpus,
+                |gpu| nvml.request_sample(gpu),
+                started_at + NVML_TIMEOUT,
+            )
             .await;
         self.pods.attest(config, &containers).await;
         let attested = self.pods.attested();
-        let hanging = self.pods.without_answer_for(STALE_AFTER, begun);
-        let books = self.sessions.container_usage();
-        let mut seen: Vec<GpuSample> = answers
+        let hanging = self.pods.without_answer_for(STALE_AFTER, started_at);
+        let usage = self.sessions.container_usage();
+        let mut samples: Vec<GpuSample> = answers
             .into_iter()
             .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
             .collect();
         // A balloon may have begun or ended about the time of the sample.
         let balloons = balloons_between(&balloons, &self.sessions.balloons());
-        for seen in &mut seen {
-            if let Some(bytes) = balloons.get(&seen.gpu) {
-                seen.exclude_balloon(*bytes);
+        for sample in &mut samples {
+            if let Some(bytes) = balloons.get(&sample.gpu) {
+                sample.exclude_balloon(*bytes);
             }
         }
-        self.add_unreclaimed(&mut seen);
+        self.add_unreclaimed(&mut samples);
         let mut known = attested_state(&attested, exited, self.agent_start);
         // Checked after the accounts were read: attested processes may have ended with their
         // sessions.
         known
             .processes
             .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
-        known.managed_gpus = self.managed_gpus(&seen, &books, &known);
+        known.managed_gpus = self.managed_gpus(&samples, &usage, &known);
         Readings {
-            begun,
+            started_at,
             gpus,
             healthy,
             containers,
             attested,
             hanging,
-            books,
-            seen,
+            usage,
+            samples,
             balloons,
             known,
         }
@@ -101,11 +105,11 @@ impl Auditor {
 
     /// Adds the bytes of ended pods and of leases without an owner to the samples. The agent reads
     /// these after the accounts, so that memory of an ending pod is in one of both.
-    fn add_unreclaimed(&self, seen: &mut [GpuSample]) {
+    fn add_unreclaimed(&self, samples: &mut [GpuSample]) {
         for gpu in &self.snapshots.borrow().view.gpus {
-            let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
-            of_it.into_iter().for_each(|seen| {
-                seen.unreclaimed_or_retained =
+            let sampled = samples.iter_mut().find(|sample| sample.gpu == gpu.uuid);
+            sampled.into_iter().for_each(|sample| {
+                sample.unreclaimed_or_retained =
                     Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
             });
         }
@@ -116,16 +120,18 @@ impl Auditor {
     /// process there.
     fn managed_gpus(
         &mut self,
-        seen: &[GpuSample],
-        books: &[ContainerUsage],
+        samples: &[GpuSample],
+        usage: &[ContainerUsage],
         known: &AttestedState,
     ) -> BTreeSet<GpuUuid> {
-        let idle = seen.iter().filter(|seen| seen.processes.is_empty());
-        for seen in idle {
-            self.managed_gpus.remove(&seen.gpu);
+        let idle = samples.iter().filter(|sample| sample.processes.is_empty());
+        for sample in idle {
+            self.managed_gpus.remove(&sample.gpu);
         }
-        let users = books.iter().filter(|books| has_managed(books, known));
-        let gpus = users.flat_map(|books| books.gpus().cloned());
+        let users = usage
+            .iter()
+            .filter(|container| has_managed(container, known));
+        let gpus = users.flat_map(|container| container.gpus().cloned());
         self.managed_gpus.extend(gpus);
         self.managed_gpus.clone()
     }

@@ -63,7 +63,7 @@ const EVENTS: &[(&str, Event, [Outcome; 2])] = &[
     ("the lease is discarded", FakeNode::discard, [Same, Lost]),
     // Events of the GPU.
     (
-        "the GPU is sick and recovers",
+        "the GPU is unhealthy and recovers",
         FakeNode::fail_and_recover,
         [Same, Same],
     ),
@@ -107,13 +107,13 @@ fn event_moves_only_the_generations_that_it_ends() {
             [gpu, lease]
         );
         // The id of a lease that is made afterwards differs from the former one.
-        let made = node.commit_lease();
+        let next = node.commit_lease();
         assert_eq!(
-            made == lease,
+            next == lease,
             found[1] == Same,
-            "{event}: {made} after {lease}"
+            "{event}: {next} after {lease}"
         );
-        assert!(made >= lease, "{event}");
+        assert!(next >= lease, "{event}");
     }
 }
 
@@ -222,8 +222,8 @@ impl FakeNode {
     }
 
     /// Lets the agent observe the GPU, and report the node's containers.
-    fn observe_gpu(&mut self, memory: PersistedHealth, sick: bool) {
-        let health = match sick {
+    fn observe_gpu(&mut self, memory: PersistedHealth, is_unhealthy: bool) {
+        let health = match is_unhealthy {
             true => Health::Unhealthy(UnhealthyReason::Xid(74)),
             false => Health::Healthy,
         };
@@ -232,13 +232,13 @@ impl FakeNode {
             health,
             persisted: memory,
         }]);
-        let standing = ContainerBinding {
+        let binding = ContainerBinding {
             pod: format!("pod-{}", self.pod).parse().unwrap(),
             namespace: Some("team".to_owned()),
             gpus: BTreeSet::from([gpu().uuid]),
         };
         let node = NodeView {
-            containers: BTreeMap::from([(AllocationId::from_bits(self.allocation), standing)]),
+            containers: BTreeMap::from([(AllocationId::from_bits(self.allocation), binding)]),
             generations: self.gpus.by_gpu(),
             ..NodeView::default()
         };

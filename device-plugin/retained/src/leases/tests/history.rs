@@ -162,8 +162,8 @@ impl Model {
         self.last_number
     }
 
-    fn count(&mut self, what: &'static str) {
-        *self.counts.entry(what).or_default() += 1;
+    fn count(&mut self, event: &'static str) {
+        *self.counts.entry(event).or_default() += 1;
     }
 
     /// Whether memory of a lease exists.
@@ -331,8 +331,10 @@ impl Model {
 
     /// Replaces the orphaned leases as the node's ledger does.
     fn set_orphaned(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
-        let of_gpus = orphaned.values().flatten();
-        let leases: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
+        let all_orphaned = orphaned.values().flatten();
+        let leases: BTreeMap<_, _> = all_orphaned
+            .map(|(lease, bytes)| (*lease, bytes.0))
+            .collect();
         let left = self
             .orphaned
             .iter()
@@ -434,8 +436,8 @@ impl Model {
         let pods: BTreeSet<PodUid> = (0..PODS).map(pod).collect();
         let containers = self.node.containers.values();
         let bound: BTreeSet<PodUid> = containers.map(|container| container.pod.clone()).collect();
-        let begins: Vec<&PodUid> = pods.difference(&bound).collect();
-        let Some(pod) = begins.get(self.random_below(begins.len())) else {
+        let unbound: Vec<&PodUid> = pods.difference(&bound).collect();
+        let Some(pod) = unbound.get(self.random_below(unbound.len())) else {
             return;
         };
         let namespace = if **pod == self::pod(0) {
@@ -468,11 +470,11 @@ impl Model {
         let Some(allocation) = self.accounts.keys().nth(at).copied() else {
             return;
         };
-        let dying: Vec<usize> = (0..self.tenants.len())
+        let ended: Vec<usize> = (0..self.tenants.len())
             .rev()
             .filter(|at| self.tenants[*at].caller.allocation == allocation)
             .collect();
-        dying.into_iter().for_each(|at| self.kill_process(at));
+        ended.into_iter().for_each(|at| self.kill_process(at));
         self.unbind(allocation);
         // The agent may have crashed meanwhile.
         self.forget_ended();
@@ -668,7 +670,7 @@ impl Model {
             let before = std::mem::take(&mut self.tenants[at].previous_images);
             self.mark_stale(tenant.caller, before);
         }
-        let promised = |found: Option<(LeaseId, u64)>| match expected {
+        let assert_expected = |found: Option<(LeaseId, u64)>| match expected {
             Some(Expected::Content(lease, checksum)) => {
                 assert_eq!(found, Some((lease, checksum)), "{title:?}");
             }
@@ -684,7 +686,7 @@ impl Model {
                 let Content::Committed { checksum, .. } = record.content else {
                     panic!("{record:?} is read");
                 };
-                promised(Some((lease, checksum)));
+                assert_expected(Some((lease, checksum)));
                 self.count("reads");
                 let token = None;
                 self.tenants[at].open_leases.push(OpenLease {
@@ -694,7 +696,7 @@ impl Model {
                 });
             }
             Ok(Opened::Write(lease)) => {
-                promised(None);
+                assert_expected(None);
                 if !self.deliver_puts() {
                     return;
                 }
@@ -709,10 +711,10 @@ impl Model {
                 }
             }
             Ok(Opened::Create(record)) => {
-                promised(None);
+                assert_expected(None);
                 self.begin_create(at, *record, title, token);
             }
-            Err(RetainedRefusal::Missing | RetainedRefusal::Writing) => promised(None),
+            Err(RetainedRefusal::Missing | RetainedRefusal::Writing) => assert_expected(None),
             Err(_) => {}
         }
     }
@@ -772,10 +774,10 @@ impl Model {
             self.apply_effects(effects);
             return;
         }
-        let (made, effects) = self.table.finish_create(creation.lease);
-        let is_his = made.is_some();
+        let (record, effects) = self.table.finish_create(creation.lease);
+        let is_kept = record.is_some();
         // The process gets the answer if it still runs.
-        if is_his && let Some(tenant) = self.tenants.get_mut(creation.tenant) {
+        if is_kept && let Some(tenant) = self.tenants.get_mut(creation.tenant) {
             let newest = (creation.lease, creation.token);
             self.newest_writers.insert(creation.title.clone(), newest);
             tenant.open_leases.push(OpenLease {
@@ -784,7 +786,7 @@ impl Model {
                 token: Some((creation.token, creation.until)),
             });
         }
-        self.count("made");
+        self.count("creations");
         if self.apply_effects(effects) && self.refused.contains(&creation.lease) {
             let effects = self.table.release_uncertain(creation.lease);
             self.apply_effects(effects);
@@ -875,7 +877,7 @@ impl Model {
 
     fn random_open_lease(
         &mut self,
-        is_one: impl Fn(&OpenLease) -> bool,
+        is_wanted: impl Fn(&OpenLease) -> bool,
     ) -> Option<(usize, OpenLease)> {
         let tenants = self.tenants.iter().enumerate();
         let all = tenants.flat_map(|(at, tenant)| {
@@ -884,7 +886,9 @@ impl Model {
                 .iter()
                 .map(move |open_lease| (at, open_lease))
         });
-        let open_leases: Vec<_> = all.filter(|(_, open_lease)| is_one(open_lease)).collect();
+        let open_leases: Vec<_> = all
+            .filter(|(_, open_lease)| is_wanted(open_lease))
+            .collect();
         let which = self.rng.random_range(0..open_leases.len().max(1));
         let (at, open_lease) = open_leases.get(which)?;
         Some((*at, (*open_lease).clone()))
@@ -1022,8 +1026,8 @@ impl Model {
     }
 
     fn assert_coverage(&self) {
-        for what in [
-            "made",
+        for event in [
+            "creations",
             "commits",
             "reads",
             "stale commits",
@@ -1035,8 +1039,8 @@ impl Model {
             "provisioner deaths",
             "process deaths",
         ] {
-            let times = self.counts.get(what).copied().unwrap_or(0);
-            assert!(times > 100, "{what}: {times} of {:?}", self.counts);
+            let times = self.counts.get(event).copied().unwrap_or(0);
+            assert!(times > 100, "{event}: {times} of {:?}", self.counts);
         }
     }
 
@@ -1103,8 +1107,13 @@ impl Model {
 
     /// The number of requests and of created leases.
     fn operations(&self) -> u64 {
-        let of = ["opens", "made", "commits asked for", "discards asked for"];
-        of.iter().filter_map(|what| self.counts.get(what)).sum()
+        let of = [
+            "opens",
+            "creations",
+            "commits asked for",
+            "discards asked for",
+        ];
+        of.iter().filter_map(|event| self.counts.get(event)).sum()
     }
 
     // Invariants after every step.

@@ -217,12 +217,12 @@ fn merged_block_has_the_deps_of_all_its_parts() {
 #[test]
 fn remainder_of_a_split_block_keeps_its_deps() {
     let (mut heap, region) = heap(2 * GRANULE);
-    let both = heap.allocate(2 * GRANULE, 1).expect("it fits");
+    let whole = heap.allocate(2 * GRANULE, 1).expect("it fits");
     let deps = StreamDeps { slots: 1, stamp: 7 };
-    heap.free(both.id, deps, unchanged).expect("it is live");
-    let one = heap.allocate(GRANULE, 1).expect("it fits");
-    assert_eq!(one.deps, deps);
-    heap.free(one.id, StreamDeps::NONE, unchanged)
+    heap.free(whole.id, deps, unchanged).expect("it is live");
+    let first = heap.allocate(GRANULE, 1).expect("it fits");
+    assert_eq!(first.deps, deps);
+    heap.free(first.id, StreamDeps::NONE, unchanged)
         .expect("it is live");
     assert_eq!(heap.remove_region(region), Some(deps));
 }
@@ -295,12 +295,13 @@ impl TlsfHeap {
 #[test]
 fn merge_drops_deps_that_the_freeing_stream_met() {
     let (mut heap, region) = heap(2 * GRANULE);
-    let [one, other] = [0; 2].map(|_| heap.allocate(GRANULE, 1).expect("it fits"));
+    let [first, second] = [0; 2].map(|_| heap.allocate(GRANULE, 1).expect("it fits"));
     let used = |slots, stamp| StreamDeps { slots, stamp };
-    heap.free(other.id, used(0b01, 1), unchanged)
+    heap.free(second.id, used(0b01, 1), unchanged)
         .expect("it is live");
     heap.merge_last_freed();
     let left = |before: StreamDeps| used(before.slots & !0b01, before.stamp);
-    heap.free(one.id, used(0b10, 2), left).expect("it is live");
+    heap.free(first.id, used(0b10, 2), left)
+        .expect("it is live");
     assert_eq!(heap.empty_region_deps(region), Some(used(0b10, 2)));
 }

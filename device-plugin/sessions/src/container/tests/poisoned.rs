@@ -191,31 +191,37 @@ fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 512 * MIB);
-    let heard = Instant::now();
+    let received = Instant::now();
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment),
+        !container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment),
         "it lives"
     );
     hello(&mut container, 1, 8).unwrap();
-    assert!(container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment));
+    assert!(container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment));
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard - RECLAIM_WINDOW, now().moment),
+        !container.is_reclaim_pending(
+            1,
+            0,
+            units(1 << 30),
+            received - RECLAIM_WINDOW,
+            now().moment
+        ),
         "it waited long enough for others"
     );
     assert!(
-        !container.is_reclaim_pending(1, 0, units(256 * MIB), heard, now().moment),
+        !container.is_reclaim_pending(1, 0, units(256 * MIB), received, now().moment),
         "there is room"
     );
     assert!(
-        !container.is_reclaim_pending(1, 0, units(2 << 30), heard, now().moment),
+        !container.is_reclaim_pending(1, 0, units(2 << 30), received, now().moment),
         "there never will be"
     );
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment));
+    assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment));
     hello(&mut container, 1, 9).unwrap();
     container.last_exit = container.last_exit.map(|at| at - RECLAIM_WINDOW);
     assert!(
-        !container.is_reclaim_pending(1, 0, units(1 << 30), heard, now().moment),
+        !container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment),
         "another process holds the bytes"
     );
 }

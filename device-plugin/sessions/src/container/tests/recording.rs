@@ -24,8 +24,8 @@ fn requests_share_a_write_when_writes_are_late() {
     let mut container = start_with_delayed_writes(&fixture, 50);
     let path = fixture.folder.path().join("record.json");
     let before = std::fs::read(&path).unwrap();
-    let ask = |pid| container.request_credit(pid, 0, Units(1));
-    let mut answers: Vec<_> = (0..50).map(ask).collect();
+    let request = |pid| container.request_credit(pid, 0, Units(1));
+    let mut answers: Vec<_> = (0..50).map(request).collect();
     let last = container.pending_changes.last;
     assert!(container.poll_recorded(last, Instant::now()).is_some());
     assert!(
@@ -55,9 +55,9 @@ fn requests_share_a_write_when_writes_are_late() {
 fn checkpoint_is_written_at_most_20_times_a_second() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = start_with_delayed_writes(&fixture, 1);
-    let begun = Instant::now();
-    let (mut now, mut writes) = (begun, 0);
-    while now < begun + Duration::from_secs(100) {
+    let start = Instant::now();
+    let (mut now, mut writes) = (start, 0);
+    while now < start + Duration::from_secs(100) {
         let last = container.pending_changes.last;
         let change = container.note_change();
         assert!(change > last);

@@ -75,8 +75,8 @@ fn exports_count_against_the_next_container_of_a_claim() {
     assert_eq!(page.slot(0).unwrap().others(), units(3 << 30));
     assert!(!can_have(&mut main, 1002, (1 << 30) + 1));
     assert!(can_have(&mut main, 1002, 1 << 30));
-    let asked = init.orphaned_exports(&gpu()).unwrap();
-    assert!(init.cap_orphaned_exports(&gpu(), Bytes::ZERO, &asked));
+    let queried = init.orphaned_exports(&gpu()).unwrap();
+    assert!(init.cap_orphaned_exports(&gpu(), Bytes::ZERO, &queried));
     assert!(can_have(&mut main, 1002, 4 << 30));
 }
 
@@ -121,11 +121,11 @@ fn exports_of_another_claim_are_inherited_within_the_quota() {
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1));
     assert_eq!(main.exported_bytes(), [(gpu(), Bytes::gib(4))]);
-    let asked = main.orphaned_exports(&gpu()).unwrap();
-    assert!(main.cap_orphaned_exports(&gpu(), Bytes::gib(1), &asked));
+    let queried = main.orphaned_exports(&gpu()).unwrap();
+    assert!(main.cap_orphaned_exports(&gpu(), Bytes::gib(1), &queried));
     assert!(can_have(&mut main, 1002, 3 << 30));
-    let elsewhere = "GPU-bbbb".parse().unwrap();
-    assert_eq!(main.inherit_exports(&elsewhere, Bytes::gib(1)), Bytes::ZERO);
+    let other_gpu = "GPU-bbbb".parse().unwrap();
+    assert_eq!(main.inherit_exports(&other_gpu, Bytes::gib(1)), Bytes::ZERO);
 }
 
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ use std::process::Command;
 const NEWEST_GLIBC: (u32, u32) = (2, 17);
 
 /// Returns the output of a tool for a library.
-pub fn said(tool: &str, option: &str, library: &Path) -> String {
+pub fn tool_output(tool: &str, option: &str, library: &Path) -> String {
     let output = Command::new(tool)
         .arg(option)
         .arg(library)
@@ -22,7 +22,7 @@ pub fn said(tool: &str, option: &str, library: &Path) -> String {
 
 /// Returns the names that a library exports.
 pub fn exported(library: &Path) -> BTreeSet<String> {
-    let symbols = said("objdump", "-T", library);
+    let symbols = tool_output("objdump", "-T", library);
     let defined = symbols.lines().filter(|line| {
         [".text", ".bss", ".data"]
             .iter()
@@ -52,7 +52,7 @@ pub fn exports_exactly(library: &Path, table: &BTreeSet<String>) {
 
 /// Asserts that a library needs no newer version of glibc than [`NEWEST_GLIBC`].
 pub fn needs_an_old_glibc(library: &Path) {
-    let symbols = said("objdump", "-T", library);
+    let symbols = tool_output("objdump", "-T", library);
     let newer: Vec<_> = symbols
         .lines()
         .filter(|line| {
@@ -78,7 +78,7 @@ pub fn needs_glibc_only(library: &Path) {
         "libdl.so.2",
         "libpthread.so.0",
     ];
-    let needed: BTreeSet<String> = said("readelf", "-d", library)
+    let needed: BTreeSet<String> = tool_output("readelf", "-d", library)
         .lines()
         .filter(|line| line.contains("(NEEDED)"))
         .filter_map(|line| Some(line.split_once('[')?.1.trim_end_matches(']').to_owned()))
@@ -88,7 +88,7 @@ pub fn needs_glibc_only(library: &Path) {
 
 /// Asserts a library's SONAME, and that `dlclose`, which would forget charges, does not unload it.
 pub fn is_named_and_stays_loaded(library: &Path, soname: &str) {
-    let dynamic = said("readelf", "-d", library);
+    let dynamic = tool_output("readelf", "-d", library);
     assert!(
         dynamic.contains(&format!("soname: [{soname}]")),
         "{dynamic}"
@@ -98,7 +98,7 @@ pub fn is_named_and_stays_loaded(library: &Path, soname: &str) {
 
 /// Asserts that no other library can interpose the library's own functions with this prefix.
 pub fn binds_its_own(library: &Path, prefix: &str) {
-    let relocations = said("objdump", "-R", library);
+    let relocations = tool_output("objdump", "-R", library);
     assert!(relocations.contains("R_"), "relocations were read at all");
     let by_name: Vec<_> = relocations
         .lines()

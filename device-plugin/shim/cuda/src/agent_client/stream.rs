@@ -57,8 +57,8 @@ pub(super) fn session_stream(state: &SessionState) -> Option<UnixStream> {
         .load(Ordering::Acquire)
         .checked_sub(1)
         .filter(|fd| *fd >= 0)?;
-    let ours = socket_inode(fd) == Some(state.socket_inode.load(Ordering::Relaxed));
-    if !ours {
+    let is_own_socket = socket_inode(fd) == Some(state.socket_inode.load(Ordering::Relaxed));
+    if !is_own_socket {
         state.socket.store(0, Ordering::Release);
         return None;
     }

@@ -239,9 +239,12 @@ mod tests {
 
     #[test]
     fn estimate_of_levels_is_their_sum() {
-        let one = estimate(shape(256, 256, 0, 0), 1).unwrap();
-        let two = estimate(shape(128, 128, 0, 0), 1).unwrap();
-        assert_eq!(estimate(shape(256, 256, 0, 0), 2), Some(one + two));
+        let first_level = estimate(shape(256, 256, 0, 0), 1).unwrap();
+        let second_level = estimate(shape(128, 128, 0, 0), 1).unwrap();
+        assert_eq!(
+            estimate(shape(256, 256, 0, 0), 2),
+            Some(first_level + second_level)
+        );
         assert!(estimate(shape(256, 256, 0, 0), u32::MAX).is_some());
     }
 

@@ -316,11 +316,11 @@ hooks! {
         };
         let call = || allocate(Account::Device(device), GREEN_CONTEXT_BYTES, "cuGreenCtxCreate", make, destroy);
         // SAFETY: not null, and written if the call before succeeded.
-        let made = || unsafe { out.read() };
-        let undo = || accounting::free(made(), || destroy(made()));
+        let created = || unsafe { out.read() };
+        let undo = || accounting::free(created(), || destroy(created()));
         let answer = activate_primary(device, "cuGreenCtxCreate", call, undo);
         if answer == curesult::SUCCESS {
-            GREEN_CONTEXTS.lock().insert(made(), device);
+            GREEN_CONTEXTS.lock().insert(created(), device);
         }
         answer
     };

@@ -45,14 +45,17 @@ impl StartState {
     /// Returns the path to execute and its arguments.
     fn program(&self) -> (&CStr, &[CString]) {
         let same =
-            |one: &CStr, other: &CStr| file_id(one).is_some_and(|it| Some(it) == file_id(other));
+            |one: &CStr, other: &CStr| file_id(one).is_some_and(|id| Some(id) == file_id(other));
         if same(&self.exec_path, c"/proc/self/exe") {
             return (&self.exec_path, &self.arguments);
         }
         // For a script the kernel put the interpreter before its path, and will again.
-        let script = self.arguments.iter().position(|one| *one == self.exec_path);
-        if let Some(at) = script.filter(|_| is_script(&self.exec_path)) {
-            return (&self.exec_path, &self.arguments[at..]);
+        let script = self
+            .arguments
+            .iter()
+            .position(|argument| *argument == self.exec_path);
+        if let Some(position) = script.filter(|_| is_script(&self.exec_path)) {
+            return (&self.exec_path, &self.arguments[position..]);
         }
         // The file was deleted or replaced; the kernel still has it under this path.
         (c"/proc/self/exe", &self.arguments)
@@ -64,9 +67,9 @@ impl StartState {
         };
         // The path may be relative to that directory.
         let (program, arguments) = self.program();
-        let pointers = |all: &[CString]| -> Vec<*const c_char> {
-            let all = all.iter().map(|one| one.as_ptr());
-            all.chain([std::ptr::null()]).collect()
+        let pointers = |strings: &[CString]| -> Vec<*const c_char> {
+            let strings = strings.iter().map(|string| string.as_ptr());
+            strings.chain([std::ptr::null()]).collect()
         };
         let (arguments, environment) = (pointers(arguments), pointers(&self.environment));
         // SAFETY: the string is borrowed for the call.
@@ -206,9 +209,9 @@ fn parse_status(status: &str) -> Option<(Signals, libc::mode_t)> {
 
 /// Splits bytes into strings that each end with a zero.
 fn nul_terminated(bytes: &[u8]) -> Vec<CString> {
-    let ended = bytes.split_inclusive(|byte| *byte == 0);
-    ended
-        .filter_map(|one| Some(CStr::from_bytes_with_nul(one).ok()?.to_owned()))
+    let strings = bytes.split_inclusive(|byte| *byte == 0);
+    strings
+        .filter_map(|string| Some(CStr::from_bytes_with_nul(string).ok()?.to_owned()))
         .collect()
 }
 
@@ -240,7 +243,7 @@ mod tests {
     fn start(file: &str, arguments: &[&str]) -> StartState {
         StartState {
             exec_path: c(file),
-            arguments: arguments.iter().map(|one| c(one)).collect(),
+            arguments: arguments.iter().map(|argument| c(argument)).collect(),
             ..StartState::read().unwrap()
         }
     }
@@ -253,7 +256,7 @@ mod tests {
     #[test]
     fn start_state_is_read_from_proc() {
         let start = StartState::read().unwrap();
-        let arguments: Vec<_> = std::env::args().map(|one| c(&one)).collect();
+        let arguments: Vec<_> = std::env::args().map(|argument| c(&argument)).collect();
         assert_eq!(start.arguments, arguments);
         assert_eq!(file_id(&start.exec_path), file_id(c"/proc/self/exe"));
         assert!(!start.environment.is_empty());

@@ -171,7 +171,7 @@ impl Running {
     }
 
     /// Returns the rest of the line that begins with this word.
-    pub fn said(&self, word: &str) -> Option<&str> {
+    pub fn line_after(&self, word: &str) -> Option<&str> {
         self.lines
             .iter()
             .find_map(|line| line.strip_prefix(word)?.strip_prefix(' '))

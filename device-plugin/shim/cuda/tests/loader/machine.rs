@@ -43,7 +43,7 @@ pub struct Machine {
     agent: support::Container,
     folder: tempfile::TempDir,
     edits: ContainerEdits,
-    seen: std::cell::RefCell<BTreeSet<PathBuf>>,
+    laid_out: std::cell::RefCell<BTreeSet<PathBuf>>,
 }
 
 impl Machine {
@@ -68,14 +68,14 @@ impl Machine {
             agent,
             folder,
             edits,
-            seen: Default::default(),
+            laid_out: Default::default(),
         }
     }
 
     /// Returns the folder of an image, laid out at its first use.
     pub fn image(&self, base: Base, compat: Compat) -> PathBuf {
         let root = self.folder.path().join(format!("{base:?}-{compat:?}"));
-        if self.seen.borrow_mut().insert(root.clone()) {
+        if self.laid_out.borrow_mut().insert(root.clone()) {
             images::lay_out(&root, base, compat);
         }
         root
@@ -94,7 +94,7 @@ impl Machine {
                 let dir = dir.to_string();
                 program.has_mapped(&format!("{dir}/{LIBCUDA}"))
             });
-        match (program.said("none"), program.said("alloc")) {
+        match (program.line_after("none"), program.line_after("alloc")) {
             (Some(_), None) => Ok(Outcome::NoDriver),
             (None, None) if !program.whole => Ok(Outcome::NoDriver),
             (None, Some("0 2")) if shim => Ok(match program.has_mapped("/usr/local/cuda/compat") {
@@ -122,7 +122,7 @@ impl Machine {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let (pod, cgroup) = (POD.parse().unwrap(), "main".to_owned());
         let owner = ProcessOwner::Container { pod, cgroup };
-        let seen = GpuSample {
+        let sample = GpuSample {
             gpu: GPU.parse().unwrap(),
             unattributed_signed: 0,
             unattributed: None,
@@ -151,9 +151,16 @@ impl Machine {
             processes: [(pid, (ALLOCATION, running))].into(),
             ..AttestedState::default()
         };
-        let verdict = compare_accounts(&[seen], &self.agent.books(), &containers, &LIMITS);
+        let verdict = compare_accounts(
+            &[sample],
+            &self.agent.container_usage(),
+            &containers,
+            &LIMITS,
+        );
         let concerns = |finding: &&Finding| match finding {
-            Finding::OverQuota { processes, .. } => processes.iter().any(|one| one.pid == pid),
+            Finding::OverQuota { processes, .. } => {
+                processes.iter().any(|process| process.pid == pid)
+            }
             Finding::UntrackedProcess { process, .. } => process.pid == pid,
             _ => false,
         };

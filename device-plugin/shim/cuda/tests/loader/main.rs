@@ -35,12 +35,12 @@ fn documented_tables_equal_what_programs_find() {
     let machine = Machine::new();
     let matrix = matrix::tables(&machine).unwrap_or_else(|silent| panic!("{silent}"));
     let routes = routes::table(&machine).unwrap_or_else(|silent| panic!("{silent}"));
-    let made = format!("{matrix}\n## Ways around the shim\n\n{routes}");
+    let tables = format!("{matrix}\n## Ways around the shim\n\n{routes}");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/enforcement.md");
     let text = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = text.split_once(BEGIN).expect("the mark of the beginning");
     let (_, after) = rest.split_once(END).expect("the mark of the end");
-    let wanted = format!("{before}{BEGIN}{made}\n{END}{after}");
+    let wanted = format!("{before}{BEGIN}{tables}\n{END}{after}");
     if std::env::var_os("BLESS").is_some() {
         std::fs::write(&path, &wanted).unwrap();
     }
@@ -65,18 +65,18 @@ fn only_names_that_the_nodes_driver_lacks_are_not_found() {
             "libcuda.so.1".to_owned(),
         ]
     };
-    let ask = |way: &str| {
+    let run_client = |way: &str| {
         let command = command(way.to_owned());
         let command: Vec<&str> = command.iter().map(String::as_str).collect();
         container.start(&command, 0, &[])
     };
-    let missing = ask("missing");
-    let said = missing.said("none").unwrap();
+    let program = run_client("missing");
+    let reason = program.line_after("none").unwrap();
     assert!(
-        said.contains("undefined symbol: cuVDPAUGetDevice"),
-        "{said}"
+        reason.contains("undefined symbol: cuVDPAUGetDevice"),
+        "{reason}"
     );
-    assert_eq!(machine.outcome(&ask("open")), Ok(Outcome::Held));
+    assert_eq!(machine.outcome(&run_client("open")), Ok(Outcome::Held));
 }
 
 #[test]

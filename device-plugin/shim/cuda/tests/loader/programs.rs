@@ -73,10 +73,10 @@ pub fn run(command: &mut Command) {
     let output = output.unwrap_or_else(|error| {
         panic!("{command:?}: {error} (Debian packages gcc, gcc-multilib and musl-tools)")
     });
-    let said = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success(),
-        "{command:?}: {said} (Debian packages gcc, gcc-multilib and musl-tools)"
+        "{command:?}: {stderr} (Debian packages gcc, gcc-multilib and musl-tools)"
     );
 }
 

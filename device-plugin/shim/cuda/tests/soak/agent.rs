@@ -26,16 +26,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// The crowd's account, as the agent records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Books {
+pub(crate) struct CrowdAccount {
     pub(crate) quota: u64,
     pub(crate) granted: u64,
     pub(crate) used: u64,
-    pub(crate) retired: u64,
+    pub(crate) exited: u64,
     pub(crate) processes: u64,
     /// How many reads of this agent found a sum above the quota.
     pub(crate) over: u64,
     /// How many reads this agent made.
-    pub(crate) looks: u64,
+    pub(crate) reads: u64,
     /// Open descriptors of the agent.
     pub(crate) descriptors: u64,
 }
@@ -64,27 +64,27 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
         };
         runtime.block_on(sessions.serve(served)).unwrap();
     }
-    let (asked, questions) = std::sync::mpsc::channel::<()>();
+    let (sender, requests) = std::sync::mpsc::channel::<()>();
     std::thread::spawn(move || {
         for _ in std::io::stdin().lines().map_while(Result::ok) {
-            let _ = asked.send(());
+            let _ = sender.send(());
         }
         std::process::exit(0);
     });
-    let (mut over, mut looks) = (0, 0);
+    let (mut over, mut reads) = (0, 0);
     loop {
         let usage = sessions.account_usage();
-        looks += 1;
+        reads += 1;
         let above = |usage: &&_| above_quota(usage);
         over += usage.iter().filter(above).count() as u64;
         let crowd = usage
             .iter()
             .find(|usage| usage.allocation == CROWD)
             .unwrap();
-        if questions.recv_timeout(LOOK_EVERY).is_ok() {
+        if requests.recv_timeout(LOOK_EVERY).is_ok() {
             let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
             println!(
-                "{} {} {} {} {} {over} {looks} {descriptors}",
+                "{} {} {} {} {} {over} {reads} {descriptors}",
                 crowd.quota.0, crowd.granted.0, crowd.used.0, crowd.exited.0, crowd.processes,
             );
         }
@@ -132,20 +132,20 @@ impl Agent {
     }
 
     /// Returns the agent's record of the crowd's account.
-    pub(crate) fn books(&mut self) -> Books {
+    pub(crate) fn account(&mut self) -> CrowdAccount {
         writeln!(self.input).unwrap();
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         let mut numbers = line.split_whitespace().map(|word| word.parse().unwrap());
         let mut next = || numbers.next().unwrap();
-        Books {
+        CrowdAccount {
             quota: next(),
             granted: next(),
             used: next(),
-            retired: next(),
+            exited: next(),
             processes: next(),
             over: next(),
-            looks: next(),
+            reads: next(),
             descriptors: next(),
         }
     }

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Plan;
-use crate::agent::{Agent, Books, CROWD, NEIGHBOUR};
-use crate::dice::Dice;
+use crate::agent::{Agent, CROWD, CrowdAccount, NEIGHBOUR};
 use crate::judge::Judge;
 use crate::life::{Counts, Life, Scene, Watched};
+use crate::rng::Rng;
 use crate::room::{CONTEXT, Container, Program, Room};
 use crate::times::Times;
 
@@ -82,7 +82,7 @@ struct Run {
     container: Container,
     judge: Judge,
     counts: Mutex<Counts>,
-    lives: Vec<(Mutex<Life>, Watched)>,
+    places: Vec<(Mutex<Life>, Watched)>,
     /// Locked for writing while every program must stand still.
     gate: RwLock<()>,
     agent: Mutex<Agent>,
@@ -113,13 +113,13 @@ pub(crate) fn run(plan: Plan) -> Outcome {
     let agent = Agent::start(room.path(), QUOTA);
     let neighbours = [next_door.start(false), next_door.start(false)];
     let share = QUOTA / plan.processes as u64;
-    let life = |number| Life::new(Dice::of(plan.seed, number), share);
+    let life = |number| Life::new(Rng::of(plan.seed, number), share);
     let run = Run {
         plan,
         container,
         judge: Judge::new(),
         counts: Mutex::default(),
-        lives: (0..plan.processes as u64)
+        places: (0..plan.processes as u64)
             .map(|number| (Mutex::new(life(number)), Watched::default()))
             .collect(),
         gate: RwLock::new(()),
@@ -131,7 +131,7 @@ pub(crate) fn run(plan: Plan) -> Outcome {
         room,
     };
     run.learn_what_idle_programs_use();
-    let begun = Instant::now();
+    let start = Instant::now();
     let (restarts, looks, neighbour) = thread::scope(|scope| {
         let _end = EndOnPanic(&run.done);
         let neighbour = scope.spawn(|| {
@@ -146,7 +146,7 @@ pub(crate) fn run(plan: Plan) -> Outcome {
             let _end = EndOnPanic(&run.done);
             run.restart_the_agent()
         });
-        for (life, watched) in &run.lives {
+        for (life, watched) in &run.places {
             let scene = run.scene(watched);
             let run = &run;
             scope.spawn(move || {
@@ -167,7 +167,7 @@ pub(crate) fn run(plan: Plan) -> Outcome {
     });
     Outcome {
         plan,
-        took: begun.elapsed(),
+        took: start.elapsed(),
         counts: run.counts.into_inner().unwrap(),
         restarts,
         looks,
@@ -200,16 +200,16 @@ impl Run {
 
     fn learn_what_idle_programs_use(&self) {
         let mut agent = self.agent.lock().unwrap();
-        for (life, watched) in &self.lives {
+        for (life, watched) in &self.places {
             let mut life = life.lock().unwrap();
             let answer = life.ask(self.scene(watched), "info");
             self.judge.hold(answer.is_some(), || {
                 "a program without memory is gone".to_owned()
             });
         }
-        let used = agent.books().used;
+        let used = agent.account().used;
         self.idle
-            .store(used / self.lives.len() as u64, Ordering::Relaxed);
+            .store(used / self.places.len() as u64, Ordering::Relaxed);
     }
 
     /// Waits until so many operations and restarts were done.
@@ -222,12 +222,12 @@ impl Run {
 
     /// Kills the agent and starts another, evenly over the run.
     fn restart_the_agent(&self) -> u32 {
-        let mut dice = Dice::of(self.plan.seed, 1 << 32);
+        let mut rng = Rng::of(self.plan.seed, 1 << 32);
         let part = self.plan.operations / u64::from(self.plan.restarts + 1);
         while self.restarts() < self.plan.restarts && !self.is_done() {
             self.wait_for(part * u64::from(self.restarts() + 1), 0);
-            thread::sleep(dice.time(Duration::from_millis(20)));
-            let away = dice.time(Duration::from_millis(40));
+            thread::sleep(rng.time(Duration::from_millis(20)));
+            let away = rng.time(Duration::from_millis(40));
             let _open = self.gate.read().unwrap();
             let mut agent = self.agent.lock().unwrap();
             self.agents.fetch_add(1, Ordering::SeqCst);
@@ -235,7 +235,7 @@ impl Run {
             thread::sleep(away);
             *agent = Agent::start(self.room.path(), QUOTA);
             // The agent answers once it serves.
-            agent.books();
+            agent.account();
             self.agents.fetch_add(1, Ordering::SeqCst);
         }
         self.restarts()
@@ -250,7 +250,7 @@ impl Run {
             self.judge.hold(charged <= QUOTA, || {
                 format!("the driver charges {charged} bytes to the crowd, whose quota is {QUOTA}")
             });
-            for (_, watched) in &self.lives {
+            for (_, watched) in &self.places {
                 watched.end_if_it_hangs(&self.judge);
             }
             looks += 1;
@@ -275,18 +275,18 @@ impl Run {
     fn neighbour(&self, [mut first, mut second]: [Program; 2]) -> Times {
         // With a sibling, every query of free memory asks the agent.
         for program in [&mut first, &mut second] {
-            let said = program.begin();
-            self.judge.hold(said.is_ok(), || {
-                format!("the neighbour starts with {said:?}")
+            let started = program.begin();
+            self.judge.hold(started.is_ok(), || {
+                format!("the neighbour starts with {started:?}")
             });
         }
         let mut times = Times::default();
         while !self.is_done() {
-            let (agent, begun) = (self.agents.load(Ordering::SeqCst), Instant::now());
+            let (agent, start) = (self.agents.load(Ordering::SeqCst), Instant::now());
             let answer = first.numbers("info");
             // Without an agent the shim alone answers, so that time does not count.
             if agent % 2 == 0 && agent == self.agents.load(Ordering::SeqCst) {
-                times.note(begun.elapsed().as_nanos() as u64);
+                times.note(start.elapsed().as_nanos() as u64);
             }
             self.judge.hold(answer.is_ok(), || {
                 format!("the neighbour's info answered {answer:?}")
@@ -317,56 +317,56 @@ impl Run {
     fn hold_against_the_model(&self) {
         let sim = self.room.sim();
         let mut agent = self.agent.lock().unwrap();
-        let mut lives: Vec<_> = self
-            .lives
+        let mut places: Vec<_> = self
+            .places
             .iter()
             .map(|(life, _)| life.lock().unwrap())
             .collect();
-        for (life, (_, watched)) in lives.iter_mut().zip(&self.lives) {
+        for (life, (_, watched)) in places.iter_mut().zip(&self.places) {
             // Only now the agent learns of an exec.
             life.ask(self.scene(watched), "info");
         }
         self.wait_for_the_dead(&sim, &mut agent);
-        let model: u64 = lives.iter().map(|life| life.used).sum();
-        let idle = self.idle.load(Ordering::Relaxed) * lives.len() as u64;
-        let books = self.books_that_agree(&mut agent, &mut lives, model + idle);
-        self.judge.hold(books.over == 0, || {
+        let model: u64 = places.iter().map(|life| life.used).sum();
+        let idle = self.idle.load(Ordering::Relaxed) * places.len() as u64;
+        let account = self.account_that_agrees(&mut agent, &mut places, model + idle);
+        self.judge.hold(account.over == 0, || {
             format!(
-                "in {} of {} looks the books were above the quota",
-                books.over, books.looks
+                "in {} of {} reads the account was above the quota",
+                account.over, account.reads
             )
         });
-        let most = DESCRIPTORS + 3 * books.processes;
-        self.judge.hold(books.descriptors <= most, || {
-            format!("the agent has more than {most} descriptors open: {books:?}")
+        let most = DESCRIPTORS + 3 * account.processes;
+        self.judge.hold(account.descriptors <= most, || {
+            format!("the agent has more than {most} descriptors open: {account:?}")
         });
         let charged = self.charged(&sim);
         self.judge.hold(charged == model, || {
             format!("the driver charges {charged} bytes to the crowd, whose programs hold {model}")
         });
-        let free = QUOTA.saturating_sub(books.used) / CHUNK * CHUNK;
-        self.all_that_is_free(&mut lives, free);
+        let free = QUOTA.saturating_sub(account.used) / CHUNK * CHUNK;
+        self.all_that_is_free(&mut places, free);
         for parts in [13, 200] {
-            self.race(&mut lives, free, free / parts / CHUNK * CHUNK);
+            self.race(&mut places, free, free / parts / CHUNK * CHUNK);
         }
     }
 
     /// Waits until the memory of dead programs is discharged, soon after the driver has it back.
     fn wait_for_the_dead(&self, sim: &bursar_sim_state::Sim, agent: &mut Agent) {
-        let living = self.lives.len() + self.neighbours.len();
-        let begun = Instant::now();
-        while sim.usage(0).processes.len() > living && begun.elapsed() < Duration::from_secs(5) {
+        let living = self.places.len() + self.neighbours.len();
+        let start = Instant::now();
+        while sim.usage(0).processes.len() > living && start.elapsed() < Duration::from_secs(5) {
             thread::sleep(Duration::from_millis(5));
         }
         let free = Instant::now().max(agent.since);
         loop {
-            let books = agent.books();
-            if books.retired == 0 {
+            let account = agent.account();
+            if account.exited == 0 {
                 return;
             }
             if free.elapsed() > RELEASED_WITHIN {
                 self.judge.violation(format!(
-                    "memory of the dead is free and not released: {books:?}"
+                    "memory of the dead is free and not released: {account:?}"
                 ));
                 return;
             }
@@ -375,38 +375,38 @@ impl Run {
     }
 
     /// Returns the agent's records, once every program has connected to this agent.
-    fn books_that_agree(
+    fn account_that_agrees(
         &self,
         agent: &mut Agent,
-        lives: &mut [std::sync::MutexGuard<'_, Life>],
+        places: &mut [std::sync::MutexGuard<'_, Life>],
         model: u64,
-    ) -> Books {
-        let begun = Instant::now();
+    ) -> CrowdAccount {
+        let start = Instant::now();
         loop {
-            for (life, (_, watched)) in lives.iter_mut().zip(&self.lives) {
+            for (life, (_, watched)) in places.iter_mut().zip(&self.places) {
                 let answer = life.program(self.scene(watched)).numbers("info");
                 self.judge
                     .hold(answer.is_ok(), || format!("info answered {answer:?}"));
             }
-            let books = agent.books();
-            if books.used == model && books.processes == self.lives.len() as u64 {
-                return books;
+            let account = agent.account();
+            if account.used == model && account.processes == self.places.len() as u64 {
+                return account;
             }
-            if begun.elapsed() > Duration::from_secs(3) {
+            if start.elapsed() > Duration::from_secs(3) {
                 self.judge.violation(format!(
-                    "the programs hold {model} bytes, and the books say {books:?}"
+                    "the programs hold {model} bytes, and the account is {account:?}"
                 ));
-                return books;
+                return account;
             }
         }
     }
 
     /// Asserts that one program gets all free memory, though others have idle credit, and that no
     /// program gets more.
-    fn all_that_is_free(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64) {
-        let (first, second) = (0, 1 % lives.len());
+    fn all_that_is_free(&self, places: &mut [std::sync::MutexGuard<'_, Life>], free: u64) {
+        let (first, second) = (0, 1 % places.len());
         let mut ask = |who: usize, line: String| {
-            let life = lives.get_mut(who).zip(self.lives.get(who));
+            let life = places.get_mut(who).zip(self.places.get(who));
             life.and_then(|(life, (_, watched))| life.ask(self.scene(watched), &line))
         };
         let Some(more) = (free > 0).then_some(free) else {
@@ -433,12 +433,12 @@ impl Run {
     }
 
     /// Asserts that racing programs get exactly the parts that fit.
-    fn race(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64, part: u64) {
+    fn race(&self, places: &mut [std::sync::MutexGuard<'_, Life>], free: u64, part: u64) {
         if part == 0 {
             return;
         }
         let mut all = |line: &str| -> Vec<Option<String>> {
-            let mut all: Vec<_> = lives.iter_mut().zip(&self.lives).collect();
+            let mut all: Vec<_> = places.iter_mut().zip(&self.places).collect();
             for (life, (_, watched)) in &mut all {
                 life.tell(self.scene(watched), line);
             }

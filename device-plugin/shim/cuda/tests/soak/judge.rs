@@ -9,7 +9,7 @@ const MOST: usize = 50;
 /// Collects violations.
 #[derive(Debug)]
 pub(crate) struct Judge {
-    begun: Instant,
+    start: Instant,
     violations: Mutex<Vec<String>>,
 }
 
@@ -17,7 +17,7 @@ impl Judge {
     /// Creates an empty list.
     pub(crate) fn new() -> Judge {
         Judge {
-            begun: Instant::now(),
+            start: Instant::now(),
             violations: Mutex::default(),
         }
     }
@@ -26,7 +26,7 @@ impl Judge {
     pub(crate) fn violation(&self, what: impl AsRef<str>) {
         let mut violations = self.lock();
         if violations.len() < MOST {
-            let text = format!("{:.3?}: {}", self.begun.elapsed(), what.as_ref());
+            let text = format!("{:.3?}: {}", self.start.elapsed(), what.as_ref());
             println!("violation at {text}");
             violations.push(text);
         }

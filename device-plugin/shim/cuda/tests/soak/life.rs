@@ -4,8 +4,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::dice::Dice;
 use crate::judge::Judge;
+use crate::rng::Rng;
 use crate::room::{Container, Program};
 use crate::times::Times;
 
@@ -44,7 +44,7 @@ pub(crate) struct Counts {
 /// A place in the crowd.
 #[derive(Debug)]
 pub(crate) struct Life {
-    dice: Dice,
+    rng: Rng,
     share: u64,
     program: Option<Program>,
     /// The memory that the program holds, by its own count.
@@ -83,9 +83,9 @@ pub(crate) struct Scene<'a> {
 
 impl Life {
     /// Creates a place without a program.
-    pub(crate) fn new(dice: Dice, share: u64) -> Life {
+    pub(crate) fn new(rng: Rng, share: u64) -> Life {
         Life {
-            dice,
+            rng,
             share,
             program: None,
             used: 0,
@@ -98,11 +98,11 @@ impl Life {
             self.used = 0;
             let mut program = scene.container.start(true);
             scene.watch(&program);
-            let said = program.begin();
+            let started = program.begin();
             scene.rest();
-            scene
-                .judge
-                .hold(said.is_ok(), || format!("a program starts with {said:?}"));
+            scene.judge.hold(started.is_ok(), || {
+                format!("a program starts with {started:?}")
+            });
             self.program = Some(program);
         }
         self.program.as_mut().unwrap()
@@ -130,7 +130,7 @@ impl Life {
 
     /// Makes the next random step.
     pub(crate) fn turn(&mut self, scene: Scene<'_>) {
-        match self.dice.below(100) {
+        match self.rng.below(100) {
             0..3 => self.kill_a_newborn(scene),
             3..13 => self.kill(scene),
             13..17 => self.exec(scene),
@@ -142,7 +142,7 @@ impl Life {
 
     fn batch(&mut self, scene: Scene<'_>, stop: bool) {
         let line = self.storm();
-        let time = self.dice.time(STOP);
+        let time = self.rng.time(STOP);
         self.tell(scene, &line);
         if stop {
             std::thread::sleep(time / 10);
@@ -176,7 +176,7 @@ impl Life {
     }
 
     fn kill(&mut self, scene: Scene<'_>) {
-        let (line, time) = (self.storm(), self.dice.time(KILL_WITHIN));
+        let (line, time) = (self.storm(), self.rng.time(KILL_WITHIN));
         self.program(scene).tell(&line);
         std::thread::sleep(time);
         self.end();
@@ -187,19 +187,19 @@ impl Life {
         self.end();
         let mut program = scene.container.start(true);
         program.tell("begin");
-        std::thread::sleep(self.dice.time(KILL_NEWBORN_WITHIN));
+        std::thread::sleep(self.rng.time(KILL_NEWBORN_WITHIN));
         program.kill();
         scene.counts.lock().unwrap().kills += 2;
     }
 
     fn exec(&mut self, scene: Scene<'_>) {
         self.tell(scene, "exec");
-        let said = self.program(scene).begin();
+        let started = self.program(scene).begin();
         scene.rest();
         self.used = 0;
         scene
             .judge
-            .hold(said.is_ok(), || format!("an exec answered {said:?}"));
+            .hold(started.is_ok(), || format!("an exec answered {started:?}"));
         scene.counts.lock().unwrap().execs += 1;
     }
 
@@ -219,7 +219,7 @@ impl Life {
     }
 
     fn storm(&mut self) -> String {
-        format!("storm {} {BATCH} {}", self.dice.below(1 << 31), self.share)
+        format!("storm {} {BATCH} {}", self.rng.below(1 << 31), self.share)
     }
 }
 

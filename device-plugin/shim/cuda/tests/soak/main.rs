@@ -25,9 +25,9 @@ mod support;
 
 mod agent;
 mod crowd;
-mod dice;
 mod judge;
 mod life;
+mod rng;
 mod room;
 mod times;
 

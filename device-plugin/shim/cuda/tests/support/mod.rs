@@ -212,16 +212,16 @@ impl Container {
     }
 
     /// Returns the agent's records of the container.
-    pub fn books(&self) -> Vec<ContainerUsage> {
+    pub fn container_usage(&self) -> Vec<ContainerUsage> {
         self.sessions.as_ref().unwrap().container_usage()
     }
 
     /// Waits until the usage of the GPU's account satisfies a condition.
     pub fn wait_for(&self, what: &str, is_so: impl Fn(&AccountUsage) -> bool) {
-        let begun = Instant::now();
+        let start = Instant::now();
         while !is_so(&self.usage()) {
             assert!(
-                begun.elapsed() < Duration::from_secs(5),
+                start.elapsed() < Duration::from_secs(5),
                 "{what}: {:?}",
                 self.usage()
             );
@@ -304,7 +304,7 @@ impl Container {
     /// Returns the processes that the agent is to kill.
     pub fn condemned(&self) -> Vec<Process> {
         let condemned = self.sessions().processes_to_kill(clock::now());
-        condemned.into_iter().map(|one| one.process).collect()
+        condemned.into_iter().map(|image| image.process).collect()
     }
 
     /// Starts a program on the bare driver, for benchmarks to compare with.

@@ -228,7 +228,7 @@ impl Nvml<'_> {
             places.as_mut_ptr()
         };
         let code = call!(self.library, name, (self.device => u64, &raw mut count => *mut u32, pointer => *mut T));
-        said(code, count, places.iter().map(process))
+        listing(code, count, places.iter().map(process))
     }
 
     fn details(&self, mode: u32, room: usize) -> String {
@@ -240,7 +240,7 @@ impl Nvml<'_> {
             places: places.as_mut_ptr(),
         };
         let code = call!(self.library, c"nvmlDeviceGetRunningProcessDetailList", (self.device => u64, &raw mut details => *mut Details));
-        said(
+        listing(
             code,
             details.count,
             places.iter().map(|place| place.process.process),
@@ -268,7 +268,7 @@ impl Nvml<'_> {
     }
 }
 
-fn said(code: i32, count: u32, places: impl Iterator<Item = Process>) -> String {
+fn listing(code: i32, count: u32, places: impl Iterator<Item = Process>) -> String {
     let places: Vec<Process> = places.collect();
     if code != 0 {
         assert!(

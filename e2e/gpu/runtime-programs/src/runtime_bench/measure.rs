@@ -131,9 +131,9 @@ pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
             max_live: MAX_LIVE,
             seed: 1,
         };
-        let begun = Instant::now();
+        let start = Instant::now();
         let failed = random::run(&PoolSource(&pool, &stream), cell);
-        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        let ms = start.elapsed().as_secs_f64() * 1e3;
         println!("{}", json!({"row": "turn", "ms": ms, "failed": failed}));
     }
     Ok(true)
@@ -170,9 +170,9 @@ fn alone<S: BenchAllocator>(source: &S, allocations: u64, max_mib: u64) -> (Time
         seed: 1,
     };
     rounds(allocations, || {
-        let begun = Instant::now();
+        let start = Instant::now();
         let failed = random::run(source, cell);
-        (begun.elapsed().as_secs_f64() * 1e3, failed)
+        (start.elapsed().as_secs_f64() * 1e3, failed)
     })
 }
 
@@ -218,9 +218,9 @@ fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f
                 let (gate, work) = (&gate, &work);
                 scope.spawn(move || {
                     gate.wait();
-                    let begun = Instant::now();
+                    let start = Instant::now();
                     let sum = work(number, stream);
-                    (begun, Instant::now(), sum)
+                    (start, Instant::now(), sum)
                 })
             })
             .collect();
@@ -228,7 +228,7 @@ fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f
             .into_iter()
             .map(|thread| thread.join().expect("a thread ends"))
             .collect();
-        let first = ended.iter().map(|&(begun, ..)| begun).min();
+        let first = ended.iter().map(|&(start, ..)| start).min();
         let last = ended.iter().map(|&(_, ended, _)| ended).max();
         let time = first.zip(last).map(|(first, last)| last - first);
         let sum = ended.iter().map(|&(.., sum)| sum).sum();
@@ -292,9 +292,9 @@ fn pair_row(source: &str, bytes: u64, threads: u64, ns: Times) {
 
 fn pairs<S: BenchAllocator>(source: &S, bytes: u64) -> Times {
     let times = (0..BLOCKS).map(|_| {
-        let begun = Instant::now();
+        let start = Instant::now();
         block_of_pairs(source, bytes, PAIRS);
-        begun.elapsed().as_secs_f64() * 1e9 / PAIRS as f64
+        start.elapsed().as_secs_f64() * 1e9 / PAIRS as f64
     });
     Times::of(times)
 }

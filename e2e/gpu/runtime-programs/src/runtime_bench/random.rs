@@ -38,20 +38,20 @@ pub(crate) struct Cell {
 pub(crate) fn run<S: BenchAllocator>(source: &S, cell: Cell) -> u64 {
     let mut random = Minstd::new(cell.seed);
     let mut live: Vec<S::Block> = Vec::new();
-    let (mut made, mut live_bytes, mut failed) = (0, 0, 0);
+    let (mut allocations, mut live_bytes, mut failed) = (0, 0, 0);
     for _ in 0..2 * cell.allocations {
         let bytes = random.within(1, cell.max_mib << 20);
         let mut allocates = true;
         if !live.is_empty() {
             let chance = random.within(0, 99);
             allocates =
-                chance < 73 && made < cell.allocations && live_bytes + bytes < cell.max_live;
+                chance < 73 && allocations < cell.allocations && live_bytes + bytes < cell.max_live;
         }
         if allocates {
             match source.allocate(bytes) {
                 Some(block) => {
                     live.push(block);
-                    made += 1;
+                    allocations += 1;
                     live_bytes += bytes;
                     continue;
                 }

@@ -50,12 +50,12 @@ enum Step {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Audit {
     Driver,
-    Books,
+    Accounts,
     Identify,
 }
 
-const AUDIT_ORDER: [Audit; 3] = [Audit::Driver, Audit::Books, Audit::Identify];
-const ORDER_WITH_BOOKS_LAST: [Audit; 3] = [Audit::Driver, Audit::Identify, Audit::Books];
+const AUDIT_ORDER: [Audit; 3] = [Audit::Driver, Audit::Accounts, Audit::Identify];
+const ORDER_WITH_ACCOUNTS_LAST: [Audit; 3] = [Audit::Driver, Audit::Identify, Audit::Accounts];
 
 #[derive(Default)]
 struct FakeNode {
@@ -73,14 +73,14 @@ impl FakeNode {
         match step {
             Step::Advance(pid) => self.advance(pid),
             Step::Reap(pid) => {
-                let gone = self.actors.get(&pid);
-                if gone.is_some_and(|actor| actor.stage == Stage::ExitKnown) {
+                let actor = self.actors.get(&pid);
+                if actor.is_some_and(|actor| actor.stage == Stage::ExitKnown) {
                     self.actors.remove(&pid);
                 }
             }
             Step::Hold(pid) => {
-                let lives = self.actors.get(&pid);
-                if lives.is_some_and(|actor| actor.stage == Stage::HasContext) {
+                let actor = self.actors.get(&pid);
+                if actor.is_some_and(|actor| actor.stage == Stage::HasContext) {
                     self.held.insert(pid);
                 }
             }
@@ -129,7 +129,7 @@ impl FakeNode {
         living.union(&self.left).copied().collect()
     }
 
-    fn books(&self) -> ContainerUsage {
+    fn usage(&self) -> ContainerUsage {
         let member = |(pid, actor): (&u32, &FakeProcess)| {
             let is_member = matches!(
                 actor.stage,
@@ -161,21 +161,21 @@ impl FakeNode {
         }
     }
 
-    fn alive(&self, pid: u32, asked: u64) -> Option<LiveProcess> {
+    fn alive(&self, pid: u32, requested_at: u64) -> Option<LiveProcess> {
         let actor = self.actors.get(&pid)?;
         let ended = matches!(actor.stage, Stage::Ended | Stage::ExitKnown);
         let owner = ProcessOwner::Container {
             pod: pod(1),
             cgroup: "c".into(),
         };
-        live_process(&stat(actor.start, ended), owner, asked)
+        live_process(&stat(actor.start, ended), owner, requested_at)
     }
 }
 
 /// The findings of an audit whose steps, in that order, come before the given steps of the program.
 fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
     let mut node = FakeNode::default();
-    let (mut asked, mut listed, mut books) = (0, Vec::new(), None);
+    let (mut requested_at, mut listed, mut usage) = (0, Vec::new(), None);
     let mut containers = AttestedState::default();
     let mut alive = BTreeMap::new();
     for number in 0..=steps.len() {
@@ -183,13 +183,15 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
             match audit {
                 Audit::Driver => {
                     containers.exited_pids.clone_from(&node.exited);
-                    asked = node.now;
+                    requested_at = node.now;
                     listed = node.listed();
                 }
-                Audit::Books => books = Some(node.books()),
+                Audit::Accounts => usage = Some(node.usage()),
                 Audit::Identify => {
                     let all = listed.iter();
-                    alive = all.map(|pid| (*pid, node.alive(*pid, asked))).collect();
+                    alive = all
+                        .map(|pid| (*pid, node.alive(*pid, requested_at)))
+                        .collect();
                 }
             }
         }
@@ -203,8 +205,8 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
         sm_percent: None,
         live: alive.remove(&pid).flatten(),
     });
-    let books: Vec<ContainerUsage> = books.into_iter().collect();
-    compare_accounts(&[sample(listed.collect())], &books, &containers, &LIMITS).findings
+    let usage: Vec<ContainerUsage> = usage.into_iter().collect();
+    compare_accounts(&[sample(listed.collect())], &usage, &containers, &LIMITS).findings
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -240,7 +242,7 @@ proptest! {
 
 #[test]
 fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
-    let dies_and_comes_again = [
+    let pid_is_reused = [
         Step::Advance(1),
         Step::Advance(1),
         Step::Advance(1),
@@ -251,10 +253,13 @@ fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
         Step::Advance(1),
         Step::Tick,
     ];
-    let is_freed = [Step::Release(1), Step::Reclaim];
-    let steps: Vec<Step> = dies_and_comes_again.into_iter().chain(is_freed).collect();
-    let (asked, end) = (dies_and_comes_again.len(), steps.len());
-    assert_eq!(findings_among(&steps, AUDIT_ORDER, [asked, end, end]), []);
+    let frees = [Step::Release(1), Step::Reclaim];
+    let steps: Vec<Step> = pid_is_reused.into_iter().chain(frees).collect();
+    let (requested_at, end) = (pid_is_reused.len(), steps.len());
+    assert_eq!(
+        findings_among(&steps, AUDIT_ORDER, [requested_at, end, end]),
+        []
+    );
 }
 
 #[test]
@@ -266,13 +271,13 @@ fn exit_between_nvml_and_books_is_no_finding() {
         Step::Advance(1),
         Step::Tick,
     ];
-    let dies = [
+    let exits = [
         Step::Advance(1),
         Step::Advance(1),
         Step::Reap(1),
         Step::Reclaim,
     ];
-    let steps: Vec<Step> = uses.into_iter().chain(dies).collect();
+    let steps: Vec<Step> = uses.into_iter().chain(exits).collect();
     let (before, after) = (uses.len(), steps.len());
     assert_eq!(
         findings_among(&steps, AUDIT_ORDER, [before, after, after]),
@@ -280,6 +285,6 @@ fn exit_between_nvml_and_books_is_no_finding() {
     );
     // In the wrong order, with processes identified before the accounts are read, the audit
     // accuses.
-    let accused = findings_among(&steps, ORDER_WITH_BOOKS_LAST, [before, before, after]);
+    let accused = findings_among(&steps, ORDER_WITH_ACCOUNTS_LAST, [before, before, after]);
     assert_eq!(accused.len(), 1, "the model can accuse: {accused:?}");
 }

@@ -5,15 +5,15 @@ const MIB: u64 = 1 << 20;
 /// A container with one process of pid 5 that has `charged` MiB of managed memory, which the GPU's
 /// quota covers or its own quota allows.
 fn container(number: u64, charged: u64, is_covered: bool) -> ContainerUsage {
-    let mut books = books(number, 1024, &[(number as u32, 100)]);
+    let mut container = usage(number, 1024, &[(number as u32, 100)]);
     match is_covered {
-        true => books.accounts[0].managed = Bytes::mib(charged),
-        false => books.accounts.push(AccountBalance {
+        true => container.accounts[0].managed = Bytes::mib(charged),
+        false => container.accounts.push(AccountBalance {
             used: Bytes::mib(charged),
             ..AccountBalance::empty(Account::Managed, Bytes::mib(charged))
         }),
     }
-    books
+    container
 }
 
 /// Processes, each with its container (also its pid) and the MiB of managed memory it has mapped.
@@ -28,33 +28,33 @@ fn mapped(processes: &[(u64, u64)]) -> AttestedState {
     state
 }
 
-fn findings(unlisted: u64, books: &[ContainerUsage], containers: &AttestedState) -> Vec<Finding> {
-    let processes = books.iter().map(|books| {
-        let pid = books.processes[0].process.pid;
+fn findings(unlisted: u64, usage: &[ContainerUsage], containers: &AttestedState) -> Vec<Finding> {
+    let processes = usage.iter().map(|container| {
+        let pid = container.processes[0].process.pid;
         listed(u64::from(pid), pid, 100)
     });
-    let seen = GpuSample {
+    let sample = GpuSample {
         unattributed: Some(Bytes::mib(unlisted)),
         ..sample(processes.collect())
     };
-    compare_accounts(&[seen], books, containers, &LIMITS).findings
+    compare_accounts(&[sample], usage, containers, &LIMITS).findings
 }
 
 #[test]
 fn honest_managed_memory_is_no_finding() {
     for is_covered in [true, false] {
-        let books = [container(1, 900, is_covered)];
+        let usage = [container(1, 900, is_covered)];
         // The driver maps whole blocks, and a pool reserves addresses.
         for at_least in [900, 2_000, 209_920] {
-            assert_eq!(findings(900, &books, &mapped(&[(1, at_least)])), []);
+            assert_eq!(findings(900, &usage, &mapped(&[(1, at_least)])), []);
         }
-        assert_eq!(findings(900, &books, &AttestedState::default()), []);
+        assert_eq!(findings(900, &usage, &AttestedState::default()), []);
     }
 }
 
 #[test]
 fn container_with_more_mapped_than_charged_is_named() {
-    let books = [container(1, 100, true), container(2, 500, false)];
+    let usage = [container(1, 100, true), container(2, 500, false)];
     let containers = mapped(&[(1, 4_096), (2, 500)]);
     let expected = Finding::OverManaged {
         allocation: AllocationId::from_bits(1),
@@ -63,9 +63,9 @@ fn container_with_more_mapped_than_charged_is_named() {
         mapped: Bytes::mib(4_096),
         bytes: Bytes::mib(2_000 - 600 - 64),
     };
-    assert_eq!(findings(2_000, &books, &containers), [expected]);
+    assert_eq!(findings(2_000, &usage, &containers), [expected]);
     let kinds = |unlisted| -> Vec<&str> {
-        let found = findings(unlisted, &books, &containers);
+        let found = findings(unlisted, &usage, &containers);
         found.iter().map(Finding::kind).collect()
     };
     assert_eq!(
@@ -82,9 +82,9 @@ fn container_with_more_mapped_than_charged_is_named() {
 
 #[test]
 fn charge_without_a_mapping_explains_nothing() {
-    let books = [container(1, 8_192, false)];
+    let usage = [container(1, 8_192, false)];
     let kinds = |containers: &AttestedState| -> Vec<&str> {
-        let found = findings(4_096, &books, containers);
+        let found = findings(4_096, &usage, containers);
         found.iter().map(Finding::kind).collect()
     };
     assert_eq!(kinds(&mapped(&[(1, 0)])), ["unaccounted"]);
@@ -93,23 +93,23 @@ fn charge_without_a_mapping_explains_nothing() {
 
 #[test]
 fn chunks_that_the_driver_keeps_are_no_finding() {
-    let books = [container(1, 2, true)];
+    let usage = [container(1, 2, true)];
     let mut containers = mapped(&[(1, 4)]);
-    assert_eq!(findings(150, &books, &containers).len(), 1);
+    assert_eq!(findings(150, &usage, &containers).len(), 1);
     containers.managed_gpus = [gpu()].into();
-    assert_eq!(findings(150, &books, &containers), []);
-    assert_eq!(findings(2 + 128 + 64 + 1, &books, &containers).len(), 1);
+    assert_eq!(findings(150, &usage, &containers), []);
+    assert_eq!(findings(2 + 128 + 64 + 1, &usage, &containers).len(), 1);
 }
 
 #[test]
 fn evictable_memory_is_what_is_in_use_and_charged() {
-    let books = [container(1, 900, true), container(2, 500, false)];
+    let usage = [container(1, 900, true), container(2, 500, false)];
     let evictable = |unlisted, containers: &AttestedState| {
-        let seen = GpuSample {
+        let sample = GpuSample {
             unattributed: Some(Bytes::mib(unlisted)),
             ..sample(vec![])
         };
-        compare_accounts(&[seen], &books, containers, &LIMITS).evictable[&gpu()]
+        compare_accounts(&[sample], &usage, containers, &LIMITS).evictable[&gpu()]
     };
     let mut containers = mapped(&[(1, 900), (2, 500)]);
     assert_eq!(
@@ -133,36 +133,36 @@ proptest! {
     #[test]
     fn residency_is_a_finding_only_beyond_the_charges(
         containers in prop::collection::vec((0..4_096_u64, 0..=100_u64, any::<bool>()), 1..6),
-        kept in 0..=128_u64,
+        managed_cache in 0..=128_u64,
         held in 0..8_192_u64,
     ) {
-        let (mut books, mut maps, mut resident, mut charged_in_all) = (vec![], vec![], 0, 0);
+        let (mut usage, mut maps, mut resident, mut total_charged) = (vec![], vec![], 0, 0);
         for (number, (charged, percent, is_covered)) in (1..).zip(containers) {
-            books.push(container(number, charged, is_covered));
+            usage.push(container(number, charged, is_covered));
             maps.push((number, charged));
             resident += charged * percent / 100;
-            charged_in_all += charged;
+            total_charged += charged;
         }
         let mut known = mapped(&maps);
         known.managed_gpus = [gpu()].into();
-        prop_assert_eq!(findings(resident + kept, &books, &known), vec![]);
-        let beyond = resident + kept + held > charged_in_all + 128 + 64;
-        prop_assert_eq!(!findings(resident + kept + held, &books, &known).is_empty(), beyond);
+        prop_assert_eq!(findings(resident + managed_cache, &usage, &known), vec![]);
+        let beyond = resident + managed_cache + held > total_charged + 128 + 64;
+        prop_assert_eq!(!findings(resident + managed_cache + held, &usage, &known).is_empty(), beyond);
     }
 }
 
 #[test]
 fn balloon_of_the_agent_is_no_finding() {
-    let mut seen = GpuSample {
+    let mut sample = GpuSample {
         unattributed_signed: 4 << 30,
         unattributed: Some(Bytes::gib(4)),
         ..sample(Vec::new())
     };
-    seen.exclude_balloon(Bytes::gib(3));
-    assert_eq!(seen.unattributed, None, "it may hold less than its size");
-    assert_eq!(seen.unattributed_signed, 1 << 30);
-    seen.exclude_balloon(Bytes::gib(3));
-    assert_eq!(seen.unattributed_signed, 0);
-    let result = compare_accounts(&[seen], &[], &AttestedState::default(), &LIMITS);
+    sample.exclude_balloon(Bytes::gib(3));
+    assert_eq!(sample.unattributed, None, "it may hold less than its size");
+    assert_eq!(sample.unattributed_signed, 1 << 30);
+    sample.exclude_balloon(Bytes::gib(3));
+    assert_eq!(sample.unattributed_signed, 0);
+    let result = compare_accounts(&[sample], &[], &AttestedState::default(), &LIMITS);
     assert_eq!(result.findings, []);
 }

@@ -313,10 +313,10 @@ impl Beside {
     }
 
     fn join(&mut self) -> String {
-        let begun = Instant::now();
+        let start = Instant::now();
         let started = self.0.take().expect("a line was started");
         while !started.is_finished() {
-            if begun.elapsed() > LATE {
+            if start.elapsed() > LATE {
                 return "late".to_owned();
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -475,12 +475,12 @@ fn run(cuda: &Cuda, line: &str) -> String {
             }
         }
         "churn" => {
-            let begun = Instant::now();
+            let start = Instant::now();
             for _ in 0..number(1) {
                 let pointer = cuda.alloc(number(2)).expect("there is room");
                 assert_eq!(cuda.free(pointer), 0);
             }
-            format!("ok {}", begun.elapsed().as_nanos())
+            format!("ok {}", start.elapsed().as_nanos())
         }
         "query" => {
             // SAFETY: the prototype is that of cuda.h.
@@ -489,12 +489,12 @@ fn run(cuda: &Cuda, line: &str) -> String {
                     cuda.symbol(c"cuDriverGetVersion"),
                 )
             };
-            let (mut version, begun) = (0, Instant::now());
+            let (mut version, start) = (0, Instant::now());
             for _ in 0..number(1) {
                 // SAFETY: the prototype is that of cuda.h.
                 unsafe { query(&raw mut version) };
             }
-            format!("ok {}", begun.elapsed().as_nanos())
+            format!("ok {}", start.elapsed().as_nanos())
         }
         "reset" => {
             let code = call!(cuda, c"cuDevicePrimaryCtxReset_v2", (0 => i32));

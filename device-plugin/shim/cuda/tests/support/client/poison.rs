@@ -81,14 +81,14 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
                 (&raw const len).addr(),
             ];
             let arguments = arguments.as_ptr().addr() as u64;
-            let begun = std::time::Instant::now();
+            let start = std::time::Instant::now();
             for _ in 0..number(1) {
                 // SAFETY: the kernel's arguments are as it expects them.
                 let code = unsafe { launch(function, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0) };
                 assert_eq!(code, 0);
             }
             cuda.free(to);
-            format!("ok {}", begun.elapsed().as_nanos())
+            format!("ok {}", start.elapsed().as_nanos())
         }
         "faultthreads" => {
             let function = cuda.kernel(false, "fault").expect("it has such a kernel");
@@ -207,9 +207,9 @@ fn disturb() {
         libc::prctl(libc::PR_SET_NAME, c"disturbed".as_ptr());
         libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
         libc::fcntl(1, libc::F_SETFL, libc::O_NONBLOCK);
-        let mut one = std::mem::zeroed::<libc::cpu_set_t>();
-        libc::CPU_SET(0, &mut one);
-        libc::sched_setaffinity(0, size_of_val(&one), &raw const one);
+        let mut first_cpu = std::mem::zeroed::<libc::cpu_set_t>();
+        libc::CPU_SET(0, &mut first_cpu);
+        libc::sched_setaffinity(0, size_of_val(&first_cpu), &raw const first_cpu);
         let hour = libc::timeval {
             tv_sec: 3600,
             tv_usec: 0,

@@ -108,12 +108,12 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             say(answer(code, got.to_string()))
         }
         "asyncchurn" => {
-            let begun = Instant::now();
+            let start = Instant::now();
             for _ in 0..number(1) {
                 let pointer = allocate(cuda, number(2), 0).expect("there is room");
                 assert_eq!(free(cuda, pointer, 0), 0);
             }
-            format!("ok {}", begun.elapsed().as_nanos())
+            format!("ok {}", start.elapsed().as_nanos())
         }
         "asyncgreedy" => greedy(cuda, number(1), number(2)),
         _ => return None,

@@ -14,10 +14,10 @@
 use std::time::{Duration, Instant};
 
 use super::Cuda;
-use dice::Dice;
+use rng::Rng;
 
-#[path = "../../soak/dice.rs"]
-mod dice;
+#[path = "../../soak/rng.rs"]
+mod rng;
 
 /// Buckets of the histogram: the last one ends at 2^39 ns, nine minutes.
 const BUCKETS: usize = 40;
@@ -46,7 +46,7 @@ impl Storm {
     pub(super) fn run(&mut self, cuda: &Cuda, words: &[&str]) -> Option<String> {
         let number = |index: usize| words[index].parse::<u64>().expect("a number");
         match words[0] {
-            "storm" => Some(self.storm(cuda, Dice::seeded(number(1)), number(2), number(3))),
+            "storm" => Some(self.storm(cuda, Rng::seeded(number(1)), number(2), number(3))),
             "begin" => Some(begin(cuda)),
             "grab" => loop {
                 match cuda.alloc(number(1)) {
@@ -72,14 +72,14 @@ impl Storm {
         self.held.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    fn storm(&mut self, cuda: &Cuda, mut dice: Dice, count: u64, share: u64) -> String {
+    fn storm(&mut self, cuda: &Cuda, mut rng: Rng, count: u64, share: u64) -> String {
         let (mut denied, mut longest, mut buckets) = (0_u64, 0, [0_u64; BUCKETS]);
         // Use goes up and down, so that some programs hit the limit while others leave room.
-        let wanted = dice.below(2 * share);
+        let wanted = rng.below(2 * share);
         for _ in 0..count {
-            let begun = Instant::now();
-            denied += u64::from(self.step(cuda, &mut dice, share, wanted));
-            let took = u64::try_from(begun.elapsed().as_nanos()).expect("not for centuries");
+            let start = Instant::now();
+            denied += u64::from(self.step(cuda, &mut rng, share, wanted));
+            let took = u64::try_from(start.elapsed().as_nanos()).expect("not for centuries");
             longest = took.max(longest);
             buckets[(took.max(1).ilog2() as usize + 1).min(BUCKETS - 1)] += 1;
         }
@@ -92,11 +92,11 @@ impl Storm {
     }
 
     /// Makes one call. Returns whether it was denied.
-    fn step(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64, wanted: u64) -> bool {
-        match dice.below(10_000) {
+    fn step(&mut self, cuda: &Cuda, rng: &mut Rng, share: u64, wanted: u64) -> bool {
+        match rng.below(10_000) {
             0..150 => drop(cuda.info()),
             150..152 => {
-                fork_a_sleeper(Duration::from_millis(dice.below(CHILD)));
+                fork_a_sleeper(Duration::from_millis(rng.below(CHILD)));
             }
             152..158 => close_sockets(),
             // Other programs take what one returns: now and then all of it.
@@ -108,9 +108,9 @@ impl Storm {
             roll => {
                 let grow = (roll % 4 != 0) == (self.used() < wanted);
                 if grow || self.held.is_empty() {
-                    return self.allocate(cuda, dice, share);
+                    return self.allocate(cuda, rng, share);
                 }
-                let place = dice.below(self.held.len() as u64) as usize;
+                let place = rng.below(self.held.len() as u64) as usize;
                 let (pointer, _) = self.held.swap_remove(place);
                 assert_eq!(cuda.free(pointer), 0);
             }
@@ -118,13 +118,13 @@ impl Storm {
         false
     }
 
-    fn allocate(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64) -> bool {
+    fn allocate(&mut self, cuda: &Cuda, rng: &mut Rng, share: u64) -> bool {
         // As many sizes of each order of magnitude, up to an eighth of the share.
         let pieces = u64::from((PIECE / SMALLEST).ilog2()) + 1;
         let orders = u64::from((share / 8 / CHUNK).max(1).ilog2()) + 1;
-        let bytes = match dice.below(pieces + orders) {
+        let bytes = match rng.below(pieces + orders) {
             piece if piece < pieces => SMALLEST << piece,
-            order => CHUNK * (dice.below(1 << (order - pieces)) + 1),
+            order => CHUNK * (rng.below(1 << (order - pieces)) + 1),
         };
         match cuda.alloc(bytes) {
             Ok(pointer) => {
@@ -139,11 +139,11 @@ impl Storm {
 
 /// Retains the primary context, which needs an agent that knows the size of a context.
 fn begin(cuda: &Cuda) -> String {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         match cuda.info() {
             Ok(_) => return "ok".to_owned(),
-            Err(INVALID_CONTEXT) if begun.elapsed() < Duration::from_secs(5) => {
+            Err(INVALID_CONTEXT) if start.elapsed() < Duration::from_secs(5) => {
                 if cuda.retain() != 0 {
                     std::thread::sleep(Duration::from_millis(2));
                 }
