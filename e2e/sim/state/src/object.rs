@@ -89,7 +89,7 @@ impl References {
         }
         References {
             creator: same.then_some(number),
-            has_creator: has_creator,
+            has_creator,
             is_exported: locked(EXPORT_BYTE, 1).is_some(),
             importers,
         }
