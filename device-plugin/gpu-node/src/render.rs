@@ -303,6 +303,7 @@ fn gpu_status(
             since: Some(since),
         },
         capacity: to_i32(report.capacity()),
+        // The API's `free` includes memory that the agent sets aside; the ledger's does not.
         free: to_i32(in_ledger.unbound()),
         largest_free: to_i32(*free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),

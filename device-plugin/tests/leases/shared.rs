@@ -54,7 +54,7 @@ async fn unscrubbed_gpu_serves_one_namespace_until_reboot() {
     machine.until_refused(&third, NOT_SHARED).await;
     let neighbour = admit(&machine, "one", "one-b", 2).await;
     machine.until_started(&neighbour).await;
-    // Memory of the ended pods is still readable, whatever namespace comes next.
+    // Memory of the ended pod is still readable, so the agent gives its GPU to no other namespace.
     machine.end(&second);
     machine.until_refused(&third, NOT_SHARED).await;
     machine.restart_agent().await;

@@ -72,7 +72,7 @@ impl KubernetesVersion {
         self.folder
     }
 
-    /// The check that runs the cluster's trials on the release.
+    /// The name of the check that runs the cluster's trials on a release other than the default.
     pub(crate) fn check(self) -> &'static str {
         self.check
     }

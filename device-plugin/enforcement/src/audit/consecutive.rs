@@ -40,7 +40,7 @@ impl FindingKey {
         }
     }
 
-    /// The number of audits for which a finding is remembered while it is absent.
+    /// The number of audits after which an absent finding starts over.
     fn window(&self) -> u32 {
         match self {
             Self::OverManaged(..) | Self::Unaccounted(_) => UNACCOUNTED_WINDOW,

@@ -39,7 +39,7 @@ impl MemorySampler for NvmlHandle {
 
 impl NvmlHandle {
     /// Requests a GPU's memory and processes, with their SM utilization. The channel closes without
-    /// an answer if the GPU gives none within [`ANSWER`](super::ANSWER).
+    /// an answer if the GPU's NVML process is absent, ends, or exceeds [`ANSWER`](super::ANSWER).
     pub fn request_sample(
         &self,
         gpu: &GpuUuid,

@@ -67,8 +67,8 @@ impl Quanta {
     }
 }
 
-/// A sum beyond all quanta of a node stays there. Amounts may come from a file, and a sum that is
-/// too small would be bound twice.
+/// A sum that overflows becomes `u32::MAX`. Amounts may come from a damaged file, and the agent
+/// would bind memory twice if the sum wrapped to a small number.
 impl std::ops::Add for Quanta {
     type Output = Self;
 

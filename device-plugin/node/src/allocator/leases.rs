@@ -15,7 +15,8 @@ impl<H: HostOps> NodeAllocator<H> {
     pub(super) async fn reconcile_leases(&mut self, now: BootTime) -> bool {
         let LedgerUpdate { orphaned, ended } =
             self.host.reconcile_leases(self.lease_inputs()).await;
-        // The ended leases come first, while the ledger still lists those it counts as orphaned.
+        // `end_lease` skips a lease that the ledger lists as orphaned. Its bytes become unreclaimed
+        // when `set_orphaned_leases` replaces that list, so this loop runs first.
         for (lease, gpu, bytes) in ended {
             info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
             self.ledger.end_lease(lease, gpu, bytes, now);

@@ -46,7 +46,7 @@ impl<R: PhysicalMemoryResource> Upstream<R> {
 }
 
 impl<R: DeviceMemoryResource> Upstream<R> {
-    /// Returns an adaptor's block as the upstream knows it.
+    /// Returns an adaptor's block as the upstream knows it. Does not check the block's origin.
     pub(crate) fn translate(&self, block: BlockRef) -> BlockRef {
         block.with_origin(self.resource.origin())
     }

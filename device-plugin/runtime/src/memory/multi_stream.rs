@@ -9,9 +9,9 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::memory::stream_sync::StreamSync;
 use crate::resource::{BlockUse, FreeError, check_stream};
 
-/// Access that is reported to the resource. The order among uses is this module's, so the resource only
-/// keeps the block until they are done.
-const TRACKED: Access = Access::Read;
+/// Access that is reported to the resource for every use. [`StreamSync`] orders the uses, so the
+/// resource only keeps the block until they are done.
+const REPORTED_ACCESS: Access = Access::Read;
 
 /// Block with a record of the streams that used it.
 #[derive(Debug)]
@@ -64,7 +64,11 @@ impl MultiStreamMemory {
             return Ok(None);
         }
         let (resource, block) = (&self.memory.resource, self.memory.block_ref);
-        Ok(Some(resource.prepare_block_use(block, stream, TRACKED)?))
+        Ok(Some(resource.prepare_block_use(
+            block,
+            stream,
+            REPORTED_ACCESS,
+        )?))
     }
 
     /// Orders a stream of any device behind the last write, and opens a read. The resource tracks
@@ -102,7 +106,8 @@ impl MultiStreamMemory {
         }
     }
 
-    /// Records a use by work that is already in a stream.
+    /// Records a use by work that is already in a stream. After an error the use is not recorded,
+    /// so the caller must synchronize the stream before the free.
     pub(crate) fn record_use(
         &self,
         order: &mut SyncGuard<'_>,
@@ -117,7 +122,7 @@ impl MultiStreamMemory {
         }
         if !self.synchronize_on_free && *stream != self.memory.stream {
             let (resource, block) = (&self.memory.resource, self.memory.block_ref);
-            resource.record_block_use(block, stream, TRACKED)?;
+            resource.record_block_use(block, stream, REPORTED_ACCESS)?;
         }
         order.record(stream, access);
         Ok(())

@@ -367,7 +367,7 @@ impl GraphRegistry {
     /// that has ended. Returns the bytes that the charge grew by.
     fn reconcile(&mut self, device: c_int, ended: Option<PendingCharge>) -> u64 {
         let Some(reserved) = reserved(device) else {
-            // The reserved amount is unknown, so the charge stays.
+            // The pool keeps its charge. The charge of the ended call is discharged on return.
             return 0;
         };
         let running = self.running.get(&device).copied().unwrap_or_default();

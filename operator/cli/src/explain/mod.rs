@@ -55,7 +55,7 @@ pub struct Explanation {
     pub causes: Vec<Cause>,
     /// The lines below the first sentence.
     pub lines: Vec<Line>,
-    /// The kinds that could not be read.
+    /// A sentence for each kind that the CLI could not read, in whole or in part.
     pub not_read: Vec<String>,
 }
 
@@ -88,7 +88,7 @@ impl Explanation {
         }
     }
 
-    /// Adds a cause that lowers the verdict, with its remedy.
+    /// Adds a cause, and makes the verdict at least as grave as `verdict`.
     fn blame(&mut self, cause: Cause, verdict: Verdict) {
         self.verdict = self.verdict.max(verdict);
         self.add(cause);

@@ -52,7 +52,7 @@ pub(super) fn attribute(
     if let Some(container) = exited().filter(may_be_exited) {
         return Attribution::Tracked(container.allocation);
     }
-    // The driver listed the exited process that had this pid, and has freed its memory since.
+    // Accounts charged an exited process of this pid before the driver was asked, and none since.
     if exited().is_none() && known.exited_pids.contains(&pid) {
         return Attribution::Exited;
     }
@@ -79,8 +79,9 @@ pub(super) fn attribute(
         .iter()
         .find(|container| container.allocation == allocation);
     let attested = known.processes.get(&pid);
+    // A process that the attestation has not probed yet counts as one with the shim.
     let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
-    // The shim connects before it makes a context.
+    // The shim connects before the driver lists the process, so only older sessions can be lost.
     match container.filter(has_gpu) {
         Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
         _ => Attribution::Untracked(Some(allocation)),

@@ -11,8 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::driver;
 use crate::curesult::{self, CuResult};
 
-/// Captures that began and did not end. A capture that ended unseen, with its stream, only costs
-/// later calls a little time.
+/// Captures that began and did not end. The shim misses the end of a capture whose stream the
+/// program destroys. From then on the shim waits for no GPU work to reclaim memory, and repeats no
+/// call that ran out of memory.
 static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
