@@ -88,7 +88,7 @@ pub(super) enum Step {
     /// Evict victims on the GPUs that are reserved for a pod.
     Preempt {
         /// The pod with the reservation.
-        waiter: PodRef,
+        pending_pod: PodRef,
         /// The node's name.
         node: String,
         /// The UUIDs of the GPUs, all of which the pod needs.

@@ -478,22 +478,23 @@ impl FakeCluster {
                 history.quotas.insert(node.name, quotas);
             }
             Step::Preempt {
-                waiter,
+                pending_pod,
                 node,
                 gpus,
                 nominate,
                 victims,
             } => {
                 let are_held = gpus.iter().all(|gpu| {
-                    let is_it = |held: &Reservation| held.gpu == *gpu && held.pod_uid == waiter.uid;
+                    let is_it =
+                        |held: &Reservation| held.gpu == *gpu && held.pod_uid == pending_pod.uid;
                     let mut reserved = self.reservations.get(&node).into_iter().flatten();
                     reserved.any(is_it) && self.held.get(gpu).is_some_and(is_it)
                 });
-                if !self.waits(&waiter.uid, &node) || !are_held {
+                if !self.waits(&pending_pod.uid, &node) || !are_held {
                     return;
                 }
                 if nominate {
-                    self.pods.get_mut(&waiter.uid).unwrap().nominated = Some(node.clone());
+                    self.pods.get_mut(&pending_pod.uid).unwrap().nominated = Some(node.clone());
                 }
                 for victim in victims {
                     let uid = &victim.pod.uid;
@@ -503,7 +504,7 @@ impl FakeCluster {
                         false => EvictionResult::Accepted,
                     };
                     if !kept {
-                        self.end(uid, &waiter.uid, &node, &victim.gpu);
+                        self.end(uid, &pending_pod.uid, &node, &victim.gpu);
                     }
                     history.record_eviction(uid, &Ok(answer), now);
                 }
@@ -519,8 +520,8 @@ impl FakeCluster {
                     return;
                 }
                 let moves = history.relocations_with(&from.name, &owner, now, wall(now));
-                let told = moves.iter().map(|(moved, _)| moved.clone()).collect();
-                self.moves.insert(from.name.clone(), told);
+                let records = moves.iter().map(|(moved, _)| moved.clone()).collect();
+                self.moves.insert(from.name.clone(), records);
                 history.set_relocations(from.name, moves);
                 history.record_eviction(&pod.uid, &Ok(EvictionResult::Accepted), now);
                 history.record_relocation(&owner, &to, room, now);
@@ -546,16 +547,19 @@ impl FakeCluster {
     }
 
     /// Evicts a pod for another. A pod that is terminating or gone is not evicted again.
-    fn end(&mut self, uid: &str, waiter: &str, node: &str, gpu: &str) {
+    fn end(&mut self, uid: &str, pending_pod: &str, node: &str, gpu: &str) {
         let lacked = self.kept(gpu).saturating_sub(self.free(node, gpu));
-        let priority = self.pods[waiter].priority;
+        let priority = self.pods[pending_pod].priority;
         let Some(pod) = self.pods.get_mut(uid) else {
             return;
         };
         self.evicted.push(uid.to_owned());
-        assert!(pod.priority < priority, "{uid} went for {waiter}");
+        assert!(
+            pod.priority < priority,
+            "{uid} was evicted for {pending_pod}"
+        );
         if !std::mem::replace(&mut pod.ending, true) {
-            let round = self.rounds.entry((waiter.to_owned(), node.to_owned()));
+            let round = self.rounds.entry((pending_pod.to_owned(), node.to_owned()));
             let round = round.or_default().entry(gpu.to_owned()).or_default();
             if round.gone.is_empty() {
                 round.lacked = lacked;
@@ -802,10 +806,10 @@ fn other(uid: &str) -> Owner {
     }
 }
 
-fn reservation(gpu: &str, waiter: &str, quanta: i32) -> Reservation {
+fn reservation(gpu: &str, pod_uid: &str, quanta: i32) -> Reservation {
     Reservation {
         gpu: gpu.to_owned(),
-        pod_uid: waiter.to_owned(),
+        pod_uid: pod_uid.to_owned(),
         quanta,
     }
 }

@@ -166,8 +166,8 @@ impl<'a> Planner<'a> {
     /// all of them for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Option<Step> {
         let are_kept = self.snapshot.are_kept(node, reservations);
-        let waiter = &reservations.first().filter(|_| are_kept)?.pod_uid;
-        let pending = self.pending.get(waiter.as_str()).copied()?;
+        let pod_uid = &reservations.first().filter(|_| are_kept)?.pod_uid;
+        let pending = self.pending.get(pod_uid.as_str()).copied()?;
         let nominate = match &pending.pod.placement {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
             Placement::Node(_) => false,
@@ -186,7 +186,7 @@ impl<'a> Planner<'a> {
             .take(MAX_STEPS)
             .collect();
         (nominate || !victims.is_empty()).then(|| Step::Preempt {
-            waiter: pod_ref(pending.key, pending.pod),
+            pending_pod: pod_ref(pending.key, pending.pod),
             node: node.to_owned(),
             gpus: reservations.iter().map(|one| one.gpu.clone()).collect(),
             nominate,

@@ -89,9 +89,9 @@ impl<'a> Planner<'a> {
                 _ => cost(index, before)?.0,
             };
             let (victims, highest, freed) = cost(index, with)?;
-            let in_vain = self.history.failed_reservations(&pending.pod.uid, uuid);
+            let failed = self.history.failed_reservations(&pending.pod.uid, uuid);
             let more = victims.saturating_sub(earlier);
-            Some((in_vain, more, highest, freed, uuid))
+            Some((failed, more, highest, freed, uuid))
         };
         let chosen = shares.assign(gpus.len(), rank)?.into_iter();
         Some(

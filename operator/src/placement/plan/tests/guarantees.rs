@@ -78,7 +78,7 @@ struct Teams {
     due: Vec<Option<u64>>,
     index: ClusterIndex,
     /// When each pod was created, and whether the index saw it terminating.
-    told: BTreeMap<String, (u64, bool)>,
+    indexed: BTreeMap<String, (u64, bool)>,
     /// Since when PodDisruptionBudgets have refused the eviction of excess pods.
     refused: BTreeMap<String, u64>,
     /// Since when each budget's status has said that it is exceeded.
@@ -168,7 +168,7 @@ impl Teams {
             bounds,
             budgets,
             index,
-            told: BTreeMap::new(),
+            indexed: BTreeMap::new(),
             refused: BTreeMap::new(),
             jobs: BTreeMap::new(),
             repaired: BTreeSet::new(),
@@ -214,12 +214,12 @@ impl Teams {
     fn tell(&mut self, second: u64) -> BTreeSet<usize> {
         let mut changed = BTreeSet::new();
         for (uid, pod) in &self.live.pods {
-            let before = self.told.get(uid).copied();
+            let before = self.indexed.get(uid).copied();
             let (created, _) = before.unwrap_or((second, false));
             if before == Some((created, pod.ending)) {
                 continue;
             }
-            self.told.insert(uid.clone(), (created, pod.ending));
+            self.indexed.insert(uid.clone(), (created, pod.ending));
             let request = PodRequest {
                 uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
@@ -243,14 +243,14 @@ impl Teams {
             changed.insert(team(uid));
         }
         let (live, index) = (&self.live, &mut self.index);
-        self.told.retain(|uid, _| {
-            let lives = live.pods.contains_key(uid);
-            if !lives {
+        self.indexed.retain(|uid, _| {
+            let exists = live.pods.contains_key(uid);
+            if !exists {
                 let key = key(&name(team(uid)), uid);
                 index.apply(WatchEvent::Pod(Event::Delete((key, None))));
                 changed.insert(team(uid));
             }
-            lives
+            exists
         });
         changed
     }
@@ -443,18 +443,19 @@ fn cohorts_get_their_guarantees() {
         high.for_each(|pod| pod.priority = GUARANTEED);
         let mut teams = Teams::new(cohorts, &nodes, &budgets);
         teams.run(&pods)?;
-        // Lending evicts each pod once, for one waiter that is then bound, and no more than that
-        // waiter lacks. A waiter of higher priority may intervene.
+        // Lending evicts each pod once, for one pending pod that is then bound, and no more than
+        // this pod lacks. A pending pod of higher priority may intervene.
         let live = &teams.live;
         prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
-        for ((waiter, node), round) in &live.rounds {
-            if !teams.all_matter_alike(&pods, team(waiter) % cohorts) {
+        for ((pending_pod, node), round) in &live.rounds {
+            if !teams.all_matter_alike(&pods, team(pending_pod) % cohorts) {
                 continue;
             }
-            let most = live.pods.get(waiter).map_or(1, |pod| live.shares(node, pod).len());
-            prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
-            prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", waiter, round);
-            prop_assert!(live.bound(waiter) || teams.repaired.contains(waiter), "{} waits: {:?}", waiter, live);
+            let gpus = live.pods.get(pending_pod).map_or(1, |pod| live.shares(node, pod).len());
+            prop_assert!(round.len() <= gpus, "{}: {:?}", pending_pod, round);
+            prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", pending_pod, round);
+            let is_settled = live.bound(pending_pod) || teams.repaired.contains(pending_pod);
+            prop_assert!(is_settled, "{} waits: {:?}", pending_pod, live);
         }
         for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {
             // Only a late quota exceeds a guarantee, and not for long. No other pod is evicted for

@@ -116,8 +116,8 @@ fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
     let mut history = History::default();
     cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.evicted, ["b1"]);
-    let waiters = cluster.reservations["a"].iter().map(|held| &held.pod_uid);
-    assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
+    let uids = cluster.reservations["a"].iter().map(|held| &held.pod_uid);
+    assert_eq!(uids.collect::<Vec<_>>(), ["owner1", "owner2"]);
     cluster.run(&mut history, 60, 30);
     assert_eq!(cluster.evicted, ["b1", "b2"]);
     assert!(cluster.bound("owner1") && cluster.bound("owner2") && !cluster.bound("thief"));
@@ -499,12 +499,12 @@ fn large_cluster_is_planned_within_the_interval() {
     for pod in 0..10_000 {
         cluster = cluster.pod(&format!("p{pod}"), 1, BORROWED, Some(("another", None)));
     }
-    for waiter in 0..20 {
-        cluster = cluster.pod(&format!("w{waiter}"), 16, GUARANTEED, None);
+    for number in 0..20 {
+        cluster = cluster.pod(&format!("w{number}"), 16, GUARANTEED, None);
     }
-    // Each waiter is considered on every GPU without a victim of lower priority.
-    for waiter in 0..5_000 {
-        cluster = cluster.pod(&format!("vain{waiter}"), 16, BORROWED - 1, None);
+    // Each pending pod is considered on every GPU without a victim of lower priority.
+    for number in 0..5_000 {
+        cluster = cluster.pod(&format!("hopeless{number}"), 16, BORROWED - 1, None);
     }
     let placement_index = cluster.placement_index();
     let mut history = History::default();
@@ -665,7 +665,7 @@ fn plan_steps(cluster: &FakeCluster, history: &mut History, now: Uptime) -> Vec<
 }
 
 #[test]
-fn victim_on_two_gpus_of_a_waiter_is_evicted_once() {
+fn victim_on_two_gpus_of_a_pod_is_evicted_once() {
     let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("wide", 24, BORROWED, Some(("a", None)))

@@ -15,9 +15,9 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
         ),
         1..4,
     );
-    let waiter = (1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4, 0_u64..12);
-    let waiters = prop::collection::vec(waiter, 1..4);
-    (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
+    let pending_pod = (1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4, 0_u64..12);
+    let pending_pods = prop::collection::vec(pending_pod, 1..4);
+    (prop::collection::vec(node, 1..3), pending_pods).prop_map(|(nodes, pending_pods)| {
         let mut cluster = FakeCluster::default();
         for (n, gpus) in nodes.iter().enumerate() {
             let name = format!("node{n}");
@@ -36,7 +36,7 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
                 }
             }
         }
-        for (w, (asks, node, bare, first, shape)) in waiters.iter().enumerate() {
+        for (w, (asks, node, bare, first, shape)) in pending_pods.iter().enumerate() {
             let name = format!("node{}", node % cluster.nodes.len());
             let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
             let uid = format!("w{w}");
@@ -88,7 +88,7 @@ fn hopeful(cluster: &FakeCluster) -> Vec<String> {
 /// The evictions of a step one by one, because an operator may crash between them.
 fn singly(step: Step) -> Vec<Step> {
     let Step::Preempt {
-        waiter,
+        pending_pod,
         node,
         gpus,
         nominate,
@@ -98,7 +98,7 @@ fn singly(step: Step) -> Vec<Step> {
         return vec![step];
     };
     let room = |nominate, victims| Step::Preempt {
-        waiter: waiter.clone(),
+        pending_pod: pending_pod.clone(),
         node: node.clone(),
         gpus: gpus.clone(),
         nominate,
@@ -114,7 +114,7 @@ fn singly(step: Step) -> Vec<Step> {
 struct Acting {
     history: History,
     /// The index of the newest view that the operator's watches have delivered.
-    seen: usize,
+    view: usize,
 }
 
 /// Runs operators by random bits, which choose the lag of a watch, the step of a crash, and the
@@ -127,13 +127,13 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
         let now = Duration::from_secs(clock);
         let mut queues = [VecDeque::new(), VecDeque::new()];
         let mut killed = [false; 2];
-        for (at, one) in operators.iter_mut().enumerate().take(1 + usize::from(two)) {
+        for (at, operator) in operators.iter_mut().enumerate().take(1 + usize::from(two)) {
             let bits = bits >> (8 * at);
             let behind = (bits & 3).saturating_sub(1);
-            one.seen = one
-                .seen
+            operator.view = operator
+                .view
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[one.seen], &mut one.history, &OPTIONS, now);
+            let steps = plan(&views[operator.view], &mut operator.history, &OPTIONS, now);
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -150,9 +150,9 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
                 live.act(step, &mut operators[at].history, now);
             }
         }
-        for (one, killed) in operators.iter_mut().zip(killed) {
+        for (operator, killed) in operators.iter_mut().zip(killed) {
             if killed {
-                one.history = History::default();
+                operator.history = History::default();
             }
         }
         live.live();
@@ -160,9 +160,9 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
     }
 }
 
-/// For each waiter only borrowers are evicted, whatever befalls the operators. They are from as
-/// many GPUs of one node as the waiter has shares, and none is evicted in vain.
-fn who_goes_goes_for_what_one_waiter_lacks(
+/// For each pending pod only borrowers are evicted, whatever operators fail. They are from as many
+/// GPUs of one node as the pod has shares, and none is evicted without need.
+fn evicts_only_what_one_pod_lacks(
     mut live: FakeCluster,
     thieves: Vec<u64>,
     two: bool,
@@ -177,22 +177,22 @@ fn who_goes_goes_for_what_one_waiter_lacks(
         let priority = before.get(uid).map(|pod| pod.priority);
         prop_assert!(priority.is_none_or(|of| of == BORROWED), "{}", uid);
     }
-    let mut waiters = BTreeSet::new();
-    for ((waiter, node), round) in &live.rounds {
+    let mut pods_with_evictions = BTreeSet::new();
+    for ((pending_pod, node), round) in &live.rounds {
         prop_assert!(
-            waiters.insert(waiter),
+            pods_with_evictions.insert(pending_pod),
             "{}: on another node than {} too",
-            waiter,
+            pending_pod,
             node
         );
         let most = before
-            .get(waiter)
+            .get(pending_pod)
             .map_or(1, |pod| live.shares(node, pod).len());
-        prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
+        prop_assert!(round.len() <= most, "{}: {:?}", pending_pod, round);
         prop_assert!(
             round.values().all(Round::needed_all),
             "{}: {:?}",
-            waiter,
+            pending_pod,
             round
         );
     }
@@ -203,7 +203,7 @@ fn who_goes_goes_for_what_one_waiter_lacks(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(20_000)))]
     /// A round is one plan, the termination of its victims, and one pass of scheduler and agents.
-    /// Neither recreated borrowers nor new guaranteed pods may delay the waiter then.
+    /// Neither recreated borrowers nor new guaranteed pods may delay the pending pod then.
     #[test]
     fn preemptor_gets_its_gpu_and_had_no_alternative(
         cluster in layouts(),
@@ -221,13 +221,13 @@ proptest! {
             }
             let mut before = live.rounds.clone();
             live.run(&mut history, second, 1);
-            for ((waiter, node), round) in &live.rounds {
-                if before.remove(&(waiter.clone(), node.clone())).as_ref() != Some(round) {
-                    prop_assert!(live.bound(waiter), "{} in second {}: {:?}", waiter, second, live);
+            for ((pending_pod, node), round) in &live.rounds {
+                if before.remove(&(pending_pod.clone(), node.clone())).as_ref() != Some(round) {
+                    prop_assert!(live.bound(pending_pod), "{} in second {}: {:?}", pending_pod, second, live);
                 }
             }
         }
-        let helped: BTreeSet<&String> = live.rounds.keys().map(|(waiter, _)| waiter).collect();
+        let helped: BTreeSet<&String> = live.rounds.keys().map(|(pending_pod, _)| pending_pod).collect();
         prop_assert_eq!(helped.len(), live.rounds.len());
     }
 }
@@ -240,7 +240,7 @@ proptest! {
         thieves in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, false, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, thieves, false, &bits)?;
     }
 
     #[test]
@@ -249,7 +249,7 @@ proptest! {
         thieves in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, true, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, thieves, true, &bits)?;
     }
 }
 
