@@ -88,11 +88,11 @@ impl History {
     }
 
     /// Records that a revision is below an earlier one. The next list defines the new history.
-    pub(crate) fn began_anew(&self, seen: &str, now: &str) {
+    pub(crate) fn began_anew(&self, earlier: &str, now: &str) {
         self.0.newest.store(0, Ordering::Relaxed);
         self.0.restarts.fetch_add(1, Ordering::Relaxed);
         warn!(
-            seen,
+            seen = earlier,
             now, "resourceVersion went back, as after a restore of etcd; listing again"
         );
     }
