@@ -151,7 +151,7 @@ pub struct BudgetInputs {
     /// How long PodDisruptionBudgets have refused the eviction of pods, by UID.
     pub refused_for: BTreeMap<String, Duration>,
     /// How long evictions of pods have been refused or have failed, by UID.
-    pub evicted_in_vain_for: BTreeMap<String, Duration>,
+    pub evictions_ineffective_for: BTreeMap<String, Duration>,
     /// How long this operator has seen the status say that the budget is exceeded; `None` while
     /// the status does not say so.
     pub exceeded_for: Option<Duration>,

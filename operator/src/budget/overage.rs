@@ -21,7 +21,7 @@ const CREATION_MARGIN: SignedDuration = SignedDuration::from_secs(5);
 /// The pods to evict so that the rest fits `parsed`, in force since `since`.
 ///
 /// Borrowed pods come before guaranteed pods and newer pods before older ones. No pod is selected
-/// in vain. Guaranteed pods of a Job that would fail are skipped, because they end by themselves.
+/// needlessly. Guaranteed pods of a Job that would fail are skipped, because they end by themselves.
 pub fn excess_pods(
     parsed: &ParsedSpec,
     pods: &[(String, PodRequest)],

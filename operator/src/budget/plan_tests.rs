@@ -45,7 +45,7 @@ struct Namespace {
     /// The API server's clock.
     second: i64,
     skew: Skew,
-    /// The faults by pod, each with the time at which the operator first saw it.
+    /// The faults by pod, each with the time at which the operator first observed it.
     faults: Vec<(String, Fault, i64)>,
     /// Since when the status has said that the budget is exceeded.
     exceeded: Option<i64>,
@@ -54,7 +54,7 @@ struct Namespace {
     /// How long PodDisruptionBudgets have refused evictions.
     refused: BTreeMap<String, Duration>,
     /// How long evictions have been refused or have failed.
-    in_vain: BTreeMap<String, Duration>,
+    ineffective: BTreeMap<String, Duration>,
     /// How many evictions were requested for each pod.
     evicted: BTreeMap<String, usize>,
 }
@@ -91,7 +91,7 @@ impl Namespace {
             exceeded: None,
             jobs: BTreeMap::new(),
             refused: BTreeMap::new(),
-            in_vain: BTreeMap::new(),
+            ineffective: BTreeMap::new(),
             evicted: BTreeMap::new(),
         }
     }
@@ -111,7 +111,7 @@ impl Namespace {
                 .map(|(name, request)| (name.clone(), request.clone()))
                 .collect(),
             refused_for: self.refused.clone(),
-            evicted_in_vain_for: self.in_vain.clone(),
+            evictions_ineffective_for: self.ineffective.clone(),
             exceeded_for: is_exceeded(&self.budget)
                 .then(|| self.since(self.exceeded.unwrap_or(self.second))),
             cohort: Cohort {
@@ -126,12 +126,12 @@ impl Namespace {
             affected_pods: self
                 .faults
                 .iter()
-                .filter_map(|(pod, fault, seen)| {
+                .filter_map(|(pod, fault, since)| {
                     Some(AffectedPod {
                         pod: pod.clone(),
                         request: on_node("n", self.pods.get(pod)?)?.cloned(),
                         fault: fault.clone(),
-                        observed_for: self.since(*seen),
+                        observed_for: self.since(*since),
                     })
                 })
                 .collect(),
@@ -221,7 +221,7 @@ impl Namespace {
     }
 
     fn holds(&self, type_: &str) -> bool {
-        let status = self.budget.status.as_ref().expect("it was told");
+        let status = self.budget.status.as_ref().expect("a status is written");
         let mut conditions = status.conditions.iter();
         conditions.any(|condition| condition.type_ == type_ && condition.status == "True")
     }
@@ -341,7 +341,7 @@ fn excess_pods_are_evicted_newest_borrower_first() {
         let mut steps = plan.steps.iter();
         steps.any(|step| matches!(step, Step::Evict { .. }))
     };
-    assert!(!evicts(&namespace.plan()), "not told yet");
+    assert!(!evicts(&namespace.plan()), "no status yet");
     namespace
         .plan()
         .steps
@@ -642,7 +642,7 @@ fn without_budget_faults_evict_by_the_default_action() {
 }
 
 #[test]
-fn without_budget_evictions_in_vain_block_no_others() {
+fn without_budget_ineffective_evictions_block_no_others() {
     let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
     let mut namespace = Namespace::new(100, 100);
     for name in &names {
@@ -651,8 +651,8 @@ fn without_budget_evictions_in_vain_block_no_others() {
         namespace.strike(name, FaultKind::Context, FaultAction::BeyondMaximum);
     }
     for name in &names[..10] {
-        let in_vain = (name.clone(), Duration::from_secs(5));
-        namespace.in_vain.extend([in_vain]);
+        let ineffective = (name.clone(), Duration::from_secs(5));
+        namespace.ineffective.extend([ineffective]);
     }
     let evicted = evicted_without_budget(&namespace, ContextAction::Process);
     assert_eq!(evicted, names[10..10 + MAX_EVICTIONS]);
@@ -682,7 +682,7 @@ fn evictions_wait_for_room_in_the_status_and_all_happen() {
 }
 
 #[test]
-fn evictions_in_vain_block_no_others() {
+fn ineffective_evictions_block_no_others() {
     let names: Vec<String> = (0..=MAX_EVICTIONS)
         .map(|number| format!("p{number}"))
         .collect();
@@ -693,20 +693,22 @@ fn evictions_in_vain_block_no_others() {
         namespace.strike(pod, FaultKind::Context, FaultAction::Evict);
     };
     stuck.iter().for_each(|pod| strikes(&mut namespace, pod));
-    let tells = |namespace: &mut Namespace| {
+    let writes_status = |namespace: &mut Namespace| {
         let steps = namespace.plan().steps.into_iter();
-        let told: Vec<_> = steps
+        let status_writes: Vec<_> = steps
             .filter(|step| matches!(step, Step::ApplyStatus(_)))
             .collect();
-        let is_told = !told.is_empty();
-        told.into_iter().for_each(|step| namespace.take(step));
-        is_told
+        let is_written = !status_writes.is_empty();
+        status_writes
+            .into_iter()
+            .for_each(|step| namespace.take(step));
+        is_written
     };
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     strikes(&mut namespace, last);
     let lasted = |namespace: &mut Namespace, seconds| {
         let lasted = Duration::from_secs(seconds);
-        namespace.in_vain = stuck
+        namespace.ineffective = stuck
             .iter()
             .map(|pod| ((*pod).to_owned(), lasted))
             .collect();
@@ -717,23 +719,23 @@ fn evictions_in_vain_block_no_others() {
     };
     lasted(&mut namespace, 89);
     // The status counts the fault of the last pod too.
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     let full = recorded(&namespace);
     assert!(!full.iter().any(|pod| pod == last), "{full:?}");
     lasted(&mut namespace, 90);
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     let first = recorded(&namespace);
     assert_eq!((first.len(), &*first[0]), (MAX_EVICTIONS, *last));
     let mut steps = namespace.plan().steps.into_iter();
     assert!(steps.any(|step| matches!(step, Step::Evict { pod, .. } if pod.pod == **last)));
-    assert!(!tells(&mut namespace), "the dropped pod waits");
+    assert!(!writes_status(&mut namespace), "the dropped pod waits");
     let dropped = stuck
         .iter()
         .find(|pod| !first.iter().any(|one| one == **pod))
         .unwrap();
-    namespace.in_vain.remove(*dropped);
+    namespace.ineffective.remove(*dropped);
     assert!(namespace.plan().requeue_after.is_some());
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     assert_eq!(recorded(&namespace)[0], **dropped);
 }
 

@@ -45,11 +45,11 @@ impl BudgetState {
             Ok(EvictionResult::Accepted) => drop(self.evicted.insert(uid.to_owned(), now)),
             Ok(EvictionResult::BlockedByPdb) => {
                 record_request(&mut self.refused, uid, now);
-                record_request(&mut self.evicted_in_vain, uid, now);
+                record_request(&mut self.ineffective_evictions, uid, now);
             }
             // A failure allows no deletion.
             Err(error) => {
-                record_request(&mut self.evicted_in_vain, uid, now);
+                record_request(&mut self.ineffective_evictions, uid, now);
                 if !failed_before {
                     warn!(error = %error_chain(error), "failed to evict a pod; retrying");
                 }

@@ -48,7 +48,7 @@ impl ClusterIndex {
                 .map(|(key, request)| (key.name.clone(), request.clone()))
                 .collect(),
             refused_for: BTreeMap::new(),
-            evicted_in_vain_for: BTreeMap::new(),
+            evictions_ineffective_for: BTreeMap::new(),
             exceeded_for: None,
             affected_pods: self.affected_pods(namespace),
             jobs_ignoring_disruption: BTreeMap::new(),

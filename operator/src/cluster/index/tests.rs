@@ -289,7 +289,7 @@ fn concerned(index: &ClusterIndex, affected: &Affected) -> Vec<String> {
 }
 
 /// A node's report on a namespace's pods.
-fn told_of(node: &str, namespace: &str, observed: i32) -> WatchEvent {
+fn node_report(node: &str, namespace: &str, observed: i32) -> WatchEvent {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": node }, "spec": {},
         "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": 8, "free": 8, "largestFree": 8 },
@@ -306,12 +306,12 @@ fn node_report_affects_its_namespaces_and_capacity_all() {
         budget("a", summary("x", 8, 1)),
         budget("b", summary("x", 8, 1)),
         budget("c", summary("x", 8, 1)),
-        told_of("n", "a", 1),
+        node_report("n", "a", 1),
     ]);
-    let affected = index.apply(told_of("n", "a", 2));
+    let affected = index.apply(node_report("n", "a", 2));
     assert_eq!(concerned(&index, &affected), ["a"]);
-    assert!(index.apply(told_of("n", "a", 2)).is_empty());
-    let moved_on = index.apply(told_of("n", "b", 2));
+    assert!(index.apply(node_report("n", "a", 2)).is_empty());
+    let moved_on = index.apply(node_report("n", "b", 2));
     assert_eq!(concerned(&index, &moved_on), ["a", "b"]);
     let shrunk = index.apply(node("n", 4));
     assert_eq!(concerned(&index, &shrunk), ["a", "b", "c"]);
@@ -776,13 +776,13 @@ proptest! {
                 let facts = index.budget_inputs(&namespace, "x");
                 let node = index.gpu_nodes.get(&key("", &on));
                 let nodes = || node.into_iter();
-                let told = nodes().flat_map(|node| &node.namespaces);
-                let told = told.filter(|one| one.namespace == namespace).count();
-                prop_assert_eq!(facts.reported.observed, Quanta::new(told as u64));
+                let reported = nodes().flat_map(|node| &node.namespaces);
+                let reported = reported.filter(|usage| usage.namespace == namespace).count();
+                prop_assert_eq!(facts.reported.observed, Quanta::new(reported as u64));
                 let on = |open: &&OpenFault| {
                     let pods = &open.pods;
                     let container = open.fault.container.as_ref();
-                    let uid = container.map_or_else(|| pods[0].clone(), |one| one.pod_uid.clone());
+                    let uid = container.map_or_else(|| pods[0].clone(), |container| container.pod_uid.clone());
                     uid == format!("{namespace}/p")
                 };
                 let suffered = nodes().flat_map(|node| &node.faults).filter(on).count();

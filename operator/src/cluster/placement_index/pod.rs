@@ -281,9 +281,9 @@ mod tests {
 
     #[test]
     fn unscheduled_pod_has_refusal_time_and_nomination() {
-        let told = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
+        let status = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
             { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": "1970-01-01T00:00:09Z" }] });
-        let place = facts(json!({}), json!({}), told).placement;
+        let place = facts(json!({}), json!({}), status).placement;
         let unschedulable_since = Some(Timestamp::from_second(9).unwrap());
         let nominated = Some("n1".to_owned());
         assert_eq!(
