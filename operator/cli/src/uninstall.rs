@@ -120,9 +120,9 @@ pub fn render(snapshot: &Snapshot, terminal: Terminal) -> String {
     let found = remainders(snapshot);
     let mut text = String::new();
     for (number, remainder) in found.iter().enumerate() {
-        let said = Style::Warning.paint(remainder.text.trim_end(), terminal);
+        let warning = Style::Warning.paint(remainder.text.trim_end(), terminal);
         text.push_str(&format!(
-            "{}. {said}\n        {}\n",
+            "{}. {warning}\n        {}\n",
             number + 1,
             remainder.command
         ));

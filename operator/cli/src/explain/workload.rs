@@ -178,10 +178,10 @@ fn read_refusal(explanation: &mut Explanation, event: &Event, budget: Option<&Gp
     };
     explanation.causes.extend(cause);
     // The cause stands behind the repetition of the pod's name.
-    let said = message
+    let reason = message
         .split_once("is forbidden: ")
-        .map_or(message.as_str(), |(_, said)| said);
-    explanation.say("refused", said);
+        .map_or(message.as_str(), |(_, reason)| reason);
+    explanation.say("refused", reason);
     if let Some((guaranteed, _)) = both {
         explanation.say(
             "quotas",

@@ -258,7 +258,8 @@ impl<W: Write> Session<'_, W> {
     }
 }
 
-/// Whether the same request may succeed later. A tenant that may not read GpuNodes waits in vain.
+/// Whether the same request may succeed later. The requests of a tenant that may not read GpuNodes
+/// fail again.
 fn is_transient(error: &kube::Error) -> bool {
     match error {
         kube::Error::Api(status) => status.code == 429 || status.code >= 500,
