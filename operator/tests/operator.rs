@@ -8,12 +8,12 @@ mod contexts;
 mod faults;
 #[path = "operator/nodes.rs"]
 mod nodes;
+#[path = "operator/preemption.rs"]
+mod preemption;
 #[path = "operator/restored.rs"]
 mod restored;
 #[path = "operator/versions.rs"]
 mod versions;
-#[path = "operator/waiters.rs"]
-mod waiters;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -225,7 +225,7 @@ fn condition<'a>(status: &'a Value, type_: &str) -> &'a Value {
     conditions
         .iter()
         .find(|condition| condition["type"] == type_)
-        .expect("it is said")
+        .expect("the condition exists")
 }
 
 #[tokio::test]

@@ -45,10 +45,10 @@ async fn over_a_running_pod(clock: Clock) {
     api.put("pods", made("p", 4, 60));
     api.put(BUDGETS, budget("team", "2Gi"));
     let running = Running::by_clock(api, clock).await;
-    let told = running.until("it is exceeded", |status| {
+    let enforced = running.until("it is exceeded", |status| {
         !status.is_null() && condition(status, "Enforced")["status"] == "True"
     });
-    let status = told.await;
+    let status = enforced.await;
     assert_eq!(condition(&status, "Exceeded")["status"], "True");
     running.api.put("pods", made("late", 3, -30));
     until_gone(&running.api, "late").await;
