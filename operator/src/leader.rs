@@ -7,8 +7,8 @@
 //!
 //! A replica that lost the Lease ends its process. Its last write ends within another 5 s, before
 //! another replica may take the Lease. Each replica measures by its own monotonic clock how long it
-//! has seen the Lease unchanged, so clocks are not compared. Two working replicas do no harm; the
-//! election saves the second one's work.
+//! has observed the Lease unchanged, so clocks are not compared. Two working replicas do no harm;
+//! the election saves the second one's work.
 
 use std::time::Duration;
 

@@ -7,8 +7,8 @@ use kube::{Resource, ResourceExt as _};
 use tokio::sync::Notify;
 use tracing::warn;
 
-/// The newest `resourceVersion` that a watch has seen, and a request for a new list. Clones share
-/// both.
+/// The newest `resourceVersion` that a watch has observed, and a request for a new list. Clones
+/// share both.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Shared>);
 
@@ -37,7 +37,7 @@ impl History {
         self.0.list.notify_one();
     }
 
-    /// How often the watch has seen the history go back.
+    /// How often the watch has observed the history go back.
     pub fn restarts(&self) -> u64 {
         self.0.restarts.load(Ordering::Relaxed)
     }
