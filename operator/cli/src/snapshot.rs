@@ -307,7 +307,8 @@ impl Snapshot {
         let is_own = |meta: &Meta| namespaces.contains(&meta.namespace);
         self.own_pods.retain(|pod| is_own(&pod.metadata));
         self.daemon_sets.retain(|set| is_own(&set.metadata));
-        self.deployments.retain(|one| is_own(&one.metadata));
+        self.deployments
+            .retain(|deployment| is_own(&deployment.metadata));
     }
 
     /// The agent's pod on a node.

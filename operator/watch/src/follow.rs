@@ -225,7 +225,7 @@ where
         let delivered = tokio::select! {
             delivered = timeout(time, watching.events.next()) => delivered.unwrap_or_default(),
             () = sleep_until(self.relist) => return (State::Unlisted, None),
-            () = self.history.asked() => return (State::Unlisted, None),
+            () = self.history.list_requested() => return (State::Unlisted, None),
         };
         let (object, event) = match delivered {
             None => return (self.ended(watching), None),

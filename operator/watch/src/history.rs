@@ -83,7 +83,7 @@ impl History {
     }
 
     /// Waits for a request for a new list.
-    pub(crate) async fn asked(&self) {
+    pub(crate) async fn list_requested(&self) {
         self.0.list.notified().await;
     }
 
@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(history.restarts(), 0, "the second changed nothing");
         write(&history, Some("90"), "99").await;
         assert_eq!(history.restarts(), 1);
-        history.asked().await;
+        history.list_requested().await;
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(super) fn waits(snapshot: &Snapshot, pod: &Pod) -> bool {
         .and_then(|node| node.status.as_ref())
         .map(|status| &status.waiting);
     let is_listed =
-        waiting.is_some_and(|all| all.iter().any(|one| one.pod_uid == pod.metadata.uid));
+        waiting.is_some_and(|all| all.iter().any(|claim| claim.pod_uid == pod.metadata.uid));
     is_listed || pod.wait_message().is_some() || waits_by_event(snapshot, pod)
 }
 
@@ -80,7 +80,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     let wanted = Wanted::of(pod);
     gpus_of_node(explanation, snapshot, node, pod, wanted);
     reservation(explanation, snapshot, pod);
-    elsewhere(explanation, snapshot, node, wanted);
+    other_nodes(explanation, snapshot, node, wanted);
 }
 
 /// States what each GPU of the node has for the pod.
@@ -247,7 +247,7 @@ fn victim_text(snapshot: &Snapshot, event: &Event, victim: Option<&Pod>) -> Stri
 }
 
 /// States what the other nodes have.
-fn elsewhere(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: Wanted) {
+fn other_nodes(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: Wanted) {
     // An obstacle on another node is no cause of the pod's wait on this one.
     let mut aside = Explanation::new(String::new());
     let others = snapshot

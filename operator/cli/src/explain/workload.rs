@@ -45,7 +45,8 @@ impl Controlled<'_> {
     /// Why a Job has failed. The controller creates no more pods of it.
     fn failure(&self) -> Option<&Condition> {
         let mut conditions = self.workload.status.conditions.iter();
-        let failed = |one: &&Condition| one.type_ == "Failed" && one.status == "True";
+        let failed =
+            |condition: &&Condition| condition.type_ == "Failed" && condition.status == "True";
         conditions.find(failed).filter(|_| self.kind == "job")
     }
 

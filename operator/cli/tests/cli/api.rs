@@ -221,9 +221,11 @@ async fn pod_that_a_tenant_labels_as_an_agent_is_not_asked() {
         }
         let (code, text) = run(&api, "top").await;
         assert_eq!(code, Ok(0), "{text}");
-        let asked = api.requests();
-        let asked = asked.iter().filter(|request| request.contains("/proxy/"));
-        assert_eq!(asked.count(), if may_read { 1 } else { 2 });
+        let requests = api.requests();
+        let requests = requests
+            .iter()
+            .filter(|request| request.contains("/proxy/"));
+        assert_eq!(requests.count(), if may_read { 1 } else { 2 });
         let note = "could not read clusterrolebindings: forbidden";
         assert_eq!(text.contains(note), !may_read, "{text}");
     }

@@ -493,7 +493,7 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
             json!([{ "uid": uid, "namespace": "ml", "name": "first", "quanta": quanta }]);
         queued
     };
-    let says = |explanation: &Explanation, text: &str| {
+    let has_line = |explanation: &Explanation, text: &str| {
         let mut lines = explanation.lines.iter();
         assert!(
             lines.any(|line| line.text.contains(text)),
@@ -502,10 +502,10 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
     };
     let behind = explained(&waiting(text, queued("ml-first", 40)), "ml", "p");
     has(&behind, Cause::HeldForAnother);
-    says(&behind, "GPU 0 has 59 GiB (40 GiB held for ml/first)");
+    has_line(&behind, "GPU 0 has 59 GiB (40 GiB held for ml/first)");
     let first = explained(&waiting(text, queued("ml-p", 59)), "ml", "p");
     assert!(!first.causes.contains(&Cause::HeldForAnother));
-    says(&first, "GPU 0 has 59 GiB (held for this pod)");
+    has_line(&first, "GPU 0 has 59 GiB (held for this pod)");
     // A tenant sees the agent's own words, and what is not known to it.
     let of_tenant = explained(&tenant(waiting(text, held())), "ml", "p");
     has(&of_tenant, Cause::Fragmentation);

@@ -128,7 +128,7 @@ fn uninstall_removes_crds_without_objects() {
     let mut empty = Snapshot::default();
     let commands = |snapshot: &Snapshot| {
         let found = uninstall::remainders(snapshot).into_iter();
-        found.map(|one| one.command).collect::<Vec<_>>()
+        found.map(|remainder| remainder.command).collect::<Vec<_>>()
     };
     let crds = "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev";
     assert_eq!(commands(&empty)[0], crds);
