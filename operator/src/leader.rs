@@ -188,10 +188,10 @@ impl Candidate {
                 () = shutdown.cancelled() => return,
                 () = sleep(INTERVAL) => {}
             }
-            let begun = Instant::now();
-            let deadline = (begun + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
+            let started = Instant::now();
+            let deadline = (started + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
             match outcome(timeout_at(deadline, self.renew()).await) {
-                Ok(true) => (renewed, failing) = (begun, None),
+                Ok(true) => (renewed, failing) = (started, None),
                 Ok(false) => {
                     warn!(lease = self.name, "another replica has the Lease; exiting");
                     return;

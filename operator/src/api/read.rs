@@ -30,9 +30,9 @@ pub async fn list_requesting_pods(
     let mut requests = Vec::new();
     loop {
         let list = with_timeout("read", what.clone(), pods.list(&page)).await?;
-        let asking = list.items.iter();
+        let pods = list.items.iter();
         requests
-            .extend(asking.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
+            .extend(pods.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page = page.continue_token(&token),
             None => return Ok(requests),

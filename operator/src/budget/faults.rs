@@ -28,8 +28,9 @@ use crate::cluster::pod_request::JobRef;
 /// How long a GPU may be missing before its pods are evicted. A reloaded driver is back by then.
 pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);
 
-/// How long an eviction may be requested without effect until its record makes room for another pod's.
-/// This is longer than PodDisruptionBudgets may refuse, so that the deletion is tried before.
+/// How long an eviction may be requested without effect until its record makes room for another
+/// pod's. This is longer than PodDisruptionBudgets may refuse, so that the deletion is tried
+/// before.
 const INEFFECTIVE_GRACE: Duration = Duration::from_secs(90);
 
 /// The longest message of a recorded eviction.
@@ -101,7 +102,7 @@ pub(super) fn due_evictions<'a>(
     for affected in inputs
         .affected_pods
         .iter()
-        .filter(|one| !one.request.terminating)
+        .filter(|affected| !affected.request.terminating)
     {
         let Some(Remedy::Evict(reason)) = remedy(&affected.fault, action) else {
             continue;
@@ -154,15 +155,14 @@ pub(super) fn recorded_evictions(
         let lasted = inputs.evictions_ineffective_for.get(uid);
         lasted.is_some_and(|lasted| *lasted >= INEFFECTIVE_GRACE)
     };
-    let keeps_entry = |one: &&FaultEviction| {
+    let keeps_entry = |record: &&FaultEviction| {
         let mut leaving = due.evictions.iter();
-        leaving.any(|(affected, _)| matches(one, affected)) && !is_ineffective(&one.pod_uid)
+        leaving.any(|(affected, _)| matches(record, affected)) && !is_ineffective(&record.pod_uid)
     };
     let room = MAX_EVICTIONS.saturating_sub(before.iter().filter(keeps_entry).count());
-    let new = due
-        .evictions
-        .iter()
-        .filter(|(one, _)| find_record(before, one).is_none() && !is_ineffective(&one.request.uid));
+    let new = due.evictions.iter().filter(|(affected, _)| {
+        find_record(before, affected).is_none() && !is_ineffective(&affected.request.uid)
+    });
     let policy = budget.spec.context_policy.clone().unwrap_or_default();
     let mut wanted: Vec<_> = new
         .take(room)
@@ -173,8 +173,8 @@ pub(super) fn recorded_evictions(
     let mut remaining: Vec<_> = wanted
         .into_iter()
         .rev()
-        .filter(|one| {
-            let remove = over > 0 && !keeps_entry(&one);
+        .filter(|record| {
+            let remove = over > 0 && !keeps_entry(&record);
             over -= usize::from(remove);
             !remove
         })
@@ -241,11 +241,11 @@ fn find_record<'a>(
     recorded: &'a [FaultEviction],
     affected: &AffectedPod,
 ) -> Option<&'a FaultEviction> {
-    recorded.iter().find(|one| matches(one, affected))
+    recorded.iter().find(|record| matches(record, affected))
 }
 
-fn matches(one: &FaultEviction, affected: &AffectedPod) -> bool {
-    one.fault == affected.fault.id && one.pod_uid == affected.request.uid
+fn matches(record: &FaultEviction, affected: &AffectedPod) -> bool {
+    record.fault == affected.fault.id && record.pod_uid == affected.request.uid
 }
 
 fn new_record(

@@ -215,7 +215,7 @@ impl Namespace {
         panic!("no fixed point: {:?}", self.plan());
     }
 
-    fn asked(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
+    fn requested(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
         let pods = self.pods.values().filter(|request| of(request));
         pods.map(|request| request.device.count()).sum()
     }
@@ -454,12 +454,12 @@ fn job_pod_is_evicted_if_job_ignores_it_and_never_deleted() {
         .into_iter()
         .for_each(|step| namespace.take(step));
     namespace.second += 100;
-    let asks = namespace.plan();
+    let plan = namespace.plan();
     assert!(
-        matches!(asks.steps[..], [Step::ReadJob(_), Step::ReadJob(_), ..]),
-        "{asks:?}"
+        matches!(plan.steps[..], [Step::ReadJob(_), Step::ReadJob(_), ..]),
+        "{plan:?}"
     );
-    asks.steps.into_iter().for_each(|step| namespace.take(step));
+    plan.steps.into_iter().for_each(|step| namespace.take(step));
     for step in namespace.plan().steps {
         let forced = matches!(&step, Step::Evict { pod, by_force: true } if pod.uid != "before");
         assert!(!forced, "{step:?}");
@@ -513,7 +513,7 @@ impl Namespace {
         let status = self.budget.status.as_ref().unwrap();
         let evictions = status.evictions.iter();
         evictions
-            .map(|one| (one.pod.as_str(), one.reason.as_str()))
+            .map(|eviction| (eviction.pod.as_str(), eviction.reason.as_str()))
             .collect()
     }
 }
@@ -552,8 +552,8 @@ fn remedy_follows_agent_action_and_current_policy() {
             let of_context = fault("f", FaultKind::Context, agent, 0);
             assert_eq!(remedy(&of_context, action), wanted, "{agent:?}, {action:?}");
             let of_gpu = fault("f", FaultKind::Gpu, Agent::ResetGpu, 0);
-            let goes = evict("GpuFault").filter(|_| action != Now::Report);
-            assert_eq!(remedy(&of_gpu, action), goes);
+            let expected = evict("GpuFault").filter(|_| action != Now::Report);
+            assert_eq!(remedy(&of_gpu, action), expected);
             let undecided = Fault {
                 action: None,
                 ..of_context
@@ -731,7 +731,7 @@ fn ineffective_evictions_block_no_others() {
     assert!(!writes_status(&mut namespace), "the dropped pod waits");
     let dropped = stuck
         .iter()
-        .find(|pod| !first.iter().any(|one| one == **pod))
+        .find(|pod| !first.iter().any(|name| name == **pod))
         .unwrap();
     namespace.ineffective.remove(*dropped);
     assert!(namespace.plan().requeue_after.is_some());
@@ -865,11 +865,11 @@ proptest! {
             })
         };
         let fits = |(owned, all): (i64, i64)| owned <= parsed.guaranteed.count() && all <= parsed.limit.count();
-        let ends = |name: &str| ended.iter().any(|one| one.pod == name);
+        let ends = |name: &str| ended.iter().any(|eviction| eviction.pod == name);
         prop_assert!(fits(left(&ends)));
-        for one in &ended {
-            let spared = |name: &str| name != one.pod && ends(name);
-            prop_assert!(!fits(left(&spared)), "{} could stay", one.pod);
+        for eviction in &ended {
+            let spared = |name: &str| name != eviction.pod && ends(name);
+            prop_assert!(!fits(left(&spared)), "{} could stay", eviction.pod);
         }
     }
 
@@ -879,8 +879,8 @@ proptest! {
         let parsed = Namespace::new(0, limit).parsed();
         let pods = requests(&pods);
         let since = Timestamp::from_second(since).unwrap();
-        for one in excess_pods(&parsed, &pods, since, |_| true) {
-            let (_, request) = pods.iter().find(|(name, _)| *name == one.pod).unwrap();
+        for eviction in excess_pods(&parsed, &pods, since, |_| true) {
+            let (_, request) = pods.iter().find(|(name, _)| *name == eviction.pod).unwrap();
             prop_assert!(request.created > since);
         }
     }
@@ -920,8 +920,8 @@ proptest! {
         }
         namespace.second += 20;
         namespace.settle();
-        prop_assert!(namespace.asked(|_| true) <= namespace.parsed().limit.count());
-        let owned = namespace.asked(|request| request.kind == PriorityKind::Guaranteed);
+        prop_assert!(namespace.requested(|_| true) <= namespace.parsed().limit.count());
+        let owned = namespace.requested(|request| request.kind == PriorityKind::Guaranteed);
         prop_assert!(owned <= namespace.parsed().guaranteed.count());
         prop_assert!(namespace.labelled && namespace.holds(names::ENFORCED) && namespace.holds(names::READY));
         prop_assert!(namespace.evicted.values().all(|times| *times == 1));

@@ -122,13 +122,16 @@ impl BudgetState {
 
     /// Sets how long each fault has been observed, and drops what is known of pods without a fault.
     fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
-        self.announced
-            .retain(|uid| affected_pods.iter().any(|one| one.request.uid == *uid));
+        self.announced.retain(|uid| {
+            affected_pods
+                .iter()
+                .any(|affected| affected.request.uid == *uid)
+        });
         let before = std::mem::take(&mut self.faults_since);
-        for one in affected_pods {
-            let name = (one.fault.id.clone(), one.request.uid.clone());
+        for affected in affected_pods {
+            let name = (affected.fault.id.clone(), affected.request.uid.clone());
             let since = before.get(&name).copied().unwrap_or(now);
-            one.observed_for = now.saturating_duration_since(since);
+            affected.observed_for = now.saturating_duration_since(since);
             self.faults_since.insert(name, since);
         }
     }

@@ -370,12 +370,12 @@ fn covered_message_is_stable_while_its_status_is() {
 
 #[test]
 fn cohort_without_nodes_says_how_a_node_joins() {
-    let elsewhere = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
+    let other_cohort = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
     let mut inputs = idle();
     inputs.cohort.nodes = 0;
     let other = ExclusionReason::OtherQuantum("512Mi".to_owned());
     inputs.cohort.excluded = vec![("n1".to_owned(), other)];
-    let status = desired_status(&elsewhere, &inputs, &at(1));
+    let status = desired_status(&other_cohort, &inputs, &at(1));
     assert_eq!(
         status_and_reason(&status, names::COVERED),
         is("False", names::NO_NODES)

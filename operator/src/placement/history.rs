@@ -42,8 +42,8 @@ pub struct History {
     reserved_since: BTreeMap<(String, String, String), Uptime>,
     /// The pods whose reservations failed.
     reservation_backoffs: BTreeMap<String, ReservationBackoff>,
-    /// The memory of pods on contested GPUs, and when it was last observed. By node and GPU, then by
-    /// pod.
+    /// The memory of pods on contested GPUs, and when it was last observed. By node and GPU, then
+    /// by pod.
     holders: BTreeMap<(String, String), BTreeMap<String, (Quanta, Uptime)>>,
     /// The terminating pods.
     terminations: BTreeMap<String, Termination>,

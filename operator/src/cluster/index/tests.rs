@@ -155,7 +155,11 @@ fn given(
         key("", &node),
         Some(gpus),
     ))));
-    let namespaces = orders.0.iter().map(|one| one.namespace.clone()).collect();
+    let namespaces = orders
+        .0
+        .iter()
+        .map(|entry| entry.namespace.clone())
+        .collect();
     written.insert(node, orders);
     Some(namespaces)
 }
@@ -344,7 +348,8 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     let suffers = |index: &ClusterIndex, namespace: &str| -> Vec<(String, String)> {
         let facts = index.budget_inputs(namespace, "x");
         let all = facts.affected_pods.into_iter();
-        all.map(|one| (one.pod, one.fault.id)).collect()
+        all.map(|affected| (affected.pod, affected.fault.id))
+            .collect()
     };
     let pair = |pod: &str, fault: &str| (pod.to_owned(), fault.to_owned());
     assert_eq!(suffers(&index, "a"), [pair("p", "g"), pair("q", "c")]);
@@ -610,8 +615,8 @@ fn dead_node_leaves_its_cohort_and_returns_when_it_lives() {
     // The agent's last report changes nothing.
     index.apply(node("n", 64));
     assert_eq!(offered(&index), Quanta::new(16));
-    let lives = index.apply(label("n", "default"));
-    assert_eq!(concerned(&index, &lives), ["a"]);
+    let affected = index.apply(label("n", "default"));
+    assert_eq!(concerned(&index, &affected), ["a"]);
     assert_eq!(offered(&index), Quanta::new(80));
 }
 
@@ -828,8 +833,8 @@ proptest! {
         index.apply(WatchEvent::GpuNode(Event::Apply((key("", "evil"), Some(GpuNodeSummary::of(&object, Quantum::Gib1))))));
         for namespace in 0..3u8 {
             let facts = index.budget_inputs(&namespace.to_string(), "x");
-            for one in &facts.affected_pods {
-                prop_assert_eq!(one.request.node.as_deref(), Some("evil"), "{:?}", one);
+            for affected in &facts.affected_pods {
+                prop_assert_eq!(affected.request.node.as_deref(), Some("evil"), "{:?}", affected);
             }
             let has_pods = pods.iter().any(|((of, _), on)| *of == namespace && *on == 1);
             prop_assert!(has_pods || facts.reported.observed == Quanta::ZERO, "{:?}", facts.reported);
@@ -848,13 +853,13 @@ proptest! {
         let index = index(changes);
         for namespace in 0..4u8 {
             let usage = index.budget_inputs(&namespace.to_string(), "default").requested;
-            let mine = pods.iter().filter(|((of, _), _)| *of == namespace);
+            let of_namespace = pods.iter().filter(|((of, _), _)| *of == namespace);
             let sum = |borrowed: bool| -> u64 {
-                mine.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
+                of_namespace.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
             };
             prop_assert_eq!(usage.guaranteed, Quanta::new(sum(false)));
             prop_assert_eq!(usage.borrowed, Quanta::new(sum(true)));
-            prop_assert_eq!(usage.pods.unsigned_abs() as usize, mine.count());
+            prop_assert_eq!(usage.pods.unsigned_abs() as usize, of_namespace.count());
         }
     }
 

@@ -267,9 +267,9 @@ mod tests {
     #[test]
     fn pod_cut_off_from_a_full_list_may_have_started() {
         let pod = |containers: u32| {
-            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
+            let resources = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
             let containers = (0..containers)
-                .map(|number| json!({ "name": format!("c{number}"), "resources": asks }));
+                .map(|number| json!({ "name": format!("c{number}"), "resources": resources }));
             let pod = json!({
                 "metadata": { "name": "p", "namespace": "n", "uid": "p" },
                 "spec": { "containers": containers.collect::<Vec<_>>() },

@@ -62,7 +62,7 @@ impl History {
             recorded.or_insert_with(|| {
                 gpus.relocations
                     .iter()
-                    .map(|one| (one.clone(), now))
+                    .map(|relocation| (relocation.clone(), now))
                     .collect()
             });
         }

@@ -120,14 +120,14 @@ pub(super) enum Step {
 impl Step {
     /// The step's name in metrics and logs.
     pub(super) fn name(&self) -> &'static str {
-        let [label, reserve, lower, make_room, moved, look] = PLACEMENT_STEPS;
+        let [label, reserve, lower, make_room, moved, read_job] = PLACEMENT_STEPS;
         match self {
             Self::Label { .. } => label,
             Self::Reserve { .. } => reserve,
             Self::OverrideQuotas { .. } => lower,
             Self::Preempt { .. } => make_room,
             Self::Relocate { .. } => moved,
-            Self::ReadJob { .. } => look,
+            Self::ReadJob { .. } => read_job,
         }
     }
 }

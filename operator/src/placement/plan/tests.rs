@@ -71,7 +71,7 @@ enum Shape {
 /// A pod of the simulated cluster.
 #[derive(Clone, Debug, PartialEq)]
 struct FakePod {
-    asks: u64,
+    request: u64,
     shape: Shape,
     /// The CPU request.
     cpu: u64,
@@ -91,7 +91,7 @@ struct FakePod {
 impl FakePod {
     /// The request beside the first container's.
     fn rest(&self) -> u64 {
-        self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
+        self.request - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
     }
 
     fn is_bound(&self) -> bool {
@@ -124,17 +124,22 @@ impl FakePod {
     /// Places shares into the free memory of GPUs by trying every choice. Returns each share with
     /// its GPU.
     fn fit(&self, shares: &[u64], mut free: Vec<u64>) -> Option<Vec<(usize, u64)>> {
-        fn place(shares: &[u64], apart: bool, free: &mut [u64], at: &mut Vec<usize>) -> bool {
+        fn place(
+            shares: &[u64],
+            on_distinct_gpus: bool,
+            free: &mut [u64],
+            at: &mut Vec<usize>,
+        ) -> bool {
             let Some((share, rest)) = shares.split_first() else {
                 return true;
             };
             (0..free.len()).any(|gpu| {
-                if free[gpu] < *share || apart && at.contains(&gpu) {
+                if free[gpu] < *share || on_distinct_gpus && at.contains(&gpu) {
                     return false;
                 }
                 free[gpu] -= share;
                 at.push(gpu);
-                let placed = place(rest, apart, free, at);
+                let placed = place(rest, on_distinct_gpus, free, at);
                 if !placed {
                     at.pop();
                     free[gpu] += share;
@@ -142,8 +147,8 @@ impl FakePod {
                 placed
             })
         }
-        let (apart, mut at) = (!matches!(self.shape, Shape::Containers(_)), Vec::new());
-        let found = place(shares, apart, &mut free, &mut at);
+        let (on_distinct_gpus, mut at) = (!matches!(self.shape, Shape::Containers(_)), Vec::new());
+        let found = place(shares, on_distinct_gpus, &mut free, &mut at);
         found.then(|| at.into_iter().zip(shares.iter().copied()).collect())
     }
 
@@ -230,13 +235,13 @@ impl FakeCluster {
     fn pod(
         mut self,
         uid: &str,
-        asks: u64,
+        request: u64,
         priority: i32,
         at: Option<(&str, Option<usize>)>,
     ) -> Self {
-        let gpu = at.and_then(|(node, gpu)| Some((format!("{node}-{}", gpu?), asks)));
-        let life = FakePod {
-            asks,
+        let gpu = at.and_then(|(node, gpu)| Some((format!("{node}-{}", gpu?), request)));
+        let pod = FakePod {
+            request,
             shape: Shape::One,
             cpu: 0,
             priority,
@@ -248,7 +253,7 @@ impl FakeCluster {
             cohort: None,
             ending: false,
         };
-        self.pods.insert(uid.to_owned(), life);
+        self.pods.insert(uid.to_owned(), pod);
         self
     }
 
@@ -300,7 +305,7 @@ impl FakeCluster {
             .values()
             .filter(|pod| pod.node.as_deref() == Some(node));
         let all: u64 = self.nodes[node].values().sum();
-        all.saturating_sub(there.map(|pod| pod.asks).sum())
+        all.saturating_sub(there.map(|pod| pod.request).sum())
     }
 
     fn placement_index(&self) -> PlacementIndex {
@@ -312,15 +317,15 @@ impl FakeCluster {
                     BORROWED => PriorityKind::Borrowed,
                     _ => PriorityKind::Guaranteed,
                 },
-                request: Quanta::new(pod.asks),
+                request: Quanta::new(pod.request),
                 containers: match &pod.shape {
                     Shape::Containers(sizes) => sizes.clone(),
-                    Shape::One | Shape::Spread(_) => vec![pod.asks - pod.rest(), pod.rest()],
+                    Shape::One | Shape::Spread(_) => vec![pod.request - pod.rest(), pod.rest()],
                 }
                 .into_iter()
                 .zip(["first", "main", "last"])
-                .filter(|(asks, _)| *asks > 0)
-                .map(|(asks, name)| (name.to_owned(), Quanta::new(asks)))
+                .filter(|(request, _)| *request > 0)
+                .map(|(request, name)| (name.to_owned(), Quanta::new(request)))
                 .collect(),
                 managed_containers: vec!["main".to_owned()],
                 has_larger_init: false,
@@ -541,8 +546,8 @@ impl FakeCluster {
         let pod = self.pods.get(uid);
         pod.is_some_and(|pod| {
             let at = pod.node.as_ref().or(pod.nominated.as_ref());
-            let here = at.is_none_or(|at| at == node);
-            here && !pod.is_bound() && !pod.ending
+            let is_on_node = at.is_none_or(|at| at == node);
+            is_on_node && !pod.is_bound() && !pod.ending
         })
     }
 
@@ -607,25 +612,25 @@ impl FakeCluster {
                 continue;
             }
             let kept = |node: &str| -> u64 {
-                let others = self.pods.iter().filter(|(other, life)| {
+                let others = self.pods.iter().filter(|(other, waiting)| {
                     *other != uid
-                        && life.node.is_none()
-                        && life.priority >= pod.priority
-                        && life.nominated.as_deref() == Some(node)
+                        && waiting.node.is_none()
+                        && waiting.priority >= pod.priority
+                        && waiting.nominated.as_deref() == Some(node)
                 });
-                others.map(|(_, life)| life.asks).sum()
+                others.map(|(_, waiting)| waiting.request).sum()
             };
             let fits = self
                 .nodes
                 .keys()
                 .filter(|node| self.takes(node, &pod))
-                .filter(|node| self.tokens(node) >= pod.asks + kept(node))
+                .filter(|node| self.tokens(node) >= pod.request + kept(node))
                 .max_by_key(|node| (pod.nominated.as_ref() == Some(node), self.tokens(node)));
             if let Some(node) = fits.cloned() {
                 self.pods.get_mut(uid).unwrap().node = Some(node);
             } else if self.preempts && pod.priority != BORROWED {
                 let short = self.nodes.keys().map(|node| match self.takes(node, &pod) {
-                    true => (pod.asks + kept(node)).saturating_sub(self.tokens(node)),
+                    true => (pod.request + kept(node)).saturating_sub(self.tokens(node)),
                     false => u64::MAX,
                 });
                 let short: Vec<u64> = short.collect();
@@ -704,10 +709,10 @@ impl FakeCluster {
                 .borrowers(node)
                 .filter(|(_, pod)| !pod.ending)
                 .collect();
-            there.sort_by_key(|(_, pod)| std::cmp::Reverse(pod.asks));
+            there.sort_by_key(|(_, pod)| std::cmp::Reverse(pod.request));
             let mut freed = 0;
             let last = there.iter().position(|(_, pod)| {
-                freed += pod.asks;
+                freed += pod.request;
                 freed >= *short
             });
             there.truncate(last? + 1);

@@ -69,14 +69,15 @@ impl<'a> Planner<'a> {
         if needs == Quanta::ZERO {
             return true;
         }
-        let is_ours = |uid: &String| {
-            let ours = taken.iter().chain(reservations);
-            ours.map(|reservation| &reservation.pod_uid)
+        let is_planned = |uid: &String| {
+            let planned = taken.iter().chain(reservations);
+            planned
+                .map(|reservation| &reservation.pod_uid)
                 .any(|pod_uid| pod_uid == uid)
         };
         let nominated = self.nominated.get(node).into_iter().flatten();
         let others =
-            nominated.filter(|pod| pod.priority >= pending_pod.priority && !is_ours(&pod.uid));
+            nominated.filter(|pod| pod.priority >= pending_pod.priority && !is_planned(&pod.uid));
         let others: Vec<&PodFacts> = others.copied().collect();
         let gpus = self.snapshot.gpu_nodes.get(node);
         let written = gpus.map(|gpus| gpus.reservations.as_slice());
@@ -148,8 +149,8 @@ impl<'a> Planner<'a> {
             )
         });
         let victims = victims.into_iter().flatten().flatten();
-        let new_victims = victims.filter(|one| counted.insert(one.uid));
-        let of = |one: Candidate<'_>| self.snapshot.pod(one.uid).map(|pod| pod.request);
+        let new_victims = victims.filter(|candidate| counted.insert(candidate.uid));
+        let of = |candidate: Candidate<'_>| self.snapshot.pod(candidate.uid).map(|pod| pod.request);
         pod.request.minus(new_victims.filter_map(of).sum())
     }
 }

@@ -36,7 +36,7 @@ enum Kind {
 struct NewPod {
     at: u64,
     team: usize,
-    asks: u64,
+    request: u64,
     priority: i32,
     /// The quota counts the pod too late.
     slips: bool,
@@ -55,10 +55,10 @@ fn coming() -> impl Strategy<Value = NewPod> {
         8 => Just(Kind::Plain), 1 => Just(Kind::Kept), 1 => any::<bool>().prop_map(Kind::OfJob)];
     let slips = prop::bool::weighted(0.1);
     (prop_oneof![borrows, owns], 0_usize..3, slips, kind).prop_map(
-        |((at, asks, priority), team, slips, kind)| NewPod {
+        |((at, request, priority), team, slips, kind)| NewPod {
             at,
             team,
-            asks,
+            request,
             priority,
             slips,
             kind,
@@ -177,19 +177,22 @@ impl Teams {
     }
 
     /// The requests of a namespace's guaranteed pods, and of all its pods.
-    fn asked(&self, of: usize) -> (u64, u64) {
+    fn requested(&self, of: usize) -> (u64, u64) {
         let pods = self.live.pods.iter().filter(|(uid, _)| team(uid) == of);
         pods.fold((0, 0), |(guaranteed, all), (_, pod)| {
-            (guaranteed + u64::from(owns(pod)) * pod.asks, all + pod.asks)
+            (
+                guaranteed + u64::from(owns(pod)) * pod.request,
+                all + pod.request,
+            )
         })
     }
 
     /// Creates a pod. Its quotas refuse it or count it too late.
     fn create(&mut self, number: usize, pod: &NewPod) {
         let of = pod.team % self.bounds.len();
-        let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
+        let ((guaranteed, all), (guarantee, limit)) = (self.requested(of), self.bounds[of]);
         let borrows = pod.priority == BORROWED;
-        let fits = all + pod.asks <= limit && (borrows || guaranteed + pod.asks <= guarantee);
+        let fits = all + pod.request <= limit && (borrows || guaranteed + pod.request <= guarantee);
         if !fits && !pod.slips {
             return;
         }
@@ -198,20 +201,20 @@ impl Teams {
         }
         let uid = format!("t{of}-{number}");
         let live = std::mem::take(&mut self.live);
-        self.live = live.pod(&uid, pod.asks, pod.priority, None);
-        let life = self.live.pods.get_mut(&uid).unwrap();
-        life.cohort = Some(cohort(of % self.cohorts));
+        self.live = live.pod(&uid, pod.request, pod.priority, None);
+        let fake_pod = self.live.pods.get_mut(&uid).unwrap();
+        fake_pod.cohort = Some(cohort(of % self.cohorts));
         match pod.kind {
             Kind::Plain => {}
             Kind::Kept => self.live.kept.push(uid),
-            Kind::OfJob(true) => life.owner = job(&format!("{number:02}lets")),
-            Kind::OfJob(false) => life.owner = job(&format!("{number:02}keeps")),
+            Kind::OfJob(true) => fake_pod.owner = job(&format!("{number:02}lets")),
+            Kind::OfJob(false) => fake_pod.owner = job(&format!("{number:02}keeps")),
         }
         self.operator.view = None;
     }
 
     /// Updates the budgets' index. Returns the changed namespaces.
-    fn tell(&mut self, second: u64) -> BTreeSet<usize> {
+    fn update_index(&mut self, second: u64) -> BTreeSet<usize> {
         let mut changed = BTreeSet::new();
         for (uid, pod) in &self.live.pods {
             let before = self.indexed.get(uid).copied();
@@ -234,7 +237,7 @@ impl Teams {
                     true => PriorityKind::Guaranteed,
                     false => PriorityKind::Borrowed,
                 },
-                device: Quanta::new(pod.asks),
+                device: Quanta::new(pod.request),
                 managed: Quanta::ZERO,
             };
             let key = key(&name(team(uid)), uid);
@@ -256,8 +259,8 @@ impl Teams {
     }
 
     /// Reconciles each due budget once. Returns whether anything was done.
-    fn look(&mut self, second: u64) -> bool {
-        let changed = self.tell(second);
+    fn reconcile(&mut self, second: u64) -> bool {
+        let changed = self.update_index(second);
         let mut done = false;
         for of in 0..self.budgets.len() {
             if changed.contains(&of) || self.due[of].is_some_and(|due| due <= second) {
@@ -309,8 +312,9 @@ impl Teams {
                     self.exceeded[of] = budget::is_exceeded(budget).then_some(since);
                 }
                 budget::Step::Evict { pod, by_force } => {
-                    let life = &self.live.pods[&pod.uid];
-                    let sticks = by_force && owns(life) && matches!(life.owner, Owner::Job(_));
+                    let fake_pod = &self.live.pods[&pod.uid];
+                    let sticks =
+                        by_force && owns(fake_pod) && matches!(fake_pod.owner, Owner::Job(_));
                     assert!(!sticks, "{} of a Job is deleted", pod.uid);
                     if self.live.kept.contains(&pod.uid) && !by_force {
                         self.refused.entry(pod.uid).or_insert(second);
@@ -350,8 +354,8 @@ impl Teams {
         while second < COMING_END || second - last < REST || waits(&self.due) {
             let now = pods.iter().enumerate().filter(|(_, pod)| pod.at == second);
             now.for_each(|(number, pod)| self.create(number, pod));
-            let looked = self.look(second);
-            let happened = self.operator.act(&mut self.live, second, usize::MAX) || looked;
+            let reconciled = self.reconcile(second);
+            let happened = self.operator.act(&mut self.live, second, usize::MAX) || reconciled;
             self.refuse();
             if happened {
                 last = second;
@@ -367,7 +371,10 @@ impl Teams {
 
     fn holds(&self, of: usize, type_: &str) -> bool {
         let status = self.budgets[of].status.as_ref().unwrap();
-        let condition = status.conditions.iter().find(|one| one.type_ == type_);
+        let condition = status
+            .conditions
+            .iter()
+            .find(|condition| condition.type_ == type_);
         condition.unwrap().status == "True"
     }
 
@@ -400,18 +407,18 @@ impl Teams {
                 && stay().all(owns)
         };
         let fits = |uid: &String, pod: &FakePod, node: &String| {
-            let asked: u64 = stay()
+            let requested: u64 = stay()
                 .filter(|other| other.node.as_ref() == Some(node))
-                .map(|other| other.asks)
+                .map(|other| other.request)
                 .sum();
             let mut gpus = cluster.nodes[node].iter();
             let all: u64 = cluster.nodes[node].values().sum();
             // The guarantees of a covered cohort fit into its nodes together.
             (pod.node.is_some()
                 || one_node_covered(team(uid) % self.cohorts)
-                || asked + pod.asks <= all)
+                || requested + pod.request <= all)
                 && gpus.any(|(gpu, capacity)| {
-                    stay().map(|other| other.on(gpu)).sum::<u64>() + pod.asks <= *capacity
+                    stay().map(|other| other.on(gpu)).sum::<u64>() + pod.request <= *capacity
                 })
         };
         let waits = cluster
@@ -463,8 +470,8 @@ fn cohorts_get_their_guarantees() {
             let slipped = teams.slipped.contains(&of);
             let mut sticks = live.pods.iter().filter(|(uid, pod)| team(uid) == of && pod.sticks());
             if !slipped || sticks.next().is_none() {
-                let asked = teams.asked(of);
-                prop_assert!(asked.0 <= *guaranteed && asked.1 <= *limit, "{} asks for {:?}", of, asked);
+                let requested = teams.requested(of);
+                prop_assert!(requested.0 <= *guaranteed && requested.1 <= *limit, "{} requests {:?}", of, requested);
                 prop_assert!(!teams.holds(of, names::EXCEEDED));
             }
             let offered: u64 = nodes.iter().skip(of % cohorts).step_by(cohorts).flatten().sum();

@@ -74,9 +74,9 @@ fn named(step: &Step) -> Vec<&str> {
 }
 
 /// The pods that any step names during a sequence of reports of `evil`.
-fn all_named(says: &[Lies]) -> BTreeSet<String> {
+fn all_named(reports: &[Lies]) -> BTreeSet<String> {
     let (mut live, mut history, mut all) = (cluster(), History::default(), BTreeSet::new());
-    for (at, lies) in says.iter().enumerate() {
+    for (at, lies) in reports.iter().enumerate() {
         // Longer than each delay.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
@@ -96,8 +96,8 @@ fn all_named(says: &[Lies]) -> BTreeSet<String> {
 fn node_report_selects_no_victim_on_another_node() {
     // A pod on it waits, and the report names borrowers of the other node as obstacles.
     let gpu = (2, vec![(0, 8), (1, 8)], 0, None);
-    let says = (vec![gpu], vec![(5, 8)]);
-    assert_eq!(all_named(&[says]), BTreeSet::new());
+    let report = (vec![gpu], vec![(5, 8)]);
+    assert_eq!(all_named(&[report]), BTreeSet::new());
     let truth = (vec![(2, vec![(4, 16)], 0, None)], vec![(5, 8)]);
     assert_eq!(all_named(&[truth]), ["e1".to_owned()].into());
 }

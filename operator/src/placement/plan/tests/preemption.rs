@@ -59,14 +59,14 @@ fn job_pod_blocked_by_pdb_is_never_deleted() {
 
 #[test]
 fn job_pod_is_preempted_only_if_job_ignores_disruption() {
-    for (uid, goes) in [("even", true), ("odd", false)] {
+    for (uid, is_evicted) in [("even", true), ("odd", false)] {
         let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .pod("job", 10, LOW, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("job").unwrap().owner = job(uid);
         cluster.run(&mut History::default(), 0, 20);
-        assert_eq!(cluster.bound("owner"), goes);
+        assert_eq!(cluster.bound("owner"), is_evicted);
     }
 }
 
@@ -508,13 +508,13 @@ fn large_cluster_is_planned_within_the_interval() {
     }
     let placement_index = cluster.placement_index();
     let mut history = History::default();
-    let look = |history: &mut History, second| {
+    let plan_at = |history: &mut History, second| {
         let now = Duration::from_secs(second);
         plan(&placement_index, history, &OPTIONS, now)
     };
-    look(&mut history, 0);
+    plan_at(&mut history, 0);
     let start = std::time::Instant::now();
-    let steps = look(&mut history, 20);
+    let steps = plan_at(&mut history, 20);
     let took = start.elapsed();
     let reserved = steps.iter().map(|step| match step {
         Step::Reserve { reservations, .. } => reservations.len(),

@@ -25,36 +25,37 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
             cluster = cluster.node(&name, &sizes);
             for (g, (size, pods)) in gpus.iter().enumerate() {
                 let mut free = *size;
-                for (p, (asks, borrowed)) in pods.iter().enumerate() {
-                    if *asks > free {
+                for (p, (request, borrowed)) in pods.iter().enumerate() {
+                    if *request > free {
                         continue;
                     }
-                    free -= asks;
+                    free -= request;
                     let priority = if *borrowed { BORROWED } else { GUARANTEED };
                     let at = Some((name.as_str(), Some(g)));
-                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *asks, priority, at);
+                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *request, priority, at);
                 }
             }
         }
-        for (w, (asks, node, bare, first, shape)) in pending_pods.iter().enumerate() {
+        for (w, (request, node, bare, first, shape)) in pending_pods.iter().enumerate() {
             let name = format!("node{}", node % cluster.nodes.len());
-            let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
+            let at = (cluster.tokens(&name) >= *request).then_some((name.as_str(), None));
             let uid = format!("w{w}");
             let gpu = format!("{name}-0");
-            let begun =
-                at.is_some() && (1..*asks).contains(first) && cluster.free(&name, &gpu) >= *first;
-            cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            let has_started = at.is_some()
+                && (1..*request).contains(first)
+                && cluster.free(&name, &gpu) >= *first;
+            cluster = cluster.pod(&uid, *request, GUARANTEED, at);
             match shape {
-                8 | 9 if !begun && *asks > 1 => {
+                8 | 9 if !has_started && *request > 1 => {
                     cluster = cluster.shape(&uid, Shape::Spread(2));
                 }
-                10 | 11 if !begun && *asks > 2 => {
-                    let sizes = vec![asks / 3, asks - asks / 3];
+                10 | 11 if !has_started && *request > 2 => {
+                    let sizes = vec![request / 3, request - request / 3];
                     cluster = cluster.shape(&uid, Shape::Containers(sizes));
                 }
                 _ => {}
             }
-            if begun {
+            if has_started {
                 cluster = cluster.first(&uid, &gpu, *first);
             }
             if *bare {
@@ -66,7 +67,7 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
 }
 
 /// The waiting pods that the GPUs of their node could hold without their evictable borrowers.
-fn hopeful(cluster: &FakeCluster) -> Vec<String> {
+fn helped_by_preemption(cluster: &FakeCluster) -> Vec<String> {
     let waiting = cluster
         .pods
         .iter()
@@ -164,12 +165,12 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
 /// GPUs of one node as the pod has shares, and none is evicted without need.
 fn evicts_only_what_one_pod_lacks(
     mut live: FakeCluster,
-    thieves: Vec<u64>,
+    borrowers: Vec<u64>,
     two: bool,
     bits: &[u32],
 ) -> Result<(), TestCaseError> {
-    for (number, asks) in thieves.into_iter().enumerate() {
-        live = live.pod(&format!("thief{number}"), asks, BORROWED, None);
+    for (number, request) in borrowers.into_iter().enumerate() {
+        live = live.pod(&format!("thief{number}"), request, BORROWED, None);
     }
     let before = live.pods.clone();
     operate(&mut live, two, bits);
@@ -213,10 +214,10 @@ proptest! {
         live.all_return = true;
         let mut history = History::default();
         for second in 0..25 {
-            for (number, (at, asks, borrows)) in others.iter().enumerate() {
+            for (number, (at, request, borrows)) in others.iter().enumerate() {
                 if *at == second {
                     let priority = if *borrows { BORROWED } else { GUARANTEED };
-                    live = live.pod(&format!("other{number}"), *asks, priority, None);
+                    live = live.pod(&format!("other{number}"), *request, priority, None);
                 }
             }
             let mut before = live.rounds.clone();
@@ -237,19 +238,19 @@ proptest! {
     #[test]
     fn crashing_operator_preempts_no_more_than_needed(
         cluster in layouts(),
-        thieves in prop::collection::vec(1_u64..12, 0..3),
+        borrowers in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        evicts_only_what_one_pod_lacks(cluster, thieves, false, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, borrowers, false, &bits)?;
     }
 
     #[test]
     fn two_operators_preempt_no_more_than_needed(
         cluster in layouts(),
-        thieves in prop::collection::vec(1_u64..12, 0..3),
+        borrowers in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        evicts_only_what_one_pod_lacks(cluster, thieves, true, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, borrowers, true, &bits)?;
     }
 }
 
@@ -311,7 +312,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
         let writes = live.writes;
         run(&mut live, 60);
         prop_assert_eq!(live.writes, writes, "it does not come to rest");
-        prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
+        prop_assert_eq!(helped_by_preemption(&live), Vec::<String>::new(), "somebody who could be helped waits");
         let held = live.reservations.values().flatten().count();
         let waits = |held: &Reservation| !live.bound(&held.pod_uid);
         prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
@@ -341,8 +342,8 @@ fn replayed_plan_evicts_nobody_else() {
                 let replayed = plan(&blind, &mut operator.history, &OPTIONS, now);
                 let anew = plan(&live.placement_index(), &mut History::default(), &OPTIONS, now);
                 for step in replayed.into_iter().chain(anew) {
-                    let asks = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
-                    prop_assert!(!asks, "{:?}", step);
+                    let preempts = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
+                    prop_assert!(!preempts, "{:?}", step);
                 }
             }
             live.live();

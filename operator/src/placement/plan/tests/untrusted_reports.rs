@@ -155,14 +155,15 @@ impl Operator {
         }
         for (uid, namespace, node, quanta, borrows, waits) in PODS {
             let class = borrows.then_some("bursar-borrowed");
-            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } });
+            let resources =
+                json!({ "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } });
             let pod: SlimPod = read(json!({
                 "metadata": { "name": uid, "namespace": namespace, "uid": uid,
                     "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [{
                         "apiVersion": "v1", "kind": "ReplicaSet", "name": "o", "uid": "o", "controller": true }] },
                 "spec": { "nodeName": node, "priorityClassName": class,
                     "priority": if borrows { BORROWED } else { GUARANTEED },
-                    "containers": [{ "name": "c", "resources": asks }] },
+                    "containers": [{ "name": "c", "resources": resources }] },
                 "status": { "phase": if waits { "Pending" } else { "Running" } },
             }));
             let at = || key(namespace, uid);
@@ -232,10 +233,10 @@ impl Operator {
                     let (name, (reserved, status)) = at.expect("it is known");
                     *reserved = reservations;
                     let (name, mut status) = (*name, status.clone());
-                    for one in reserved.iter() {
+                    for reservation in reserved.iter() {
                         let mut gpus = status["gpus"].as_array_mut().into_iter().flatten();
-                        if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == one.gpu) {
-                            gpu["reservedFor"] = json!(one.pod_uid);
+                        if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == reservation.gpu) {
+                            gpu["reservedFor"] = json!(reservation.pod_uid);
                         }
                     }
                     self.set_report(name, status);
