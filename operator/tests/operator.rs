@@ -115,7 +115,7 @@ impl Running {
     }
 
     /// Waits until the status of the budget of `team` is right.
-    async fn until(&self, what: &str, right: impl Fn(&Value) -> bool) -> Value {
+    async fn until(&self, goal: &str, right: impl Fn(&Value) -> bool) -> Value {
         let arrived = async {
             loop {
                 let status = self.api.status(BUDGETS, "team", "default");
@@ -128,7 +128,7 @@ impl Running {
         let status = timeout(Duration::from_secs(20), arrived).await;
         status.unwrap_or_else(|_| {
             panic!(
-                "{what}; at last: {}",
+                "{goal}; at last: {}",
                 self.api.status(BUDGETS, "team", "default")
             )
         })
@@ -142,8 +142,8 @@ impl Running {
     }
 
     async fn until_requested(&self, quanta: i64) -> Value {
-        let what = format!("{quanta} are requested");
-        self.until(&what, |status| {
+        let goal = format!("{quanta} are requested");
+        self.until(&goal, |status| {
             status["deviceMemory"]["requested"]["quanta"] == quanta
         })
         .await

@@ -446,7 +446,7 @@ impl FakeCluster {
         placement_index
     }
 
-    fn act(&mut self, step: Step, history: &mut History, now: Uptime) {
+    fn apply(&mut self, step: Step, history: &mut History, now: Uptime) {
         self.writes += 1;
         match step {
             Step::Label { node, labels } => {
@@ -575,7 +575,7 @@ impl FakeCluster {
 
     /// Advances by a second: pods terminate, agents acknowledge and bind, the scheduler places
     /// pods.
-    fn live(&mut self) {
+    fn advance(&mut self) {
         // A relocated pod is recreated under another name.
         let again: Vec<(String, FakePod)> = self
             .pods
@@ -732,9 +732,9 @@ impl FakeCluster {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
             for step in plan(&self.placement_index(), history, &OPTIONS, now) {
-                self.act(step, history, now);
+                self.apply(step, history, now);
             }
-            self.live();
+            self.advance();
         }
     }
 
@@ -768,9 +768,9 @@ impl Watching {
         }
         let before = (!planned).then(|| (live.pods.clone(), live.held.clone()));
         for step in steps.into_iter().take(most) {
-            live.act(step, &mut self.history, now);
+            live.apply(step, &mut self.history, now);
         }
-        live.live();
+        live.advance();
         let happened = before.is_none_or(|(pods, held)| pods != live.pods || held != live.held);
         if happened {
             self.view = None;

@@ -264,7 +264,7 @@ impl Teams {
         let mut done = false;
         for of in 0..self.budgets.len() {
             if changed.contains(&of) || self.due[of].is_some_and(|due| due <= second) {
-                let again = self.look_at(of, second);
+                let again = self.reconcile_budget(of, second);
                 self.due[of] = again.map(|again| second + again);
                 done |= again == Some(1);
             }
@@ -273,7 +273,7 @@ impl Teams {
     }
 
     /// Reconciles one budget. Returns the seconds until the next time: one after a step.
-    fn look_at(&mut self, of: usize, second: u64) -> Option<u64> {
+    fn reconcile_budget(&mut self, of: usize, second: u64) -> Option<u64> {
         let namespace = name(of);
         let budget = &mut self.budgets[of];
         let mut facts = self.index.budget_inputs(&namespace, &budget.spec.cohort);
@@ -384,7 +384,7 @@ impl Teams {
     }
 
     /// Whether all guaranteed pods of a cohort have the same priority.
-    fn all_matter_alike(&self, pods: &[NewPod], cohort: usize) -> bool {
+    fn has_one_priority(&self, pods: &[NewPod], cohort: usize) -> bool {
         let mut there = pods
             .iter()
             .filter(|pod| pod.team % self.bounds.len() % self.cohorts == cohort);
@@ -455,7 +455,7 @@ fn cohorts_get_their_guarantees() {
         let live = &teams.live;
         prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
         for ((pending_pod, node), round) in &live.rounds {
-            if !teams.all_matter_alike(&pods, team(pending_pod) % cohorts) {
+            if !teams.has_one_priority(&pods, team(pending_pod) % cohorts) {
                 continue;
             }
             let gpus = live.pods.get(pending_pod).map_or(1, |pod| live.shares(node, pod).len());

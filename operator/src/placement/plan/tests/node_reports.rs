@@ -84,7 +84,7 @@ fn all_named(reports: &[Lies]) -> BTreeSet<String> {
                 all.extend(named(&step).into_iter().map(str::to_owned));
                 // No pod terminates: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {
-                    live.act(step, &mut history, now);
+                    live.apply(step, &mut history, now);
                 }
             }
         }

@@ -165,7 +165,7 @@ fn failed_reservation_is_dropped_for_its_backoff() {
     for second in 0..400 {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
-            cluster.act(step, &mut history, now);
+            cluster.apply(step, &mut history, now);
         }
     }
     assert_eq!(cluster.reservations["a"], []);
@@ -277,9 +277,9 @@ fn overdue_termination_does_not_block_another_gpu() {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
-                cluster.act(step, &mut history, now);
+                cluster.apply(step, &mut history, now);
             }
-            cluster.live();
+            cluster.advance();
         }
         assert_eq!(reserved[0], (60, vec![reservation("a-1", "owner", 16)]));
         assert_eq!(cluster.evicted, ["b"]);
@@ -326,12 +326,12 @@ fn no_second_victim_while_memory_is_proven_free() {
     while cluster.left.is_empty() {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
-            cluster.act(step, &mut history, now);
+            cluster.apply(step, &mut history, now);
         }
         if !cluster.evicted.is_empty() {
             cluster.left = [("a-0".to_owned(), 8)].into();
         }
-        cluster.live();
+        cluster.advance();
         second += 1;
     }
     let (mut quick, mut remembered) = (cluster.clone(), history.clone());
@@ -397,7 +397,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
         );
         steps
             .into_iter()
-            .for_each(|step| real.act(step, &mut history, now));
+            .for_each(|step| real.apply(step, &mut history, now));
     }
     // The watch of pods is ahead of that of GpuNodes: now the other GPU would be chosen.
     let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));

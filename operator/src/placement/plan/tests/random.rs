@@ -148,7 +148,7 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
             turns = turns.rotate_right(1);
             let at = if queues[at].is_empty() { 1 - at } else { at };
             if let Some(step) = queues[at].pop_front() {
-                live.act(step, &mut operators[at].history, now);
+                live.apply(step, &mut operators[at].history, now);
             }
         }
         for (operator, killed) in operators.iter_mut().zip(killed) {
@@ -156,7 +156,7 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
                 operator.history = History::default();
             }
         }
-        live.live();
+        live.advance();
         clock += if idle { 4 } else { 1 };
     }
 }
@@ -334,7 +334,7 @@ fn replayed_plan_evicts_nobody_else() {
             let steps = plan(&blind, &mut operator.history, &OPTIONS, now);
             let happened = !steps.is_empty();
             for step in steps {
-                live.act(step, &mut operator.history, now);
+                live.apply(step, &mut operator.history, now);
             }
             if happened {
                 // The watch shows nothing yet and the history does, or the watch shows all to an
@@ -346,7 +346,7 @@ fn replayed_plan_evicts_nobody_else() {
                     prop_assert!(!preempts, "{:?}", step);
                 }
             }
-            live.live();
+            live.advance();
             second += operator.pause(happened);
         }
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));
