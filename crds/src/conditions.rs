@@ -196,21 +196,21 @@ pub fn update_conditions(
 ) -> Vec<Condition> {
     statements
         .iter()
-        .map(|said| {
-            let status = match said.holds {
+        .map(|statement| {
+            let status = match statement.holds {
                 Some(true) => "True",
                 Some(false) => "False",
                 None => "Unknown",
             };
             let since = before
                 .iter()
-                .find(|old| old.type_ == said.type_ && old.status == status)
+                .find(|old| old.type_ == statement.type_ && old.status == status)
                 .map_or_else(|| now.clone(), |old| old.last_transition_time.clone());
             Condition {
-                type_: said.type_.to_owned(),
+                type_: statement.type_.to_owned(),
                 status: status.to_owned(),
-                reason: said.reason.to_owned(),
-                message: said.message.clone(),
+                reason: statement.reason.to_owned(),
+                message: statement.message.clone(),
                 observed_generation: generation,
                 last_transition_time: since,
             }

@@ -7,8 +7,8 @@
 //!
 //! A replica that lost the Lease ends its process. Its last write ends within another 5 s, before
 //! another replica may take the Lease. Each replica measures by its own monotonic clock how long it
-//! has seen the Lease unchanged, so clocks are not compared. Two working replicas do no harm; the
-//! election saves the second one's work.
+//! has observed the Lease unchanged, so clocks are not compared. Two working replicas do no harm;
+//! the election saves the second one's work.
 
 use std::time::Duration;
 
@@ -80,16 +80,21 @@ pub(crate) struct Candidate {
     clock: Clock,
 }
 
-/// A version of the Lease, and when the replica first saw it.
+/// A version of the Lease, and when the replica first observed it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Seen {
+struct ObservedLease {
     version: Option<String>,
     since: Instant,
 }
 
-/// Returns whether the replica `identity` may take the Lease now. Records in `seen` since when the
-/// Lease has been unchanged.
-fn may_take(lease: &Lease, identity: &str, seen: &mut Option<Seen>, now: Instant) -> bool {
+/// Returns whether the replica `identity` may take the Lease now. Records in `observed` since when
+/// the Lease has been unchanged.
+fn may_take(
+    lease: &Lease,
+    identity: &str,
+    observed: &mut Option<ObservedLease>,
+    now: Instant,
+) -> bool {
     let holder = lease
         .spec
         .as_ref()
@@ -101,12 +106,14 @@ fn may_take(lease: &Lease, identity: &str, seen: &mut Option<Seen>, now: Instant
         Some(_) => {}
     }
     let version = lease.resource_version();
-    let known = seen.take().filter(|seen| seen.version == version);
-    let seen = seen.insert(known.unwrap_or(Seen {
+    let known = observed
+        .take()
+        .filter(|observed| observed.version == version);
+    let observed = observed.insert(known.unwrap_or(ObservedLease {
         version,
         since: now,
     }));
-    now.duration_since(seen.since) >= LEASE_DURATION
+    now.duration_since(observed.since) >= LEASE_DURATION
 }
 
 impl Candidate {
@@ -123,9 +130,9 @@ impl Candidate {
 
     /// Waits until this replica has the Lease. Returns `false` when `shutdown` came first.
     pub(crate) async fn acquire(&self, shutdown: &CancellationToken) -> bool {
-        let (mut seen, mut failing, mut waiting) = (None, None, false);
+        let (mut observed, mut failing, mut waiting) = (None, None, false);
         loop {
-            let attempt = timeout(TIMEOUT, self.try_acquire(&mut seen));
+            let attempt = timeout(TIMEOUT, self.try_acquire(&mut observed));
             let attempt = tokio::select! {
                 () = shutdown.cancelled() => return false,
                 attempt = attempt => attempt,
@@ -154,7 +161,7 @@ impl Candidate {
         }
     }
 
-    async fn try_acquire(&self, seen: &mut Option<Seen>) -> kube::Result<bool> {
+    async fn try_acquire(&self, observed: &mut Option<ObservedLease>) -> kube::Result<bool> {
         let Some(mut lease) = self.leases.get_opt(&self.name).await? else {
             let lease = Lease {
                 metadata: ObjectMeta {
@@ -165,7 +172,7 @@ impl Candidate {
             };
             return taken(self.leases.create(&PostParams::default(), &lease).await);
         };
-        if !may_take(&lease, &self.identity, seen, Instant::now()) {
+        if !may_take(&lease, &self.identity, observed, Instant::now()) {
             return Ok(false);
         }
         lease.spec = Some(self.spec(lease.spec.as_ref()));
@@ -181,10 +188,10 @@ impl Candidate {
                 () = shutdown.cancelled() => return,
                 () = sleep(INTERVAL) => {}
             }
-            let begun = Instant::now();
-            let deadline = (begun + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
+            let started = Instant::now();
+            let deadline = (started + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
             match outcome(timeout_at(deadline, self.renew()).await) {
-                Ok(true) => (renewed, failing) = (begun, None),
+                Ok(true) => (renewed, failing) = (started, None),
                 Ok(false) => {
                     warn!(lease = self.name, "another replica has the Lease; exiting");
                     return;

@@ -8,12 +8,12 @@ mod contexts;
 mod faults;
 #[path = "operator/nodes.rs"]
 mod nodes;
+#[path = "operator/preemption.rs"]
+mod preemption;
 #[path = "operator/restored.rs"]
 mod restored;
 #[path = "operator/versions.rs"]
 mod versions;
-#[path = "operator/waiters.rs"]
-mod waiters;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -115,7 +115,7 @@ impl Running {
     }
 
     /// Waits until the status of the budget of `team` is right.
-    async fn until(&self, what: &str, right: impl Fn(&Value) -> bool) -> Value {
+    async fn until(&self, goal: &str, right: impl Fn(&Value) -> bool) -> Value {
         let arrived = async {
             loop {
                 let status = self.api.status(BUDGETS, "team", "default");
@@ -128,7 +128,7 @@ impl Running {
         let status = timeout(Duration::from_secs(20), arrived).await;
         status.unwrap_or_else(|_| {
             panic!(
-                "{what}; at last: {}",
+                "{goal}; at last: {}",
                 self.api.status(BUDGETS, "team", "default")
             )
         })
@@ -142,8 +142,8 @@ impl Running {
     }
 
     async fn until_requested(&self, quanta: i64) -> Value {
-        let what = format!("{quanta} are requested");
-        self.until(&what, |status| {
+        let goal = format!("{quanta} are requested");
+        self.until(&goal, |status| {
             status["deviceMemory"]["requested"]["quanta"] == quanta
         })
         .await
@@ -225,7 +225,7 @@ fn condition<'a>(status: &'a Value, type_: &str) -> &'a Value {
     conditions
         .iter()
         .find(|condition| condition["type"] == type_)
-        .expect("it is said")
+        .expect("the condition exists")
 }
 
 #[tokio::test]

@@ -140,7 +140,7 @@ pub(crate) const ABSENT: &str = "the API server does not have it";
 /// The objects that a command has read.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// The time of the API server, or of this machine where no response said it.
+    /// The time of the API server, or of this machine where no response has it.
     pub now: Timestamp,
     /// The namespace of the tenants' objects; `None` is all namespaces.
     pub namespace: Option<String>,
@@ -241,7 +241,7 @@ impl Snapshot {
         let nodes = nodes.filter_map(|node| node.status.as_ref()?.quantum.as_ref());
         let budgets = self.budgets.iter();
         let budgets = budgets.filter_map(|budget| budget.status.as_ref()?.quantum.as_ref());
-        let said = nodes.chain(budgets).find_map(|amount| {
+        let reported = nodes.chain(budgets).find_map(|amount| {
             let bytes = amount.bytes().ok()?;
             crate::objects::QUANTA
                 .into_iter()
@@ -251,7 +251,7 @@ impl Snapshot {
             let mut pods = self.pods.iter();
             pods.find_map(|pod| Some(pod.gpu_containers().next()?.1.quantum))
         };
-        said.or_else(requested).unwrap_or_default()
+        reported.or_else(requested).unwrap_or_default()
     }
 
     /// The GpuNode of this name.
@@ -307,7 +307,8 @@ impl Snapshot {
         let is_own = |meta: &Meta| namespaces.contains(&meta.namespace);
         self.own_pods.retain(|pod| is_own(&pod.metadata));
         self.daemon_sets.retain(|set| is_own(&set.metadata));
-        self.deployments.retain(|one| is_own(&one.metadata));
+        self.deployments
+            .retain(|deployment| is_own(&deployment.metadata));
     }
 
     /// The agent's pod on a node.

@@ -49,7 +49,9 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
         "kubectl delete resourcequota -A -l bursar.dev/quota",
     );
     let workloads = snapshot.daemon_sets.iter().chain(&snapshot.deployments);
-    let releases: BTreeSet<(&str, &str)> = workloads.map(|one| release(&one.metadata)).collect();
+    let releases: BTreeSet<(&str, &str)> = workloads
+        .map(|workload| release(&workload.metadata))
+        .collect();
     for (release, namespace) in releases {
         let command = format!("helm uninstall {release} --namespace {namespace}");
         add(1, "release", "of the chart", &command);
@@ -57,7 +59,7 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
     let labelled = snapshot
         .namespaces
         .iter()
-        .filter(|one| one.metadata.labels.contains_key(BUDGET_LABEL))
+        .filter(|namespace| namespace.metadata.labels.contains_key(BUDGET_LABEL))
         .count();
     add(
         labelled,
@@ -120,9 +122,9 @@ pub fn render(snapshot: &Snapshot, terminal: Terminal) -> String {
     let found = remainders(snapshot);
     let mut text = String::new();
     for (number, remainder) in found.iter().enumerate() {
-        let said = Style::Warning.paint(remainder.text.trim_end(), terminal);
+        let warning = Style::Warning.paint(remainder.text.trim_end(), terminal);
         text.push_str(&format!(
-            "{}. {said}\n        {}\n",
+            "{}. {warning}\n        {}\n",
             number + 1,
             remainder.command
         ));

@@ -126,19 +126,19 @@ impl<S: Sources> Page<S> {
     /// One request encodes. Concurrent requests wait and get the same text.
     async fn text(&self, is_open_metrics: bool) -> Bytes {
         let mut last = self.last.lock().await;
-        let begun = Instant::now();
-        let fresh = last.take().filter(|encoded| begun < encoded.until);
+        let started = Instant::now();
+        let fresh = last.take().filter(|encoded| started < encoded.until);
         let mut encoded = fresh.unwrap_or_else(|| Encoded {
             open_metrics: Bytes::from(self.sources.metrics()),
             prometheus: None,
-            until: begun + OLDEST.min(begun.elapsed() * SHARE),
-            oldest: begun + OLDEST,
+            until: started + OLDEST.min(started.elapsed() * SHARE),
+            oldest: started + OLDEST,
         });
         if !is_open_metrics && encoded.prometheus.is_none() {
-            let begun = Instant::now();
+            let started = Instant::now();
             let open_metrics = String::from_utf8_lossy(&encoded.open_metrics);
             encoded.prometheus = Some(Bytes::from(prometheus_text(&open_metrics)));
-            let until = encoded.until + begun.elapsed() * SHARE;
+            let until = encoded.until + started.elapsed() * SHARE;
             encoded.until = until.min(encoded.oldest);
         }
         let encoded = last.insert(encoded);

@@ -133,9 +133,9 @@ async fn is_closed(stream: &mut TcpStream) -> bool {
 async fn probes(address: SocketAddr, end: CancellationToken) -> Vec<Duration> {
     let mut took = Vec::new();
     while took.len() < ROUND || !end.is_cancelled() {
-        let begun = Instant::now();
+        let started = Instant::now();
         let answer = ask(address, "/healthz").await.unwrap();
-        took.push(begun.elapsed());
+        took.push(started.elapsed());
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -237,7 +237,7 @@ async fn metrics_are_encoded_once_for_all_who_ask() {
         ..Fixture::default()
     };
     let server = Server::start(sources.clone()).await;
-    let (begun, address) = (Instant::now(), server.metrics);
+    let (started, address) = (Instant::now(), server.metrics);
     let mut scrapers = JoinSet::new();
     for _ in 0..16 {
         scrapers.spawn(async move {
@@ -248,7 +248,7 @@ async fn metrics_are_encoded_once_for_all_who_ask() {
         });
     }
     scrapers.join_all().await;
-    let most = 2 + begun.elapsed().as_secs() as usize;
+    let most = 2 + started.elapsed().as_secs() as usize;
     let encoded = sources.encoded.load(Ordering::SeqCst);
     assert!(encoded <= most, "encoded {encoded} times for 64 requests");
     // Metrics are at most one second old.

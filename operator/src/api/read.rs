@@ -23,16 +23,16 @@ pub async fn list_requesting_pods(
     quantum: Quantum,
 ) -> Result<Vec<(String, PodRequest)>, ApiError> {
     let pods = Api::<SlimPod>::namespaced(client.clone(), namespace);
-    let what = format!("the pods of namespace {namespace}");
+    let object = format!("the pods of namespace {namespace}");
     let mut page = ListParams::default()
         .fields(NOT_TERMINATED)
         .limit(PAGE_SIZE);
     let mut requests = Vec::new();
     loop {
-        let list = with_timeout("read", what.clone(), pods.list(&page)).await?;
-        let asking = list.items.iter();
+        let list = with_timeout("read", object.clone(), pods.list(&page)).await?;
+        let pods = list.items.iter();
         requests
-            .extend(asking.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
+            .extend(pods.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page = page.continue_token(&token),
             None => return Ok(requests),

@@ -78,10 +78,10 @@ impl ApiWriter {
             "metadata": { "name": name, "uid": budget.uid() },
             "status": status,
         });
-        let what = format!("the status of GpuMemoryBudget {namespace}/{name}");
+        let object = format!("the status of GpuMemoryBudget {namespace}/{name}");
         let (params, patch) = (apply_params(), Patch::Apply(body));
         let write = api.patch_status(&name, &params, &patch);
-        let written = self.request(WriteKind::Status, what, write).await?;
+        let written = self.request(WriteKind::Status, object, write).await?;
         Ok(written.map(|budget| budget.status.unwrap_or_default()))
     }
 
@@ -93,7 +93,7 @@ impl ApiWriter {
         patch: &Patch<Value>,
     ) -> Result<(), ApiError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
-        let what = format!("ResourceQuota {namespace}/{name}");
+        let object = format!("ResourceQuota {namespace}/{name}");
         let params = match patch {
             Patch::Apply(_) => apply_params(),
             _ => merge_params(),
@@ -101,7 +101,7 @@ impl ApiWriter {
         let write = api.patch(name, &params, patch);
         send_response(
             &self.responses.quotas,
-            self.request(WriteKind::Quota, what, write),
+            self.request(WriteKind::Quota, object, write),
         )
         .await
     }
@@ -114,10 +114,12 @@ impl ApiWriter {
         uid: &str,
     ) -> Result<(), ApiError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
-        let what = format!("ResourceQuota {namespace}/{name}");
+        let object = format!("ResourceQuota {namespace}/{name}");
         let params = with_uid(uid);
         let write = api.delete(name, &params);
-        self.request(WriteKind::Quota, what, write).await.map(drop)
+        self.request(WriteKind::Quota, object, write)
+            .await
+            .map(drop)
     }
 
     /// Sets or removes the budget label of a namespace.
@@ -127,14 +129,14 @@ impl ApiWriter {
         value: Option<&str>,
     ) -> Result<(), ApiError> {
         let api = Api::<Namespace>::all(self.client.clone());
-        let what = format!("the label of Namespace {namespace}");
+        let object = format!("the label of Namespace {namespace}");
         // A merge patch, because an apply would keep a label that another manager wrote too.
         let patch = json!({ "metadata": { "labels": { BUDGET_LABEL: value } } });
         let (params, patch) = (merge_params(), Patch::Merge(patch));
         let write = api.patch_metadata(namespace, &params, &patch);
         send_response(
             &self.responses.namespaces,
-            self.request(WriteKind::Label, what, write),
+            self.request(WriteKind::Label, object, write),
         )
         .await
     }
@@ -149,9 +151,9 @@ impl ApiWriter {
         restarts: &[RestartRequest],
     ) -> Result<(), ApiError> {
         let spec = json!({ "contextPolicies": orders, "restarts": restarts });
-        let what = format!("the context policies of GpuNode {node}");
+        let object = format!("the context policies of GpuNode {node}");
         let target = (node, uid, CONTEXT_POLICIES_MANAGER);
-        self.apply_orders(WriteKind::ContextPolicies, what, target, spec)
+        self.apply_orders(WriteKind::ContextPolicies, object, target, spec)
             .await
     }
 
@@ -163,9 +165,9 @@ impl ApiWriter {
         uid: &str,
         gpus: &[String],
     ) -> Result<(), ApiError> {
-        let what = format!("the drain of GpuNode {node}");
+        let object = format!("the drain of GpuNode {node}");
         let target = (node, uid, DRAIN_MANAGER);
-        self.apply_orders(WriteKind::Drain, what, target, json!({ "drain": gpus }))
+        self.apply_orders(WriteKind::Drain, object, target, json!({ "drain": gpus }))
             .await
     }
 
@@ -173,7 +175,7 @@ impl ApiWriter {
     async fn apply_orders(
         &self,
         kind: WriteKind,
-        what: String,
+        object: String,
         (node, uid, manager): (&str, &str, &str),
         spec: Value,
     ) -> Result<(), ApiError> {
@@ -188,7 +190,7 @@ impl ApiWriter {
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        send_response(&self.responses.gpu_nodes, self.request(kind, what, write)).await
+        send_response(&self.responses.gpu_nodes, self.request(kind, object, write)).await
     }
 
     /// Evicts the pod with this UID. With `by_force` deletes it, past its PodDisruptionBudgets.
@@ -200,11 +202,11 @@ impl ApiWriter {
         by_force: bool,
     ) -> Result<EvictionResult, ApiError> {
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
-        let what = format!("the eviction of Pod {namespace}/{name}");
+        let object = format!("the eviction of Pod {namespace}/{name}");
         let result = if by_force {
             let params = with_uid(uid);
             let write = api.delete(name, &params);
-            self.request(WriteKind::Eviction, what, write)
+            self.request(WriteKind::Eviction, object, write)
                 .await
                 .map(drop)
         } else {
@@ -228,7 +230,7 @@ impl ApiWriter {
             };
             let params = PostParams::default();
             let write = api.create_subresource::<_, Value>("eviction", name, &params, &eviction);
-            self.request(WriteKind::Eviction, what, write)
+            self.request(WriteKind::Eviction, object, write)
                 .await
                 .map(drop)
         };
@@ -246,10 +248,10 @@ impl ApiWriter {
     async fn request<T>(
         &self,
         kind: WriteKind,
-        what: String,
+        object: String,
         write: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<Option<T>, ApiError> {
-        let result = match with_timeout("write", what, write).await {
+        let result = match with_timeout("write", object, write).await {
             Err(error) if error.is_not_found() => Ok(None),
             written => written.map(Some),
         };

@@ -28,9 +28,10 @@ use crate::cluster::pod_request::JobRef;
 /// How long a GPU may be missing before its pods are evicted. A reloaded driver is back by then.
 pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);
 
-/// How long an eviction may be requested in vain until its record makes room for another pod's.
-/// This is longer than PodDisruptionBudgets may refuse, so that the deletion is tried before.
-const VAIN_GRACE: Duration = Duration::from_secs(90);
+/// How long an eviction may be requested without effect until its record makes room for another
+/// pod's. This is longer than PodDisruptionBudgets may refuse, so that the deletion is tried
+/// before.
+const INEFFECTIVE_GRACE: Duration = Duration::from_secs(90);
 
 /// The longest message of a recorded eviction.
 const MAX_MESSAGE_LENGTH: usize = 512;
@@ -101,7 +102,7 @@ pub(super) fn due_evictions<'a>(
     for affected in inputs
         .affected_pods
         .iter()
-        .filter(|one| !one.request.terminating)
+        .filter(|affected| !affected.request.terminating)
     {
         let Some(Remedy::Evict(reason)) = remedy(&affected.fault, action) else {
             continue;
@@ -141,8 +142,8 @@ pub(super) fn due_evictions<'a>(
 /// The evictions that the status should list.
 ///
 /// Pending evictions keep their entries. The status therefore bounds how many evictions are in
-/// progress. An eviction that has been requested in vain for [`VAIN_GRACE`] may lose its entry, so
-/// that it blocks no others. Its pod gets a new entry once the vain requests are forgotten.
+/// progress. An eviction that has been ineffective for [`INEFFECTIVE_GRACE`] may lose its entry, so
+/// that it blocks no others. Its pod gets a new entry once the ineffective requests are forgotten.
 pub(super) fn recorded_evictions(
     budget: &GpuMemoryBudget,
     due: &DueEvictions<'_>,
@@ -150,19 +151,18 @@ pub(super) fn recorded_evictions(
     now: &Time,
 ) -> Vec<FaultEviction> {
     let before = current_records(budget);
-    let is_in_vain = |uid: &str| {
-        let lasted = inputs.evicted_in_vain_for.get(uid);
-        lasted.is_some_and(|lasted| *lasted >= VAIN_GRACE)
+    let is_ineffective = |uid: &str| {
+        let lasted = inputs.evictions_ineffective_for.get(uid);
+        lasted.is_some_and(|lasted| *lasted >= INEFFECTIVE_GRACE)
     };
-    let keeps_entry = |one: &&FaultEviction| {
+    let keeps_entry = |record: &&FaultEviction| {
         let mut leaving = due.evictions.iter();
-        leaving.any(|(affected, _)| matches(one, affected)) && !is_in_vain(&one.pod_uid)
+        leaving.any(|(affected, _)| matches(record, affected)) && !is_ineffective(&record.pod_uid)
     };
     let room = MAX_EVICTIONS.saturating_sub(before.iter().filter(keeps_entry).count());
-    let new = due
-        .evictions
-        .iter()
-        .filter(|(one, _)| find_record(before, one).is_none() && !is_in_vain(&one.request.uid));
+    let new = due.evictions.iter().filter(|(affected, _)| {
+        find_record(before, affected).is_none() && !is_ineffective(&affected.request.uid)
+    });
     let policy = budget.spec.context_policy.clone().unwrap_or_default();
     let mut wanted: Vec<_> = new
         .take(room)
@@ -173,8 +173,8 @@ pub(super) fn recorded_evictions(
     let mut remaining: Vec<_> = wanted
         .into_iter()
         .rev()
-        .filter(|one| {
-            let remove = over > 0 && !keeps_entry(&one);
+        .filter(|record| {
+            let remove = over > 0 && !keeps_entry(&record);
             over -= usize::from(remove);
             !remove
         })
@@ -201,7 +201,7 @@ pub(super) fn pending_evictions(
 }
 
 /// The next evictions in a namespace without a budget, in which no eviction is on record. Those
-/// that have been requested in vain for longest come last, and so block no others.
+/// that have been ineffective for longest come last, and so block no others.
 pub(super) fn unrecorded_evictions(
     due: &DueEvictions<'_>,
     inputs: &BudgetInputs,
@@ -217,7 +217,7 @@ pub(super) fn unrecorded_evictions(
             message: eviction_message(&affected.fault, &policy),
         })
         .collect();
-    evictions.sort_by_key(|pod| inputs.evicted_in_vain_for.get(&pod.uid).copied());
+    evictions.sort_by_key(|pod| inputs.evictions_ineffective_for.get(&pod.uid).copied());
     evictions.truncate(MAX_EVICTIONS);
     evictions
 }
@@ -241,11 +241,11 @@ fn find_record<'a>(
     recorded: &'a [FaultEviction],
     affected: &AffectedPod,
 ) -> Option<&'a FaultEviction> {
-    recorded.iter().find(|one| matches(one, affected))
+    recorded.iter().find(|record| matches(record, affected))
 }
 
-fn matches(one: &FaultEviction, affected: &AffectedPod) -> bool {
-    one.fault == affected.fault.id && one.pod_uid == affected.request.uid
+fn matches(record: &FaultEviction, affected: &AffectedPod) -> bool {
+    record.fault == affected.fault.id && record.pod_uid == affected.request.uid
 }
 
 fn new_record(

@@ -67,7 +67,7 @@ pub struct AffectedPod {
     pub request: OnNode<PodRequest>,
     /// A fault of the pod's own context, or of a GPU on which the pod has memory.
     pub fault: Fault,
-    /// How long this operator has seen the fault. The node's timestamp decides nothing.
+    /// How long this operator has observed the fault. The node's timestamp decides nothing.
     pub observed_for: Duration,
 }
 
@@ -151,8 +151,8 @@ pub struct BudgetInputs {
     /// How long PodDisruptionBudgets have refused the eviction of pods, by UID.
     pub refused_for: BTreeMap<String, Duration>,
     /// How long evictions of pods have been refused or have failed, by UID.
-    pub evicted_in_vain_for: BTreeMap<String, Duration>,
-    /// How long this operator has seen the status say that the budget is exceeded; `None` while
+    pub evictions_ineffective_for: BTreeMap<String, Duration>,
+    /// How long this operator has observed the status say that the budget is exceeded; `None` while
     /// the status does not say so.
     pub exceeded_for: Option<Duration>,
     /// The budget's cohort.

@@ -21,7 +21,8 @@ const CREATION_MARGIN: SignedDuration = SignedDuration::from_secs(5);
 /// The pods to evict so that the rest fits `parsed`, in force since `since`.
 ///
 /// Borrowed pods come before guaranteed pods and newer pods before older ones. No pod is selected
-/// in vain. Guaranteed pods of a Job that would fail are skipped, because they end by themselves.
+/// needlessly. Guaranteed pods of a Job that would fail are skipped, because they end by
+/// themselves.
 pub fn excess_pods(
     parsed: &ParsedSpec,
     pods: &[(String, PodRequest)],
@@ -84,12 +85,12 @@ impl Overage {
     /// The exceeded bound that the eviction of this pod would ease.
     fn exceeded_bound(&self, request: &PodRequest) -> Option<&'static str> {
         let guaranteed = request.kind == PriorityKind::Guaranteed;
-        let asks = |amount: Quanta| amount != Quanta::ZERO;
-        if self.guaranteed > 0 && guaranteed && asks(request.device) {
+        let is_requested = |amount: Quanta| amount != Quanta::ZERO;
+        if self.guaranteed > 0 && guaranteed && is_requested(request.device) {
             Some("the pod was admitted beyond the namespace's guarantee")
-        } else if self.total > 0 && asks(request.device) {
+        } else if self.total > 0 && is_requested(request.device) {
             Some("the pod was admitted beyond the namespace's limit")
-        } else if self.managed > 0 && asks(request.managed) {
+        } else if self.managed > 0 && is_requested(request.managed) {
             Some("the pod was admitted beyond the namespace's limit of managed memory")
         } else {
             None

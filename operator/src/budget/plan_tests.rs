@@ -45,7 +45,7 @@ struct Namespace {
     /// The API server's clock.
     second: i64,
     skew: Skew,
-    /// The faults by pod, each with the time at which the operator first saw it.
+    /// The faults by pod, each with the time at which the operator first observed it.
     faults: Vec<(String, Fault, i64)>,
     /// Since when the status has said that the budget is exceeded.
     exceeded: Option<i64>,
@@ -54,7 +54,7 @@ struct Namespace {
     /// How long PodDisruptionBudgets have refused evictions.
     refused: BTreeMap<String, Duration>,
     /// How long evictions have been refused or have failed.
-    in_vain: BTreeMap<String, Duration>,
+    ineffective: BTreeMap<String, Duration>,
     /// How many evictions were requested for each pod.
     evicted: BTreeMap<String, usize>,
 }
@@ -91,7 +91,7 @@ impl Namespace {
             exceeded: None,
             jobs: BTreeMap::new(),
             refused: BTreeMap::new(),
-            in_vain: BTreeMap::new(),
+            ineffective: BTreeMap::new(),
             evicted: BTreeMap::new(),
         }
     }
@@ -111,7 +111,7 @@ impl Namespace {
                 .map(|(name, request)| (name.clone(), request.clone()))
                 .collect(),
             refused_for: self.refused.clone(),
-            evicted_in_vain_for: self.in_vain.clone(),
+            evictions_ineffective_for: self.ineffective.clone(),
             exceeded_for: is_exceeded(&self.budget)
                 .then(|| self.since(self.exceeded.unwrap_or(self.second))),
             cohort: Cohort {
@@ -126,12 +126,12 @@ impl Namespace {
             affected_pods: self
                 .faults
                 .iter()
-                .filter_map(|(pod, fault, seen)| {
+                .filter_map(|(pod, fault, since)| {
                     Some(AffectedPod {
                         pod: pod.clone(),
                         request: on_node("n", self.pods.get(pod)?)?.cloned(),
                         fault: fault.clone(),
-                        observed_for: self.since(*seen),
+                        observed_for: self.since(*since),
                     })
                 })
                 .collect(),
@@ -215,13 +215,13 @@ impl Namespace {
         panic!("no fixed point: {:?}", self.plan());
     }
 
-    fn asked(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
+    fn requested(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
         let pods = self.pods.values().filter(|request| of(request));
         pods.map(|request| request.device.count()).sum()
     }
 
     fn holds(&self, type_: &str) -> bool {
-        let status = self.budget.status.as_ref().expect("it was told");
+        let status = self.budget.status.as_ref().expect("a status is written");
         let mut conditions = status.conditions.iter();
         conditions.any(|condition| condition.type_ == type_ && condition.status == "True")
     }
@@ -341,7 +341,7 @@ fn excess_pods_are_evicted_newest_borrower_first() {
         let mut steps = plan.steps.iter();
         steps.any(|step| matches!(step, Step::Evict { .. }))
     };
-    assert!(!evicts(&namespace.plan()), "not told yet");
+    assert!(!evicts(&namespace.plan()), "no status yet");
     namespace
         .plan()
         .steps
@@ -454,12 +454,12 @@ fn job_pod_is_evicted_if_job_ignores_it_and_never_deleted() {
         .into_iter()
         .for_each(|step| namespace.take(step));
     namespace.second += 100;
-    let asks = namespace.plan();
+    let plan = namespace.plan();
     assert!(
-        matches!(asks.steps[..], [Step::ReadJob(_), Step::ReadJob(_), ..]),
-        "{asks:?}"
+        matches!(plan.steps[..], [Step::ReadJob(_), Step::ReadJob(_), ..]),
+        "{plan:?}"
     );
-    asks.steps.into_iter().for_each(|step| namespace.take(step));
+    plan.steps.into_iter().for_each(|step| namespace.take(step));
     for step in namespace.plan().steps {
         let forced = matches!(&step, Step::Evict { pod, by_force: true } if pod.uid != "before");
         assert!(!forced, "{step:?}");
@@ -513,7 +513,7 @@ impl Namespace {
         let status = self.budget.status.as_ref().unwrap();
         let evictions = status.evictions.iter();
         evictions
-            .map(|one| (one.pod.as_str(), one.reason.as_str()))
+            .map(|eviction| (eviction.pod.as_str(), eviction.reason.as_str()))
             .collect()
     }
 }
@@ -552,8 +552,8 @@ fn remedy_follows_agent_action_and_current_policy() {
             let of_context = fault("f", FaultKind::Context, agent, 0);
             assert_eq!(remedy(&of_context, action), wanted, "{agent:?}, {action:?}");
             let of_gpu = fault("f", FaultKind::Gpu, Agent::ResetGpu, 0);
-            let goes = evict("GpuFault").filter(|_| action != Now::Report);
-            assert_eq!(remedy(&of_gpu, action), goes);
+            let expected = evict("GpuFault").filter(|_| action != Now::Report);
+            assert_eq!(remedy(&of_gpu, action), expected);
             let undecided = Fault {
                 action: None,
                 ..of_context
@@ -642,7 +642,7 @@ fn without_budget_faults_evict_by_the_default_action() {
 }
 
 #[test]
-fn without_budget_evictions_in_vain_block_no_others() {
+fn without_budget_ineffective_evictions_block_no_others() {
     let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
     let mut namespace = Namespace::new(100, 100);
     for name in &names {
@@ -651,8 +651,8 @@ fn without_budget_evictions_in_vain_block_no_others() {
         namespace.strike(name, FaultKind::Context, FaultAction::BeyondMaximum);
     }
     for name in &names[..10] {
-        let in_vain = (name.clone(), Duration::from_secs(5));
-        namespace.in_vain.extend([in_vain]);
+        let ineffective = (name.clone(), Duration::from_secs(5));
+        namespace.ineffective.extend([ineffective]);
     }
     let evicted = evicted_without_budget(&namespace, ContextAction::Process);
     assert_eq!(evicted, names[10..10 + MAX_EVICTIONS]);
@@ -682,7 +682,7 @@ fn evictions_wait_for_room_in_the_status_and_all_happen() {
 }
 
 #[test]
-fn evictions_in_vain_block_no_others() {
+fn ineffective_evictions_block_no_others() {
     let names: Vec<String> = (0..=MAX_EVICTIONS)
         .map(|number| format!("p{number}"))
         .collect();
@@ -693,20 +693,22 @@ fn evictions_in_vain_block_no_others() {
         namespace.strike(pod, FaultKind::Context, FaultAction::Evict);
     };
     stuck.iter().for_each(|pod| strikes(&mut namespace, pod));
-    let tells = |namespace: &mut Namespace| {
+    let writes_status = |namespace: &mut Namespace| {
         let steps = namespace.plan().steps.into_iter();
-        let told: Vec<_> = steps
+        let status_writes: Vec<_> = steps
             .filter(|step| matches!(step, Step::ApplyStatus(_)))
             .collect();
-        let is_told = !told.is_empty();
-        told.into_iter().for_each(|step| namespace.take(step));
-        is_told
+        let is_written = !status_writes.is_empty();
+        status_writes
+            .into_iter()
+            .for_each(|step| namespace.take(step));
+        is_written
     };
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     strikes(&mut namespace, last);
     let lasted = |namespace: &mut Namespace, seconds| {
         let lasted = Duration::from_secs(seconds);
-        namespace.in_vain = stuck
+        namespace.ineffective = stuck
             .iter()
             .map(|pod| ((*pod).to_owned(), lasted))
             .collect();
@@ -717,23 +719,23 @@ fn evictions_in_vain_block_no_others() {
     };
     lasted(&mut namespace, 89);
     // The status counts the fault of the last pod too.
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     let full = recorded(&namespace);
     assert!(!full.iter().any(|pod| pod == last), "{full:?}");
     lasted(&mut namespace, 90);
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     let first = recorded(&namespace);
     assert_eq!((first.len(), &*first[0]), (MAX_EVICTIONS, *last));
     let mut steps = namespace.plan().steps.into_iter();
     assert!(steps.any(|step| matches!(step, Step::Evict { pod, .. } if pod.pod == **last)));
-    assert!(!tells(&mut namespace), "the dropped pod waits");
+    assert!(!writes_status(&mut namespace), "the dropped pod waits");
     let dropped = stuck
         .iter()
-        .find(|pod| !first.iter().any(|one| one == **pod))
+        .find(|pod| !first.iter().any(|name| name == **pod))
         .unwrap();
-    namespace.in_vain.remove(*dropped);
+    namespace.ineffective.remove(*dropped);
     assert!(namespace.plan().requeue_after.is_some());
-    assert!(tells(&mut namespace));
+    assert!(writes_status(&mut namespace));
     assert_eq!(recorded(&namespace)[0], **dropped);
 }
 
@@ -863,11 +865,11 @@ proptest! {
             })
         };
         let fits = |(owned, all): (i64, i64)| owned <= parsed.guaranteed.count() && all <= parsed.limit.count();
-        let ends = |name: &str| ended.iter().any(|one| one.pod == name);
+        let ends = |name: &str| ended.iter().any(|eviction| eviction.pod == name);
         prop_assert!(fits(left(&ends)));
-        for one in &ended {
-            let spared = |name: &str| name != one.pod && ends(name);
-            prop_assert!(!fits(left(&spared)), "{} could stay", one.pod);
+        for eviction in &ended {
+            let spared = |name: &str| name != eviction.pod && ends(name);
+            prop_assert!(!fits(left(&spared)), "{} could stay", eviction.pod);
         }
     }
 
@@ -877,8 +879,8 @@ proptest! {
         let parsed = Namespace::new(0, limit).parsed();
         let pods = requests(&pods);
         let since = Timestamp::from_second(since).unwrap();
-        for one in excess_pods(&parsed, &pods, since, |_| true) {
-            let (_, request) = pods.iter().find(|(name, _)| *name == one.pod).unwrap();
+        for eviction in excess_pods(&parsed, &pods, since, |_| true) {
+            let (_, request) = pods.iter().find(|(name, _)| *name == eviction.pod).unwrap();
             prop_assert!(request.created > since);
         }
     }
@@ -918,8 +920,8 @@ proptest! {
         }
         namespace.second += 20;
         namespace.settle();
-        prop_assert!(namespace.asked(|_| true) <= namespace.parsed().limit.count());
-        let owned = namespace.asked(|request| request.kind == PriorityKind::Guaranteed);
+        prop_assert!(namespace.requested(|_| true) <= namespace.parsed().limit.count());
+        let owned = namespace.requested(|request| request.kind == PriorityKind::Guaranteed);
         prop_assert!(owned <= namespace.parsed().guaranteed.count());
         prop_assert!(namespace.labelled && namespace.holds(names::ENFORCED) && namespace.holds(names::READY));
         prop_assert!(namespace.evicted.values().all(|times| *times == 1));

@@ -160,12 +160,12 @@ mod tests {
         let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
         let desired = QuotaSpec::desired(QuotaKind::Guaranteed, &budget, &parsed, Quantum::Gib1);
         let object = desired.object(QuotaKind::Guaranteed, "team", &budget);
-        let seen = |object: &Value| {
+        let observed = |object: &Value| {
             ObservedQuota::of(&serde_json::from_value(object.clone()).unwrap()).spec
         };
         let mut beside = object.clone();
         beside["spec"]["hard"]["pods"] = json!("4");
-        assert_eq!(seen(&beside), desired);
+        assert_eq!(observed(&beside), desired);
         let mut raised = object.clone();
         raised["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"] = json!("9k");
         let mut unscoped = object.clone();
@@ -175,7 +175,7 @@ mod tests {
         let mut orphan = object;
         orphan["metadata"]["ownerReferences"] = json!([]);
         for changed in [raised, unscoped, wider, orphan] {
-            assert_ne!(seen(&changed), desired, "{changed}");
+            assert_ne!(observed(&changed), desired, "{changed}");
         }
     }
 }

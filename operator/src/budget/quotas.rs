@@ -176,11 +176,15 @@ fn scope(spec: &ResourceQuotaSpec) -> Scope {
     let selected = selected.and_then(|selector| selector.match_expressions.as_deref());
     match selected {
         None | Some([]) if plain => Scope::All,
-        Some([one])
+        Some([requirement])
             if plain
-                && one.scope_name == "PriorityClass"
-                && one.operator == "NotIn"
-                && one.values.iter().flatten().eq([BORROWED_PRIORITY_CLASS]) =>
+                && requirement.scope_name == "PriorityClass"
+                && requirement.operator == "NotIn"
+                && requirement
+                    .values
+                    .iter()
+                    .flatten()
+                    .eq([BORROWED_PRIORITY_CLASS]) =>
         {
             Scope::NotBorrowed
         }

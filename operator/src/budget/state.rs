@@ -36,12 +36,12 @@ pub(super) struct BudgetState {
     /// The first and the last refusal of each pod's eviction, by UID.
     refused: BTreeMap<String, (Instant, Instant)>,
     /// The first and the last request for each pod's eviction that was refused or failed, by UID.
-    evicted_in_vain: BTreeMap<String, (Instant, Instant)>,
+    ineffective_evictions: BTreeMap<String, (Instant, Instant)>,
     /// The pods whose Event about their eviction is published, by UID.
     announced: BTreeSet<String>,
     /// Whether the last eviction failed.
     last_eviction_failed: bool,
-    /// When each fault was first seen, by the fault's id and the pod's UID.
+    /// When each fault was first observed, by the fault's id and the pod's UID.
     faults_since: BTreeMap<(String, String), Instant>,
     /// Since when the status has said that the budget is exceeded.
     exceeded_since: Option<Instant>,
@@ -78,7 +78,7 @@ impl BudgetState {
     pub(super) fn recall_evictions(&mut self, inputs: &mut BudgetInputs, now: Instant) {
         inputs.jobs_ignoring_disruption = self.known_jobs(&inputs.pods);
         inputs.refused_for = lasting(&mut self.refused, now);
-        inputs.evicted_in_vain_for = lasting(&mut self.evicted_in_vain, now);
+        inputs.evictions_ineffective_for = lasting(&mut self.ineffective_evictions, now);
         self.update_fault_ages(&mut inputs.affected_pods, now);
     }
 
@@ -120,15 +120,18 @@ impl BudgetState {
         self.announced.insert(uid.to_owned());
     }
 
-    /// Sets how long each fault has been seen, and drops what is known of pods without a fault.
+    /// Sets how long each fault has been observed, and drops what is known of pods without a fault.
     fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
-        self.announced
-            .retain(|uid| affected_pods.iter().any(|one| one.request.uid == *uid));
+        self.announced.retain(|uid| {
+            affected_pods
+                .iter()
+                .any(|affected| affected.request.uid == *uid)
+        });
         let before = std::mem::take(&mut self.faults_since);
-        for one in affected_pods {
-            let name = (one.fault.id.clone(), one.request.uid.clone());
+        for affected in affected_pods {
+            let name = (affected.fault.id.clone(), affected.request.uid.clone());
             let since = before.get(&name).copied().unwrap_or(now);
-            one.observed_for = now.saturating_duration_since(since);
+            affected.observed_for = now.saturating_duration_since(since);
             self.faults_since.insert(name, since);
         }
     }
@@ -141,7 +144,7 @@ impl BudgetState {
     }
 }
 
-/// How long the requests have been in vain, by UID. Forgotten requests are dropped.
+/// How long the requests have been ineffective, by UID. Forgotten requests are dropped.
 fn lasting(
     requests: &mut BTreeMap<String, (Instant, Instant)>,
     now: Instant,
@@ -198,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_eviction_is_in_vain_but_not_refused() {
+    fn failed_eviction_is_ineffective_but_not_refused() {
         let (mut state, start) = (BudgetState::default(), Instant::now());
         let at = |second| start + Duration::from_secs(second);
         let failed = Err(ApiError::TimedOut {
@@ -207,8 +210,8 @@ mod tests {
         });
         state.record_eviction("p", &failed, at(0));
         state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(30));
-        let (refused, in_vain) = (&mut state.refused, &mut state.evicted_in_vain);
+        let (refused, ineffective) = (&mut state.refused, &mut state.ineffective_evictions);
         assert_eq!(lasting(refused, at(40))["p"], Duration::from_secs(10));
-        assert_eq!(lasting(in_vain, at(40))["p"], Duration::from_secs(40));
+        assert_eq!(lasting(ineffective, at(40))["p"], Duration::from_secs(40));
     }
 }

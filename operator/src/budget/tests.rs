@@ -45,7 +45,7 @@ fn idle() -> BudgetInputs {
         },
         pods: Vec::new(),
         refused_for: Default::default(),
-        evicted_in_vain_for: Default::default(),
+        evictions_ineffective_for: Default::default(),
         exceeded_for: None,
         guaranteed_quota: None,
         limit_quota: None,
@@ -125,7 +125,7 @@ fn condition<'a>(status: &'a GpuMemoryBudgetStatus, type_: &str) -> &'a Conditio
         .unwrap()
 }
 
-fn said(status: &GpuMemoryBudgetStatus, type_: &str) -> (String, String) {
+fn status_and_reason(status: &GpuMemoryBudgetStatus, type_: &str) -> (String, String) {
     let condition = condition(status, type_);
     (condition.status.clone(), condition.reason.clone())
 }
@@ -138,21 +138,24 @@ fn is(status: &str, reason: &str) -> (String, String) {
 fn budget_is_ready_when_declared_state_is_in_force() {
     let inputs = in_force(&plain(), using(16, 8, 0));
     let status = desired_status(&plain(), &inputs, &at(1));
-    assert_eq!(said(&status, names::READY), is("True", names::AS_DECLARED));
     assert_eq!(
-        said(&status, names::ACCEPTED),
+        status_and_reason(&status, names::READY),
         is("True", names::AS_DECLARED)
     );
     assert_eq!(
-        said(&status, names::COVERED),
+        status_and_reason(&status, names::ACCEPTED),
+        is("True", names::AS_DECLARED)
+    );
+    assert_eq!(
+        status_and_reason(&status, names::COVERED),
         is("True", names::GUARANTEES_FIT)
     );
     assert_eq!(
-        said(&status, names::EXCEEDED),
+        status_and_reason(&status, names::EXCEEDED),
         is("False", names::WITHIN_BUDGET)
     );
     assert_eq!(
-        said(&status, names::ENFORCED),
+        status_and_reason(&status, names::ENFORCED),
         is("True", names::QUOTAS_IN_FORCE)
     );
     assert_eq!(status.observed_generation, Some(3));
@@ -167,23 +170,23 @@ fn budget_is_ready_when_declared_state_is_in_force() {
 #[test]
 fn budget_is_not_enforced_before_quota_status_is_synced() {
     let mut inputs = idle();
-    let said_of = |inputs: &BudgetInputs| {
+    let enforced_message = |inputs: &BudgetInputs| {
         let status = desired_status(&plain(), inputs, &at(1));
         assert_eq!(
-            said(&status, names::ENFORCED),
+            status_and_reason(&status, names::ENFORCED),
             is("False", names::QUOTA_PENDING)
         );
         assert_eq!(
-            said(&status, names::READY),
+            status_and_reason(&status, names::READY),
             is("False", names::QUOTA_PENDING)
         );
         condition(&status, names::ENFORCED).message.clone()
     };
-    assert!(said_of(&inputs).contains("not written yet"));
+    assert!(enforced_message(&inputs).contains("not written yet"));
     inputs = in_force(&plain(), inputs);
     let quota = inputs.limit_quota.as_mut().unwrap();
     quota.spec.scope = Scope::Foreign;
-    let message = said_of(&inputs);
+    let message = enforced_message(&inputs);
     assert!(
         message.contains("one of them was changed: the operator updates it"),
         "{message}"
@@ -191,7 +194,7 @@ fn budget_is_not_enforced_before_quota_status_is_synced() {
     inputs = in_force(&plain(), inputs);
     let quota = inputs.guaranteed_quota.as_mut().unwrap();
     quota.status_hard.clear();
-    let message = said_of(&inputs);
+    let message = enforced_message(&inputs);
     assert!(message.contains("controller manager"), "{message}");
 }
 
@@ -238,8 +241,14 @@ fn exceeded_names_the_gravest_reason_and_lists_all() {
     ];
     for (inputs, reason) in cases {
         let status = desired_status(&plain(), &inputs, &at(1));
-        assert_eq!(said(&status, names::EXCEEDED), is("True", reason));
-        assert_eq!(said(&status, names::READY), is("False", reason));
+        assert_eq!(
+            status_and_reason(&status, names::EXCEEDED),
+            is("True", reason)
+        );
+        assert_eq!(
+            status_and_reason(&status, names::READY),
+            is("False", reason)
+        );
     }
     let worst = desired_status(&plain(), &using(20, 8, 1), &at(1));
     let message = &condition(&worst, names::EXCEEDED).message;
@@ -258,7 +267,7 @@ fn terminating_pod_is_requested_but_exceeds_nothing() {
     inputs.pods[1].1.terminating = true;
     let status = desired_status(&plain(), &inputs, &at(1));
     assert_eq!(
-        said(&status, names::EXCEEDED),
+        status_and_reason(&status, names::EXCEEDED),
         is("False", names::WITHIN_BUDGET)
     );
     assert_eq!(status.device_memory.requested.quanta, 25);
@@ -270,7 +279,7 @@ fn budget_without_limit_borrows_nothing() {
     let strict = budget(json!({ "deviceMemory": { "guaranteed": "16Gi" } }));
     let status = desired_status(&strict, &using(12, 5, 0), &at(1));
     assert_eq!(
-        said(&status, names::EXCEEDED),
+        status_and_reason(&status, names::EXCEEDED),
         is("True", names::OVER_LIMIT)
     );
     let status = desired_status(&strict, &using(17, 0, 0), &at(1));
@@ -292,7 +301,7 @@ fn overcommitted(budgets: usize) -> BudgetInputs {
 fn overcommitted_message_has_both_sums_and_the_remedy() {
     let status = desired_status(&plain(), &overcommitted(3), &at(1));
     assert_eq!(
-        said(&status, names::COVERED),
+        status_and_reason(&status, names::COVERED),
         is("False", names::OVERCOMMITTED)
     );
     assert_eq!(
@@ -315,7 +324,10 @@ fn overcommitted_message_of_a_large_cohort_names_the_metric() {
 #[test]
 fn budget_is_ready_while_only_its_cohort_is_overcommitted() {
     let status = desired_status(&plain(), &overcommitted(3), &at(1));
-    assert_eq!(said(&status, names::READY), is("True", names::AS_DECLARED));
+    assert_eq!(
+        status_and_reason(&status, names::READY),
+        is("True", names::AS_DECLARED)
+    );
 }
 
 #[test]
@@ -323,7 +335,10 @@ fn overcommitted_cohort_does_not_hide_an_exceeded_budget() {
     let mut inputs = using(20, 8, 0);
     inputs.cohort.guaranteed = Quanta::new(40);
     let status = desired_status(&plain(), &inputs, &at(1));
-    assert_eq!(said(&status, names::READY), is("False", names::OVER_LIMIT));
+    assert_eq!(
+        status_and_reason(&status, names::READY),
+        is("False", names::OVER_LIMIT)
+    );
 }
 
 #[test]
@@ -331,7 +346,10 @@ fn budget_is_not_ready_when_its_cohort_has_no_nodes() {
     let mut inputs = in_force(&plain(), idle());
     inputs.cohort.nodes = 0;
     let status = desired_status(&plain(), &inputs, &at(1));
-    assert_eq!(said(&status, names::READY), is("False", names::NO_NODES));
+    assert_eq!(
+        status_and_reason(&status, names::READY),
+        is("False", names::NO_NODES)
+    );
 }
 
 #[test]
@@ -352,13 +370,16 @@ fn covered_message_is_stable_while_its_status_is() {
 
 #[test]
 fn cohort_without_nodes_says_how_a_node_joins() {
-    let elsewhere = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
+    let other_cohort = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
     let mut inputs = idle();
     inputs.cohort.nodes = 0;
     let other = ExclusionReason::OtherQuantum("512Mi".to_owned());
     inputs.cohort.excluded = vec![("n1".to_owned(), other)];
-    let status = desired_status(&elsewhere, &inputs, &at(1));
-    assert_eq!(said(&status, names::COVERED), is("False", names::NO_NODES));
+    let status = desired_status(&other_cohort, &inputs, &at(1));
+    assert_eq!(
+        status_and_reason(&status, names::COVERED),
+        is("False", names::NO_NODES)
+    );
     let message = &condition(&status, names::COVERED).message;
     assert!(message.contains("bursar.dev/cohort=lab"), "{message}");
     assert!(
@@ -378,11 +399,11 @@ fn excluded_nodes_are_named_by_reason() {
     ];
     let status = desired_status(&plain(), &inputs, &at(1));
     let message = &condition(&status, names::COVERED).message;
-    for told in [
+    for text in [
         "2 nodes excluded, because node a is not Ready or its kubelet has no agent",
         "1 node excluded, because GpuNode b cannot be parsed",
     ] {
-        assert!(message.contains(told), "{message}");
+        assert!(message.contains(text), "{message}");
     }
 }
 
@@ -409,12 +430,12 @@ fn excluded_node_changes_no_message_of_a_large_cohort() {
         other("d", "256Mi"),
     ];
     assert_eq!(message_of(more, "a"), message);
-    for told in [
+    for text in [
         "; nodes excluded, because they are not Ready or their kubelets have no agent",
         "; nodes excluded, because their quantum is not the cluster's 1Gi",
         "; a GpuNode has a value of another version",
     ] {
-        assert!(message.contains(told), "{message}");
+        assert!(message.contains(text), "{message}");
     }
 }
 
@@ -442,19 +463,19 @@ fn contradictory_spec_is_invalid_and_names_the_remedy() {
     for (spec, message) in cases {
         let status = desired_status(&budget(spec), &using(4, 0, 0), &at(1));
         assert_eq!(
-            said(&status, names::ACCEPTED),
+            status_and_reason(&status, names::ACCEPTED),
             is("False", names::INVALID_SPEC)
         );
         assert_eq!(
-            said(&status, names::READY),
+            status_and_reason(&status, names::READY),
             is("False", names::INVALID_SPEC)
         );
         assert_eq!(
-            said(&status, names::COVERED),
+            status_and_reason(&status, names::COVERED),
             is("Unknown", names::INVALID_SPEC)
         );
         assert_eq!(
-            said(&status, names::EXCEEDED),
+            status_and_reason(&status, names::EXCEEDED),
             is("Unknown", names::INVALID_SPEC)
         );
         let found = &condition(&status, names::ACCEPTED).message;
@@ -479,7 +500,7 @@ fn invalid_override_is_named_and_affects_nothing_else() {
         (names::EXCEEDED, is("True", names::OVER_GUARANTEE)),
         (names::ENFORCED, is("True", names::QUOTAS_IN_FORCE)),
     ] {
-        assert_eq!(said(&status, type_), wanted);
+        assert_eq!(status_and_reason(&status, type_), wanted);
     }
     assert_eq!(
         condition(&status, names::ACCEPTED).message,

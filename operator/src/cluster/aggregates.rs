@@ -221,7 +221,7 @@ impl Aggregates {
 }
 
 fn namespaces_reported(gpus: &GpuNodeSummary) -> impl Iterator<Item = &str> {
-    let uses = gpus.namespaces.iter().map(|one| one.namespace.as_str());
+    let uses = gpus.namespaces.iter().map(|usage| usage.namespace.as_str());
     let faults = gpus.faults.iter();
     let faults = faults.filter_map(|open| open.fault.container.as_ref());
     uses.chain(faults.map(|container| container.namespace.as_str()))

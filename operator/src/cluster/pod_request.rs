@@ -95,8 +95,8 @@ impl PodRequest {
             device: quanta(quantum.device_memory()),
             managed: quanta(quantum.managed_memory()),
         };
-        let asks = request.device != Quanta::ZERO || request.managed != Quanta::ZERO;
-        asks.then_some(request)
+        let requests_memory = request.device != Quanta::ZERO || request.managed != Quanta::ZERO;
+        requests_memory.then_some(request)
     }
 
     /// The Job that the operator must read before it evicts the pod. A borrowed pod has none,
@@ -142,8 +142,8 @@ pub fn aggregate_requests<T: Copy + Default + Ord>(
 
 /// One container's request for `resource`.
 pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
-    let asked = container.resources.requests.get(resource);
-    asked.map_or(Quanta::ZERO, parse_count)
+    let requested = container.resources.requests.get(resource);
+    requested.map_or(Quanta::ZERO, parse_count)
 }
 
 /// Parses a resource count. The API server admits whole numbers of any size.

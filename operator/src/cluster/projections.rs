@@ -119,7 +119,7 @@ impl GpuNodeSummary {
                 .map(|status| status.namespaces.clone())
                 .unwrap_or_default(),
             conditions: conditions
-                .map(|one| (one.type_.clone(), one.status.clone()))
+                .map(|condition| (condition.type_.clone(), condition.status.clone()))
                 .collect(),
             gpus: status
                 .into_iter()
@@ -150,7 +150,7 @@ impl GpuNodeSummary {
         let faults = faults.map(|open| Some(open.fault.container.as_ref()?.namespace.as_str()));
         let uses = self.namespaces.iter();
         faults
-            .chain(uses.map(|one| Some(one.namespace.as_str())))
+            .chain(uses.map(|usage| Some(usage.namespace.as_str())))
             .collect()
     }
 }
@@ -161,7 +161,7 @@ impl OpenFault {
             return Vec::new();
         };
         let on = |gpu: &str| {
-            let gpu = status.gpus.iter().find(|one| one.uuid == gpu);
+            let gpu = status.gpus.iter().find(|listed| listed.uuid == gpu);
             let pods = gpu.into_iter().flat_map(|gpu| &gpu.pods);
             pods.map(|pod| pod.uid.clone()).collect()
         };

@@ -7,13 +7,13 @@ pub(crate) fn needs_apply<T: PartialEq>(
     desired: &[T],
     applied: Option<&Vec<T>>,
 ) -> bool {
-    let lacks = desired.iter().any(|one| !current.contains(one));
+    let lacks = desired.iter().any(|entry| !current.contains(entry));
     // Before the first apply all entries count as the operator's. The apply shows which are.
-    let of_ours = |one: &&T| applied.is_none_or(|applied| applied.contains(*one));
+    let of_ours = |entry: &&T| applied.is_none_or(|applied| applied.contains(*entry));
     let stale = current
         .iter()
         .filter(of_ours)
-        .any(|one| !desired.contains(one));
+        .any(|entry| !desired.contains(entry));
     lacks || stale
 }
 

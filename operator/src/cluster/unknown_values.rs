@@ -38,7 +38,7 @@ pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
         (
             policies
                 .iter()
-                .any(|one| one.action == ContextAction::Unknown),
+                .any(|policy| policy.action == ContextAction::Unknown),
             "spec.contextPolicies[].action",
         ),
         (

@@ -66,16 +66,16 @@ impl Executor {
                 omitted,
             } => self.override_quotas(node, quotas, omitted, history).await,
             Step::Preempt {
-                waiter,
+                pending_pod,
                 node,
                 gpus,
                 nominate,
                 victims,
             } => {
-                if nominate && !self.nominate(&waiter, &node, &gpus).await? {
+                if nominate && !self.nominate(&pending_pod, &node, &gpus).await? {
                     return Ok(());
                 }
-                self.evict_victims(&victims, &waiter, (&node, &gpus), history, now)
+                self.evict_victims(&victims, &pending_pod, (&node, &gpus), history, now)
                     .await
             }
             Step::Relocate {

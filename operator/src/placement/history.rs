@@ -38,12 +38,12 @@ const LABEL_RATE: f64 = 20.0;
 pub struct History {
     /// The pending pods.
     pending: BTreeMap<String, PendingSince>,
-    /// When each reservation was first seen, by node, GPU and pod.
+    /// When each reservation was first observed, by node, GPU and pod.
     reserved_since: BTreeMap<(String, String, String), Uptime>,
     /// The pods whose reservations failed.
     reservation_backoffs: BTreeMap<String, ReservationBackoff>,
-    /// The memory of pods on contested GPUs, and when it was last seen. By node and GPU, then by
-    /// pod.
+    /// The memory of pods on contested GPUs, and when it was last observed. By node and GPU, then
+    /// by pod.
     holders: BTreeMap<(String, String), BTreeMap<String, (Quanta, Uptime)>>,
     /// The terminating pods.
     terminations: BTreeMap<String, Termination>,
@@ -102,7 +102,7 @@ impl History {
             )
         });
         let waiting: BTreeSet<&str> = on_nodes
-            .map(|waiter| waiter.pod.as_str())
+            .map(|container| container.pod.as_str())
             .chain(unplaced.map(|(uid, _)| *uid))
             .collect();
         let mut before = std::mem::take(&mut self.pending);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn refusal_for_one_waiter_expires_before_a_later_one() {
+    fn refusal_for_one_pod_expires_before_a_later_one() {
         let mut history = History::default();
         history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(1));
         assert_eq!(history.refused_for("p", at(20)), Some(at(19)));

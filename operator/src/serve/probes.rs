@@ -68,10 +68,10 @@ impl bursar_http::Sources for ReplicaSources {
 }
 
 /// Healthy when `kinds` is empty.
-fn verdict(kinds: &[&str], what: &str) -> Verdict {
+fn verdict(kinds: &[&str], message: &str) -> Verdict {
     match kinds {
         [] => Verdict::Well,
-        kinds => Verdict::Unwell(format!("{what} {}", kinds.join(", "))),
+        kinds => Verdict::Unwell(format!("{message} {}", kinds.join(", "))),
     }
 }
 

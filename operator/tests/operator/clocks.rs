@@ -22,7 +22,7 @@ fn written(time: Timestamp) -> Value {
 }
 
 /// A pod created that many seconds ago. A negative number is in the future.
-fn made(name: &str, quanta: u64, seconds_ago: i64) -> Value {
+fn created(name: &str, quanta: u64, seconds_ago: i64) -> Value {
     let mut pod = pod(name, quanta);
     let created = Timestamp::now() - SignedDuration::from_secs(seconds_ago);
     pod["metadata"]["creationTimestamp"] = written(created);
@@ -42,15 +42,15 @@ async fn until_gone(api: &SimApiServer, pod: &str) {
 async fn over_a_running_pod(clock: Clock) {
     let api = SimApiServer::start();
     small(&api);
-    api.put("pods", made("p", 4, 60));
+    api.put("pods", created("p", 4, 60));
     api.put(BUDGETS, budget("team", "2Gi"));
     let running = Running::by_clock(api, clock).await;
-    let told = running.until("it is exceeded", |status| {
+    let enforced = running.until("it is exceeded", |status| {
         !status.is_null() && condition(status, "Enforced")["status"] == "True"
     });
-    let status = told.await;
+    let status = enforced.await;
     assert_eq!(condition(&status, "Exceeded")["status"], "True");
-    running.api.put("pods", made("late", 3, -30));
+    running.api.put("pods", created("late", 3, -30));
     until_gone(&running.api, "late").await;
     let there = running.api.get("pods", "team", "p");
     assert!(!there.is_null(), "{:?}", running.api.writes());

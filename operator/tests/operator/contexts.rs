@@ -49,29 +49,33 @@ fn is_done(api: &SimApiServer) -> bool {
 
 /// Runs the operator until the pod is evicted, and kills it at the given write. Returns the number
 /// of writes.
-async fn to_the_end(doom: Option<(usize, WriteFault, bool)>) -> usize {
+async fn run_until_evicted(write_failure: Option<(usize, WriteFault, bool)>) -> usize {
     let mut running = Running::start(small).await;
     running.until_ready().await;
     let before = running.api.writes().len();
-    if let Some((number, fate, _)) = doom {
-        running.api.fail_write(number, fate);
+    if let Some((number, write_fault, _)) = write_failure {
+        running.api.fail_write(number, write_fault);
     }
     set_faults(&running.api, fault("BeyondMaximum"));
-    let mut dies = doom.is_some_and(|(.., dies)| dies);
+    let mut kill = write_failure.is_some_and(|(.., kill)| kill);
     let begin = Instant::now();
     while !is_done(&running.api) {
         live(&running.api);
-        if dies && running.api.has_failed_write() {
-            dies = false;
+        if kill && running.api.has_failed_write() {
+            kill = false;
             running = Running::over(running.kill().await).await;
         }
         let writes = || running.api.writes();
-        assert!(begin.elapsed() < END, "{doom:?}: {:?}", writes());
+        assert!(begin.elapsed() < END, "{write_failure:?}: {:?}", writes());
         sleep(Duration::from_millis(20)).await;
     }
     let writes = running.api.writes();
     sleep(Duration::from_millis(2500)).await;
-    assert_eq!(running.api.writes(), writes, "{doom:?}: it goes on");
+    assert_eq!(
+        running.api.writes(),
+        writes,
+        "{write_failure:?}: the operator writes on"
+    );
     let status = status(&running.api);
     let [eviction] = status["evictions"].as_array().expect("a list").as_slice() else {
         panic!("{status}");
@@ -88,9 +92,9 @@ async fn to_the_end(doom: Option<(usize, WriteFault, bool)>) -> usize {
 
 #[tokio::test]
 async fn pod_over_restart_limit_is_evicted_after_any_failed_write() {
-    let writes = to_the_end(None).await;
+    let writes = run_until_evicted(None).await;
     assert!(writes >= 3, "recorded, evicted, closed: {writes}");
-    let fates = [
+    let write_faults = [
         (
             WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
             false,
@@ -99,8 +103,10 @@ async fn pod_over_restart_limit_is_evicted_after_any_failed_write() {
         (WriteFault::RequestDropped, true),
         (WriteFault::ResponseDropped, true),
     ];
-    let dooms = (1..=writes).flat_map(|number| fates.map(|(fate, dies)| (number, fate, dies)));
-    let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
+    let write_failures = (1..=writes)
+        .flat_map(|number| write_faults.map(|(write_fault, kill)| (number, write_fault, kill)));
+    let ends =
+        stream::iter(write_failures).map(|write_failure| run_until_evicted(Some(write_failure)));
     ends.buffer_unordered(6).collect::<Vec<_>>().await;
 }
 
@@ -226,7 +232,9 @@ async fn reported_fault_is_restarted_once_when_the_policy_changes() {
         }
     };
     running
-        .until("it is told", |status| status["contexts"]["open"] == 1)
+        .until("the fault is open", |status| {
+            status["contexts"]["open"] == 1
+        })
         .await;
     sleep(Duration::from_millis(1500)).await;
     assert!(orders().as_array().is_none_or(Vec::is_empty));
@@ -235,7 +243,7 @@ async fn reported_fault_is_restarted_once_when_the_policy_changes() {
     until(json!([order])).await;
     let written = running.orders_written();
     sleep(Duration::from_millis(1500)).await;
-    assert_eq!(running.orders_written(), written, "said once");
+    assert_eq!(running.orders_written(), written, "written once");
     set_faults(&running.api, json!([]));
     until(json!([])).await;
     assert!(!running.api.get("pods", "team", "p").is_null());
@@ -282,7 +290,7 @@ async fn due_restart_is_written_before_other_nodes_policies() {
 async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     let running = Running::start(small).await;
     running.until_ready().await;
-    let say = |node: &str, observed: u64, denials: u64| {
+    let report = |node: &str, observed: u64, denials: u64| {
         let mut object = running.api.get("gpunodes", "", node);
         object["status"]["namespaces"] = json!([
             { "namespace": "team", "observed": observed, "observedManaged": 2 * observed,
@@ -291,17 +299,19 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
         running.api.put("gpunodes", object);
     };
     running.api.put("gpunodes", gpu_node("m", 8));
-    say("n", 3, 5);
+    report("n", 3, 5);
     // A report on a namespace without a pod on the node does not count.
-    say("m", 4, 6);
-    let seen_of_n = |status: &Value| {
+    report("m", 4, 6);
+    let reports_only_n = |status: &Value| {
         status["denials"] == 11 && status["deviceMemory"]["observed"]["quanta"] == 3
     };
-    running.until("its pods are on one node", seen_of_n).await;
+    running
+        .until("its pods are on one node", reports_only_n)
+        .await;
     let mut there = pod("q", 1);
     there["spec"]["nodeName"] = json!("m");
     running.api.put("pods", there);
-    let seen = |observed: u64, peak: u64| {
+    let observes = |observed: u64, peak: u64| {
         move |status: &Value| {
             let is_at = |memory: &Value, observed: u64, peak: u64| {
                 memory["observed"]["quanta"] == observed && memory["peak"]["quanta"] == peak
@@ -310,14 +320,14 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
                 && is_at(&status["managedMemory"], 2 * observed, 2 * peak)
         }
     };
-    let status = running.until("both nodes count", seen(7, 7)).await;
+    let status = running.until("both nodes count", observes(7, 7)).await;
     assert_eq!(status["denials"], 11);
     assert_eq!(
         status["contexts"],
         json!({ "open": 0, "poisoned": 4, "restarts": 2 })
     );
-    say("m", 1, 6);
-    running.until("the peak stays", seen(4, 7)).await;
+    report("m", 1, 6);
+    running.until("the peak stays", observes(4, 7)).await;
     let metrics = running.get("/metrics").await;
     let device = r#"resource="gpu-memory",amount="peak"} 7516192768"#;
     let managed = r#"resource="managed-memory",amount="peak"} 15032385536"#;

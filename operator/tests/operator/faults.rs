@@ -191,7 +191,7 @@ const TRANSITIONS: [Transition; 14] = [
     },
 ];
 
-async fn until(what: &str, api: &SimApiServer, done: impl Fn(&SimApiServer) -> bool) {
+async fn until(goal: &str, api: &SimApiServer, done: impl Fn(&SimApiServer) -> bool) {
     let reached = async {
         while !done(api) {
             sleep(Duration::from_millis(10)).await;
@@ -199,7 +199,7 @@ async fn until(what: &str, api: &SimApiServer, done: impl Fn(&SimApiServer) -> b
     };
     assert!(
         timeout(END, reached).await.is_ok(),
-        "{what}: not reached within {END:?}; the last writes: {:?}; {}",
+        "{goal}: not reached within {END:?}; the last writes: {:?}; {}",
         api.writes().iter().rev().take(8).collect::<Vec<_>>(),
         api.status(BUDGETS, "team", "default"),
     );
@@ -217,70 +217,70 @@ async fn until_quiet(api: &SimApiServer) {
         }
         assert!(
             start.elapsed() < END,
-            "it writes and writes: {:?}",
+            "the operator does not stop writing: {:?}",
             &api.writes()[before..]
         );
         before = now;
     }
 }
 
-/// Runs every transition while write number `doomed` meets `fate`. With `killed` the operator
+/// Runs every transition while write number `number` meets `fault`. With `killed` the operator
 /// crashes then. Returns how many such writes occurred.
-async fn tour(doomed: usize, fate: WriteFault, killed: bool) -> usize {
+async fn run_transitions(number: usize, fault: WriteFault, killed: bool) -> usize {
     let mut running = Running::start(small).await;
-    let mut met = 0;
+    let mut failed_writes = 0;
     for Transition { name, change, done } in TRANSITIONS {
-        running.api.fail_write(doomed, fate);
+        running.api.fail_write(number, fault);
         change(&running.api);
-        let what = format!("{name}, write {doomed} {fate:?}, killed {killed}");
+        let goal = format!("{name}, write {number} {fault:?}, killed {killed}");
         if killed {
             let start = Instant::now();
             let settled =
                 |api: &SimApiServer| done(api) && start.elapsed() > Duration::from_millis(900);
             while !(running.api.has_failed_write() || settled(&running.api)) {
-                assert!(start.elapsed() < END, "{what}");
+                assert!(start.elapsed() < END, "{goal}");
                 sleep(Duration::from_millis(5)).await;
             }
             if running.api.has_failed_write() {
                 running = Running::over(running.kill().await).await;
             }
         }
-        until(&what, &running.api, done).await;
-        met += usize::from(running.api.has_failed_write());
+        until(&goal, &running.api, done).await;
+        failed_writes += usize::from(running.api.has_failed_write());
     }
     until_quiet(&running.api).await;
     running.stop().await;
-    met
+    failed_writes
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_transition_converges_after_a_crash_at_any_write() {
-    let mut tours = tokio::task::JoinSet::new();
-    for doomed in 1..=4 {
-        for fate in [WriteFault::RequestDropped, WriteFault::ResponseDropped] {
-            tours.spawn(tour(doomed, fate, true));
+    let mut runs = tokio::task::JoinSet::new();
+    for number in 1..=4 {
+        for fault in [WriteFault::RequestDropped, WriteFault::ResponseDropped] {
+            runs.spawn(run_transitions(number, fault, true));
         }
     }
-    let met: usize = tours.join_all().await.into_iter().sum();
-    assert!(met >= 40, "only {met} writes were met");
+    let failed_writes: usize = runs.join_all().await.into_iter().sum();
+    assert!(failed_writes >= 40, "only {failed_writes} writes failed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refused_garbled_or_unanswered_write_is_repaired() {
-    let mut tours = tokio::task::JoinSet::new();
-    for doomed in 1..=3 {
-        for fate in [
+    let mut runs = tokio::task::JoinSet::new();
+    for number in 1..=3 {
+        for fault in [
             WriteFault::Refused(StatusCode::CONFLICT),
             WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
             WriteFault::Refused(StatusCode::TOO_MANY_REQUESTS),
             WriteFault::ErrorAfterWrite,
             WriteFault::ResponseDropped,
         ] {
-            tours.spawn(tour(doomed, fate, false));
+            runs.spawn(run_transitions(number, fault, false));
         }
     }
-    let met: usize = tours.join_all().await.into_iter().sum();
-    assert!(met >= 75, "only {met} writes were met");
+    let failed_writes: usize = runs.join_all().await.into_iter().sum();
+    assert!(failed_writes >= 75, "only {failed_writes} writes failed");
 }
 
 #[tokio::test]
@@ -299,7 +299,7 @@ async fn budget_is_in_force_only_after_quota_status_is_synced() {
     running.api.set_controller_manager_running(true);
     running.until_ready().await;
     assert!(labelled(&running.api));
-    until("it is told", &running.api, |api| {
+    until("an Event is published", &running.api, |api| {
         !api.event_reasons().is_empty()
     })
     .await;
@@ -320,7 +320,7 @@ async fn excess_pod_is_evicted_once_with_an_event() {
     let running = Running::start(small).await;
     running.until_ready().await;
     running.api.put("pods", slipped_in("late", 14));
-    until("it is told", &running.api, exceeded).await;
+    until("the budget is exceeded", &running.api, exceeded).await;
     assert!(
         !running.api.get("pods", "team", "late").is_null(),
         "it has a moment"
@@ -335,17 +335,17 @@ async fn excess_pod_is_evicted_once_with_an_event() {
     assert_eq!(evictions.count(), 1);
     assert!(!running.api.get("pods", "team", "p").is_null());
     // The Event follows the status.
-    let told = [
+    let reasons = [
         "QuotasInForce",
         "OverLimit",
         "GpuMemoryBudgetExceeded",
         "WithinBudget",
     ];
-    until("its end is told", &running.api, |api| {
-        api.event_reasons().len() >= told.len()
+    until("its end is published", &running.api, |api| {
+        api.event_reasons().len() >= reasons.len()
     })
     .await;
-    assert_eq!(running.api.event_reasons(), told);
+    assert_eq!(running.api.event_reasons(), reasons);
     running.stop().await;
 }
 
@@ -355,7 +355,7 @@ async fn late_watch_alone_evicts_nobody() {
     running.until_ready().await;
     running.api.put("pods", slipped_in("late", 14));
     running.api.put("pods", slipped_in("later", 1));
-    until("it is told", &running.api, exceeded).await;
+    until("the budget is exceeded", &running.api, exceeded).await;
     running.api.set_watch_paused("pods", true);
     running.api.delete("pods", "team", "late");
     sleep(Duration::from_secs(10)).await;
@@ -376,7 +376,7 @@ async fn failed_eviction_does_not_block_the_status() {
         .api
         .refuse_requests("/late/eviction", refused, usize::MAX);
     running.api.put("pods", slipped_in("late", 14));
-    until("it is told", &running.api, exceeded).await;
+    until("the budget is exceeded", &running.api, exceeded).await;
     // One eviction has failed by then and is retried.
     sleep(Duration::from_millis(6500)).await;
     let before = running.api.status(BUDGETS, "team", "default");
@@ -474,13 +474,13 @@ async fn late_watch_causes_no_second_write() {
 async fn two_operators_converge() {
     let first = Running::start(small).await;
     let second = Running::over(first.api.clone()).await;
-    let tour = async {
+    let transitions = async {
         for Transition { name, change, done } in TRANSITIONS {
             change(&first.api);
             until(name, &first.api, done).await;
         }
     };
-    tour.await;
+    transitions.await;
     until_quiet(&first.api).await;
     second.stop().await;
     first.stop().await;

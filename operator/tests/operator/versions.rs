@@ -35,10 +35,10 @@ async fn unreadable_objects_stop_nothing_but_themselves() {
     })
     .await;
     let status = running.until_ready().await;
-    let told = condition(&status, "Covered")["message"].to_string();
+    let message = condition(&status, "Covered")["message"].to_string();
     assert!(
-        told.contains("because GpuNode odd cannot be parsed"),
-        "{told}"
+        message.contains("because GpuNode odd cannot be parsed"),
+        "{message}"
     );
     assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
     let metrics = running.get("/metrics").await;
@@ -146,8 +146,8 @@ async fn in_a_node(field: &'static str) {
     // The operator's own order is corrected.
     if !field.starts_with("/spec/") {
         let covered = condition(&status, "Covered")["message"].to_string();
-        let told = "GpuNode odd has a value of another version";
-        assert!(covered.contains(told), "{field}: {covered}");
+        let text = "GpuNode odd has a value of another version";
+        assert!(covered.contains(text), "{field}: {covered}");
         let metrics = running.get("/metrics").await;
         let named = unreadable("GpuNodes", "", "odd");
         assert!(metrics.contains(&named), "{metrics}");

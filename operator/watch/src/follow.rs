@@ -89,7 +89,7 @@ enum Page {
 struct Watching<K> {
     revision: String,
     began: Instant,
-    has_told: bool,
+    has_delivered: bool,
     events: BoxStream<'static, kube::Result<WatchEvent<K>>>,
 }
 
@@ -159,10 +159,10 @@ where
             Ok(list) => list,
             Err(error) => return (State::Unlisted, Some(Err(Error::InitialListFailed(error)))),
         };
-        let said = |text: Option<String>| text.filter(|text| !text.is_empty());
+        let non_empty = |text: Option<String>| text.filter(|text| !text.is_empty());
         let page = match (
-            said(list.metadata.continue_),
-            said(list.metadata.resource_version),
+            non_empty(list.metadata.continue_),
+            non_empty(list.metadata.resource_version),
         ) {
             (Some(token), _) => Page::Next(token),
             (None, Some(revision)) => {
@@ -203,7 +203,7 @@ where
                 let watching = Watching {
                     revision,
                     began: Instant::now(),
-                    has_told: false,
+                    has_delivered: false,
                     events: events.boxed(),
                 };
                 (State::Watching(watching), None)
@@ -222,12 +222,12 @@ where
 
     async fn follow(&mut self, mut watching: Watching<K>) -> Step<K> {
         let time = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into()) + MARGIN;
-        let told = tokio::select! {
-            told = timeout(time, watching.events.next()) => told.unwrap_or_default(),
+        let delivered = tokio::select! {
+            delivered = timeout(time, watching.events.next()) => delivered.unwrap_or_default(),
             () = sleep_until(self.relist) => return (State::Unlisted, None),
-            () = self.history.asked() => return (State::Unlisted, None),
+            () = self.history.list_requested() => return (State::Unlisted, None),
         };
-        let (object, event) = match told {
+        let (object, event) = match delivered {
             None => return (self.ended(watching), None),
             Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object))) => {
                 (object.resource_version(), Some(Event::Apply(object)))
@@ -263,7 +263,7 @@ where
         self.history.saw(&revision);
         self.pauses.reset();
         watching.revision = revision;
-        watching.has_told = true;
+        watching.has_delivered = true;
         (State::Watching(watching), event.map(Ok))
     }
 
@@ -271,7 +271,7 @@ where
     fn ended(&mut self, watching: Watching<K>) -> State<K> {
         let lasted = watching.began.elapsed();
         debug!(?lasted, url = self.api.resource_url(), "watch ended");
-        if !watching.has_told && lasted < SHORT {
+        if !watching.has_delivered && lasted < SHORT {
             self.pause();
         } else {
             self.pauses.reset();

@@ -7,8 +7,8 @@ use kube::{Resource, ResourceExt as _};
 use tokio::sync::Notify;
 use tracing::warn;
 
-/// The newest `resourceVersion` that a watch has seen, and a request for a new list. Clones share
-/// both.
+/// The newest `resourceVersion` that a watch has observed, and a request for a new list. Clones
+/// share both.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Shared>);
 
@@ -37,7 +37,7 @@ impl History {
         self.0.list.notify_one();
     }
 
-    /// How often the watch has seen the history go back.
+    /// How often the watch has observed the history go back.
     pub fn restarts(&self) -> u64 {
         self.0.restarts.load(Ordering::Relaxed)
     }
@@ -83,16 +83,16 @@ impl History {
     }
 
     /// Waits for a request for a new list.
-    pub(crate) async fn asked(&self) {
+    pub(crate) async fn list_requested(&self) {
         self.0.list.notified().await;
     }
 
     /// Records that a revision is below an earlier one. The next list defines the new history.
-    pub(crate) fn began_anew(&self, seen: &str, now: &str) {
+    pub(crate) fn began_anew(&self, earlier: &str, now: &str) {
         self.0.newest.store(0, Ordering::Relaxed);
         self.0.restarts.fetch_add(1, Ordering::Relaxed);
         warn!(
-            seen,
+            seen = earlier,
             now, "resourceVersion went back, as after a restore of etcd; listing again"
         );
     }
@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(history.restarts(), 0, "the second changed nothing");
         write(&history, Some("90"), "99").await;
         assert_eq!(history.restarts(), 1);
-        history.asked().await;
+        history.list_requested().await;
     }
 
     #[test]

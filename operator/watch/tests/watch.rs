@@ -24,13 +24,13 @@ fn put(api: &SimApiServer, name: &str, value: usize) {
 
 /// The lists of a watch, each with its names, and the names of later events.
 #[derive(Debug, PartialEq)]
-enum Told {
+enum Delivery {
     List(Vec<String>),
     Change(String),
 }
 
 /// Watches all objects until the test ends.
-fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
+fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Delivery> {
     let (sender, receiver) = mpsc::unbounded_channel();
     let config = Config::default().timeout(200);
     let pauses = Pauses::new(Duration::from_secs(1), LONGEST);
@@ -44,7 +44,7 @@ fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
         let mut objects = pin!(objects);
         let mut list = Vec::new();
         while let Some(event) = objects.next().await {
-            let told = match event {
+            let delivery = match event {
                 Ok(Event::Init) => {
                     list.clear();
                     continue;
@@ -53,11 +53,13 @@ fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
                     list.push(object.name_any());
                     continue;
                 }
-                Ok(Event::InitDone) => Told::List(list.clone()),
-                Ok(Event::Apply(object) | Event::Delete(object)) => Told::Change(object.name_any()),
+                Ok(Event::InitDone) => Delivery::List(list.clone()),
+                Ok(Event::Apply(object) | Event::Delete(object)) => {
+                    Delivery::Change(object.name_any())
+                }
                 Err(_) => continue,
             };
-            if sender.send(told).is_err() {
+            if sender.send(delivery).is_err() {
                 return;
             }
         }
@@ -65,14 +67,15 @@ fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
     receiver
 }
 
-async fn next(told: &mut mpsc::UnboundedReceiver<Told>, within: Duration) -> Told {
-    let told = timeout(within, told.recv()).await;
-    told.expect("the watch tells something in time")
+async fn next(deliveries: &mut mpsc::UnboundedReceiver<Delivery>, within: Duration) -> Delivery {
+    let delivery = timeout(within, deliveries.recv()).await;
+    delivery
+        .expect("the watch delivers in time")
         .expect("the watch goes on")
 }
 
-fn list(names: &[&str]) -> Told {
-    Told::List(names.iter().map(|&name| name.to_owned()).collect())
+fn list(names: &[&str]) -> Delivery {
+    Delivery::List(names.iter().map(|&name| name.to_owned()).collect())
 }
 
 fn lists(api: &SimApiServer) -> Vec<Instant> {
@@ -87,18 +90,24 @@ async fn watch_lists_anew_when_etcd_was_restored() {
     put(&api, "kept", 0);
     let backup = api.backup();
     let history = History::default();
-    let mut told = follow(api.client(), &history);
-    assert_eq!(next(&mut told, LONGEST).await, list(&["kept"]));
+    let mut deliveries = follow(api.client(), &history);
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&["kept"]));
     for value in 0..10 {
         put(&api, "lost", value);
-        assert_eq!(next(&mut told, LONGEST).await, Told::Change("lost".into()));
+        assert_eq!(
+            next(&mut deliveries, LONGEST).await,
+            Delivery::Change("lost".into())
+        );
     }
     api.restore(&backup);
     put(&api, "new", 0);
-    assert_eq!(next(&mut told, LONGEST).await, list(&["kept", "new"]));
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&["kept", "new"]));
     assert_eq!(history.restarts(), 1);
     put(&api, "new", 1);
-    assert_eq!(next(&mut told, LONGEST).await, Told::Change("new".into()));
+    assert_eq!(
+        next(&mut deliveries, LONGEST).await,
+        Delivery::Change("new".into())
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -106,12 +115,15 @@ async fn watch_resumes_where_it_was_after_each_end() {
     let api = SimApiServer::start();
     put(&api, "a", 0);
     let history = History::default();
-    let mut told = follow(api.client(), &history);
-    assert_eq!(next(&mut told, LONGEST).await, list(&["a"]));
+    let mut deliveries = follow(api.client(), &history);
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&["a"]));
     // By then its lifetime has ended the watch twice.
     sleep(Duration::from_secs(500)).await;
     put(&api, "a", 1);
-    assert_eq!(next(&mut told, LONGEST).await, Told::Change("a".into()));
+    assert_eq!(
+        next(&mut deliveries, LONGEST).await,
+        Delivery::Change("a".into())
+    );
     assert_eq!(history.restarts(), 0);
 }
 
@@ -119,20 +131,23 @@ async fn watch_resumes_where_it_was_after_each_end() {
 async fn watch_lists_anew_when_asked() {
     let api = SimApiServer::start();
     let history = History::default();
-    let mut told = follow(api.client(), &history);
-    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    let mut deliveries = follow(api.client(), &history);
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&[]));
     history.list_anew();
-    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&[]));
 }
 
 #[tokio::test(start_paused = true)]
 async fn watch_lists_anew_every_half_hour_at_least() {
     let api = SimApiServer::start();
-    let mut told = follow(api.client(), &History::default());
-    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    let mut deliveries = follow(api.client(), &History::default());
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&[]));
     for _ in 0..20 {
         let before = Instant::now();
-        assert_eq!(next(&mut told, Duration::from_secs(1801)).await, list(&[]));
+        assert_eq!(
+            next(&mut deliveries, Duration::from_secs(1801)).await,
+            list(&[])
+        );
         assert!(before.elapsed() >= Duration::from_secs(600));
     }
 }
@@ -143,7 +158,7 @@ async fn clients_back_off_while_their_lists_fail() {
     let api = SimApiServer::start();
     api.set_unavailable(true);
     let history = History::default();
-    let mut told: Vec<_> = (0..CLIENTS)
+    let mut watches: Vec<_> = (0..CLIENTS)
         .map(|_| follow(api.client(), &history))
         .collect();
     sleep(Duration::from_secs(60)).await;
@@ -157,8 +172,8 @@ async fn clients_back_off_while_their_lists_fail() {
     );
     api.set_unavailable(false);
     let back = Instant::now();
-    for told in &mut told {
-        assert_eq!(next(told, 2 * LONGEST).await, list(&[]));
+    for deliveries in &mut watches {
+        assert_eq!(next(deliveries, 2 * LONGEST).await, list(&[]));
     }
     assert!(back.elapsed() <= 2 * LONGEST, "{:?}", back.elapsed());
     let mut seconds = [0; 20];
@@ -176,8 +191,8 @@ async fn clients_back_off_while_their_lists_fail() {
 async fn clients_back_off_while_their_watches_end_at_once() {
     let api = SimApiServer::start();
     let ended = Faults::with_watch_timeout("case", 0);
-    let mut told = follow(api.client_with_faults(&ended), &History::default());
-    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    let mut deliveries = follow(api.client_with_faults(&ended), &History::default());
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&[]));
     sleep(Duration::from_secs(60)).await;
     let before = api.requests().len();
     sleep(Duration::from_secs(60)).await;
@@ -185,18 +200,24 @@ async fn clients_back_off_while_their_watches_end_at_once() {
     let requests = api.requests().len() - before;
     assert!(requests <= 2 * 7, "{requests} requests in a minute");
     put(&api, "a", 0);
-    assert_eq!(next(&mut told, 2 * LONGEST).await, Told::Change("a".into()));
+    assert_eq!(
+        next(&mut deliveries, 2 * LONGEST).await,
+        Delivery::Change("a".into())
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn watch_goes_on_after_its_connection_died_in_silence() {
     let api = SimApiServer::start();
     let silent = Faults::for_all_objects(WriteFault::RequestDropped, WatchFault::Stalled);
-    let mut told = follow(api.client_with_faults(&silent), &History::default());
-    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    let mut deliveries = follow(api.client_with_faults(&silent), &History::default());
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&[]));
     for value in 0..3 {
         put(&api, "a", value);
         let within = Duration::from_secs(220);
-        assert_eq!(next(&mut told, within).await, Told::Change("a".into()));
+        assert_eq!(
+            next(&mut deliveries, within).await,
+            Delivery::Change("a".into())
+        );
     }
 }

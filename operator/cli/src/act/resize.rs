@@ -153,17 +153,19 @@ pub fn state(node: &GpuNode, pod: &Pod, quota: Option<(Resized, u64)>) -> Option
         || of_pod.is_empty()
         || !of_pod
             .iter()
-            .all(|one| one.quota.as_ref().is_some_and(is_new))
+            .all(|container| container.quota.as_ref().is_some_and(is_new))
     {
         return None;
     }
-    let pending = of_pod.iter().find(|one| one.state == QuotaState::Pending);
+    let pending = of_pod
+        .iter()
+        .find(|container| container.state == QuotaState::Pending);
     let quota = format!("{}{}", memory(amount), resized.suffix());
     Some(match pending {
-        Some(one) => format!(
+        Some(container) => format!(
             "{} has a quota of {quota}, and uses {}: it gets no more memory until it has freed enough.",
             pod.key(),
-            memory(one.used.as_ref().map_or(0, bytes)),
+            memory(container.used.as_ref().map_or(0, bytes)),
         ),
         None => format!("{} has a quota of {quota}.", pod.key()),
     })

@@ -121,9 +121,9 @@ pub fn render(findings: &[Finding], terminal: Terminal) -> String {
             continue;
         }
         let word = format!("{:<4}", finding.level.word());
-        let said = clean(finding.text.clone());
+        let finding_text = clean(finding.text.clone());
         text.push_str(&format!(
-            "{}  {said}\n",
+            "{}  {finding_text}\n",
             finding.level.style().paint(&word, terminal)
         ));
         if let Some(remedy) = &finding.remedy {

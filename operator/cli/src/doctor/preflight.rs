@@ -28,7 +28,7 @@ pub fn examine(snapshot: &Snapshot) -> Vec<Finding> {
 
 /// The API server's version.
 pub(super) fn kubernetes(snapshot: &Snapshot) -> Finding {
-    let Some(said) = &snapshot.server_version else {
+    let Some(server_version) = &snapshot.server_version else {
         return Finding::new(
             Level::Skip,
             "Kubernetes",
@@ -36,21 +36,21 @@ pub(super) fn kubernetes(snapshot: &Snapshot) -> Finding {
             "see kubectl version",
         );
     };
-    match version(said) {
+    match version(server_version) {
         Some(version) if version < KUBERNETES => Finding::new(
             Level::Fail,
             "Kubernetes",
-            format!("Kubernetes {said} is too old"),
+            format!("Kubernetes {server_version} is too old"),
             "Bursar needs Kubernetes 1.34 or later",
         ),
-        _ => Finding::ok("Kubernetes", format!("Kubernetes {said}")),
+        _ => Finding::ok("Kubernetes", format!("Kubernetes {server_version}")),
     }
 }
 
 /// A node's container runtime and its other plugin.
 fn node(node: &Node) -> Finding {
     let name = &node.metadata.name;
-    let said = &node.status.node_info.container_runtime_version;
+    let container_runtime = &node.status.node_info.container_runtime_version;
     if let Some(finding) = runtime(node) {
         return finding;
     }
@@ -62,14 +62,14 @@ fn node(node: &Node) -> Finding {
             format!("kubectl label node {name} nvidia.com/gpu.deploy.device-plugin=false"),
         );
     }
-    Finding::ok("Runtime", format!("{name}: {said}"))
+    Finding::ok("Runtime", format!("{name}: {container_runtime}"))
 }
 
 /// A container runtime that cannot inject CDI devices.
 pub(super) fn runtime(node: &Node) -> Option<Finding> {
     let name = &node.metadata.name;
-    let said = &node.status.node_info.container_runtime_version;
-    let (runtime, number) = said.split_once("://")?;
+    let container_runtime = &node.status.node_info.container_runtime_version;
+    let (runtime, number) = container_runtime.split_once("://")?;
     let (least, needs) = match runtime {
         "containerd" => (CONTAINERD, "containerd 2.0"),
         "cri-o" => (CRIO, "CRI-O 1.28"),
@@ -77,7 +77,7 @@ pub(super) fn runtime(node: &Node) -> Option<Finding> {
             return Some(Finding::new(
                 Level::Warn,
                 "Runtime",
-                format!("{name}: {said} was never tried"),
+                format!("{name}: {container_runtime} was never tried"),
                 "Bursar needs containerd 2.0 or CRI-O 1.28",
             ));
         }
@@ -86,7 +86,7 @@ pub(super) fn runtime(node: &Node) -> Option<Finding> {
         Finding::new(
             Level::Fail,
             "RuntimeTooOld",
-            format!("{name}: {said} injects no CDI devices"),
+            format!("{name}: {container_runtime} injects no CDI devices"),
             format!("install {needs} or later on the node"),
         )
     })

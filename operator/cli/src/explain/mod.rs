@@ -127,9 +127,13 @@ impl Explanation {
             .map(|line| line.label.len())
             .max()
             .unwrap_or(0);
-        for Line { label, text: said } in &self.lines {
+        for Line {
+            label,
+            text: line_text,
+        } in &self.lines
+        {
             let wrapped = wrap(
-                &clean(said.clone()),
+                &clean(line_text.clone()),
                 terminal.width.map(|width| width.saturating_sub(widest + 4)),
             );
             for (number, part) in wrapped.iter().enumerate() {

@@ -82,22 +82,22 @@ fn lacks_everywhere(message: &str) -> bool {
 /// another.
 fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) -> bool {
     let wanted = Wanted::of(pod);
-    let (mut said, mut are_too_small, mut has_room) = (0, true, false);
+    let (mut reported, mut are_too_small, mut has_room) = (0, true, false);
     let mut aside = Explanation::new(String::new());
     for node in &snapshot.gpu_nodes {
         let Some(Obstacle { text, room }) = obstacle(&mut aside, snapshot, node, wanted) else {
             continue;
         };
-        said += 1;
+        reported += 1;
         are_too_small &= room == Some(Room::TooSmall);
         let holds_all = free_bytes(node) >= pod.device_memory();
         has_room |= holds_all && matches!(room, Some(Room::Now(_)));
-        if said <= MAX_NODES {
+        if reported <= MAX_NODES {
             explanation.say("node", format!("{}: {text}", name(node)));
         }
     }
-    if said > MAX_NODES {
-        explanation.say("node", format!("and {} more", said - MAX_NODES));
+    if reported > MAX_NODES {
+        explanation.say("node", format!("and {} more", reported - MAX_NODES));
     }
     if !has_room {
         aside
@@ -105,7 +105,7 @@ fn nodes(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) -> bool 
             .into_iter()
             .for_each(|cause| explanation.add(cause));
     }
-    if said > 0 && are_too_small {
+    if reported > 0 && are_too_small {
         explanation.add(Cause::LargerThanNodes);
     }
     has_room

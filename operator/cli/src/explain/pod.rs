@@ -15,7 +15,7 @@ pub fn explain(snapshot: &Snapshot, pod: &Pod) -> Explanation {
         explanation.conclude(Verdict::Runs, format!("{key} requests no GPU memory."));
         return explanation;
     }
-    asks(&mut explanation, pod);
+    add_requests(&mut explanation, pod);
     if pod.has_ended() {
         ended(&mut explanation, snapshot, pod);
     } else if pod.spec.node_name.is_empty() {
@@ -36,15 +36,15 @@ pub fn explain(snapshot: &Snapshot, pod: &Pod) -> Explanation {
     explanation
 }
 
-fn asks(explanation: &mut Explanation, pod: &Pod) {
+fn add_requests(explanation: &mut Explanation, pod: &Pod) {
     let all = pod.gpu_containers();
-    let asks: Vec<String> = all
+    let requests: Vec<String> = all
         .map(|(container, request)| {
             format!("{} (container {})", memory(request.bytes()), container.name)
         })
         .collect();
     let borrows = if pod.borrows() { ", borrowed" } else { "" };
-    explanation.say("asks for", format!("{}{borrows}", asks.join(", ")));
+    explanation.say("asks for", format!("{}{borrows}", requests.join(", ")));
 }
 
 /// The newest Event of a reason on a pod.

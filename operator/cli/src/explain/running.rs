@@ -51,8 +51,8 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
 fn not_started(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     for status in pod.container_statuses() {
         if let Some(waiting) = &status.state.waiting {
-            let said = format!("{}: {} {}", status.name, waiting.reason, waiting.message);
-            explanation.say("kubelet", said.trim_end());
+            let reason = format!("{}: {} {}", status.name, waiting.reason, waiting.message);
+            explanation.say("kubelet", reason.trim_end());
         }
     }
     let created = pod.metadata.creation_timestamp;

@@ -26,7 +26,7 @@ pub(super) fn waits(snapshot: &Snapshot, pod: &Pod) -> bool {
         .and_then(|node| node.status.as_ref())
         .map(|status| &status.waiting);
     let is_listed =
-        waiting.is_some_and(|all| all.iter().any(|one| one.pod_uid == pod.metadata.uid));
+        waiting.is_some_and(|all| all.iter().any(|claim| claim.pod_uid == pod.metadata.uid));
     is_listed || pod.wait_message().is_some() || waits_by_event(snapshot, pod)
 }
 
@@ -44,24 +44,24 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     let node_name = &pod.spec.node_name;
     let node = snapshot.gpu_node(node_name);
     let status = node.and_then(|node| node.status.as_ref());
-    let waiter = status.and_then(|status| {
+    let claim = status.and_then(|status| {
         status
             .waiting
             .iter()
-            .find(|waiter| waiter.pod_uid == pod.metadata.uid)
+            .find(|claim| claim.pod_uid == pod.metadata.uid)
     });
-    let age = waiter.map_or_else(String::new, |waiter| {
-        format!(", for {}", since(waiter.since.0, snapshot.now))
+    let age = claim.map_or_else(String::new, |claim| {
+        format!(", for {}", since(claim.since.0, snapshot.now))
     });
     explanation.conclude(
         Verdict::Waits,
         format!("{} waits on {node_name}{age}.", pod.key()),
     );
-    let said = pod.wait_message().map(str::to_owned);
+    let message = pod.wait_message().map(str::to_owned);
     let event = newest(snapshot, pod, "WaitingForGpuMemory");
-    if let Some(said) = said.or_else(|| event.map(|event| event.message.clone())) {
-        explanation.say("agent", said.trim());
-        if said.trim_end().ends_with("healthy on this node") {
+    if let Some(message) = message.or_else(|| event.map(|event| event.message.clone())) {
+        explanation.say("agent", message.trim());
+        if message.trim_end().ends_with("healthy on this node") {
             explanation.add(Cause::TooFewGpus);
         }
     }
@@ -71,7 +71,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
         reservation(explanation, snapshot, pod);
         return;
     };
-    if waiter.is_some_and(|waiter| waiter.resource == MemoryResource::ManagedMemory) {
+    if claim.is_some_and(|claim| claim.resource == MemoryResource::ManagedMemory) {
         let free = status.map_or(0, |status| status.managed_memory.free);
         let free = memory(quanta(free, quantum_bytes(node)));
         explanation.say("node", format!("{free} of managed memory is free"));
@@ -80,7 +80,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     let wanted = Wanted::of(pod);
     gpus_of_node(explanation, snapshot, node, pod, wanted);
     reservation(explanation, snapshot, pod);
-    elsewhere(explanation, snapshot, node, wanted);
+    other_nodes(explanation, snapshot, node, wanted);
 }
 
 /// States what each GPU of the node has for the pod.
@@ -247,7 +247,7 @@ fn victim_text(snapshot: &Snapshot, event: &Event, victim: Option<&Pod>) -> Stri
 }
 
 /// States what the other nodes have.
-fn elsewhere(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: Wanted) {
+fn other_nodes(explanation: &mut Explanation, snapshot: &Snapshot, node: &GpuNode, wanted: Wanted) {
     // An obstacle on another node is no cause of the pod's wait on this one.
     let mut aside = Explanation::new(String::new());
     let others = snapshot

@@ -45,7 +45,8 @@ impl Controlled<'_> {
     /// Why a Job has failed. The controller creates no more pods of it.
     fn failure(&self) -> Option<&Condition> {
         let mut conditions = self.workload.status.conditions.iter();
-        let failed = |one: &&Condition| one.type_ == "Failed" && one.status == "True";
+        let failed =
+            |condition: &&Condition| condition.type_ == "Failed" && condition.status == "True";
         conditions.find(failed).filter(|_| self.kind == "job")
     }
 
@@ -178,10 +179,10 @@ fn read_refusal(explanation: &mut Explanation, event: &Event, budget: Option<&Gp
     };
     explanation.causes.extend(cause);
     // The cause stands behind the repetition of the pod's name.
-    let said = message
+    let reason = message
         .split_once("is forbidden: ")
-        .map_or(message.as_str(), |(_, said)| said);
-    explanation.say("refused", said);
+        .map_or(message.as_str(), |(_, reason)| reason);
+    explanation.say("refused", reason);
     if let Some((guaranteed, _)) = both {
         explanation.say(
             "quotas",

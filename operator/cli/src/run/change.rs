@@ -36,7 +36,7 @@ impl<W: Write> Session<'_, W> {
     }
 
     /// Reads a GpuNode for a wait that has `left`.
-    async fn look(&self, name: &str, left: Duration) -> Result<GpuNode, kube::Error> {
+    async fn read_node(&self, name: &str, left: Duration) -> Result<GpuNode, kube::Error> {
         let path = list_path(Kind::GpuNodes, None);
         let answer = act::get(&self.client, &path, name);
         // The first look gets its time even from a wait of none.
@@ -108,7 +108,10 @@ impl<W: Write> Session<'_, W> {
         let start = Instant::now();
         let most = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         loop {
-            let left = match self.look(name, most.saturating_sub(start.elapsed())).await {
+            let left = match self
+                .read_node(name, most.saturating_sub(start.elapsed()))
+                .await
+            {
                 Ok(node) => drain::not_drained(&node, uuids),
                 Err(error) => vec![format!(
                     "could not read its GpuNode: {}",
@@ -203,7 +206,7 @@ impl<W: Write> Session<'_, W> {
         let start = Instant::now();
         loop {
             let left = RESIZE_TIMEOUT.saturating_sub(start.elapsed());
-            let unread = match self.look(&pod.spec.node_name, left).await {
+            let unread = match self.read_node(&pod.spec.node_name, left).await {
                 Ok(node) => {
                     if let Some(text) = resize::state(&node, pod, quota) {
                         writeln!(self.out, "{text}")?;
@@ -258,7 +261,8 @@ impl<W: Write> Session<'_, W> {
     }
 }
 
-/// Whether the same request may succeed later. A tenant that may not read GpuNodes waits in vain.
+/// Whether the same request may succeed later. The requests of a tenant that may not read GpuNodes
+/// fail again.
 fn is_transient(error: &kube::Error) -> bool {
     match error {
         kube::Error::Api(status) => status.code == 429 || status.code >= 500,

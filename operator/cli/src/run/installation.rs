@@ -179,7 +179,7 @@ impl<W: Write> Session<'_, W> {
     pub(super) async fn notify_of_uninstall(&mut self) -> anyhow::Result<u8> {
         let snapshot = self.read(&[Kind::Pods], None).await?;
         required(&snapshot, Kind::Pods)?;
-        let (mut told, mut failed) = (0, 0);
+        let (mut notified, mut failed) = (0, 0);
         for pod in notify::pods(&snapshot) {
             let path = format!(
                 "/apis/events.k8s.io/v1/namespaces/{}/events",
@@ -187,9 +187,9 @@ impl<W: Write> Session<'_, W> {
             );
             let event = notify::event(pod, snapshot.now);
             match act::create(&self.client, &path, &event).await {
-                // An earlier run has told the pod.
-                Err(kube::Error::Api(answer)) if answer.is_already_exists() => told += 1,
-                Ok(()) => told += 1,
+                // An earlier run has notified the pod.
+                Err(kube::Error::Api(answer)) if answer.is_already_exists() => notified += 1,
+                Ok(()) => notified += 1,
                 Err(error) => {
                     failed += 1;
                     let reason = read::reason(&error);
@@ -197,8 +197,8 @@ impl<W: Write> Session<'_, W> {
                 }
             }
         }
-        let (told, reason) = (count(told, "pod"), notify::REASON);
-        writeln!(self.out, "{told} with GPU memory told by an Event {reason}")?;
+        let (pods, reason) = (count(notified, "pod"), notify::REASON);
+        writeln!(self.out, "{pods} with GPU memory told by an Event {reason}")?;
         Ok(if failed == 0 { 0 } else { AMISS })
     }
 

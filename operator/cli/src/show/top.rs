@@ -97,10 +97,10 @@ impl<'a> Index<'a> {
             for gap in &status.not_enforced {
                 found.gaps.insert((&gap.pod_uid, &gap.container), gap);
             }
-            for waiter in &status.waiting {
+            for claim in &status.waiting {
                 found
                     .waiting
-                    .insert((&waiter.pod_uid, &waiter.container), waiter);
+                    .insert((&claim.pod_uid, &claim.container), claim);
             }
             for quota in &status.quotas {
                 if let Some(amount) = &quota.quota {
@@ -185,12 +185,12 @@ fn state(snapshot: &Snapshot, index: &Index<'_>, pod: &Pod, at: (&str, &str)) ->
     if let Some(gap) = index.gaps.get(&at) {
         return State::NotEnforced(gap.reason.clone());
     }
-    if let Some(waiter) = index.waiting.get(&at) {
-        let age = since(waiter.since.0, snapshot.now);
+    if let Some(claim) = index.waiting.get(&at) {
+        let age = since(claim.since.0, snapshot.now);
         let node = snapshot.gpu_node(&pod.spec.node_name);
         let largest = node.and_then(|node| {
             let status = node.status.as_ref()?;
-            let of_resource = match waiter.resource {
+            let of_resource = match claim.resource {
                 MemoryResource::ManagedMemory => &status.managed_memory,
                 MemoryResource::DeviceMemory | MemoryResource::Unknown => &status.device_memory,
             };

@@ -221,9 +221,11 @@ async fn pod_that_a_tenant_labels_as_an_agent_is_not_asked() {
         }
         let (code, text) = run(&api, "top").await;
         assert_eq!(code, Ok(0), "{text}");
-        let asked = api.requests();
-        let asked = asked.iter().filter(|request| request.contains("/proxy/"));
-        assert_eq!(asked.count(), if may_read { 1 } else { 2 });
+        let requests = api.requests();
+        let requests = requests
+            .iter()
+            .filter(|request| request.contains("/proxy/"));
+        assert_eq!(requests.count(), if may_read { 1 } else { 2 });
         let note = "could not read clusterrolebindings: forbidden";
         assert_eq!(text.contains(note), !may_read, "{text}");
     }
@@ -352,8 +354,8 @@ async fn explain_reads_the_victims_and_not_all_pods() {
     let own = vec![waiting_pod("ml", "w", "n", 80, waits)];
     api.put("/api/v1/namespaces/ml/pods", own);
     let evicted = |victim: &str| {
-        let said = format!("{victim} is evicted from GPU-1 of n for this pod");
-        victim_event("w", "GpuMemoryVictimEvicted", &said, victim, 5)
+        let note = format!("{victim} is evicted from GPU-1 of n for this pod");
+        victim_event("w", "GpuMemoryVictimEvicted", &note, victim, 5)
     };
     let victims = ["search/v", "search/gone", "search/v/proxy"].map(evicted);
     // A tenant writes an Event without a UID, which most other Events have not either.
@@ -645,27 +647,27 @@ async fn support_bounds_logs_and_says_which_are_left_out() {
 }
 
 #[tokio::test]
-async fn running_pods_are_told_once_about_an_uninstall() {
+async fn running_pods_get_one_event_about_an_uninstall() {
     let api = FakeApi::default();
     let mut ended = pod("ml", "ended", "n", 8);
     ended["status"]["phase"] = json!("Succeeded");
     let pending = pod("ml", "pending", "", 8);
     let pods = ["a", "b"].map(|name| pod("ml", name, "n", 8));
-    let elsewhere = pod("shop", "c", "n", 8);
-    let all = pods.into_iter().chain([ended, pending, elsewhere]);
+    let in_shop = pod("shop", "c", "n", 8);
+    let all = pods.into_iter().chain([ended, pending, in_shop]);
     api.put("/api/v1/pods", all.collect());
     let of_ml = "/apis/events.k8s.io/v1/namespaces/ml/events";
     for _ in 0..2 {
         let (code, text) = run(&api, "uninstall --notify").await;
         assert_eq!(code, Ok(0), "{text}");
         assert!(text.contains("3 pods with GPU memory told"), "{text}");
-        let told = api.list(of_ml);
-        let names: Vec<_> = told
+        let events = api.list(of_ml);
+        let names: Vec<_> = events
             .iter()
             .map(|event| &event["regarding"]["name"])
             .collect();
         assert_eq!(names, ["a", "b"]);
-        assert_eq!(told[0]["reason"], "GpuMemoryUninstall");
+        assert_eq!(events[0]["reason"], "GpuMemoryUninstall");
     }
     api.forbid("/apis/events.k8s.io/v1/namespaces/shop/events");
     let (code, text) = run(&api, "uninstall --notify").await;

@@ -43,9 +43,9 @@ fn running() -> Snapshot {
 
 fn waiting(message: &str, gpu: Value) -> Snapshot {
     let mut snapshot = small(vec![waiting_pod("ml", "p", "n", 50, message)], gpu);
-    let waiter = json!({ "podUid": "ml-p", "namespace": "ml", "pod": "p", "container": "main", "quanta": 50, "since": ago(42) });
+    let claim = json!({ "podUid": "ml-p", "namespace": "ml", "pod": "p", "container": "main", "quanta": 50, "since": ago(42) });
     let status = snapshot.gpu_nodes[0].status.as_mut().unwrap();
-    status.waiting = vec![parse(waiter)];
+    status.waiting = vec![parse(claim)];
     snapshot
 }
 
@@ -62,13 +62,13 @@ fn refused(message: &str, of: fn(Snapshot) -> Snapshot) -> Explanation {
 
 fn refused_in(mut snapshot: Snapshot, message: &str) -> Explanation {
     snapshot.pods.clear();
-    let said = format!("Error creating: pods \"web-1\" is forbidden: {message}");
+    let message_of_event = format!("Error creating: pods \"web-1\" is forbidden: {message}");
     snapshot.events = vec![parse(event(
         "ReplicaSet",
         "web-1",
         "rs-1",
         "FailedCreate",
-        &said,
+        &message_of_event,
         10,
     ))];
     explain_web(&snapshot)
@@ -361,7 +361,7 @@ fn pod_over_several_gpus_is_compared_with_all_of_them() {
 }
 
 #[test]
-fn waiting_pod_over_two_gpus_is_not_told_to_spread() {
+fn waiting_pod_over_two_gpus_gets_no_advice_to_spread() {
     let text = "waiting for 60 GiB on 2 GPUs: largest free 79 GiB (GPU-1)";
     let mut snapshot = waiting(text, gpu("GPU-1", 0, 79, &[]));
     snapshot.pods[0].metadata.annotations.gpus = "2".to_owned();
@@ -493,7 +493,7 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
             json!([{ "uid": uid, "namespace": "ml", "name": "first", "quanta": quanta }]);
         queued
     };
-    let says = |explanation: &Explanation, text: &str| {
+    let has_line = |explanation: &Explanation, text: &str| {
         let mut lines = explanation.lines.iter();
         assert!(
             lines.any(|line| line.text.contains(text)),
@@ -502,10 +502,10 @@ fn waiting_pod_names_each_gpu_and_the_reason() {
     };
     let behind = explained(&waiting(text, queued("ml-first", 40)), "ml", "p");
     has(&behind, Cause::HeldForAnother);
-    says(&behind, "GPU 0 has 59 GiB (40 GiB held for ml/first)");
+    has_line(&behind, "GPU 0 has 59 GiB (40 GiB held for ml/first)");
     let first = explained(&waiting(text, queued("ml-p", 59)), "ml", "p");
     assert!(!first.causes.contains(&Cause::HeldForAnother));
-    says(&first, "GPU 0 has 59 GiB (held for this pod)");
+    has_line(&first, "GPU 0 has 59 GiB (held for this pod)");
     // A tenant sees the agent's own words, and what is not known to it.
     let of_tenant = explained(&tenant(waiting(text, held())), "ml", "p");
     has(&of_tenant, Cause::Fragmentation);
@@ -663,7 +663,7 @@ fn gpu_of_a_running_pod_that_goes_away_is_named() {
 }
 
 #[test]
-fn image_without_glibc_is_told_by_the_missing_session() {
+fn image_without_glibc_is_shown_by_the_missing_session() {
     let mut snapshot = running();
     let layer =
         "bursar_container_layer{namespace=\"ml\",pod=\"p\",container=\"main\",layer=\"audit\"} 1\n";
@@ -890,7 +890,7 @@ fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
 }
 
 #[test]
-fn every_cause_is_told_to_admin_and_tenant() {
+fn every_cause_is_explained_to_admin_and_tenant() {
     let planted = planted();
     for (cause, snapshot, of_tenant) in &planted {
         let mut of_cause = explained(snapshot, "ml", "p");

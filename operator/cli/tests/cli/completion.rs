@@ -43,7 +43,7 @@ fn bin(folder: &Path) -> PathBuf {
 struct Shell {
     keys: ChildStdin,
     screen: ChildStdout,
-    seen: String,
+    output: String,
     _child: Child,
 }
 
@@ -66,7 +66,7 @@ impl Shell {
         let mut shell = Self {
             keys: child.stdin.take().unwrap(),
             screen: child.stdout.take().unwrap(),
-            seen: String::new(),
+            output: String::new(),
             _child: child,
         };
         shell.read_until(PROMPT).await;
@@ -76,18 +76,18 @@ impl Shell {
     /// Reads the screen until it has a text after the last one that was found.
     async fn read_until(&mut self, text: &str) {
         let read = async {
-            while !self.seen.contains(text) {
+            while !self.output.contains(text) {
                 let mut part = [0; 4096];
                 let length = self.screen.read(&mut part).await.unwrap();
-                assert!(length > 0, "no {text:?} before the end: {:?}", self.seen);
-                self.seen
+                assert!(length > 0, "no {text:?} before the end: {:?}", self.output);
+                self.output
                     .push_str(&String::from_utf8_lossy(&part[..length]));
             }
         };
         let read = timeout(PATIENCE, read).await;
-        assert!(read.is_ok(), "no {text:?} on the screen: {:?}", self.seen);
-        let end = self.seen.find(text).unwrap() + text.len();
-        self.seen.drain(..end);
+        assert!(read.is_ok(), "no {text:?} on the screen: {:?}", self.output);
+        let end = self.output.find(text).unwrap() + text.len();
+        self.output.drain(..end);
     }
 
     /// Presses keys, and waits until the command that they complete has printed a text.
@@ -141,7 +141,7 @@ async fn completion_works_in_zsh() {
     let folder = tempfile::tempdir().unwrap();
     let root = shells();
     let root = root.display();
-    // The packages are unpacked and not installed, so the shell has to be told its own folders.
+    // The packages are unpacked and not installed, so the shell needs its own folders.
     let text = format!(
         "module_path=({root}/usr/lib/*/zsh/*(/))\nfpath=({root}/usr/share/zsh/functions/**/*(/))\n\
          autoload -Uz compinit\ncompinit -u -D\nsource <(kubectl completion zsh)\n\

@@ -372,7 +372,7 @@ fn metrics_fd_stores_relays_and_clocks_are_found() {
 }
 
 #[test]
-fn tenant_is_told_what_it_may_not_read() {
+fn tenant_learns_what_it_may_not_read() {
     let findings = examine(&tenant(cluster()));
     let skipped = findings
         .iter()

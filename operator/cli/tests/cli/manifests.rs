@@ -84,12 +84,12 @@ fn request_of_no_gpu_becomes_no_memory() {
         "nvidia.com/gpu: 0",
         "nvidia.com/gpu: \"0\", nvidia.com/gpumem: 0",
     ] {
-        let (said, value) = converted(&pod("", "", limits), NOTHING);
+        let (conversion, value) = converted(&pod("", "", limits), NOTHING);
         assert_eq!(quanta(&value), None, "{limits}");
         assert!(
-            said.notes[0].contains("requests 0 GPUs"),
+            conversion.notes[0].contains("requests 0 GPUs"),
             "{:?}",
-            said.notes
+            conversion.notes
         );
     }
 }
@@ -114,20 +114,20 @@ fn container_spread_for_another_one_is_noted() {
     let (large, small) = (container("large", 2), container("small", 1));
     let manifest =
         format!("kind: Pod\nmetadata: {{ name: a }}\nspec: {{ containers: [{large}, {small}] }}\n");
-    let (said, value) = converted(&manifest, NOTHING);
+    let (conversion, value) = converted(&manifest, NOTHING);
     assert_eq!(value["metadata"]["annotations"]["bursar.dev/gpus"], "2");
-    assert_eq!(said.notes.len(), 1, "{:?}", said.notes);
+    assert_eq!(conversion.notes.len(), 1, "{:?}", conversion.notes);
     assert!(
-        said.notes[0].contains("container small: spread over 2 GPUs"),
+        conversion.notes[0].contains("container small: spread over 2 GPUs"),
         "{:?}",
-        said.notes
+        conversion.notes
     );
 }
 
 #[test]
 fn scheduler_runtime_class_and_variables_are_taken_out() {
     let spec = "  schedulerName: hami-scheduler\n  runtimeClassName: nvidia\n  nodeSelector: { disk: ssd }\n";
-    let (said, value) = converted(
+    let (conversion, value) = converted(
         &pod(
             "hami.io/webhook: ignore",
             spec,
@@ -140,7 +140,7 @@ fn scheduler_runtime_class_and_variables_are_taken_out() {
     );
     assert_eq!(value["spec"]["nodeSelector"]["disk"], "ssd");
     assert!(value["metadata"]["annotations"].is_null());
-    assert_eq!(said.notes.len(), 3, "{:?}", said.notes);
+    assert_eq!(conversion.notes.len(), 3, "{:?}", conversion.notes);
     let own = converted(
         &pod(
             "",

@@ -128,7 +128,7 @@ fn uninstall_removes_crds_without_objects() {
     let mut empty = Snapshot::default();
     let commands = |snapshot: &Snapshot| {
         let found = uninstall::remainders(snapshot).into_iter();
-        found.map(|one| one.command).collect::<Vec<_>>()
+        found.map(|remainder| remainder.command).collect::<Vec<_>>()
     };
     let crds = "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev";
     assert_eq!(commands(&empty)[0], crds);
@@ -321,7 +321,7 @@ fn message_of_an_agent_is_shown_without_escapes() {
 }
 
 #[test]
-fn totals_count_waiters_and_faults_beyond_the_lists() {
+fn totals_count_claims_and_faults_beyond_the_lists() {
     let mut node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]);
     node["status"]["summary"] = json!({ "waiting": 40, "faults": 70 });
     let snapshot = Snapshot {

@@ -45,11 +45,11 @@ impl BudgetState {
             Ok(EvictionResult::Accepted) => drop(self.evicted.insert(uid.to_owned(), now)),
             Ok(EvictionResult::BlockedByPdb) => {
                 record_request(&mut self.refused, uid, now);
-                record_request(&mut self.evicted_in_vain, uid, now);
+                record_request(&mut self.ineffective_evictions, uid, now);
             }
             // A failure allows no deletion.
             Err(error) => {
-                record_request(&mut self.evicted_in_vain, uid, now);
+                record_request(&mut self.ineffective_evictions, uid, now);
                 if !failed_before {
                     warn!(error = %error_chain(error), "failed to evict a pod; retrying");
                 }
@@ -91,11 +91,11 @@ impl BudgetState {
     /// former one succeeded.
     pub(in crate::budget) fn record_failure(
         &mut self,
-        what: &str,
+        write: &str,
         now: Instant,
     ) -> (bool, Duration) {
-        if self.failed_write.as_deref() != Some(what) {
-            self.failed_write = Some(what.to_owned());
+        if self.failed_write.as_deref() != Some(write) {
+            self.failed_write = Some(write.to_owned());
             self.repeated_failures = 0;
         }
         self.repeated_failures = self.repeated_failures.saturating_add(1);
@@ -136,8 +136,8 @@ mod tests {
     #[test]
     fn backoff_restarts_when_another_write_fails() {
         let (mut state, now) = (BudgetState::default(), Instant::now());
-        for what in ["quota", "other quota", "label", "status"] {
-            assert_eq!(state.record_failure(what, now).1, MIN_BACKOFF);
+        for write in ["quota", "other quota", "label", "status"] {
+            assert_eq!(state.record_failure(write, now).1, MIN_BACKOFF);
         }
         assert_eq!(state.record_failure("status", now).1, MIN_BACKOFF * 2);
         assert_eq!(state.record_success(), 5);

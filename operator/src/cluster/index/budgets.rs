@@ -48,7 +48,7 @@ impl ClusterIndex {
                 .map(|(key, request)| (key.name.clone(), request.clone()))
                 .collect(),
             refused_for: BTreeMap::new(),
-            evicted_in_vain_for: BTreeMap::new(),
+            evictions_ineffective_for: BTreeMap::new(),
             exceeded_for: None,
             affected_pods: self.affected_pods(namespace),
             jobs_ignoring_disruption: BTreeMap::new(),
@@ -117,7 +117,8 @@ impl ClusterIndex {
         let mut affected_pods = Vec::new();
         let nodes = self.aggregates.nodes_affecting(namespace).into_iter();
         let nodes = nodes.filter_map(|key| Some((&key.name, self.gpu_nodes.get(key)?)));
-        let faults = nodes.flat_map(|(node, gpus)| gpus.faults.iter().map(move |one| (node, one)));
+        let faults =
+            nodes.flat_map(|(node, gpus)| gpus.faults.iter().map(move |fault| (node, fault)));
         for (node, OpenFault { fault, pods }) in faults {
             let of_container = fault
                 .container
@@ -152,9 +153,11 @@ impl ClusterIndex {
         let uses = nodes.flat_map(move |key| {
             let is_there = self.aggregates.has_pods_on(&key.name, namespace);
             let uses = self.gpu_nodes.get(key).map(|node| node.namespaces.iter());
-            uses.into_iter().flatten().map(move |one| (one, is_there))
+            uses.into_iter()
+                .flatten()
+                .map(move |usage| (usage, is_there))
         });
-        uses.filter(move |(one, _)| one.namespace == namespace)
+        uses.filter(move |(usage, _)| usage.namespace == namespace)
     }
 
     /// The guaranteed and the allocatable bytes of each cohort.

@@ -82,12 +82,12 @@ impl ClusterIndex {
                 .unzip();
             // A correct policy stays until another write, although no pod needs it: the next pod
             // may.
-            let idle = |one: &ContextPolicyEntry| {
-                policy_of(&orders, &one.namespace) != Some(one)
-                    && policy_of(all, &one.namespace) == Some(one)
+            let idle = |entry: &ContextPolicyEntry| {
+                policy_of(&orders, &entry.namespace) != Some(entry)
+                    && policy_of(all, &entry.namespace) == Some(entry)
             };
             let differs = node.context_policies != *orders && {
-                let current = node.context_policies.iter().filter(|one| !idle(one));
+                let current = node.context_policies.iter().filter(|entry| !idle(entry));
                 needs_apply(&current.cloned().collect::<Vec<_>>(), &orders, contexts)
             };
             let differs = differs || needs_apply(&node.restarts, &due, restarts);
@@ -177,6 +177,6 @@ fn policy_of<'a>(
     orders: &'a [ContextPolicyEntry],
     namespace: &str,
 ) -> Option<&'a ContextPolicyEntry> {
-    let at = orders.binary_search_by(|one| one.namespace.as_str().cmp(namespace));
+    let at = orders.binary_search_by(|entry| entry.namespace.as_str().cmp(namespace));
     at.ok().map(|at| &orders[at])
 }

@@ -155,7 +155,11 @@ fn given(
         key("", &node),
         Some(gpus),
     ))));
-    let namespaces = orders.0.iter().map(|one| one.namespace.clone()).collect();
+    let namespaces = orders
+        .0
+        .iter()
+        .map(|entry| entry.namespace.clone())
+        .collect();
     written.insert(node, orders);
     Some(namespaces)
 }
@@ -289,7 +293,7 @@ fn concerned(index: &ClusterIndex, affected: &Affected) -> Vec<String> {
 }
 
 /// A node's report on a namespace's pods.
-fn told_of(node: &str, namespace: &str, observed: i32) -> WatchEvent {
+fn node_report(node: &str, namespace: &str, observed: i32) -> WatchEvent {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": node }, "spec": {},
         "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": 8, "free": 8, "largestFree": 8 },
@@ -306,12 +310,12 @@ fn node_report_affects_its_namespaces_and_capacity_all() {
         budget("a", summary("x", 8, 1)),
         budget("b", summary("x", 8, 1)),
         budget("c", summary("x", 8, 1)),
-        told_of("n", "a", 1),
+        node_report("n", "a", 1),
     ]);
-    let affected = index.apply(told_of("n", "a", 2));
+    let affected = index.apply(node_report("n", "a", 2));
     assert_eq!(concerned(&index, &affected), ["a"]);
-    assert!(index.apply(told_of("n", "a", 2)).is_empty());
-    let moved_on = index.apply(told_of("n", "b", 2));
+    assert!(index.apply(node_report("n", "a", 2)).is_empty());
+    let moved_on = index.apply(node_report("n", "b", 2));
     assert_eq!(concerned(&index, &moved_on), ["a", "b"]);
     let shrunk = index.apply(node("n", 4));
     assert_eq!(concerned(&index, &shrunk), ["a", "b", "c"]);
@@ -344,7 +348,8 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     let suffers = |index: &ClusterIndex, namespace: &str| -> Vec<(String, String)> {
         let facts = index.budget_inputs(namespace, "x");
         let all = facts.affected_pods.into_iter();
-        all.map(|one| (one.pod, one.fault.id)).collect()
+        all.map(|affected| (affected.pod, affected.fault.id))
+            .collect()
     };
     let pair = |pod: &str, fault: &str| (pod.to_owned(), fault.to_owned());
     assert_eq!(suffers(&index, "a"), [pair("p", "g"), pair("q", "c")]);
@@ -610,8 +615,8 @@ fn dead_node_leaves_its_cohort_and_returns_when_it_lives() {
     // The agent's last report changes nothing.
     index.apply(node("n", 64));
     assert_eq!(offered(&index), Quanta::new(16));
-    let lives = index.apply(label("n", "default"));
-    assert_eq!(concerned(&index, &lives), ["a"]);
+    let affected = index.apply(label("n", "default"));
+    assert_eq!(concerned(&index, &affected), ["a"]);
     assert_eq!(offered(&index), Quanta::new(80));
 }
 
@@ -776,13 +781,13 @@ proptest! {
                 let facts = index.budget_inputs(&namespace, "x");
                 let node = index.gpu_nodes.get(&key("", &on));
                 let nodes = || node.into_iter();
-                let told = nodes().flat_map(|node| &node.namespaces);
-                let told = told.filter(|one| one.namespace == namespace).count();
-                prop_assert_eq!(facts.reported.observed, Quanta::new(told as u64));
+                let reported = nodes().flat_map(|node| &node.namespaces);
+                let reported = reported.filter(|usage| usage.namespace == namespace).count();
+                prop_assert_eq!(facts.reported.observed, Quanta::new(reported as u64));
                 let on = |open: &&OpenFault| {
                     let pods = &open.pods;
                     let container = open.fault.container.as_ref();
-                    let uid = container.map_or_else(|| pods[0].clone(), |one| one.pod_uid.clone());
+                    let uid = container.map_or_else(|| pods[0].clone(), |container| container.pod_uid.clone());
                     uid == format!("{namespace}/p")
                 };
                 let suffered = nodes().flat_map(|node| &node.faults).filter(on).count();
@@ -828,8 +833,8 @@ proptest! {
         index.apply(WatchEvent::GpuNode(Event::Apply((key("", "evil"), Some(GpuNodeSummary::of(&object, Quantum::Gib1))))));
         for namespace in 0..3u8 {
             let facts = index.budget_inputs(&namespace.to_string(), "x");
-            for one in &facts.affected_pods {
-                prop_assert_eq!(one.request.node.as_deref(), Some("evil"), "{:?}", one);
+            for affected in &facts.affected_pods {
+                prop_assert_eq!(affected.request.node.as_deref(), Some("evil"), "{:?}", affected);
             }
             let has_pods = pods.iter().any(|((of, _), on)| *of == namespace && *on == 1);
             prop_assert!(has_pods || facts.reported.observed == Quanta::ZERO, "{:?}", facts.reported);
@@ -848,13 +853,13 @@ proptest! {
         let index = index(changes);
         for namespace in 0..4u8 {
             let usage = index.budget_inputs(&namespace.to_string(), "default").requested;
-            let mine = pods.iter().filter(|((of, _), _)| *of == namespace);
+            let of_namespace = pods.iter().filter(|((of, _), _)| *of == namespace);
             let sum = |borrowed: bool| -> u64 {
-                mine.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
+                of_namespace.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
             };
             prop_assert_eq!(usage.guaranteed, Quanta::new(sum(false)));
             prop_assert_eq!(usage.borrowed, Quanta::new(sum(true)));
-            prop_assert_eq!(usage.pods.unsigned_abs() as usize, mine.count());
+            prop_assert_eq!(usage.pods.unsigned_abs() as usize, of_namespace.count());
         }
     }
 

@@ -183,19 +183,21 @@ impl<'a> VerifiedGpus<'a> {
         report: &'a GpuFacts,
         pods: &BTreeMap<&str, (&Key, &PodFacts)>,
     ) -> Self {
-        let is_elsewhere = |uid: &String| {
+        let is_on_other_node = |uid: &String| {
             let pod = pods.get(uid.as_str());
             pod.is_some_and(|(_, pod)| on_node(node, *pod).is_none())
         };
-        let waiters = report.pending.iter().map(|waiter| &waiter.pod);
-        let mut named = waiters.chain(report.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
-        if !named.any(is_elsewhere) {
+        let pending = report.pending.iter().map(|container| &container.pod);
+        let mut named = pending.chain(report.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
+        if !named.any(is_on_other_node) {
             return Self(Cow::Borrowed(report));
         }
         let mut report = report.clone();
-        report.pending.retain(|waiter| !is_elsewhere(&waiter.pod));
+        report
+            .pending
+            .retain(|container| !is_on_other_node(&container.pod));
         for gpu in &mut report.gpus {
-            gpu.pods.retain(|uid, _| !is_elsewhere(uid));
+            gpu.pods.retain(|uid, _| !is_on_other_node(uid));
         }
         Self(Cow::Owned(report))
     }
@@ -265,9 +267,9 @@ mod tests {
     #[test]
     fn pod_cut_off_from_a_full_list_may_have_started() {
         let pod = |containers: u32| {
-            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
+            let resources = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
             let containers = (0..containers)
-                .map(|number| json!({ "name": format!("c{number}"), "resources": asks }));
+                .map(|number| json!({ "name": format!("c{number}"), "resources": resources }));
             let pod = json!({
                 "metadata": { "name": "p", "namespace": "n", "uid": "p" },
                 "spec": { "containers": containers.collect::<Vec<_>>() },

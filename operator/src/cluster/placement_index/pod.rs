@@ -189,7 +189,10 @@ fn requesting_containers<'a>(
     spec: &'a PodSpec,
     resource: &'a str,
 ) -> impl Iterator<Item = (String, Quanta)> + 'a {
-    let sidecars = spec.init_containers.iter().filter(|one| one.is_sidecar());
+    let sidecars = spec
+        .init_containers
+        .iter()
+        .filter(|container| container.is_sidecar());
     let running = spec.containers.iter().chain(sidecars);
     running.filter_map(move |container| {
         let quanta = gpu_request(container, resource);
@@ -200,7 +203,10 @@ fn requesting_containers<'a>(
 /// Whether an init container that ends requests more than each container after it.
 fn has_larger_init(spec: &PodSpec, quantum: Quantum) -> bool {
     let request = |container: &Container| gpu_request(container, quantum.device_memory());
-    let ending = spec.init_containers.iter().filter(|one| !one.is_sidecar());
+    let ending = spec
+        .init_containers
+        .iter()
+        .filter(|container| !container.is_sidecar());
     ending.map(request).max() > spec.containers.iter().map(request).max()
 }
 
@@ -281,9 +287,9 @@ mod tests {
 
     #[test]
     fn unscheduled_pod_has_refusal_time_and_nomination() {
-        let told = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
+        let status = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
             { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": "1970-01-01T00:00:09Z" }] });
-        let place = facts(json!({}), json!({}), told).placement;
+        let place = facts(json!({}), json!({}), status).placement;
         let unschedulable_since = Some(Timestamp::from_second(9).unwrap());
         let nominated = Some("n1".to_owned());
         assert_eq!(
@@ -352,17 +358,17 @@ mod tests {
         assert!(more(
             json!({ "volumes": [{ "name": "v", "persistentVolumeClaim": { "claimName": "c" } }] })
         ));
-        let apart = json!({ "podAntiAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": [
+        let anti_affinity = json!({ "podAntiAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": [
             { "topologyKey": "kubernetes.io/hostname" }] } });
-        assert!(more(json!({ "affinity": apart })));
+        assert!(more(json!({ "affinity": anti_affinity })));
         assert!(more(json!({ "topologySpreadConstraints": [
             { "maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule" }] })));
         assert!(more(json!({ "resourceClaims": [{ "name": "nic" }] })));
         assert!(more(json!({ "schedulerName": "mine" })));
         assert!(!more(json!({ "schedulerName": "default-scheduler" })));
         let listens = |port| {
-            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "4" } });
-            json!({ "containers": [{ "name": "c", "resources": asks, "ports": [port] }] })
+            let resources = json!({ "requests": { "bursar.dev/gpu-memory-gib": "4" } });
+            json!({ "containers": [{ "name": "c", "resources": resources, "ports": [port] }] })
         };
         assert!(more(listens(
             json!({ "containerPort": 80, "hostPort": 80 })

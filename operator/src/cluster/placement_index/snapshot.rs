@@ -35,7 +35,7 @@ pub type QuotaOverrides = BTreeMap<String, Override>;
 pub fn quota_overrides(budget: &GpuMemoryBudget) -> Option<QuotaOverrides> {
     let specified = budget.spec.overrides.iter();
     let overrides: QuotaOverrides = specified
-        .map(|one| (one.pod.clone(), one.clone()))
+        .map(|quota| (quota.pod.clone(), quota.clone()))
         .collect();
     (!overrides.is_empty()).then_some(overrides)
 }
@@ -79,10 +79,10 @@ impl PlacementIndex {
 
     /// The snapshot for one plan.
     pub(crate) fn snapshot(&self) -> Snapshot<'_> {
-        let mut asked: BTreeMap<&str, Quanta> = BTreeMap::new();
+        let mut requested: BTreeMap<&str, Quanta> = BTreeMap::new();
         for (_, pod) in self.pods.iter() {
             if let Some(node) = pod.node() {
-                let sum = asked.entry(node).or_default();
+                let sum = requested.entry(node).or_default();
                 *sum = sum.plus(pod.request);
             }
         }
@@ -114,7 +114,7 @@ impl PlacementIndex {
                 .collect(),
             pods,
             overrides: self.overrides.iter().collect(),
-            requested: asked,
+            requested,
             requests: &self.requests,
             node_requested: &self.node_requested,
         }

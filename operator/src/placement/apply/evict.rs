@@ -20,17 +20,17 @@ impl Executor {
     pub(super) async fn evict_victims(
         &self,
         victims: &[Victim],
-        waiter: &PodRef,
+        pending_pod: &PodRef,
         (node, gpus): (&str, &[String]),
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
         for victim in victims {
             // An eviction may take seconds, in which another operator may choose other GPUs.
-            if self.revalidate(waiter, node, gpus).await?.is_none() {
+            if self.revalidate(pending_pod, node, gpus).await?.is_none() {
                 return Ok(());
             }
-            self.evict_victim(victim, waiter, node, history, now)
+            self.evict_victim(victim, pending_pod, node, history, now)
                 .await?;
         }
         Ok(())
@@ -87,7 +87,7 @@ impl Executor {
     async fn evict_victim(
         &self,
         victim: &Victim,
-        waiter: &PodRef,
+        pending_pod: &PodRef,
         node: &str,
         history: &mut History,
         now: Uptime,
@@ -105,19 +105,19 @@ impl Executor {
             info!(
                 namespace,
                 pod = name,
-                waiter = waiter.key.name,
+                waiter = pending_pod.key.name,
                 gpu,
                 force,
                 "preempted pod"
             );
             let note = format!(
                 "preempted on {gpu} by {}/{}, which has a higher priority",
-                waiter.key.namespace, waiter.key.name
+                pending_pod.key.namespace, pending_pod.key.name
             );
-            self.publish_event(pod, "GpuMemoryReclaimed", &note, Some(waiter))
+            self.publish_event(pod, "GpuMemoryReclaimed", &note, Some(pending_pod))
                 .await;
             let note = format!("{namespace}/{name} is evicted from {gpu} of {node} for this pod");
-            self.publish_event(waiter, "GpuMemoryVictimEvicted", &note, Some(pod))
+            self.publish_event(pending_pod, "GpuMemoryVictimEvicted", &note, Some(pod))
                 .await;
         } else if first_attempt {
             let grace = match protected {
@@ -127,7 +127,7 @@ impl Executor {
             let note = format!(
                 "a PodDisruptionBudget protects {namespace}/{name} on {gpu} of {node}, {grace}"
             );
-            self.publish_event(waiter, "GpuMemoryVictimProtected", &note, Some(pod))
+            self.publish_event(pending_pod, "GpuMemoryVictimProtected", &note, Some(pod))
                 .await;
         }
         Ok(())

@@ -39,12 +39,12 @@ impl Executor {
     /// Reads the pod again. Returns its facts and resource version if the plan still holds for it.
     async fn revalidate_pod(
         &self,
-        waiter: &PodRef,
+        pending_pod: &PodRef,
         node: &str,
     ) -> Result<Option<(PodFacts, String)>, ApiError> {
-        let pods = Api::<SlimPod>::namespaced(self.client.clone(), &waiter.key.namespace);
-        let read = pods.get_opt(&waiter.key.name);
-        let found = with_timeout("read", pod_text(&waiter.key), read).await?;
+        let pods = Api::<SlimPod>::namespaced(self.client.clone(), &pending_pod.key.namespace);
+        let read = pods.get_opt(&pending_pod.key.name);
+        let found = with_timeout("read", pod_text(&pending_pod.key), read).await?;
         let Some(found) = found else { return Ok(None) };
         let facts = PodFacts::of(&found, self.options.quantum).filter(|pod| {
             let is_on_node = match &pod.placement {
@@ -53,7 +53,7 @@ impl Executor {
                     nominated.as_ref().is_none_or(|at| at == node)
                 }
             };
-            is_on_node && pod.uid == waiter.uid && pod.pending && !pod.terminating
+            is_on_node && pod.uid == pending_pod.uid && pod.pending && !pod.terminating
         });
         Ok(facts.zip(found.metadata.resource_version))
     }
@@ -62,7 +62,7 @@ impl Executor {
     /// because another operator may have chosen others.
     pub(super) async fn revalidate(
         &self,
-        waiter: &PodRef,
+        pending_pod: &PodRef,
         node: &str,
         gpus: &[String],
     ) -> Result<Option<String>, ApiError> {
@@ -72,16 +72,19 @@ impl Executor {
         let is_reserved = |gpu: &String| {
             let mut reserved = current.spec.reservations.iter();
             let mut all = current.status.iter().flat_map(|status| &status.gpus);
-            reserved.any(|one| one.gpu == *gpu && one.pod_uid == waiter.uid)
-                && all.any(|one| one.uuid == *gpu && one.reserved_for.as_ref() == Some(&waiter.uid))
+            reserved.any(|reservation| {
+                reservation.gpu == *gpu && reservation.pod_uid == pending_pod.uid
+            }) && all.any(|status| {
+                status.uuid == *gpu && status.reserved_for.as_ref() == Some(&pending_pod.uid)
+            })
         };
         let version = match gpus.iter().all(is_reserved) {
-            true => self.revalidate_pod(waiter, node).await?,
+            true => self.revalidate_pod(pending_pod, node).await?,
             false => None,
         };
         if version.is_none() {
             debug!(
-                waiter = waiter.key.name,
+                waiter = pending_pod.key.name,
                 "pod needs these GPUs no longer; skipping the step"
             );
         }

@@ -42,7 +42,7 @@ impl History {
             holders.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
         }
         self.holders.retain(|_, holders| {
-            holders.retain(|_, (_, seen)| now.saturating_sub(*seen) < FREEING_TIME);
+            holders.retain(|_, (_, observed)| now.saturating_sub(*observed) < FREEING_TIME);
             !holders.is_empty()
         });
     }

@@ -62,19 +62,19 @@ impl History {
             recorded.or_insert_with(|| {
                 gpus.relocations
                     .iter()
-                    .map(|one| (one.clone(), now))
+                    .map(|relocation| (relocation.clone(), now))
                     .collect()
             });
         }
         let known = |node: &String| snapshot.gpu_nodes.contains_key(node.as_str());
         self.recorded_relocations.retain(|node, _| known(node));
         let mut sums: BTreeMap<&str, (u32, Uptime)> = BTreeMap::new();
-        for (relocation, seen) in self.recorded_relocations.values().flatten() {
-            if is_fresh(*seen, now) {
+        for (relocation, observed) in self.recorded_relocations.values().flatten() {
+            if is_fresh(*observed, now) {
                 let (count, last) = sums.entry(&relocation.owner).or_default();
                 // The node's root user chooses the number.
                 *count = count.saturating_add(relocation.count.unsigned_abs());
-                *last = (*last).max(*seen);
+                *last = (*last).max(*observed);
             }
         }
         for (owner, (count, last)) in sums {
@@ -100,14 +100,14 @@ impl History {
     ) -> Vec<RelocationRecord> {
         let recorded = self.recorded_relocations.get(node).into_iter().flatten();
         let (mut of_owner, mut others) = (0, Vec::new());
-        for (relocation, seen) in recorded.filter(|(_, seen)| is_fresh(*seen, now)) {
+        for (relocation, observed) in recorded.filter(|(_, observed)| is_fresh(*observed, now)) {
             if relocation.owner == owner {
                 of_owner = relocation.count;
             } else {
-                others.push((relocation.clone(), *seen));
+                others.push((relocation.clone(), *observed));
             }
         }
-        others.sort_by_key(|(_, seen)| *seen);
+        others.sort_by_key(|(_, observed)| *observed);
         let over = (others.len() + 1).saturating_sub(MAX_RECORDED_RELOCATIONS);
         others.drain(..over);
         let relocation = Relocation {
@@ -166,7 +166,7 @@ impl History {
     }
 }
 
-/// Whether a recorded relocation first seen at `seen` still counts.
-fn is_fresh(seen: Uptime, now: Uptime) -> bool {
-    now.saturating_sub(seen) < RELOCATIONS_TTL
+/// Whether a recorded relocation first observed at this uptime still counts.
+fn is_fresh(first_observed: Uptime, now: Uptime) -> bool {
+    now.saturating_sub(first_observed) < RELOCATIONS_TTL
 }

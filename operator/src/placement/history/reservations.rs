@@ -60,13 +60,13 @@ impl History {
             })
             .collect();
         let mut failed: BTreeMap<&String, BTreeSet<&str>> = BTreeMap::new();
-        for ((_, gpu, waiter), since) in &self.reserved_since {
+        for ((_, gpu, pod_uid), since) in &self.reserved_since {
             if now.saturating_sub(*since) >= RESERVATION_TIMEOUT {
-                failed.entry(waiter).or_default().insert(gpu);
+                failed.entry(pod_uid).or_default().insert(gpu);
             }
         }
-        for (waiter, gpus) in failed {
-            let backoff = self.reservation_backoffs.entry(waiter.clone());
+        for (pod_uid, gpus) in failed {
+            let backoff = self.reservation_backoffs.entry(pod_uid.clone());
             backoff.or_default().record_failure(&gpus, now);
         }
     }

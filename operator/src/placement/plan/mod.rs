@@ -88,7 +88,7 @@ pub(super) enum Step {
     /// Evict victims on the GPUs that are reserved for a pod.
     Preempt {
         /// The pod with the reservation.
-        waiter: PodRef,
+        pending_pod: PodRef,
         /// The node's name.
         node: String,
         /// The UUIDs of the GPUs, all of which the pod needs.
@@ -120,14 +120,14 @@ pub(super) enum Step {
 impl Step {
     /// The step's name in metrics and logs.
     pub(super) fn name(&self) -> &'static str {
-        let [label, reserve, lower, make_room, moved, look] = PLACEMENT_STEPS;
+        let [label, reserve, lower, make_room, moved, read_job] = PLACEMENT_STEPS;
         match self {
             Self::Label { .. } => label,
             Self::Reserve { .. } => reserve,
             Self::OverrideQuotas { .. } => lower,
             Self::Preempt { .. } => make_room,
             Self::Relocate { .. } => moved,
-            Self::ReadJob { .. } => look,
+            Self::ReadJob { .. } => read_job,
         }
     }
 }

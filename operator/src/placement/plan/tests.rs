@@ -71,7 +71,7 @@ enum Shape {
 /// A pod of the simulated cluster.
 #[derive(Clone, Debug, PartialEq)]
 struct FakePod {
-    asks: u64,
+    request: u64,
     shape: Shape,
     /// The CPU request.
     cpu: u64,
@@ -91,7 +91,7 @@ struct FakePod {
 impl FakePod {
     /// The request beside the first container's.
     fn rest(&self) -> u64 {
-        self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
+        self.request - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
     }
 
     fn is_bound(&self) -> bool {
@@ -124,17 +124,22 @@ impl FakePod {
     /// Places shares into the free memory of GPUs by trying every choice. Returns each share with
     /// its GPU.
     fn fit(&self, shares: &[u64], mut free: Vec<u64>) -> Option<Vec<(usize, u64)>> {
-        fn place(shares: &[u64], apart: bool, free: &mut [u64], at: &mut Vec<usize>) -> bool {
+        fn place(
+            shares: &[u64],
+            on_distinct_gpus: bool,
+            free: &mut [u64],
+            at: &mut Vec<usize>,
+        ) -> bool {
             let Some((share, rest)) = shares.split_first() else {
                 return true;
             };
             (0..free.len()).any(|gpu| {
-                if free[gpu] < *share || apart && at.contains(&gpu) {
+                if free[gpu] < *share || on_distinct_gpus && at.contains(&gpu) {
                     return false;
                 }
                 free[gpu] -= share;
                 at.push(gpu);
-                let placed = place(rest, apart, free, at);
+                let placed = place(rest, on_distinct_gpus, free, at);
                 if !placed {
                     at.pop();
                     free[gpu] += share;
@@ -142,8 +147,8 @@ impl FakePod {
                 placed
             })
         }
-        let (apart, mut at) = (!matches!(self.shape, Shape::Containers(_)), Vec::new());
-        let found = place(shares, apart, &mut free, &mut at);
+        let (on_distinct_gpus, mut at) = (!matches!(self.shape, Shape::Containers(_)), Vec::new());
+        let found = place(shares, on_distinct_gpus, &mut free, &mut at);
         found.then(|| at.into_iter().zip(shares.iter().copied()).collect())
     }
 
@@ -230,13 +235,13 @@ impl FakeCluster {
     fn pod(
         mut self,
         uid: &str,
-        asks: u64,
+        request: u64,
         priority: i32,
         at: Option<(&str, Option<usize>)>,
     ) -> Self {
-        let gpu = at.and_then(|(node, gpu)| Some((format!("{node}-{}", gpu?), asks)));
-        let life = FakePod {
-            asks,
+        let gpu = at.and_then(|(node, gpu)| Some((format!("{node}-{}", gpu?), request)));
+        let pod = FakePod {
+            request,
             shape: Shape::One,
             cpu: 0,
             priority,
@@ -248,7 +253,7 @@ impl FakeCluster {
             cohort: None,
             ending: false,
         };
-        self.pods.insert(uid.to_owned(), life);
+        self.pods.insert(uid.to_owned(), pod);
         self
     }
 
@@ -300,7 +305,7 @@ impl FakeCluster {
             .values()
             .filter(|pod| pod.node.as_deref() == Some(node));
         let all: u64 = self.nodes[node].values().sum();
-        all.saturating_sub(there.map(|pod| pod.asks).sum())
+        all.saturating_sub(there.map(|pod| pod.request).sum())
     }
 
     fn placement_index(&self) -> PlacementIndex {
@@ -312,15 +317,15 @@ impl FakeCluster {
                     BORROWED => PriorityKind::Borrowed,
                     _ => PriorityKind::Guaranteed,
                 },
-                request: Quanta::new(pod.asks),
+                request: Quanta::new(pod.request),
                 containers: match &pod.shape {
                     Shape::Containers(sizes) => sizes.clone(),
-                    Shape::One | Shape::Spread(_) => vec![pod.asks - pod.rest(), pod.rest()],
+                    Shape::One | Shape::Spread(_) => vec![pod.request - pod.rest(), pod.rest()],
                 }
                 .into_iter()
                 .zip(["first", "main", "last"])
-                .filter(|(asks, _)| *asks > 0)
-                .map(|(asks, name)| (name.to_owned(), Quanta::new(asks)))
+                .filter(|(request, _)| *request > 0)
+                .map(|(request, name)| (name.to_owned(), Quanta::new(request)))
                 .collect(),
                 managed_containers: vec!["main".to_owned()],
                 has_larger_init: false,
@@ -441,7 +446,7 @@ impl FakeCluster {
         placement_index
     }
 
-    fn act(&mut self, step: Step, history: &mut History, now: Uptime) {
+    fn apply(&mut self, step: Step, history: &mut History, now: Uptime) {
         self.writes += 1;
         match step {
             Step::Label { node, labels } => {
@@ -478,22 +483,23 @@ impl FakeCluster {
                 history.quotas.insert(node.name, quotas);
             }
             Step::Preempt {
-                waiter,
+                pending_pod,
                 node,
                 gpus,
                 nominate,
                 victims,
             } => {
                 let are_held = gpus.iter().all(|gpu| {
-                    let is_it = |held: &Reservation| held.gpu == *gpu && held.pod_uid == waiter.uid;
+                    let is_it =
+                        |held: &Reservation| held.gpu == *gpu && held.pod_uid == pending_pod.uid;
                     let mut reserved = self.reservations.get(&node).into_iter().flatten();
                     reserved.any(is_it) && self.held.get(gpu).is_some_and(is_it)
                 });
-                if !self.waits(&waiter.uid, &node) || !are_held {
+                if !self.waits(&pending_pod.uid, &node) || !are_held {
                     return;
                 }
                 if nominate {
-                    self.pods.get_mut(&waiter.uid).unwrap().nominated = Some(node.clone());
+                    self.pods.get_mut(&pending_pod.uid).unwrap().nominated = Some(node.clone());
                 }
                 for victim in victims {
                     let uid = &victim.pod.uid;
@@ -503,7 +509,7 @@ impl FakeCluster {
                         false => EvictionResult::Accepted,
                     };
                     if !kept {
-                        self.end(uid, &waiter.uid, &node, &victim.gpu);
+                        self.end(uid, &pending_pod.uid, &node, &victim.gpu);
                     }
                     history.record_eviction(uid, &Ok(answer), now);
                 }
@@ -519,8 +525,8 @@ impl FakeCluster {
                     return;
                 }
                 let moves = history.relocations_with(&from.name, &owner, now, wall(now));
-                let told = moves.iter().map(|(moved, _)| moved.clone()).collect();
-                self.moves.insert(from.name.clone(), told);
+                let records = moves.iter().map(|(moved, _)| moved.clone()).collect();
+                self.moves.insert(from.name.clone(), records);
                 history.set_relocations(from.name, moves);
                 history.record_eviction(&pod.uid, &Ok(EvictionResult::Accepted), now);
                 history.record_relocation(&owner, &to, room, now);
@@ -540,22 +546,25 @@ impl FakeCluster {
         let pod = self.pods.get(uid);
         pod.is_some_and(|pod| {
             let at = pod.node.as_ref().or(pod.nominated.as_ref());
-            let here = at.is_none_or(|at| at == node);
-            here && !pod.is_bound() && !pod.ending
+            let is_on_node = at.is_none_or(|at| at == node);
+            is_on_node && !pod.is_bound() && !pod.ending
         })
     }
 
     /// Evicts a pod for another. A pod that is terminating or gone is not evicted again.
-    fn end(&mut self, uid: &str, waiter: &str, node: &str, gpu: &str) {
+    fn end(&mut self, uid: &str, pending_pod: &str, node: &str, gpu: &str) {
         let lacked = self.kept(gpu).saturating_sub(self.free(node, gpu));
-        let priority = self.pods[waiter].priority;
+        let priority = self.pods[pending_pod].priority;
         let Some(pod) = self.pods.get_mut(uid) else {
             return;
         };
         self.evicted.push(uid.to_owned());
-        assert!(pod.priority < priority, "{uid} went for {waiter}");
+        assert!(
+            pod.priority < priority,
+            "{uid} was evicted for {pending_pod}"
+        );
         if !std::mem::replace(&mut pod.ending, true) {
-            let round = self.rounds.entry((waiter.to_owned(), node.to_owned()));
+            let round = self.rounds.entry((pending_pod.to_owned(), node.to_owned()));
             let round = round.or_default().entry(gpu.to_owned()).or_default();
             if round.gone.is_empty() {
                 round.lacked = lacked;
@@ -566,7 +575,7 @@ impl FakeCluster {
 
     /// Advances by a second: pods terminate, agents acknowledge and bind, the scheduler places
     /// pods.
-    fn live(&mut self) {
+    fn advance(&mut self) {
         // A relocated pod is recreated under another name.
         let again: Vec<(String, FakePod)> = self
             .pods
@@ -603,25 +612,25 @@ impl FakeCluster {
                 continue;
             }
             let kept = |node: &str| -> u64 {
-                let others = self.pods.iter().filter(|(other, life)| {
+                let others = self.pods.iter().filter(|(other, waiting)| {
                     *other != uid
-                        && life.node.is_none()
-                        && life.priority >= pod.priority
-                        && life.nominated.as_deref() == Some(node)
+                        && waiting.node.is_none()
+                        && waiting.priority >= pod.priority
+                        && waiting.nominated.as_deref() == Some(node)
                 });
-                others.map(|(_, life)| life.asks).sum()
+                others.map(|(_, waiting)| waiting.request).sum()
             };
             let fits = self
                 .nodes
                 .keys()
                 .filter(|node| self.takes(node, &pod))
-                .filter(|node| self.tokens(node) >= pod.asks + kept(node))
+                .filter(|node| self.tokens(node) >= pod.request + kept(node))
                 .max_by_key(|node| (pod.nominated.as_ref() == Some(node), self.tokens(node)));
             if let Some(node) = fits.cloned() {
                 self.pods.get_mut(uid).unwrap().node = Some(node);
             } else if self.preempts && pod.priority != BORROWED {
                 let short = self.nodes.keys().map(|node| match self.takes(node, &pod) {
-                    true => (pod.asks + kept(node)).saturating_sub(self.tokens(node)),
+                    true => (pod.request + kept(node)).saturating_sub(self.tokens(node)),
                     false => u64::MAX,
                 });
                 let short: Vec<u64> = short.collect();
@@ -700,10 +709,10 @@ impl FakeCluster {
                 .borrowers(node)
                 .filter(|(_, pod)| !pod.ending)
                 .collect();
-            there.sort_by_key(|(_, pod)| std::cmp::Reverse(pod.asks));
+            there.sort_by_key(|(_, pod)| std::cmp::Reverse(pod.request));
             let mut freed = 0;
             let last = there.iter().position(|(_, pod)| {
-                freed += pod.asks;
+                freed += pod.request;
                 freed >= *short
             });
             there.truncate(last? + 1);
@@ -723,9 +732,9 @@ impl FakeCluster {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
             for step in plan(&self.placement_index(), history, &OPTIONS, now) {
-                self.act(step, history, now);
+                self.apply(step, history, now);
             }
-            self.live();
+            self.advance();
         }
     }
 
@@ -759,9 +768,9 @@ impl Watching {
         }
         let before = (!planned).then(|| (live.pods.clone(), live.held.clone()));
         for step in steps.into_iter().take(most) {
-            live.act(step, &mut self.history, now);
+            live.apply(step, &mut self.history, now);
         }
-        live.live();
+        live.advance();
         let happened = before.is_none_or(|(pods, held)| pods != live.pods || held != live.held);
         if happened {
             self.view = None;
@@ -802,10 +811,10 @@ fn other(uid: &str) -> Owner {
     }
 }
 
-fn reservation(gpu: &str, waiter: &str, quanta: i32) -> Reservation {
+fn reservation(gpu: &str, pod_uid: &str, quanta: i32) -> Reservation {
     Reservation {
         gpu: gpu.to_owned(),
-        pod_uid: waiter.to_owned(),
+        pod_uid: pod_uid.to_owned(),
         quanta,
     }
 }

@@ -23,11 +23,16 @@ pub(super) fn minimal_victims<'a>(
     let mut largest = candidates.to_vec();
     largest.sort_by(|a, b| (b.quanta, a.priority, a.uid).cmp(&(a.quanta, b.priority, b.uid)));
     let count = count_covering(&largest, lacking)?;
-    let mut priorities: Vec<i32> = candidates.iter().map(|one| one.priority).collect();
+    let mut priorities: Vec<i32> = candidates
+        .iter()
+        .map(|candidate| candidate.priority)
+        .collect();
     priorities.sort_unstable();
     priorities.dedup();
     let low_priority = |most: i32| -> Vec<Candidate<'a>> {
-        let low_priority = largest.iter().filter(|one| one.priority <= most);
+        let low_priority = largest
+            .iter()
+            .filter(|candidate| candidate.priority <= most);
         low_priority.copied().collect()
     };
     let low_priority = priorities
@@ -39,8 +44,11 @@ pub(super) fn minimal_victims<'a>(
     let mut chosen = chosen.to_vec();
     // The last victim may be larger than necessary.
     if let Some(last) = chosen.pop() {
-        let still = lacking.minus(chosen.iter().map(|one| one.quanta).sum());
-        let smallest = others.iter().rev().find(|one| one.quanta >= still);
+        let still = lacking.minus(chosen.iter().map(|candidate| candidate.quanta).sum());
+        let smallest = others
+            .iter()
+            .rev()
+            .find(|candidate| candidate.quanta >= still);
         chosen.push(*smallest.unwrap_or(&last));
     }
     Some(chosen)
@@ -52,8 +60,8 @@ fn count_covering(largest_first: &[Candidate<'_>], lacking: Quanta) -> Option<us
     if lacking == Quanta::ZERO {
         return Some(0);
     }
-    let last = largest_first.iter().position(|one| {
-        sum = sum.plus(one.quanta);
+    let last = largest_first.iter().position(|candidate| {
+        sum = sum.plus(candidate.quanta);
         sum >= lacking
     });
     last.map(|last| last + 1)
@@ -78,7 +86,7 @@ mod tests {
     fn chosen(of: &[(u64, i32)], lacking: u64) -> Option<String> {
         let all = candidates(of);
         let chosen = minimal_victims(&all, Quanta::new(lacking))?;
-        Some(chosen.iter().map(|one| one.uid).collect())
+        Some(chosen.iter().map(|candidate| candidate.uid).collect())
     }
 
     #[test]
@@ -110,8 +118,8 @@ mod tests {
             let mut all = candidates(&of);
             let Some(chosen) = minimal_victims(&all, Quanta::new(lacking)) else { return Ok(()) };
             let (went, rest) = chosen.split_at(went.min(chosen.len()));
-            all.retain(|one| !went.contains(one));
-            let lacking = Quanta::new(lacking).minus(went.iter().map(|one| one.quanta).sum());
+            all.retain(|candidate| !went.contains(candidate));
+            let lacking = Quanta::new(lacking).minus(went.iter().map(|victim| victim.quanta).sum());
             prop_assert_eq!(minimal_victims(&all, lacking), Some(rest.to_vec()));
         }
     }
@@ -127,21 +135,21 @@ mod tests {
             let all = candidates(&of);
             let every = (0..1_u32 << all.len()).filter_map(|set| {
                 let picked: Vec<_> = (0..all.len()).filter(|at| set >> at & 1 == 1).map(|at| all[at]).collect();
-                let sum: Quanta = picked.iter().map(|one| one.quanta).sum();
-                let highest = picked.iter().map(|one| one.priority).max();
+                let sum: Quanta = picked.iter().map(|victim| victim.quanta).sum();
+                let highest = picked.iter().map(|victim| victim.priority).max();
                 (sum >= Quanta::new(lacking)).then_some((picked.len(), highest))
             });
             let best = every.min();
             let found = minimal_victims(&all, Quanta::new(lacking));
             prop_assert_eq!(best, found.as_ref().map(|found| {
-                (found.len(), found.iter().map(|one| one.priority).max())
+                (found.len(), found.iter().map(|victim| victim.priority).max())
             }));
             if let Some(found) = found {
-                let sum: Quanta = found.iter().map(|one| one.quanta).sum();
+                let sum: Quanta = found.iter().map(|victim| victim.quanta).sum();
                 prop_assert!(sum >= Quanta::new(lacking));
                 // No victim is superfluous.
-                for one in &found {
-                    prop_assert!(sum.minus(one.quanta) < Quanta::new(lacking));
+                for victim in &found {
+                    prop_assert!(sum.minus(victim.quanta) < Quanta::new(lacking));
                 }
             }
         }

@@ -71,11 +71,11 @@ fn strip_environment(container: &mut Value, document: &mut Document) {
     };
     variables.retain(|variable| {
         let name = variable["name"].as_str().unwrap_or_default();
-        let goes = VARIABLES.contains(&name);
-        if goes {
+        let is_removed = VARIABLES.contains(&name);
+        if is_removed {
             document.note(format!("variable {name} taken out"));
         }
-        !goes
+        !is_removed
     });
     if variables.is_empty()
         && let Some(container) = container.as_mapping_mut()

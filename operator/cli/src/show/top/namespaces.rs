@@ -58,14 +58,14 @@ pub fn namespaces(snapshot: &Snapshot) -> Vec<NamespaceRow> {
         row.used_bytes = Some(bytes(&memory.observed.bytes));
         row.peak_bytes = Some(bytes(&memory.peak.bytes));
     }
-    // A GpuNode names every waiter at once; the kubelet writes a pod's message later.
+    // A GpuNode names every queued claim at once; the kubelet writes a pod's message later.
     let mut waiting: BTreeMap<&str, usize> = BTreeMap::new();
-    let waiters = snapshot
+    let statuses = snapshot
         .gpu_nodes
         .iter()
         .filter_map(|node| node.status.as_ref());
-    for waiter in waiters.flat_map(|status| &status.waiting) {
-        *waiting.entry(&waiter.namespace).or_default() += 1;
+    for claim in statuses.flat_map(|status| &status.waiting) {
+        *waiting.entry(&claim.namespace).or_default() += 1;
     }
     let rows = rows.into_iter().map(|(namespace, row)| NamespaceRow {
         namespace: namespace.to_owned(),

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::reservations::by_waiter;
+use super::reservations::group_by_pod;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::Key;
@@ -56,26 +56,28 @@ impl<'a> Planner<'a> {
         reservations: &[Reservation],
         taken: &[Reservation],
     ) -> bool {
-        let Some(waiter) = self.unscheduled_waiter(reservations) else {
+        let Some(pending_pod) = self.unscheduled_pod(reservations) else {
             return true;
         };
         // A victim with memory on several GPUs frees the node's quanta once.
         let mut counted = BTreeSet::new();
         let mut deducted = Quanta::ZERO;
-        for of_waiter in by_waiter(taken) {
-            deducted = deducted.plus(self.net_request(node, &of_waiter, &mut counted));
+        for of_pod in group_by_pod(taken) {
+            deducted = deducted.plus(self.net_request(node, &of_pod, &mut counted));
         }
         let needs = self.net_request(node, reservations, &mut counted);
         if needs == Quanta::ZERO {
             return true;
         }
-        let is_ours = |uid: &String| {
-            let ours = taken.iter().chain(reservations);
-            ours.map(|reservation| &reservation.pod_uid)
-                .any(|waiter| waiter == uid)
+        let is_planned = |uid: &String| {
+            let planned = taken.iter().chain(reservations);
+            planned
+                .map(|reservation| &reservation.pod_uid)
+                .any(|pod_uid| pod_uid == uid)
         };
         let nominated = self.nominated.get(node).into_iter().flatten();
-        let others = nominated.filter(|pod| pod.priority >= waiter.priority && !is_ours(&pod.uid));
+        let others =
+            nominated.filter(|pod| pod.priority >= pending_pod.priority && !is_planned(&pod.uid));
         let others: Vec<&PodFacts> = others.copied().collect();
         let gpus = self.snapshot.gpu_nodes.get(node);
         let written = gpus.map(|gpus| gpus.reservations.as_slice());
@@ -99,21 +101,21 @@ impl<'a> Planner<'a> {
     pub(super) fn other_resources_fit(
         &self,
         node: &str,
-        waiter: &str,
+        pod_uid: &str,
         taken: &[Reservation],
     ) -> bool {
-        let Some((key, waiter)) = self.snapshot.pods.get(waiter) else {
+        let Some((key, pending_pod)) = self.snapshot.pods.get(pod_uid) else {
             return false;
         };
-        if waiter.node().is_some() {
+        if pending_pod.node().is_some() {
             return true;
         }
         let nominated = self.nominated.get(node).into_iter().flatten();
-        let nominated = nominated.filter(|pod| pod.priority >= waiter.priority);
+        let nominated = nominated.filter(|pod| pod.priority >= pending_pod.priority);
         let others = nominated.map(|pod| pod.uid.as_str());
         let others = others.chain(taken.iter().map(|reservation| reservation.pod_uid.as_str()));
         // A pod in both groups counts once.
-        let others: BTreeSet<&str> = others.filter(|uid| *uid != waiter.uid).collect();
+        let others: BTreeSet<&str> = others.filter(|uid| *uid != pending_pod.uid).collect();
         let others = others.iter().filter_map(|uid| self.snapshot.pods.get(uid));
         let others = others.filter(|(_, pod)| pod.node().is_none());
         let others: Vec<&Key> = others.map(|(key, _)| *key).collect();
@@ -121,9 +123,9 @@ impl<'a> Planner<'a> {
     }
 
     /// The pod of these reservations, unless it has a node.
-    fn unscheduled_waiter(&self, reservations: &[Reservation]) -> Option<&'a PodFacts> {
-        let waiter = self.snapshot.pod(&reservations.first()?.pod_uid)?;
-        waiter.node().is_none().then_some(waiter)
+    fn unscheduled_pod(&self, reservations: &[Reservation]) -> Option<&'a PodFacts> {
+        let pending_pod = self.snapshot.pod(&reservations.first()?.pod_uid)?;
+        pending_pod.node().is_none().then_some(pending_pod)
     }
 
     /// The quanta that the pod of these reservations needs beyond what its victims free. Victims in
@@ -134,7 +136,7 @@ impl<'a> Planner<'a> {
         reservations: &[Reservation],
         counted: &mut BTreeSet<&'a str>,
     ) -> Quanta {
-        let Some(pod) = self.unscheduled_waiter(reservations) else {
+        let Some(pod) = self.unscheduled_pod(reservations) else {
             return Quanta::ZERO;
         };
         let pending = self.pending.get(pod.uid.as_str()).copied();
@@ -147,8 +149,8 @@ impl<'a> Planner<'a> {
             )
         });
         let victims = victims.into_iter().flatten().flatten();
-        let new_victims = victims.filter(|one| counted.insert(one.uid));
-        let of = |one: Candidate<'_>| self.snapshot.pod(one.uid).map(|pod| pod.request);
+        let new_victims = victims.filter(|candidate| counted.insert(candidate.uid));
+        let of = |candidate: Candidate<'_>| self.snapshot.pod(candidate.uid).map(|pod| pod.request);
         pod.request.minus(new_victims.filter_map(of).sum())
     }
 }

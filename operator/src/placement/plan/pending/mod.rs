@@ -20,7 +20,7 @@ use crate::cluster::placement_index::pod::{Owner, Placement, PodFacts};
 use crate::cluster::placement_index::snapshot::Snapshot;
 use crate::placement::history::{History, Uptime};
 use crate::quanta::Quanta;
-use reservations::by_waiter;
+use reservations::group_by_pod;
 use shares::{MAX_CONTAINERS, Shares};
 
 /// How long a pod waits on its node before it preempts. Pods that are terminating anyway may
@@ -169,8 +169,8 @@ impl<'a> Planner<'a> {
         }
         steps.extend(self.reservation_writes(&reserved));
         for (node, reservations) in &reserved {
-            for of_waiter in by_waiter(reservations) {
-                steps.extend(self.preempt(node, &of_waiter));
+            for of_pod in group_by_pod(reservations) {
+                steps.extend(self.preempt(node, &of_pod));
             }
         }
         steps
@@ -180,12 +180,12 @@ impl<'a> Planner<'a> {
     fn pending_pods(&self) -> BTreeMap<&'a str, PendingPod<'a>> {
         let snapshot = self.snapshot;
         let on_nodes = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
-            gpus.pending.iter().filter_map(|waiter| {
-                let (key, pod) = *snapshot.pods.get(waiter.pod.as_str())?;
+            gpus.pending.iter().filter_map(|container| {
+                let (key, pod) = *snapshot.pods.get(container.pod.as_str())?;
                 (pod.node() == Some(*node)).then_some(PendingPod {
                     key,
                     pod,
-                    quanta: waiter.quanta,
+                    quanta: container.quanta,
                     node: Some(*node),
                 })
             })

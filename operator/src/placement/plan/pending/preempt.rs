@@ -139,7 +139,7 @@ impl<'a> Planner<'a> {
             failed.sum(),
             victims.len(),
             highest_priority(victims),
-            victims.iter().map(|one| one.quanta).sum(),
+            victims.iter().map(|victim| victim.quanta).sum(),
             node,
             set.first().map(|(gpu, _)| gpu.uuid.as_str()),
         )
@@ -166,8 +166,8 @@ impl<'a> Planner<'a> {
     /// all of them for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservations: &[Reservation]) -> Option<Step> {
         let are_kept = self.snapshot.are_kept(node, reservations);
-        let waiter = &reservations.first().filter(|_| are_kept)?.pod_uid;
-        let pending = self.pending.get(waiter.as_str()).copied()?;
+        let pod_uid = &reservations.first().filter(|_| are_kept)?.pod_uid;
+        let pending = self.pending.get(pod_uid.as_str()).copied()?;
         let nominate = match &pending.pod.placement {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
             Placement::Node(_) => false,
@@ -178,25 +178,30 @@ impl<'a> Planner<'a> {
             .iter()
             .zip(&selected)
             .flat_map(|(reservation, of_gpu)| {
-                of_gpu.iter().map(|one| (one, reservation.gpu.as_str()))
+                of_gpu
+                    .iter()
+                    .map(|candidate| (candidate, reservation.gpu.as_str()))
             });
         let victims: Vec<Victim> = of_gpus
-            .filter(|(one, _)| self.history.may_evict(one.uid, self.now))
-            .filter_map(|(one, gpu)| self.victim(one, gpu))
+            .filter(|(candidate, _)| self.history.may_evict(candidate.uid, self.now))
+            .filter_map(|(candidate, gpu)| self.victim(candidate, gpu))
             .take(MAX_STEPS)
             .collect();
         (nominate || !victims.is_empty()).then(|| Step::Preempt {
-            waiter: pod_ref(pending.key, pending.pod),
+            pending_pod: pod_ref(pending.key, pending.pod),
             node: node.to_owned(),
-            gpus: reservations.iter().map(|one| one.gpu.clone()).collect(),
+            gpus: reservations
+                .iter()
+                .map(|reservation| reservation.gpu.clone())
+                .collect(),
             nominate,
             victims,
         })
     }
 
-    fn victim(&self, one: &Candidate<'_>, gpu: &str) -> Option<Victim> {
-        let (key, facts) = self.snapshot.pods.get(one.uid)?;
-        let refused = self.history.refused_for(one.uid, self.now);
+    fn victim(&self, candidate: &Candidate<'_>, gpu: &str) -> Option<Victim> {
+        let (key, facts) = self.snapshot.pods.get(candidate.uid)?;
+        let refused = self.history.refused_for(candidate.uid, self.now);
         let grace = self.options.forced_after();
         // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
         // A borrowed pod has consented to the deletion.

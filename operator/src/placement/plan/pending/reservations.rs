@@ -18,22 +18,22 @@ impl<'a> Planner<'a> {
         let mut useful = Vec::new();
         for (node, gpus) in &self.snapshot.gpu_nodes {
             // A watch may deliver the last write late.
-            let written = by_waiter(self.history.reservations.get(*node).into_iter().flatten());
-            let late = written.into_iter().filter(|of_waiter| {
-                let mut of_waiter = of_waiter.iter();
-                of_waiter.any(|reservation| !gpus.reservations.contains(reservation))
+            let written = group_by_pod(self.history.reservations.get(*node).into_iter().flatten());
+            let late = written.into_iter().filter(|of_pod| {
+                let mut of_pod = of_pod.iter();
+                of_pod.any(|reservation| !gpus.reservations.contains(reservation))
             });
-            let watched = by_waiter(&gpus.reservations).into_iter();
-            let all = watched.map(|of_waiter| (false, of_waiter));
-            for (late, of_waiter) in all.chain(late.map(|of_waiter| (true, of_waiter))) {
-                if let Some(renewed) = self.renewed(node, &of_waiter) {
+            let watched = group_by_pod(&gpus.reservations).into_iter();
+            let all = watched.map(|of_pod| (false, of_pod));
+            for (late, of_pod) in all.chain(late.map(|of_pod| (true, of_pod))) {
+                if let Some(renewed) = self.renewed(node, &of_pod) {
                     useful.push((late, *node, renewed));
                 }
             }
         }
         let snapshot = self.snapshot;
-        let is_nominated = |waiter: &str, node: &str| match snapshot
-            .pod(waiter)
+        let is_nominated = |pod_uid: &str, node: &str| match snapshot
+            .pod(pod_uid)
             .map(|pod| &pod.placement)
         {
             Some(Placement::Unscheduled { nominated, .. }) => nominated.as_deref() == Some(node),
@@ -44,22 +44,22 @@ impl<'a> Planner<'a> {
             let nominated = is_nominated(&reservations[0].pod_uid, node);
             (!nominated, !are_kept, *late)
         });
-        let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
+        let (mut reserved_pods, mut gpus) = (BTreeSet::new(), BTreeSet::new());
         let mut kept = ReservationsByNode::new();
         for (_, node, reservations) in useful {
             let taken = kept.entry(node.to_owned()).or_default();
-            let waiter = reservations[0].pod_uid.clone();
+            let pod_uid = reservations[0].pod_uid.clone();
             let is_taken =
                 |reservation: &Reservation| gpus.contains(&(node, reservation.gpu.clone()));
             if !reservations.iter().any(is_taken)
-                && !waiters.contains(&waiter)
+                && !reserved_pods.contains(&pod_uid)
                 && self.quanta_fit(node, &reservations, taken)
                 // The nomination followed this check. Pods that come now make room for themselves.
-                && (is_nominated(&waiter, node) || self.other_resources_fit(node, &waiter, taken))
+                && (is_nominated(&pod_uid, node) || self.other_resources_fit(node, &pod_uid, taken))
             {
-                let of_waiter = reservations.iter();
-                gpus.extend(of_waiter.map(|reservation| (node, reservation.gpu.clone())));
-                waiters.insert(waiter);
+                let of_pod = reservations.iter();
+                gpus.extend(of_pod.map(|reservation| (node, reservation.gpu.clone())));
+                reserved_pods.insert(pod_uid);
                 taken.extend(reservations);
             }
         }
@@ -69,30 +69,30 @@ impl<'a> Planner<'a> {
     /// A pod's reservations on a node, with what the pod has there now. `None` unless the pod still
     /// waits for all of these GPUs and permitted victims would suffice.
     fn renewed(&mut self, node: &str, reservations: &[Reservation]) -> Option<Vec<Reservation>> {
-        let waiter = &reservations.first()?.pod_uid;
+        let pod_uid = &reservations.first()?.pod_uid;
         let (pod, gpus) = (
-            self.snapshot.pod(waiter)?,
+            self.snapshot.pod(pod_uid)?,
             self.snapshot.gpu_nodes.get(node)?,
         );
-        let elsewhere = match &pod.placement {
+        let is_on_other_node = match &pod.placement {
             Placement::Node(at) => at != node,
             // Another operator or the scheduler has chosen another node.
             Placement::Unscheduled { nominated, .. } => {
                 nominated.as_ref().is_some_and(|at| at != node)
             }
         };
-        let in_backoff = self.history.in_backoff(waiter, self.now);
-        if pod.terminating || !pod.pending || elsewhere || in_backoff {
+        let in_backoff = self.history.in_backoff(pod_uid, self.now);
+        if pod.terminating || !pod.pending || is_on_other_node || in_backoff {
             return None;
         }
-        let Some(pending) = self.pending.get(waiter.as_str()).copied() else {
+        let Some(pending) = self.pending.get(pod_uid.as_str()).copied() else {
             // The pod is bound, or it is scheduled and not started, or between two scheduling
             // attempts.
             let is_there = |reservation: &Reservation| {
                 let gpu = self.snapshot.gpu(node, &reservation.gpu);
                 gpu.is_some()
             };
-            return (!gpus.lists(waiter) && reservations.iter().all(is_there))
+            return (!gpus.lists(pod_uid) && reservations.iter().all(is_there))
                 .then(|| reservations.to_vec());
         };
         let shares = pending.shares(gpus)?;
@@ -162,7 +162,7 @@ fn held_on(gpu: &Gpu, pod: &str) -> Quanta {
 }
 
 /// The reservations of each pod, in the order of their first ones.
-pub(super) fn by_waiter<'r>(
+pub(super) fn group_by_pod<'r>(
     reservations: impl IntoIterator<Item = &'r Reservation>,
 ) -> Vec<Vec<Reservation>> {
     let mut groups: Vec<Vec<Reservation>> = Vec::new();

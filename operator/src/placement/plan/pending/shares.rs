@@ -17,14 +17,14 @@ pub(super) const MAX_CONTAINERS: usize = 16;
 pub(super) struct Shares {
     pub(super) quanta: Vec<Quanta>,
     /// Whether each share needs its own GPU: the shares are parts of one container.
-    apart: bool,
+    on_distinct_gpus: bool,
 }
 
 impl Shares {
     fn one(quanta: Quanta) -> Shares {
         Shares {
             quanta: vec![quanta],
-            apart: false,
+            on_distinct_gpus: false,
         }
     }
 
@@ -46,7 +46,7 @@ impl Shares {
                 quanta.sort_unstable_by(|a, b| b.cmp(a));
                 Some(Shares {
                     quanta,
-                    apart: false,
+                    on_distinct_gpus: false,
                 })
             }
             _ => None,
@@ -58,8 +58,11 @@ impl Shares {
         let shares = split_quanta(gpus, quanta.count().try_into().ok()?, least)?;
         let shares = shares.into_iter();
         let quanta: Vec<_> = shares.map(|share| Quanta::new(share.into())).collect();
-        let apart = quanta.len() > 1;
-        Some(Shares { quanta, apart })
+        let on_distinct_gpus = quanta.len() > 1;
+        Some(Shares {
+            quanta,
+            on_distinct_gpus,
+        })
     }
 
     /// Whether these amounts of different GPUs are those of a choice for the shares. Of several
@@ -67,7 +70,7 @@ impl Shares {
     /// again.
     pub(super) fn are_filled_by(&self, mut amounts: Vec<Quanta>) -> bool {
         amounts.sort_unstable_by(|a, b| b.cmp(a));
-        if self.apart {
+        if self.on_distinct_gpus {
             return amounts == self.quanta;
         }
         let (all, needed) = (amounts.iter().copied(), self.quanta.iter().copied());
@@ -101,13 +104,17 @@ impl Shares {
             return true;
         };
         let mut choices: Vec<(R, usize)> = (0..held.len())
-            .filter(|gpu| !self.apart || held[*gpu] == Quanta::ZERO)
+            .filter(|gpu| !self.on_distinct_gpus || held[*gpu] == Quanta::ZERO)
             .filter_map(|gpu| Some((rank(gpu, held[gpu], held[gpu].plus(*share))?, gpu)))
             .collect();
         choices.sort_unstable();
         // A GPU that can take a share of one container can take every later one, so no other first
         // choice places more of them.
-        let most = if self.apart { 1 } else { choices.len() };
+        let most = if self.on_distinct_gpus {
+            1
+        } else {
+            choices.len()
+        };
         for (_, gpu) in choices.into_iter().take(most) {
             let Some(left) = tries.checked_sub(1) else {
                 break;
@@ -143,10 +150,10 @@ mod tests {
     #[test]
     fn pod_with_a_larger_init_container_needs_one_gpu() {
         let pod = |inits: &str| {
-            let asks = |name: &str, gib: &str| serde_json::json!({ "name": name, "resources": { "requests": { "bursar.dev/gpu-memory-gib": gib } } });
+            let container = |name: &str, gib: &str| serde_json::json!({ "name": name, "resources": { "requests": { "bursar.dev/gpu-memory-gib": gib } } });
             let pod = serde_json::json!({ "metadata": { "uid": "u" }, "spec": {
-                "initContainers": [asks("init", inits)],
-                "containers": [asks("a", "4"), asks("b", "4")],
+                "initContainers": [container("init", inits)],
+                "containers": [container("a", "4"), container("b", "4")],
             } });
             let pod = serde_json::from_value(pod).unwrap();
             PodFacts::of(&pod, bursar_crds::Quantum::Gib1).unwrap()
@@ -159,10 +166,10 @@ mod tests {
     }
 
     /// Places shares into free memory by best fit.
-    fn placed(shares: &[u64], apart: bool, free: &[u64]) -> Option<Vec<(usize, i64)>> {
+    fn placed(shares: &[u64], on_distinct_gpus: bool, free: &[u64]) -> Option<Vec<(usize, i64)>> {
         let shares = Shares {
             quanta: shares.iter().map(|share| Quanta::new(*share)).collect(),
-            apart,
+            on_distinct_gpus,
         };
         let rank = |gpu: usize, _, with: Quanta| {
             let free = Quanta::new(free[gpu]);
@@ -185,7 +192,7 @@ mod tests {
         let quanta = [3, 2, 2, 2, 2, 2, 2, 2, 2].map(Quanta::new).to_vec();
         let shares = Shares {
             quanta,
-            apart: false,
+            on_distinct_gpus: false,
         };
         for (amounts, is_filled) in [([8, 11], true), ([11, 8], true), ([8, 10], false)] {
             let amounts = amounts.map(Quanta::new).to_vec();

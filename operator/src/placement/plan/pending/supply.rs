@@ -38,14 +38,18 @@ impl<'a> Supply<'a> {
 
     /// The most that victims could make free.
     fn most(&self) -> Quanta {
-        let reclaimable = self.candidates.iter().map(|one| one.quanta).sum();
+        let reclaimable = self
+            .candidates
+            .iter()
+            .map(|candidate| candidate.quanta)
+            .sum();
         let all = self.free.plus(self.coming).plus(reclaimable);
         all.min(self.capacity)
     }
 }
 
 pub(super) fn highest_priority(victims: &[Candidate<'_>]) -> Option<i32> {
-    victims.iter().map(|one| one.priority).max()
+    victims.iter().map(|victim| victim.priority).max()
 }
 
 impl<'a> Planner<'a> {
@@ -78,7 +82,7 @@ impl<'a> Planner<'a> {
             let cost = costs.entry((gpu, quanta));
             *cost.or_insert_with(|| {
                 let victims = supplies[gpu].victims(quanta)?;
-                let freed = victims.iter().map(|one| one.quanta).sum();
+                let freed = victims.iter().map(|victim| victim.quanta).sum();
                 Some((victims.len(), highest_priority(&victims), freed))
             })
         };
@@ -89,9 +93,9 @@ impl<'a> Planner<'a> {
                 _ => cost(index, before)?.0,
             };
             let (victims, highest, freed) = cost(index, with)?;
-            let in_vain = self.history.failed_reservations(&pending.pod.uid, uuid);
+            let failed = self.history.failed_reservations(&pending.pod.uid, uuid);
             let more = victims.saturating_sub(earlier);
-            Some((in_vain, more, highest, freed, uuid))
+            Some((failed, more, highest, freed, uuid))
         };
         let chosen = shares.assign(gpus.len(), rank)?.into_iter();
         Some(
@@ -115,7 +119,7 @@ impl<'a> Planner<'a> {
             let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
             let supply = self.supply(node, gpu, pending, assumption, &earlier);
             let victims = supply.victims(lacking(reservation, gpu))?;
-            earlier.extend(victims.iter().map(|one| one.uid));
+            earlier.extend(victims.iter().map(|victim| victim.uid));
             all.push(victims);
         }
         Some(all)

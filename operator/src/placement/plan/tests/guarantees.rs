@@ -36,7 +36,7 @@ enum Kind {
 struct NewPod {
     at: u64,
     team: usize,
-    asks: u64,
+    request: u64,
     priority: i32,
     /// The quota counts the pod too late.
     slips: bool,
@@ -55,10 +55,10 @@ fn coming() -> impl Strategy<Value = NewPod> {
         8 => Just(Kind::Plain), 1 => Just(Kind::Kept), 1 => any::<bool>().prop_map(Kind::OfJob)];
     let slips = prop::bool::weighted(0.1);
     (prop_oneof![borrows, owns], 0_usize..3, slips, kind).prop_map(
-        |((at, asks, priority), team, slips, kind)| NewPod {
+        |((at, request, priority), team, slips, kind)| NewPod {
             at,
             team,
-            asks,
+            request,
             priority,
             slips,
             kind,
@@ -78,7 +78,7 @@ struct Teams {
     due: Vec<Option<u64>>,
     index: ClusterIndex,
     /// When each pod was created, and whether the index saw it terminating.
-    told: BTreeMap<String, (u64, bool)>,
+    indexed: BTreeMap<String, (u64, bool)>,
     /// Since when PodDisruptionBudgets have refused the eviction of excess pods.
     refused: BTreeMap<String, u64>,
     /// Since when each budget's status has said that it is exceeded.
@@ -168,7 +168,7 @@ impl Teams {
             bounds,
             budgets,
             index,
-            told: BTreeMap::new(),
+            indexed: BTreeMap::new(),
             refused: BTreeMap::new(),
             jobs: BTreeMap::new(),
             repaired: BTreeSet::new(),
@@ -177,19 +177,22 @@ impl Teams {
     }
 
     /// The requests of a namespace's guaranteed pods, and of all its pods.
-    fn asked(&self, of: usize) -> (u64, u64) {
+    fn requested(&self, of: usize) -> (u64, u64) {
         let pods = self.live.pods.iter().filter(|(uid, _)| team(uid) == of);
         pods.fold((0, 0), |(guaranteed, all), (_, pod)| {
-            (guaranteed + u64::from(owns(pod)) * pod.asks, all + pod.asks)
+            (
+                guaranteed + u64::from(owns(pod)) * pod.request,
+                all + pod.request,
+            )
         })
     }
 
     /// Creates a pod. Its quotas refuse it or count it too late.
     fn create(&mut self, number: usize, pod: &NewPod) {
         let of = pod.team % self.bounds.len();
-        let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
+        let ((guaranteed, all), (guarantee, limit)) = (self.requested(of), self.bounds[of]);
         let borrows = pod.priority == BORROWED;
-        let fits = all + pod.asks <= limit && (borrows || guaranteed + pod.asks <= guarantee);
+        let fits = all + pod.request <= limit && (borrows || guaranteed + pod.request <= guarantee);
         if !fits && !pod.slips {
             return;
         }
@@ -198,28 +201,28 @@ impl Teams {
         }
         let uid = format!("t{of}-{number}");
         let live = std::mem::take(&mut self.live);
-        self.live = live.pod(&uid, pod.asks, pod.priority, None);
-        let life = self.live.pods.get_mut(&uid).unwrap();
-        life.cohort = Some(cohort(of % self.cohorts));
+        self.live = live.pod(&uid, pod.request, pod.priority, None);
+        let fake_pod = self.live.pods.get_mut(&uid).unwrap();
+        fake_pod.cohort = Some(cohort(of % self.cohorts));
         match pod.kind {
             Kind::Plain => {}
             Kind::Kept => self.live.kept.push(uid),
-            Kind::OfJob(true) => life.owner = job(&format!("{number:02}lets")),
-            Kind::OfJob(false) => life.owner = job(&format!("{number:02}keeps")),
+            Kind::OfJob(true) => fake_pod.owner = job(&format!("{number:02}lets")),
+            Kind::OfJob(false) => fake_pod.owner = job(&format!("{number:02}keeps")),
         }
         self.operator.view = None;
     }
 
     /// Updates the budgets' index. Returns the changed namespaces.
-    fn tell(&mut self, second: u64) -> BTreeSet<usize> {
+    fn update_index(&mut self, second: u64) -> BTreeSet<usize> {
         let mut changed = BTreeSet::new();
         for (uid, pod) in &self.live.pods {
-            let before = self.told.get(uid).copied();
+            let before = self.indexed.get(uid).copied();
             let (created, _) = before.unwrap_or((second, false));
             if before == Some((created, pod.ending)) {
                 continue;
             }
-            self.told.insert(uid.clone(), (created, pod.ending));
+            self.indexed.insert(uid.clone(), (created, pod.ending));
             let request = PodRequest {
                 uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
@@ -234,7 +237,7 @@ impl Teams {
                     true => PriorityKind::Guaranteed,
                     false => PriorityKind::Borrowed,
                 },
-                device: Quanta::new(pod.asks),
+                device: Quanta::new(pod.request),
                 managed: Quanta::ZERO,
             };
             let key = key(&name(team(uid)), uid);
@@ -243,25 +246,25 @@ impl Teams {
             changed.insert(team(uid));
         }
         let (live, index) = (&self.live, &mut self.index);
-        self.told.retain(|uid, _| {
-            let lives = live.pods.contains_key(uid);
-            if !lives {
+        self.indexed.retain(|uid, _| {
+            let exists = live.pods.contains_key(uid);
+            if !exists {
                 let key = key(&name(team(uid)), uid);
                 index.apply(WatchEvent::Pod(Event::Delete((key, None))));
                 changed.insert(team(uid));
             }
-            lives
+            exists
         });
         changed
     }
 
     /// Reconciles each due budget once. Returns whether anything was done.
-    fn look(&mut self, second: u64) -> bool {
-        let changed = self.tell(second);
+    fn reconcile(&mut self, second: u64) -> bool {
+        let changed = self.update_index(second);
         let mut done = false;
         for of in 0..self.budgets.len() {
             if changed.contains(&of) || self.due[of].is_some_and(|due| due <= second) {
-                let again = self.look_at(of, second);
+                let again = self.reconcile_budget(of, second);
                 self.due[of] = again.map(|again| second + again);
                 done |= again == Some(1);
             }
@@ -270,7 +273,7 @@ impl Teams {
     }
 
     /// Reconciles one budget. Returns the seconds until the next time: one after a step.
-    fn look_at(&mut self, of: usize, second: u64) -> Option<u64> {
+    fn reconcile_budget(&mut self, of: usize, second: u64) -> Option<u64> {
         let namespace = name(of);
         let budget = &mut self.budgets[of];
         let mut facts = self.index.budget_inputs(&namespace, &budget.spec.cohort);
@@ -309,8 +312,9 @@ impl Teams {
                     self.exceeded[of] = budget::is_exceeded(budget).then_some(since);
                 }
                 budget::Step::Evict { pod, by_force } => {
-                    let life = &self.live.pods[&pod.uid];
-                    let sticks = by_force && owns(life) && matches!(life.owner, Owner::Job(_));
+                    let fake_pod = &self.live.pods[&pod.uid];
+                    let sticks =
+                        by_force && owns(fake_pod) && matches!(fake_pod.owner, Owner::Job(_));
                     assert!(!sticks, "{} of a Job is deleted", pod.uid);
                     if self.live.kept.contains(&pod.uid) && !by_force {
                         self.refused.entry(pod.uid).or_insert(second);
@@ -350,8 +354,8 @@ impl Teams {
         while second < COMING_END || second - last < REST || waits(&self.due) {
             let now = pods.iter().enumerate().filter(|(_, pod)| pod.at == second);
             now.for_each(|(number, pod)| self.create(number, pod));
-            let looked = self.look(second);
-            let happened = self.operator.act(&mut self.live, second, usize::MAX) || looked;
+            let reconciled = self.reconcile(second);
+            let happened = self.operator.act(&mut self.live, second, usize::MAX) || reconciled;
             self.refuse();
             if happened {
                 last = second;
@@ -367,7 +371,10 @@ impl Teams {
 
     fn holds(&self, of: usize, type_: &str) -> bool {
         let status = self.budgets[of].status.as_ref().unwrap();
-        let condition = status.conditions.iter().find(|one| one.type_ == type_);
+        let condition = status
+            .conditions
+            .iter()
+            .find(|condition| condition.type_ == type_);
         condition.unwrap().status == "True"
     }
 
@@ -377,7 +384,7 @@ impl Teams {
     }
 
     /// Whether all guaranteed pods of a cohort have the same priority.
-    fn all_matter_alike(&self, pods: &[NewPod], cohort: usize) -> bool {
+    fn has_one_priority(&self, pods: &[NewPod], cohort: usize) -> bool {
         let mut there = pods
             .iter()
             .filter(|pod| pod.team % self.bounds.len() % self.cohorts == cohort);
@@ -400,18 +407,18 @@ impl Teams {
                 && stay().all(owns)
         };
         let fits = |uid: &String, pod: &FakePod, node: &String| {
-            let asked: u64 = stay()
+            let requested: u64 = stay()
                 .filter(|other| other.node.as_ref() == Some(node))
-                .map(|other| other.asks)
+                .map(|other| other.request)
                 .sum();
             let mut gpus = cluster.nodes[node].iter();
             let all: u64 = cluster.nodes[node].values().sum();
             // The guarantees of a covered cohort fit into its nodes together.
             (pod.node.is_some()
                 || one_node_covered(team(uid) % self.cohorts)
-                || asked + pod.asks <= all)
+                || requested + pod.request <= all)
                 && gpus.any(|(gpu, capacity)| {
-                    stay().map(|other| other.on(gpu)).sum::<u64>() + pod.asks <= *capacity
+                    stay().map(|other| other.on(gpu)).sum::<u64>() + pod.request <= *capacity
                 })
         };
         let waits = cluster
@@ -443,18 +450,19 @@ fn cohorts_get_their_guarantees() {
         high.for_each(|pod| pod.priority = GUARANTEED);
         let mut teams = Teams::new(cohorts, &nodes, &budgets);
         teams.run(&pods)?;
-        // Lending evicts each pod once, for one waiter that is then bound, and no more than that
-        // waiter lacks. A waiter of higher priority may intervene.
+        // Lending evicts each pod once, for one pending pod that is then bound, and no more than
+        // this pod lacks. A pending pod of higher priority may intervene.
         let live = &teams.live;
         prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
-        for ((waiter, node), round) in &live.rounds {
-            if !teams.all_matter_alike(&pods, team(waiter) % cohorts) {
+        for ((pending_pod, node), round) in &live.rounds {
+            if !teams.has_one_priority(&pods, team(pending_pod) % cohorts) {
                 continue;
             }
-            let most = live.pods.get(waiter).map_or(1, |pod| live.shares(node, pod).len());
-            prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
-            prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", waiter, round);
-            prop_assert!(live.bound(waiter) || teams.repaired.contains(waiter), "{} waits: {:?}", waiter, live);
+            let gpus = live.pods.get(pending_pod).map_or(1, |pod| live.shares(node, pod).len());
+            prop_assert!(round.len() <= gpus, "{}: {:?}", pending_pod, round);
+            prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", pending_pod, round);
+            let is_settled = live.bound(pending_pod) || teams.repaired.contains(pending_pod);
+            prop_assert!(is_settled, "{} waits: {:?}", pending_pod, live);
         }
         for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {
             // Only a late quota exceeds a guarantee, and not for long. No other pod is evicted for
@@ -462,8 +470,8 @@ fn cohorts_get_their_guarantees() {
             let slipped = teams.slipped.contains(&of);
             let mut sticks = live.pods.iter().filter(|(uid, pod)| team(uid) == of && pod.sticks());
             if !slipped || sticks.next().is_none() {
-                let asked = teams.asked(of);
-                prop_assert!(asked.0 <= *guaranteed && asked.1 <= *limit, "{} asks for {:?}", of, asked);
+                let requested = teams.requested(of);
+                prop_assert!(requested.0 <= *guaranteed && requested.1 <= *limit, "{} requests {:?}", of, requested);
                 prop_assert!(!teams.holds(of, names::EXCEEDED));
             }
             let offered: u64 = nodes.iter().skip(of % cohorts).step_by(cohorts).flatten().sum();

@@ -22,21 +22,23 @@ fn cluster() -> FakeCluster {
 }
 
 /// The cluster's index with the report of `evil`, which acknowledges its reservations.
-fn shown(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
+fn reported_by_evil(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
     let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
     let reserved = cluster.reservations.get("evil");
     let reserved = reserved.map(Vec::as_slice).unwrap_or_default();
-    let said = lies.0.iter().map(|(gpu, pods, free, held)| {
-        let answered = reserved.iter().find(|one| one.gpu == gpus[*gpu]);
-        let answered = answered.map(|one| one.pod_uid.clone());
+    let reported = lies.0.iter().map(|(gpu, pods, free, held)| {
+        let acknowledged = reserved
+            .iter()
+            .find(|reservation| reservation.gpu == gpus[*gpu]);
+        let acknowledged = acknowledged.map(|reservation| reservation.pod_uid.clone());
         Gpu {
             uuid: gpus[*gpu].to_owned(),
             capacity: Quanta::new(16),
             free: Quanta::new(*free),
             largest_free: Quanta::new(*free),
-            reserved_for: answered.or(held.map(|pod| uids[pod].to_owned())),
+            reserved_for: acknowledged.or(held.map(|pod| uids[pod].to_owned())),
             pods: pods.iter().map(of).collect(),
             ..Gpu::default()
         }
@@ -44,7 +46,7 @@ fn shown(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
     let waiting = lies.1.iter().map(of);
     let facts = GpuFacts {
         uid: "evil".to_owned(),
-        gpus: said.collect(),
+        gpus: reported.collect(),
         pending: waiting
             .map(|(pod, quanta)| PendingContainer { pod, quanta })
             .collect(),
@@ -72,17 +74,17 @@ fn named(step: &Step) -> Vec<&str> {
 }
 
 /// The pods that any step names during a sequence of reports of `evil`.
-fn all_named(says: &[Lies]) -> BTreeSet<String> {
+fn all_named(reports: &[Lies]) -> BTreeSet<String> {
     let (mut live, mut history, mut all) = (cluster(), History::default(), BTreeSet::new());
-    for (at, lies) in says.iter().enumerate() {
+    for (at, lies) in reports.iter().enumerate() {
         // Longer than each delay.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
-            for step in plan(&shown(&live, lies), &mut history, &OPTIONS, now) {
+            for step in plan(&reported_by_evil(&live, lies), &mut history, &OPTIONS, now) {
                 all.extend(named(&step).into_iter().map(str::to_owned));
                 // No pod terminates: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {
-                    live.act(step, &mut history, now);
+                    live.apply(step, &mut history, now);
                 }
             }
         }
@@ -94,8 +96,8 @@ fn all_named(says: &[Lies]) -> BTreeSet<String> {
 fn node_report_selects_no_victim_on_another_node() {
     // A pod on it waits, and the report names borrowers of the other node as obstacles.
     let gpu = (2, vec![(0, 8), (1, 8)], 0, None);
-    let says = (vec![gpu], vec![(5, 8)]);
-    assert_eq!(all_named(&[says]), BTreeSet::new());
+    let report = (vec![gpu], vec![(5, 8)]);
+    assert_eq!(all_named(&[report]), BTreeSet::new());
     let truth = (vec![(2, vec![(4, 16)], 0, None)], vec![(5, 8)]);
     assert_eq!(all_named(&[truth]), ["e1".to_owned()].into());
 }

@@ -41,7 +41,7 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
-            cluster.act(step, &mut history, now);
+            cluster.apply(step, &mut history, now);
         }
     }
     assert_eq!(writes, 1);
@@ -154,7 +154,7 @@ fn overrides_beyond_the_limit_are_counted_on_each_change() {
                 if let Step::OverrideQuotas { omitted, .. } = step {
                     counted.push(omitted);
                 }
-                cluster.act(step, &mut history, now);
+                cluster.apply(step, &mut history, now);
             }
         }
         assert_eq!(counted, [omitted]);

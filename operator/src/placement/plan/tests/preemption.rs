@@ -59,14 +59,14 @@ fn job_pod_blocked_by_pdb_is_never_deleted() {
 
 #[test]
 fn job_pod_is_preempted_only_if_job_ignores_disruption() {
-    for (uid, goes) in [("even", true), ("odd", false)] {
+    for (uid, is_evicted) in [("even", true), ("odd", false)] {
         let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .pod("job", 10, LOW, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("job").unwrap().owner = job(uid);
         cluster.run(&mut History::default(), 0, 20);
-        assert_eq!(cluster.bound("owner"), goes);
+        assert_eq!(cluster.bound("owner"), is_evicted);
     }
 }
 
@@ -116,8 +116,8 @@ fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
     let mut history = History::default();
     cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.evicted, ["b1"]);
-    let waiters = cluster.reservations["a"].iter().map(|held| &held.pod_uid);
-    assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
+    let uids = cluster.reservations["a"].iter().map(|held| &held.pod_uid);
+    assert_eq!(uids.collect::<Vec<_>>(), ["owner1", "owner2"]);
     cluster.run(&mut history, 60, 30);
     assert_eq!(cluster.evicted, ["b1", "b2"]);
     assert!(cluster.bound("owner1") && cluster.bound("owner2") && !cluster.bound("thief"));
@@ -165,7 +165,7 @@ fn failed_reservation_is_dropped_for_its_backoff() {
     for second in 0..400 {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
-            cluster.act(step, &mut history, now);
+            cluster.apply(step, &mut history, now);
         }
     }
     assert_eq!(cluster.reservations["a"], []);
@@ -277,9 +277,9 @@ fn overdue_termination_does_not_block_another_gpu() {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
-                cluster.act(step, &mut history, now);
+                cluster.apply(step, &mut history, now);
             }
-            cluster.live();
+            cluster.advance();
         }
         assert_eq!(reserved[0], (60, vec![reservation("a-1", "owner", 16)]));
         assert_eq!(cluster.evicted, ["b"]);
@@ -326,12 +326,12 @@ fn no_second_victim_while_memory_is_proven_free() {
     while cluster.left.is_empty() {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
-            cluster.act(step, &mut history, now);
+            cluster.apply(step, &mut history, now);
         }
         if !cluster.evicted.is_empty() {
             cluster.left = [("a-0".to_owned(), 8)].into();
         }
-        cluster.live();
+        cluster.advance();
         second += 1;
     }
     let (mut quick, mut remembered) = (cluster.clone(), history.clone());
@@ -397,7 +397,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
         );
         steps
             .into_iter()
-            .for_each(|step| real.act(step, &mut history, now));
+            .for_each(|step| real.apply(step, &mut history, now));
     }
     // The watch of pods is ahead of that of GpuNodes: now the other GPU would be chosen.
     let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));
@@ -499,22 +499,22 @@ fn large_cluster_is_planned_within_the_interval() {
     for pod in 0..10_000 {
         cluster = cluster.pod(&format!("p{pod}"), 1, BORROWED, Some(("another", None)));
     }
-    for waiter in 0..20 {
-        cluster = cluster.pod(&format!("w{waiter}"), 16, GUARANTEED, None);
+    for number in 0..20 {
+        cluster = cluster.pod(&format!("w{number}"), 16, GUARANTEED, None);
     }
-    // Each waiter is considered on every GPU without a victim of lower priority.
-    for waiter in 0..5_000 {
-        cluster = cluster.pod(&format!("vain{waiter}"), 16, BORROWED - 1, None);
+    // Each pending pod is considered on every GPU without a victim of lower priority.
+    for number in 0..5_000 {
+        cluster = cluster.pod(&format!("hopeless{number}"), 16, BORROWED - 1, None);
     }
     let placement_index = cluster.placement_index();
     let mut history = History::default();
-    let look = |history: &mut History, second| {
+    let plan_at = |history: &mut History, second| {
         let now = Duration::from_secs(second);
         plan(&placement_index, history, &OPTIONS, now)
     };
-    look(&mut history, 0);
+    plan_at(&mut history, 0);
     let start = std::time::Instant::now();
-    let steps = look(&mut history, 20);
+    let steps = plan_at(&mut history, 20);
     let took = start.elapsed();
     let reserved = steps.iter().map(|step| match step {
         Step::Reserve { reservations, .. } => reservations.len(),
@@ -665,7 +665,7 @@ fn plan_steps(cluster: &FakeCluster, history: &mut History, now: Uptime) -> Vec<
 }
 
 #[test]
-fn victim_on_two_gpus_of_a_waiter_is_evicted_once() {
+fn victim_on_two_gpus_of_a_pod_is_evicted_once() {
     let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("wide", 24, BORROWED, Some(("a", None)))

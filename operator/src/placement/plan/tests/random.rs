@@ -15,9 +15,9 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
         ),
         1..4,
     );
-    let waiter = (1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4, 0_u64..12);
-    let waiters = prop::collection::vec(waiter, 1..4);
-    (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
+    let pending_pod = (1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4, 0_u64..12);
+    let pending_pods = prop::collection::vec(pending_pod, 1..4);
+    (prop::collection::vec(node, 1..3), pending_pods).prop_map(|(nodes, pending_pods)| {
         let mut cluster = FakeCluster::default();
         for (n, gpus) in nodes.iter().enumerate() {
             let name = format!("node{n}");
@@ -25,36 +25,37 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
             cluster = cluster.node(&name, &sizes);
             for (g, (size, pods)) in gpus.iter().enumerate() {
                 let mut free = *size;
-                for (p, (asks, borrowed)) in pods.iter().enumerate() {
-                    if *asks > free {
+                for (p, (request, borrowed)) in pods.iter().enumerate() {
+                    if *request > free {
                         continue;
                     }
-                    free -= asks;
+                    free -= request;
                     let priority = if *borrowed { BORROWED } else { GUARANTEED };
                     let at = Some((name.as_str(), Some(g)));
-                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *asks, priority, at);
+                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *request, priority, at);
                 }
             }
         }
-        for (w, (asks, node, bare, first, shape)) in waiters.iter().enumerate() {
+        for (w, (request, node, bare, first, shape)) in pending_pods.iter().enumerate() {
             let name = format!("node{}", node % cluster.nodes.len());
-            let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
+            let at = (cluster.tokens(&name) >= *request).then_some((name.as_str(), None));
             let uid = format!("w{w}");
             let gpu = format!("{name}-0");
-            let begun =
-                at.is_some() && (1..*asks).contains(first) && cluster.free(&name, &gpu) >= *first;
-            cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            let has_started = at.is_some()
+                && (1..*request).contains(first)
+                && cluster.free(&name, &gpu) >= *first;
+            cluster = cluster.pod(&uid, *request, GUARANTEED, at);
             match shape {
-                8 | 9 if !begun && *asks > 1 => {
+                8 | 9 if !has_started && *request > 1 => {
                     cluster = cluster.shape(&uid, Shape::Spread(2));
                 }
-                10 | 11 if !begun && *asks > 2 => {
-                    let sizes = vec![asks / 3, asks - asks / 3];
+                10 | 11 if !has_started && *request > 2 => {
+                    let sizes = vec![request / 3, request - request / 3];
                     cluster = cluster.shape(&uid, Shape::Containers(sizes));
                 }
                 _ => {}
             }
-            if begun {
+            if has_started {
                 cluster = cluster.first(&uid, &gpu, *first);
             }
             if *bare {
@@ -66,7 +67,7 @@ fn layouts() -> impl Strategy<Value = FakeCluster> {
 }
 
 /// The waiting pods that the GPUs of their node could hold without their evictable borrowers.
-fn hopeful(cluster: &FakeCluster) -> Vec<String> {
+fn helped_by_preemption(cluster: &FakeCluster) -> Vec<String> {
     let waiting = cluster
         .pods
         .iter()
@@ -88,7 +89,7 @@ fn hopeful(cluster: &FakeCluster) -> Vec<String> {
 /// The evictions of a step one by one, because an operator may crash between them.
 fn singly(step: Step) -> Vec<Step> {
     let Step::Preempt {
-        waiter,
+        pending_pod,
         node,
         gpus,
         nominate,
@@ -98,7 +99,7 @@ fn singly(step: Step) -> Vec<Step> {
         return vec![step];
     };
     let room = |nominate, victims| Step::Preempt {
-        waiter: waiter.clone(),
+        pending_pod: pending_pod.clone(),
         node: node.clone(),
         gpus: gpus.clone(),
         nominate,
@@ -114,7 +115,7 @@ fn singly(step: Step) -> Vec<Step> {
 struct Acting {
     history: History,
     /// The index of the newest view that the operator's watches have delivered.
-    seen: usize,
+    view: usize,
 }
 
 /// Runs operators by random bits, which choose the lag of a watch, the step of a crash, and the
@@ -127,13 +128,13 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
         let now = Duration::from_secs(clock);
         let mut queues = [VecDeque::new(), VecDeque::new()];
         let mut killed = [false; 2];
-        for (at, one) in operators.iter_mut().enumerate().take(1 + usize::from(two)) {
+        for (at, operator) in operators.iter_mut().enumerate().take(1 + usize::from(two)) {
             let bits = bits >> (8 * at);
             let behind = (bits & 3).saturating_sub(1);
-            one.seen = one
-                .seen
+            operator.view = operator
+                .view
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[one.seen], &mut one.history, &OPTIONS, now);
+            let steps = plan(&views[operator.view], &mut operator.history, &OPTIONS, now);
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -147,29 +148,29 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
             turns = turns.rotate_right(1);
             let at = if queues[at].is_empty() { 1 - at } else { at };
             if let Some(step) = queues[at].pop_front() {
-                live.act(step, &mut operators[at].history, now);
+                live.apply(step, &mut operators[at].history, now);
             }
         }
-        for (one, killed) in operators.iter_mut().zip(killed) {
+        for (operator, killed) in operators.iter_mut().zip(killed) {
             if killed {
-                one.history = History::default();
+                operator.history = History::default();
             }
         }
-        live.live();
+        live.advance();
         clock += if idle { 4 } else { 1 };
     }
 }
 
-/// For each waiter only borrowers are evicted, whatever befalls the operators. They are from as
-/// many GPUs of one node as the waiter has shares, and none is evicted in vain.
-fn who_goes_goes_for_what_one_waiter_lacks(
+/// For each pending pod only borrowers are evicted, whatever operators fail. They are from as many
+/// GPUs of one node as the pod has shares, and none is evicted without need.
+fn evicts_only_what_one_pod_lacks(
     mut live: FakeCluster,
-    thieves: Vec<u64>,
+    borrowers: Vec<u64>,
     two: bool,
     bits: &[u32],
 ) -> Result<(), TestCaseError> {
-    for (number, asks) in thieves.into_iter().enumerate() {
-        live = live.pod(&format!("thief{number}"), asks, BORROWED, None);
+    for (number, request) in borrowers.into_iter().enumerate() {
+        live = live.pod(&format!("thief{number}"), request, BORROWED, None);
     }
     let before = live.pods.clone();
     operate(&mut live, two, bits);
@@ -177,22 +178,22 @@ fn who_goes_goes_for_what_one_waiter_lacks(
         let priority = before.get(uid).map(|pod| pod.priority);
         prop_assert!(priority.is_none_or(|of| of == BORROWED), "{}", uid);
     }
-    let mut waiters = BTreeSet::new();
-    for ((waiter, node), round) in &live.rounds {
+    let mut pods_with_evictions = BTreeSet::new();
+    for ((pending_pod, node), round) in &live.rounds {
         prop_assert!(
-            waiters.insert(waiter),
+            pods_with_evictions.insert(pending_pod),
             "{}: on another node than {} too",
-            waiter,
+            pending_pod,
             node
         );
         let most = before
-            .get(waiter)
+            .get(pending_pod)
             .map_or(1, |pod| live.shares(node, pod).len());
-        prop_assert!(round.len() <= most, "{}: {:?}", waiter, round);
+        prop_assert!(round.len() <= most, "{}: {:?}", pending_pod, round);
         prop_assert!(
             round.values().all(Round::needed_all),
             "{}: {:?}",
-            waiter,
+            pending_pod,
             round
         );
     }
@@ -203,7 +204,7 @@ fn who_goes_goes_for_what_one_waiter_lacks(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(20_000)))]
     /// A round is one plan, the termination of its victims, and one pass of scheduler and agents.
-    /// Neither recreated borrowers nor new guaranteed pods may delay the waiter then.
+    /// Neither recreated borrowers nor new guaranteed pods may delay the pending pod then.
     #[test]
     fn preemptor_gets_its_gpu_and_had_no_alternative(
         cluster in layouts(),
@@ -213,21 +214,21 @@ proptest! {
         live.all_return = true;
         let mut history = History::default();
         for second in 0..25 {
-            for (number, (at, asks, borrows)) in others.iter().enumerate() {
+            for (number, (at, request, borrows)) in others.iter().enumerate() {
                 if *at == second {
                     let priority = if *borrows { BORROWED } else { GUARANTEED };
-                    live = live.pod(&format!("other{number}"), *asks, priority, None);
+                    live = live.pod(&format!("other{number}"), *request, priority, None);
                 }
             }
             let mut before = live.rounds.clone();
             live.run(&mut history, second, 1);
-            for ((waiter, node), round) in &live.rounds {
-                if before.remove(&(waiter.clone(), node.clone())).as_ref() != Some(round) {
-                    prop_assert!(live.bound(waiter), "{} in second {}: {:?}", waiter, second, live);
+            for ((pending_pod, node), round) in &live.rounds {
+                if before.remove(&(pending_pod.clone(), node.clone())).as_ref() != Some(round) {
+                    prop_assert!(live.bound(pending_pod), "{} in second {}: {:?}", pending_pod, second, live);
                 }
             }
         }
-        let helped: BTreeSet<&String> = live.rounds.keys().map(|(waiter, _)| waiter).collect();
+        let helped: BTreeSet<&String> = live.rounds.keys().map(|(pending_pod, _)| pending_pod).collect();
         prop_assert_eq!(helped.len(), live.rounds.len());
     }
 }
@@ -237,19 +238,19 @@ proptest! {
     #[test]
     fn crashing_operator_preempts_no_more_than_needed(
         cluster in layouts(),
-        thieves in prop::collection::vec(1_u64..12, 0..3),
+        borrowers in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, false, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, borrowers, false, &bits)?;
     }
 
     #[test]
     fn two_operators_preempt_no_more_than_needed(
         cluster in layouts(),
-        thieves in prop::collection::vec(1_u64..12, 0..3),
+        borrowers in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
     ) {
-        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, true, &bits)?;
+        evicts_only_what_one_pod_lacks(cluster, borrowers, true, &bits)?;
     }
 }
 
@@ -311,7 +312,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
         let writes = live.writes;
         run(&mut live, 60);
         prop_assert_eq!(live.writes, writes, "it does not come to rest");
-        prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
+        prop_assert_eq!(helped_by_preemption(&live), Vec::<String>::new(), "somebody who could be helped waits");
         let held = live.reservations.values().flatten().count();
         let waits = |held: &Reservation| !live.bound(&held.pod_uid);
         prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
@@ -333,7 +334,7 @@ fn replayed_plan_evicts_nobody_else() {
             let steps = plan(&blind, &mut operator.history, &OPTIONS, now);
             let happened = !steps.is_empty();
             for step in steps {
-                live.act(step, &mut operator.history, now);
+                live.apply(step, &mut operator.history, now);
             }
             if happened {
                 // The watch shows nothing yet and the history does, or the watch shows all to an
@@ -341,11 +342,11 @@ fn replayed_plan_evicts_nobody_else() {
                 let replayed = plan(&blind, &mut operator.history, &OPTIONS, now);
                 let anew = plan(&live.placement_index(), &mut History::default(), &OPTIONS, now);
                 for step in replayed.into_iter().chain(anew) {
-                    let asks = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
-                    prop_assert!(!asks, "{:?}", step);
+                    let preempts = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
+                    prop_assert!(!preempts, "{:?}", step);
                 }
             }
-            live.live();
+            live.advance();
             second += operator.pause(happened);
         }
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));

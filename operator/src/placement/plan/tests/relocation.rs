@@ -16,7 +16,7 @@ fn pod_relocates_to_a_node_with_room_before_it_preempts() {
         .pod("10a", 10, BORROWED, Some(("a", Some(0))))
         .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
         .pod("8", 8, GUARANTEED, Some(("a", None)));
-    for (owner, goes) in [
+    for (owner, is_relocated) in [
         (other("o"), true),
         (job("even"), true),
         (job("odd"), false),
@@ -27,13 +27,13 @@ fn pod_relocates_to_a_node_with_room_before_it_preempts() {
         let evicted = cluster.evicted.len();
         assert_eq!(
             evicted,
-            usize::from(!goes),
+            usize::from(!is_relocated),
             "{owner:?}: at once if it may not go"
         );
         cluster.run(&mut History::default(), 6, 30);
         assert_eq!(cluster.evicted.len(), evicted);
-        assert_eq!(cluster.moved.len(), usize::from(goes), "{owner:?}");
-        assert!(cluster.bound(if goes { "8'" } else { "8" }));
+        assert_eq!(cluster.moved.len(), usize::from(is_relocated), "{owner:?}");
+        assert!(cluster.bound(if is_relocated { "8'" } else { "8" }));
     }
 }
 

@@ -132,7 +132,7 @@ impl Operator {
                 "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "contextPolicy": { "action": policy } },
             }));
             let summary = BudgetSummary::of(&budget, Quantum::Gib1);
-            operator.told(WatchEvent::Budget(Event::Apply((
+            operator.apply(WatchEvent::Budget(Event::Apply((
                 key(namespace, "default"),
                 Some(summary),
             ))));
@@ -146,51 +146,52 @@ impl Operator {
             }));
             let facts = NodeFacts::of(&slim, Quantum::Gib1);
             let at = || key("", node);
-            operator.told(WatchEvent::Placement(PlacementEvent::Node(Event::Apply((
+            operator.apply(WatchEvent::Placement(PlacementEvent::Node(Event::Apply((
                 at(),
                 Some(facts),
             )))));
             let host = NodeSummary::of(&slim, Quantum::Gib1);
-            operator.told(WatchEvent::Node(Event::Apply((at(), Some(host)))));
+            operator.apply(WatchEvent::Node(Event::Apply((at(), Some(host)))));
         }
         for (uid, namespace, node, quanta, borrows, waits) in PODS {
             let class = borrows.then_some("bursar-borrowed");
-            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } });
+            let resources =
+                json!({ "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } });
             let pod: SlimPod = read(json!({
                 "metadata": { "name": uid, "namespace": namespace, "uid": uid,
                     "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [{
                         "apiVersion": "v1", "kind": "ReplicaSet", "name": "o", "uid": "o", "controller": true }] },
                 "spec": { "nodeName": node, "priorityClassName": class,
                     "priority": if borrows { BORROWED } else { GUARANTEED },
-                    "containers": [{ "name": "c", "resources": asks }] },
+                    "containers": [{ "name": "c", "resources": resources }] },
                 "status": { "phase": if waits { "Pending" } else { "Running" } },
             }));
             let at = || key(namespace, uid);
             let facts = PodFacts::of(&pod, Quantum::Gib1);
-            operator.told(WatchEvent::Placement(PlacementEvent::Pod(Event::Apply((
+            operator.apply(WatchEvent::Placement(PlacementEvent::Pod(Event::Apply((
                 at(),
                 facts,
             )))));
             let load = PodRequests::parse(&pod, Quantum::Gib1);
-            operator.told(WatchEvent::Placement(PlacementEvent::Requests(
+            operator.apply(WatchEvent::Placement(PlacementEvent::Requests(
                 Event::Apply((at(), load)),
             )));
             let request = PodRequest::of(&pod, Quantum::Gib1);
-            operator.told(WatchEvent::Pod(Event::Apply((at(), request))));
+            operator.apply(WatchEvent::Pod(Event::Apply((at(), request))));
         }
         let truth = json!({ "quantum": "1Gi", "namespaces": [],
             "deviceMemory": { "allocatable": 32, "free": 0, "largestFree": 0 }, "gpus": [] });
-        operator.says("good", truth);
+        operator.set_report("good", truth);
         operator
     }
 
-    fn told(&mut self, change: WatchEvent) {
+    fn apply(&mut self, change: WatchEvent) {
         drop(self.index.apply(change));
     }
 
     /// Sets a node's report. The agent of `evil` acknowledges each reservation or reports something
     /// else.
-    fn says(&mut self, node: &'static str, status: Value) {
+    fn set_report(&mut self, node: &'static str, status: Value) {
         let (reservations, last) = self.nodes.entry(node).or_default();
         *last = status;
         let object: GpuNode = read(json!({
@@ -198,11 +199,11 @@ impl Operator {
             "spec": { "reservations": reservations }, "status": last }));
         let facts = GpuFacts::of(&object, Quantum::Gib1);
         let at = || key("", node);
-        self.told(WatchEvent::Placement(PlacementEvent::GpuNode(
+        self.apply(WatchEvent::Placement(PlacementEvent::GpuNode(
             Event::Apply((at(), Some(facts))),
         )));
         let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
-        self.told(WatchEvent::GpuNode(Event::Apply((at(), Some(gpus)))));
+        self.apply(WatchEvent::GpuNode(Event::Apply((at(), Some(gpus)))));
     }
 
     /// Applies both plans at this time.
@@ -232,13 +233,13 @@ impl Operator {
                     let (name, (reserved, status)) = at.expect("it is known");
                     *reserved = reservations;
                     let (name, mut status) = (*name, status.clone());
-                    for one in reserved.iter() {
+                    for reservation in reserved.iter() {
                         let mut gpus = status["gpus"].as_array_mut().into_iter().flatten();
-                        if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == one.gpu) {
-                            gpu["reservedFor"] = json!(one.pod_uid);
+                        if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == reservation.gpu) {
+                            gpu["reservedFor"] = json!(reservation.pod_uid);
                         }
                     }
-                    self.says(name, status);
+                    self.set_report(name, status);
                 }
                 Step::Preempt { victims, .. } => {
                     let victims = victims.into_iter().map(|victim| victim.pod.uid);
@@ -259,10 +260,10 @@ impl Operator {
 }
 
 /// The pods that any step named during a sequence of reports of `evil`.
-fn named(says: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
+fn named(reports: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
     let mut operator = Operator::new(policies);
-    for (at, status) in says.into_iter().enumerate() {
-        operator.says("evil", status);
+    for (at, status) in reports.into_iter().enumerate() {
+        operator.set_report("evil", status);
         for second in 0..12 {
             operator.acts(Duration::from_secs(12 * at as u64 + second));
         }
@@ -279,7 +280,7 @@ fn named(says: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
 
 #[test]
 fn honest_node_report_names_its_pods() {
-    let said = json!({
+    let status = json!({
         "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": 0, "largestFree": 0 },
         "gpus": [{ "uuid": "evil-0", "index": 0, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
             "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": 0, "largestFree": 0,
@@ -289,7 +290,7 @@ fn honest_node_report_names_its_pods() {
         "faults": [{ "id": "f", "kind": "Context", "gpu": "evil-0", "gpuGeneration": 1, "action": "BeyondMaximum",
             "time": "2026-01-01T00:00:00Z", "container": { "podUid": "b2", "namespace": "b", "pod": "b2",
                 "container": "c", "processGeneration": 1 } }] });
-    let named = named(vec![said], &["Evict", "Evict", "Evict"]);
+    let named = named(vec![status], &["Evict", "Evict", "Evict"]);
     assert_eq!(named, ["a3".to_owned(), "b2".to_owned()].into());
 }
 
@@ -297,11 +298,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(CASES)))]
     #[test]
     fn no_step_names_a_pod_of_another_node_for_any_report(
-        says in prop::collection::vec(status(), 1..4),
+        reports in prop::collection::vec(status(), 1..4),
         policies in prop::collection::vec(pick(&["InPlace", "Restart", "Evict", "Report"]), 3),
     ) {
         let there = |uid: &String| PODS.iter().any(|pod| pod.0 == uid.as_str() && pod.2 == "evil");
-        for uid in named(says, &policies) {
+        for uid in named(reports, &policies) {
             prop_assert!(there(&uid), "{} is not on the node", uid);
         }
     }

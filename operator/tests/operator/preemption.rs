@@ -97,11 +97,11 @@ fn is_done(api: &SimApiServer) -> bool {
 }
 
 /// Runs the operator until the pod is bound. Returns the number of writes.
-async fn to_the_end(doom: Option<(usize, WriteFault)>) -> usize {
+async fn run_until_bound(write_failure: Option<(usize, WriteFault)>) -> usize {
     let running = Running::start(|api| {
         fill(api);
-        if let Some((number, fate)) = doom {
-            api.fail_write(number, fate);
+        if let Some((number, write_fault)) = write_failure {
+            api.fail_write(number, write_fault);
         }
     })
     .await;
@@ -110,7 +110,7 @@ async fn to_the_end(doom: Option<(usize, WriteFault)>) -> usize {
         report(&running.api);
         assert!(
             begin.elapsed() < END,
-            "{doom:?}: {:?}",
+            "{write_failure:?}: {:?}",
             running.api.writes()
         );
         sleep(Duration::from_millis(100)).await;
@@ -118,34 +118,40 @@ async fn to_the_end(doom: Option<(usize, WriteFault)>) -> usize {
     // Only the large borrower was evicted. The small one would not suffice, and both are too many.
     assert!(
         !running.api.get("pods", "team", "small").is_null(),
-        "{doom:?}"
+        "{write_failure:?}"
     );
     // Repeated evictions found the pods gone.
     let writes = running.api.writes().len();
     sleep(Duration::from_millis(2500)).await;
-    assert_eq!(running.api.writes().len(), writes, "{doom:?}: it goes on");
+    assert_eq!(
+        running.api.writes().len(),
+        writes,
+        "{write_failure:?}: the operator writes on"
+    );
     running.stop().await;
     writes
 }
 
 #[tokio::test]
-async fn waiter_gets_its_gpu_after_any_failed_write() {
-    let writes = to_the_end(None).await;
+async fn pending_pod_gets_its_gpu_after_any_failed_write() {
+    let writes = run_until_bound(None).await;
     assert!(writes >= 4, "label, reserve, evict, clear");
-    let fates = [
+    let write_faults = [
         WriteFault::Refused(StatusCode::CONFLICT),
         WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
         WriteFault::ResponseDropped,
         WriteFault::ErrorAfterWrite,
     ];
-    let dooms = (1..=writes).flat_map(|number| fates.map(|fate| (number, fate)));
+    let write_failures =
+        (1..=writes).flat_map(|number| write_faults.map(|write_fault| (number, write_fault)));
     // Only a few at a time, because the other tests' operators have time bounds too.
-    let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
+    let ends =
+        stream::iter(write_failures).map(|write_failure| run_until_bound(Some(write_failure)));
     ends.buffer_unordered(5).collect::<Vec<_>>().await;
 }
 
 /// The Events on the waiting pod: reason, note and the pod that each names.
-fn told(api: &SimApiServer) -> Vec<(String, String, String)> {
+fn events_on_owner(api: &SimApiServer) -> Vec<(String, String, String)> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let events = api.published_events().into_iter();
     let on_owner = events.filter(|event| event["regarding"]["name"] == "owner");
@@ -158,7 +164,7 @@ fn told(api: &SimApiServer) -> Vec<(String, String, String)> {
 }
 
 #[tokio::test]
-async fn waiter_is_told_the_victim_and_its_protection_once() {
+async fn pending_pod_gets_events_of_victim_and_protection_once() {
     let running = Running::start(|api| {
         fill(api);
         api.protect_pod("large");
@@ -170,7 +176,7 @@ async fn waiter_is_told_the_victim_and_its_protection_once() {
         report(&running.api);
         sleep(Duration::from_millis(100)).await;
     }
-    let protected = told(&running.api);
+    let protected = events_on_owner(&running.api);
     assert_eq!(protected.len(), 1, "{protected:?}");
     let (reason, note, related) = &protected[0];
     assert_eq!(
@@ -187,19 +193,19 @@ async fn waiter_is_told_the_victim_and_its_protection_once() {
         assert!(begin.elapsed() < END, "{:?}", running.api.writes());
         sleep(Duration::from_millis(100)).await;
     }
-    let told = told(&running.api);
-    assert_eq!(told.len(), 2, "{told:?}");
+    let events = events_on_owner(&running.api);
+    assert_eq!(events.len(), 2, "{events:?}");
     let evicted = (
         "GpuMemoryVictimEvicted".to_owned(),
         "team/large is evicted from GPU-0 of n for this pod".to_owned(),
         "large".to_owned(),
     );
-    assert_eq!(told[1], evicted);
+    assert_eq!(events[1], evicted);
     running.stop().await;
 }
 
 #[tokio::test]
-async fn waiter_that_has_started_is_not_relocated() {
+async fn pod_that_has_started_is_not_relocated() {
     let gpu_node = |name: &str, pods: &[(&str, u32)]| {
         let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
             "quanta": 8, "since": "2026-01-01T00:00:00Z" });
@@ -255,7 +261,7 @@ async fn waiter_that_has_started_is_not_relocated() {
     running.stop().await;
 }
 
-/// Simulates an agent with two GPUs of 16. With `binds` a waiter is bound to its reserved GPU.
+/// Simulates an agent with two GPUs of 16. With `binds` a pending pod is bound to its reserved GPU.
 fn report_two(api: &SimApiServer, pods: &[(&str, usize, u32)], binds: bool) {
     let there = |name: &str| !api.get("pods", "team", name).is_null();
     let mut node = api.get("gpunodes", "", "n");
@@ -293,16 +299,21 @@ fn report_two(api: &SimApiServer, pods: &[(&str, usize, u32)], binds: bool) {
 }
 
 #[tokio::test]
-async fn two_operators_preempt_on_one_gpu_for_one_waiter() {
-    let before = [("mine", 0, 6), ("a", 0, 10), ("b", 1, 12)];
-    let after = [("mine", 0, 6), ("a1", 0, 5), ("a2", 0, 5), ("b", 1, 12)];
+async fn two_operators_preempt_on_one_gpu_for_one_pod() {
+    let before = [("guaranteed", 0, 6), ("a", 0, 10), ("b", 1, 12)];
+    let after = [
+        ("guaranteed", 0, 6),
+        ("a1", 0, 5),
+        ("a2", 0, 5),
+        ("b", 1, 12),
+    ];
     let first = Running::start(|api| {
         fill(api);
         for name in ["large", "small"] {
             api.delete("pods", "team", name);
         }
         for (name, _, gib) in before {
-            api.put("pods", pod(name, gib, name != "mine", true));
+            api.put("pods", pod(name, gib, name != "guaranteed", true));
         }
         report_two(api, &before, false);
     })
