@@ -269,8 +269,8 @@ impl IsolatedScope {
             .await
     }
 
-    /// Reports as [`Self::report_gpu`] does, with a queued claim. A GPU that is reserved for a claim
-    /// is reported as held for its pod.
+    /// Reports as [`Self::report_gpu`] does, with a queued claim. A GPU that is reserved for a
+    /// claim is reported as held for its pod.
     pub(crate) async fn report_gpu_with_queued_claim(
         &self,
         memory: i32,
