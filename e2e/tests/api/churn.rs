@@ -60,7 +60,7 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
         server,
         permit,
         name,
-        FaultPlan::with_telling(name, WatchFault::NoFault),
+        FaultPlan::with_watch_fault(name, WatchFault::NoFault),
     )
     .await?;
     let hard = format!("{QUOTA_GIB}Gi");

@@ -97,32 +97,40 @@ async fn merge_outcomes(
 
 /// Returns the outcome of the scenarios without faults, which run once for all comparisons.
 async fn undisturbed_outcome(server: &Server) -> Result<&Outcome, Failed> {
-    let plan = |case: &str| FaultPlan::with_telling(case, WatchFault::NoFault);
+    let plan = |case: &str| FaultPlan::with_watch_fault(case, WatchFault::NoFault);
     let run = server
         .undisturbed
         .get_or_init(async || run_scenarios(server, "plain", plan).await);
     run.await.as_ref().map_err(Clone::clone)
 }
 
-/// Checks that three in four of the expected writes have failed as planned. The undisturbed run has
-/// `of` writes in each transition, and each must fail `times`. The number of writes differs a
-/// little from run to run.
+/// Checks that three in four of the expected faults were injected. `count_expected` counts those of
+/// a transition by its writes in the undisturbed run, whose number differs a little from run to
+/// run.
 fn check_faults_met(
     outcome: &Outcome,
     plain: &Outcome,
-    times: usize,
-    of: impl Fn(&[String]) -> usize,
+    count_expected: impl Fn(&[String]) -> usize,
 ) -> Result<String, Failed> {
-    let made: BTreeSet<_> = outcome.transitions.iter().map(|one| &one.change).collect();
+    let transitions = &outcome.transitions;
+    let changes: BTreeSet<_> = transitions
+        .iter()
+        .map(|transition| &transition.change)
+        .collect();
     let plain = plain.transitions.iter();
-    let meant = plain.filter(|one| made.contains(&one.change));
-    let meant = times * meant.map(|one| of(&one.writes)).sum::<usize>();
-    let met: usize = outcome.transitions.iter().map(|one| one.faults_met).sum();
+    let expected: usize = plain
+        .filter(|transition| changes.contains(&transition.change))
+        .map(|transition| count_expected(&transition.writes))
+        .sum();
+    let met: usize = transitions
+        .iter()
+        .map(|transition| transition.faults_met)
+        .sum();
     let summary = format!(
-        "{met} writes of {meant} met; {}",
+        "{met} writes of {expected} met; {}",
         outcome.check_durations()?
     );
-    if 4 * met < 3 * meant {
+    if 4 * met < 3 * expected {
         return Err(summary.into());
     }
     Ok(summary)
@@ -144,30 +152,29 @@ pub(crate) async fn undisturbed(server: &Server) -> Result<String, Failed> {
 /// Kills the operator before odd writes of a transition and after even ones, and before and after
 /// each in the long tier.
 pub(crate) async fn crashes(server: &Server) -> Result<String, Failed> {
-    let fates = [
+    let faults = [
         ("before", WriteFault::RequestDropped, failing_numbers(1)),
         ("after", WriteFault::ResponseDropped, failing_numbers(2)),
     ];
-    let cases = fates.iter().flat_map(|(when, fate, numbers)| {
-        numbers.iter().map(move |number| (*when, *fate, *number))
+    let cases = faults.iter().flat_map(|(when, fault, numbers)| {
+        numbers.iter().map(move |number| (*when, *fault, *number))
     });
-    let runs = cases.map(async |(when, fate, number)| {
+    let runs = cases.map(async |(when, fault, number)| {
         let plan = |case: &str| FaultPlan {
             kill_operator: true,
-            ..FaultPlan::with_fate(case, fate, FaultyWrites::Nth(number))
+            ..FaultPlan::with_write_fault(case, fault, FaultyWrites::Nth(number))
         };
         run_scenarios(server, &format!("crash-{when}-{number}"), plan).await
     });
     let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
-    let crashes = |writes: &[String]| {
-        let of_fate = |(.., numbers): &(_, _, Vec<usize>)| count_failing(numbers, writes);
-        fates.iter().map(of_fate).sum()
-    };
-    check_faults_met(&outcome, plain, 1, crashes)
+    check_faults_met(&outcome, plain, |writes| {
+        let numbers = faults.iter().map(|(.., numbers)| numbers);
+        numbers.map(|numbers| count_failing(numbers, writes)).sum()
+    })
 }
 
 pub(crate) async fn failing_writes(server: &Server) -> Result<String, Failed> {
-    let fates = [
+    let faults = [
         ("conflict", WriteFault::Refused(StatusCode::CONFLICT)),
         (
             "error",
@@ -175,14 +182,16 @@ pub(crate) async fn failing_writes(server: &Server) -> Result<String, Failed> {
         ),
         ("garbled", WriteFault::ErrorAfterWrite),
     ];
-    let runs = fates.map(async |(name, fate)| {
-        let plan = |case: &str| FaultPlan::with_fate(case, fate, FaultyWrites::FirstAttempts);
+    let runs = faults.map(async |(name, fault)| {
+        let plan =
+            |case: &str| FaultPlan::with_write_fault(case, fault, FaultyWrites::FirstAttempts);
         run_scenarios(server, name, plan).await
     });
     let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
     // Each distinct write fails at its first attempt.
-    let once = |writes: &[String]| writes.iter().collect::<BTreeSet<_>>().len();
-    check_faults_met(&outcome, plain, fates.len(), once)
+    check_faults_met(&outcome, plain, |writes| {
+        faults.len() * writes.iter().collect::<BTreeSet<_>>().len()
+    })
 }
 
 /// Drops the response to odd writes of a transition, and to each in the long tier. `crashes` drops
@@ -191,20 +200,25 @@ pub(crate) async fn unanswered_writes(server: &Server) -> Result<String, Failed>
     let numbers = failing_numbers(1);
     let runs = numbers.iter().map(async |&number| {
         let plan = |case: &str| {
-            FaultPlan::with_fate(case, WriteFault::ResponseDropped, FaultyWrites::Nth(number))
+            FaultPlan::with_write_fault(
+                case,
+                WriteFault::ResponseDropped,
+                FaultyWrites::Nth(number),
+            )
         };
         run_scenarios(server, &format!("unanswered-{number}"), plan).await
     });
     let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(runs))?;
-    let dropped = |writes: &[String]| count_failing(&numbers, writes);
-    check_faults_met(&outcome, plain, 1, dropped)
+    check_faults_met(&outcome, plain, |writes| count_failing(&numbers, writes))
 }
 
 pub(crate) async fn watches(server: &Server) -> Result<String, Failed> {
     let runs = WATCH_FAULTS.map(async |fault| {
         let name = format!("{fault:?}").to_lowercase();
-        let outcome =
-            run_scenarios(server, &name, |case| FaultPlan::with_telling(case, fault)).await?;
+        let outcome = run_scenarios(server, &name, |case| {
+            FaultPlan::with_watch_fault(case, fault)
+        })
+        .await?;
         check_every_kind_disturbed(fault, &outcome.disturbed_events)?;
         Ok(outcome)
     });
@@ -217,7 +231,7 @@ pub(crate) async fn watches(server: &Server) -> Result<String, Failed> {
 /// Checks that events of every resource were disturbed, deletions included.
 fn check_every_kind_disturbed(
     fault: WatchFault,
-    dealt: &BTreeMap<String, usize>,
+    disturbed: &BTreeMap<String, usize>,
 ) -> Result<(), Failed> {
     let lags = fault == WatchFault::Lagging;
     let (changed, gone) = if lags {
@@ -226,17 +240,17 @@ fn check_every_kind_disturbed(
         (&WATCHED_KINDS[..], &WATCHED_KINDS[..DELETED_KINDS])
     };
     for kind in changed {
-        let of_it = dealt
+        let of_kind = disturbed
             .iter()
             .filter(|(event, _)| event.ends_with(&format!(" {kind}")));
-        let of_it: usize = of_it.map(|(_, count)| count).sum();
-        if of_it < MIN_EVENTS {
-            return Err(format!("{fault:?}: {of_it} events of {kind}: {dealt:?}").into());
+        let of_kind: usize = of_kind.map(|(_, count)| count).sum();
+        if of_kind < MIN_EVENTS {
+            return Err(format!("{fault:?}: {of_kind} events of {kind}: {disturbed:?}").into());
         }
     }
     for kind in gone {
-        if !dealt.contains_key(&format!("DELETED {kind}")) {
-            return Err(format!("{fault:?}: none of {kind} went: {dealt:?}").into());
+        if !disturbed.contains_key(&format!("DELETED {kind}")) {
+            return Err(format!("{fault:?}: none of {kind} went: {disturbed:?}").into());
         }
     }
     Ok(())
@@ -245,7 +259,7 @@ fn check_every_kind_disturbed(
 pub(crate) async fn two_operators(server: &Server) -> Result<String, Failed> {
     let plan = |case: &str| FaultPlan {
         two_operators: true,
-        ..FaultPlan::with_telling(case, WatchFault::NoFault)
+        ..FaultPlan::with_watch_fault(case, WatchFault::NoFault)
     };
     run_scenarios(server, "two", plan).await?.check_durations()
 }
@@ -262,7 +276,7 @@ pub(crate) async fn no_controller_manager(
         server,
         permit,
         name,
-        FaultPlan::with_telling(name, WatchFault::NoFault),
+        FaultPlan::with_watch_fault(name, WatchFault::NoFault),
     )
     .await?;
     server

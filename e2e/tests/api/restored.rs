@@ -60,7 +60,7 @@ pub(crate) async fn etcd_restored(shared: &Server, permit: Permit) -> Result<Str
 
 async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, Duration), Failed> {
     let name = "restored";
-    let plan = FaultPlan::with_telling(name, WatchFault::NoFault);
+    let plan = FaultPlan::with_watch_fault(name, WatchFault::NoFault);
     let mut case = TestCase::with_permit(server, permit, name, plan).await?;
     let agent = AgentProcess::start(&case.scope, server).await?;
     let declared = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;

@@ -407,9 +407,9 @@ async fn requirements(at: &IsolatedScope) -> Result<usize, Failed> {
 }
 
 /// Checks that the largest request of any container counts, whatever the pod's node selector and
-/// namespace. Each shape is compared with `steered`, the pod of one container. The long tier has
-/// all shapes for each affinity; otherwise the affinities take turns, by `number`. Returns the
-/// number of shapes.
+/// namespace. Each shape is compared with `steered`, the pod of one container. The long tier
+/// compares all shapes for each affinity; by default the affinity's number chooses one of them.
+/// Returns the number of shapes.
 async fn check_steered_like_scheduler(
     at: &IsolatedScope,
     affinity: &Value,
@@ -424,14 +424,15 @@ async fn check_steered_like_scheduler(
         &[("c", REQUESTED_GIB - 1), ("d", REQUESTED_GIB), ("init", 1)],
         &[("c", 4), ("init-sidecar", REQUESTED_GIB)],
     ];
-    let mut shapes = Vec::new();
-    for scope in [at, &system] {
-        shapes.extend(requests.map(|request| (scope, request)));
-    }
-    if !is_long() {
-        shapes = vec![shapes.swap_remove(number % shapes.len())];
-    }
-    for (scope, request) in &shapes {
+    let in_scope = |scope| requests.map(|request| (scope, request));
+    let all = [in_scope(at), in_scope(&system)].concat();
+    let turn = number % all.len();
+    let shapes = if is_long() {
+        &all[..]
+    } else {
+        &all[turn..=turn]
+    };
+    for (scope, request) in shapes {
         let admitted = |request: &[(&str, i64)]| {
             let mut pod = pod(affinity, request, json!({}));
             pod["spec"]["priorityClassName"] = class.clone();

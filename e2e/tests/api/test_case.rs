@@ -108,10 +108,14 @@ pub(crate) struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Makes a plan whose faulty writes have this fate.
-    pub(crate) fn with_fate(case: &str, fate: WriteFault, faulty_writes: FaultyWrites) -> Self {
+    /// Makes a plan whose faulty writes have this fault.
+    pub(crate) fn with_write_fault(
+        case: &str,
+        fault: WriteFault,
+        faulty_writes: FaultyWrites,
+    ) -> Self {
         Self {
-            faults: Faults::new(case, fate, WatchFault::NoFault),
+            faults: Faults::new(case, fault, WatchFault::NoFault),
             faulty_writes,
             kill_operator: false,
             two_operators: false,
@@ -119,7 +123,7 @@ impl FaultPlan {
     }
 
     /// Makes a plan without failing writes, with watches of this kind.
-    pub(crate) fn with_telling(case: &str, watch_fault: WatchFault) -> Self {
+    pub(crate) fn with_watch_fault(case: &str, watch_fault: WatchFault) -> Self {
         Self {
             faults: Faults::new(case, WriteFault::RequestDropped, watch_fault),
             faulty_writes: FaultyWrites::NoWrite,
