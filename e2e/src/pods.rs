@@ -295,7 +295,9 @@ impl PodBuilder {
         }
     }
 
-    fn build(&self) -> Pod {
+    /// Returns the pod as the API server receives it.
+    #[must_use]
+    pub fn build(&self) -> Pod {
         let sidecar = self.sidecar_arguments.iter().map(|arguments| Container {
             restart_policy: Some("Always".to_owned()),
             ..self.build_container("sidecar", arguments.clone(), None)

@@ -384,10 +384,14 @@ async fn check_quantum(
     );
     assert!(message.contains("delete them first"), "{message}");
     progress.report(format_args!("{:.1?} to the refusal", begin.elapsed()));
-    // Nothing has changed: pods are admitted with the resource of the old quantum.
+    // Nothing has changed: the policies admit pods with the resource of the old quantum. A pod that
+    // the trial really creates could be in the GpuNode after its deletion, and refuse the change.
     let probe = PodBuilder::new("later", &environment.probe_image).gib(1);
-    pods.create(&probe).await?;
-    pods.delete("later").await?;
+    let dry = PostParams {
+        dry_run: true,
+        ..PostParams::default()
+    };
+    pods.api().create(&dry, &probe.build()).await?;
     // The operator keeps the quantum too, and the release can be upgraded as before.
     let operators: Api<Deployment> = Api::namespaced(environment.cluster.client(), NAMESPACE);
     let operator = serde_json::to_string(&operators.get("bursar-operator").await?)?;
