@@ -86,7 +86,7 @@ struct Teams {
     /// The Jobs read so far.
     jobs: BTreeMap<String, bool>,
     /// The pods evicted for an exceeded budget.
-    repaired: BTreeSet<String>,
+    repaired: BTreeMap<String, FakePod>,
     /// The namespaces in which a late quota admitted too much.
     slipped: BTreeSet<usize>,
 }
@@ -171,7 +171,7 @@ impl Teams {
             indexed: BTreeMap::new(),
             refused: BTreeMap::new(),
             jobs: BTreeMap::new(),
-            repaired: BTreeSet::new(),
+            repaired: BTreeMap::new(),
             slipped: BTreeSet::new(),
         }
     }
@@ -322,7 +322,8 @@ impl Teams {
                     }
                     self.live.pods.get_mut(&pod.uid).unwrap().ending = true;
                     self.operator.view = None;
-                    self.repaired.insert(pod.uid);
+                    let fake_pod = self.live.pods[&pod.uid].clone();
+                    self.repaired.insert(pod.uid, fake_pod);
                     done = true;
                 }
                 budget::Step::ReadJob(job) => {
@@ -340,7 +341,7 @@ impl Teams {
         let count = self.live.pods.len();
         self.live.pods.retain(|uid, _| {
             uid.strip_suffix('\'')
-                .is_none_or(|was| !repaired.contains(was))
+                .is_none_or(|was| !repaired.contains_key(was))
         });
         if self.live.pods.len() < count {
             self.operator.view = None;
@@ -458,10 +459,11 @@ fn cohorts_get_their_guarantees() {
             if !teams.has_one_priority(&pods, team(pending_pod) % cohorts) {
                 continue;
             }
-            let gpus = live.pods.get(pending_pod).map_or(1, |pod| live.shares(node, pod).len());
+            let pod = live.pods.get(pending_pod).or_else(|| teams.repaired.get(pending_pod));
+            let gpus = pod.map_or(1, |pod| live.shares(node, pod).len());
             prop_assert!(round.len() <= gpus, "{}: {:?}", pending_pod, round);
             prop_assert!(round.values().all(Round::needed_all), "{}: {:?}", pending_pod, round);
-            let is_settled = live.bound(pending_pod) || teams.repaired.contains(pending_pod);
+            let is_settled = live.bound(pending_pod) || teams.repaired.contains_key(pending_pod);
             prop_assert!(is_settled, "{} waits: {:?}", pending_pod, live);
         }
         for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {
@@ -478,7 +480,7 @@ fn cohorts_get_their_guarantees() {
             let promised = teams.of_cohort(of % cohorts).map(|of| teams.bounds[of].0).sum();
             prop_assert_eq!(teams.holds(of, names::COVERED), offered >= promised && offered > 0);
         }
-        for uid in &teams.repaired {
+        for uid in teams.repaired.keys() {
             prop_assert!(teams.slipped.contains(&team(uid)), "{}", uid);
         }
         // Each pod within a covered guarantee that would have room without borrowers is bound.
