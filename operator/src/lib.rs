@@ -29,6 +29,8 @@ mod error;
 pub mod leader;
 pub mod nodes;
 pub mod placement;
+#[cfg(test)]
+mod property_cases;
 pub mod quanta;
 pub mod run;
 pub mod serve;

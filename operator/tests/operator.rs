@@ -36,6 +36,11 @@ use tokio_util::sync::CancellationToken;
 
 const BUDGETS: &str = "gpumemorybudgets";
 
+/// Returns whether the long tier of `cargo verify` runs.
+fn is_long() -> bool {
+    std::env::var_os("BURSAR_LONG").is_some()
+}
+
 /// A running operator.
 struct Running {
     api: SimApiServer,

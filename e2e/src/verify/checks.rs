@@ -111,6 +111,10 @@ const HISTORY_TESTS: &[TestSelection] = &[
             "placement::plan::tests::random::preemptor_gets_its_gpu_and_had_no_alternative",
             "placement::plan::tests::random::plan_settles_evicting_only_borrowers_and_none_twice",
             "placement::plan::tests::random::two_operators_preempt_no_more_than_needed",
+            "placement::plan::tests::untrusted_reports::no_step_names_a_pod_of_another_node_for_any_report",
+            "budget::plan_tests::plan_converges_after_a_crash_at_any_step",
+            "budget::plan_tests::fault_eviction_happens_once_after_a_crash_at_any_step",
+            "budget::plan_tests::lowered_budget_evicts_nobody_after_a_crash",
         ],
         ignored: false,
         env: &[("BURSAR_LONG", "1")],
@@ -122,6 +126,17 @@ const HISTORY_TESTS: &[TestSelection] = &[
         env: &[("BURSAR_LONG", "1")],
     },
 ];
+
+/// The faults of writes of which fewer combinations run outside of the long tier.
+const WRITE_FAULTS: &[TestSelection] = &[TestSelection {
+    target: &["--test", "operator"],
+    names: &[
+        "faults::refused_garbled_or_unanswered_write_is_repaired",
+        "preemption::pending_pod_gets_its_gpu_after_any_failed_write",
+    ],
+    ignored: false,
+    env: &[("BURSAR_LONG", "1")],
+}];
 
 /// The random kills that run with fewer rounds outside of the long tier.
 const LEASE_CHAOS: &[TestSelection] = &[TestSelection {
@@ -208,12 +223,12 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "main/histories",
-        promise: "placement and leases hold their invariants over histories at full length",
+        promise: "budgets, placement and leases hold their invariants over histories at full length",
         runner: Runner::Long(HISTORY_TESTS),
     },
     test_check(
         "main/binder",
-        "25,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
+        "10,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
          no request starves",
         &["--test", "binder_histories"],
     ),
@@ -280,6 +295,11 @@ const CHECKS: &[Check] = &[
          writes that fail or get no answer, two operators at once",
         &["--test", "operator", "--", TWELVE_TEST_THREADS],
     ),
+    Check {
+        name: "operator/operator-long",
+        promise: "the operator repairs each write that is refused, garbled or unanswered, in each transition",
+        runner: Runner::Long(WRITE_FAULTS),
+    },
     Check {
         name: "operator/api/server",
         promise: "the operator against the real API server: crashes; writes that fail or get no \

@@ -21,6 +21,7 @@ use super::{
 };
 use crate::cluster::on_node::on_node;
 use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
+use crate::property_cases::cases;
 use crate::quanta::Quanta;
 
 /// How many seconds other machines' clocks are ahead of the API server's.
@@ -887,7 +888,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(20_000))]
+    #![proptest_config(ProptestConfig::with_cases(cases(200_000)))]
 
     /// After crashes at any step, late quota controllers, new pods and a deleted quota, the budget
     /// is in force. All excess pods are gone, and each was evicted once.

@@ -1,6 +1,6 @@
 //! Tests the ledger and its binder over random histories of a node.
 //!
-//! `cargo test -p bursar-ledger --test binder_histories` runs 25,000 histories, and 100,000 with
+//! `cargo test -p bursar-ledger --test binder_histories` runs 10,000 histories, and 100,000 with
 //! `BURSAR_LONG`. `BURSAR_HISTORIES` sets another number, and `BURSAR_SEED` selects a single
 //! history. A failure prints its seed and its history, cut to the shortest beginning that fails.
 
@@ -17,7 +17,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use node::Node;
 
-const HISTORIES: u64 = 25_000;
+const HISTORIES: u64 = 10_000;
 const LONG_HISTORIES: u64 = 100_000;
 const STEPS: usize = 36;
 

@@ -27,18 +27,11 @@ use crate::cluster::placement_index::pod::{Constraints, Owner, Placement, PodFac
 use crate::cluster::placement_index::snapshot::PlacementEvent;
 use crate::cluster::placement_index::snapshot::QuotaOverrides;
 use crate::cluster::pod_request::PriorityKind;
+use crate::property_cases::cases;
 
 /// How many random clusters each property is checked on. In at least a fifth of them a pod has to
 /// be evicted.
 const CASES: u32 = 100_000;
-
-/// How many of `full` cases a property is checked on: all in the long tier of `cargo verify`.
-fn cases(full: u32) -> u32 {
-    match std::env::var_os("BURSAR_LONG") {
-        Some(_) => full,
-        None => full / 50,
-    }
-}
 
 const OPTIONS: PlacementOptions = PlacementOptions {
     quantum: Quantum::Gib1,
