@@ -145,9 +145,9 @@ impl FromStr for ContextAction {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut defaults = Self::DEFAULTS.into_iter();
-        defaults
-            .find(|action| action.as_str() == text)
-            .ok_or_else(|| "write InPlace, Process, Restart or Report".to_owned())
+        let found = defaults.find(|action| action.as_str() == text);
+        let names = || Self::DEFAULTS.map(Self::as_str).join(", ");
+        found.ok_or_else(|| format!("write one of {}", names()))
     }
 }
 

@@ -445,10 +445,10 @@ fn parse_programs(names: &[String]) -> Result<BTreeSet<String>, InvalidField> {
 }
 
 fn parse_context_action(value: String) -> Result<ContextAction, InvalidField> {
-    value.parse().map_err(|_| InvalidField {
+    value.parse().map_err(|problem| InvalidField {
         field: "context-policy.default",
         value,
-        problem: "is not one of InPlace, Process, Restart, Report".into(),
+        problem,
     })
 }
 

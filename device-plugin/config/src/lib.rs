@@ -401,7 +401,7 @@ mod tests {
     #[test]
     fn default_context_action_is_none_that_needs_a_budget() {
         let refused = error("[context-policy]\ndefault = \"Evict\"");
-        let message = "context-policy.default = \"Evict\": is not one of InPlace, Process";
+        let message = "context-policy.default = \"Evict\": write one of InPlace, Process";
         assert!(refused.contains(message), "{refused}");
     }
 

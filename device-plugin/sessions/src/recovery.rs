@@ -207,11 +207,8 @@ impl Fault {
     /// Whether another process holds the memory of the ended image, so that its container is
     /// restarted.
     pub fn is_memory_held(&self) -> bool {
-        let restarts = matches!(
-            self.decision(),
-            Some(RecoveryAction::RestartContainer { .. })
-        );
-        self.held_since.is_some() && restarts
+        let killed = self.decision().and_then(RecoveryAction::killed_unit);
+        self.held_since.is_some() && killed == Some(KilledUnit::Container)
     }
 
     /// Whether the process is a root process, which nothing in the container outlives.

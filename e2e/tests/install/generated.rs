@@ -5,6 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
+use bursar_crds::context_policy::ContextAction;
 use bursar_e2e::paths;
 use serde_json::{Map, Value, json};
 
@@ -186,7 +187,7 @@ fn require(schema: &mut Value, place: &str) {
     parent["required"] = json!(required);
 }
 
-/// Returns the schema with the generated descriptions, requirements and definitions.
+/// Returns the schema with the generated descriptions, requirements, actions and definitions.
 fn generated_schema(mut schema: Value) -> Value {
     for Documented {
         path,
@@ -204,6 +205,8 @@ fn generated_schema(mut schema: Value) -> Value {
             require(&mut schema, &place);
         }
     }
+    let action = "/properties/contextPolicy/properties/default/enum";
+    *schema.pointer_mut(action).unwrap() = json!(ContextAction::DEFAULTS);
     let definitions = schema["definitions"].as_object_mut().unwrap();
     definitions.retain(|name, _| !name.starts_with("io.k8s."));
     let mut found = BTreeMap::new();

@@ -64,13 +64,7 @@ pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[
 fn restart_message(restart: &Restart) -> String {
     let seconds = restart.took.as_secs_f64();
     let (before, generation) = (restart.before, restart.generation);
-    let outcome = match restart.action {
-        RecoveryAction::ReexecInPlace => "the program runs again in the same process",
-        RecoveryAction::EndProcess => "another process runs",
-        RecoveryAction::RestartContainer { .. } | RecoveryAction::NoAction { .. } => {
-            "the program runs again in a restarted container"
-        }
-    };
+    let outcome = restart.action.describe_successor();
     format!(
         "{outcome}, {seconds:.1} s after the fault (generation {generation} instead of {before})"
     )

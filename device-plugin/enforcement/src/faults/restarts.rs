@@ -51,7 +51,7 @@ impl AwaitedRestarts {
     ) -> Vec<Restart> {
         let mut open_images = BTreeSet::new();
         for (allocation, fault) in open {
-            let Some(action) = fault.decision().filter(|action| is_awaited(*action)) else {
+            let Some(action) = fault.decision().filter(|action| action.has_successor()) else {
                 continue;
             };
             let key = (*allocation, fault.image.generation);
@@ -99,11 +99,6 @@ impl AwaitedRestarts {
         });
         restarts
     }
-}
-
-/// Whether another process image follows the action.
-fn is_awaited(action: RecoveryAction) -> bool {
-    action.is_restart() || action == RecoveryAction::EndProcess
 }
 
 impl Awaited {

@@ -26,13 +26,8 @@ fn uuid(name: &str) -> GpuUuid {
 fn state(name: &str) -> GpuState {
     GpuState {
         gpu: Gpu {
-            uuid: uuid(name),
-            minor: 0,
-            model: "Simulated".to_owned(),
-            memory: Bytes::gib(16),
-            pci: None,
             mig_parent: name.starts_with("MIG-").then(|| uuid("GPU-parent")),
-            capabilities: Vec::new(),
+            ..Gpu::with_uuid(name)
         },
         health: Health::Healthy,
         persisted: PersistedHealth::default(),

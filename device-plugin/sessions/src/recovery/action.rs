@@ -102,6 +102,20 @@ impl RecoveryAction {
         )
     }
 
+    /// Whether another process image follows.
+    pub fn has_successor(self) -> bool {
+        self.is_restart() || self == RecoveryAction::EndProcess
+    }
+
+    /// The image that follows, for the Event about it.
+    pub fn describe_successor(self) -> &'static str {
+        match self.killed_unit() {
+            None => "the program runs again in the same process",
+            Some(KilledUnit::Process) => "another process runs",
+            Some(KilledUnit::Container) => "the program runs again in a restarted container",
+        }
+    }
+
     pub(super) fn stays_open(self) -> bool {
         self.to_api().awaits_eviction()
     }
