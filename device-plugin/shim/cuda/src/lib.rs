@@ -57,7 +57,7 @@ mod vmm;
 
 /// The functions by which a forked child resets state of its parent. [`session_state`] calls them
 /// once in each process.
-static FORK_RESETS: [fn(); 8] = [
+static FORK_RESETS: [fn(); 9] = [
     accounting::reset,
     deferred_free::reset,
     pools::reset,
@@ -66,6 +66,7 @@ static FORK_RESETS: [fn(); 8] = [
     hooks::context_registry::reset,
     hooks::managed_variables::reset,
     graphs::reset,
+    driver_calls::captures::reset,
 ];
 
 /// The functions that free cached memory of the process and return whether that lowered a charge.

@@ -333,6 +333,32 @@ fn refusal_is_final_without_managed_memory_or_in_a_capture() {
     full.assert_counts((0, 0), "all calls");
 }
 
+#[test]
+fn refused_call_is_tried_again_when_a_captured_stream_is_gone() {
+    let line = format!("create {} 0 0", 2 * GIB);
+    let destroys_stream = |program: &mut Client| {
+        let stream = program.ok("stream")[0];
+        program.ok(format!("capture {stream}"));
+        program.ok(format!("destroystream {stream}"));
+    };
+    let destroys_context = |program: &mut Client| {
+        let context = program.ok("context")[0];
+        let stream = program.ok("stream")[0];
+        program.ok(format!("capture {stream}"));
+        program.ok(format!("destroy {context}"));
+        program.ok("retain");
+    };
+    for ends_capture in [destroys_stream as fn(&mut Client), destroys_context] {
+        assert_holds_once(&line, || {
+            let full = FullGpu::new();
+            let mut neighbour = full.container.program();
+            ends_capture(&mut neighbour);
+            full.sim.refuse_evictions(1);
+            neighbour.call(&line).starts_with("ok")
+        });
+    }
+}
+
 /// A second try would succeed.
 #[test]
 fn refusal_is_final_when_the_process_is_fenced() {

@@ -5,7 +5,7 @@
 //!
 //! As on an H200 with driver 580, unsafe calls invalidate captures. `cuMemAlloc` and calls that
 //! read a pool's sizes or trim it are unsafe, subject to the thread's mode. Synchronizing a context
-//! invalidates every capture.
+//! invalidates every capture. A capture ends when its stream or its context is destroyed.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context_stack::current_context;

@@ -41,7 +41,10 @@ impl Process {
         self.free_context_memory(id);
         self.free_context_arrays(id);
         self.trim_graphs(context.device);
-        lock(&self.streams).remove_context(id);
+        let ended = lock(&self.streams).remove_context(id);
+        lock(&self.captures)
+            .streams
+            .retain(|stream, _| !ended.contains(stream));
         let bytes =
             self.sim.config.context + self.stack_bytes(context.device, context.stack_per_thread);
         Ok(self

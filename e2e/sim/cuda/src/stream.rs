@@ -137,7 +137,10 @@ exports! {
     fn cuStreamCreate(stream: Out<u64>, flags: u32) = create(&stream, flags, 0);
     fn cuStreamCreateWithPriority(stream: Out<u64>, flags: u32, priority: i32) = create(&stream, flags, priority);
     fn cuStreamDestroy_v2(stream: u64) = {
-        lock(&healthy_process()?.streams).streams.remove(&stream).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+        let process = healthy_process()?;
+        lock(&process.streams).streams.remove(&stream).ok_or(Code::INVALID_HANDLE)?;
+        lock(&process.captures).streams.remove(&stream);
+        Ok(())
     };
     fn cuStreamSynchronize(stream: u64) = {
         let current = current_context()?;

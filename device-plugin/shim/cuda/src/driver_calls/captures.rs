@@ -10,11 +10,30 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::driver;
 use crate::curesult::{self, CuResult};
+use crate::fork_local::ForkLocal;
 
-/// Captures that began and did not end. The shim misses the end of a capture whose stream the
-/// program destroys. From then on the shim waits for no GPU work to reclaim memory, and repeats no
-/// call that ran out of memory.
+/// Captures that began and did not end. Meanwhile the shim waits for no GPU work to reclaim memory,
+/// and repeats no call that ran out of memory.
 static ACTIVE: AtomicU32 = AtomicU32::new(0);
+
+/// The captures of [`ACTIVE`] whose begin has succeeded. The per-thread default streams of several
+/// threads have the same handle.
+static ORIGINS: ForkLocal<Vec<Origin>> = ForkLocal::new();
+
+/// The stream on which a capture began. A capture ends with this stream and with its context, and
+/// not with a stream that joined the capture (measured on an H200).
+#[derive(Debug)]
+struct Origin {
+    stream: u64,
+    /// The id of the stream's context; zero where the driver tells none.
+    context: u64,
+}
+
+/// Forgets the parent's captures, in a forked child.
+pub(crate) fn reset() {
+    ORIGINS.reset();
+    ACTIVE.store(0, Ordering::Relaxed);
+}
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const MODE_RELAXED: c_int = 2;
@@ -70,28 +89,54 @@ fn exchange_mode(mode: c_int) -> c_int {
     mode
 }
 
-/// Counts a capture before it begins.
-pub(crate) fn begin(call: impl FnOnce() -> CuResult) -> CuResult {
+/// Counts a capture before it begins on a stream of a context.
+pub(crate) fn begin(stream: u64, context: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     ACTIVE.fetch_add(1, Ordering::Relaxed);
     let answer = call();
-    if answer != curesult::SUCCESS {
-        count_ended();
+    if answer == curesult::SUCCESS {
+        ORIGINS.lock().push(Origin { stream, context });
+    } else {
+        count_ended(1);
     }
     answer
 }
 
-/// Counts a capture as ended. A failed call may have ended it too.
+/// Counts a stream's capture as ended. A failed call may have ended it too.
 pub(crate) fn end(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = is_capturing(stream);
     let answer = call();
     if before && !is_capturing(stream) {
-        count_ended();
+        remove_one(stream);
     }
     answer
 }
 
-fn count_ended() {
-    let _ = ACTIVE.try_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
-        count.checked_sub(1)
-    });
+/// Counts the capture of a destroyed stream as ended.
+pub(crate) fn destroy_stream(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
+    let answer = call();
+    if answer == curesult::SUCCESS && may_be_active() {
+        remove_one(stream);
+    }
+    answer
+}
+
+/// Counts the captures in a destroyed context as ended.
+pub(crate) fn end_context(context: u64) {
+    if context != 0 && may_be_active() {
+        let mut origins = ORIGINS.lock();
+        let ended = origins.extract_if(.., |origin| origin.context == context);
+        count_ended(ended.count() as u32);
+    }
+}
+
+fn remove_one(stream: u64) {
+    let mut origins = ORIGINS.lock();
+    if let Some(found) = origins.iter().position(|origin| origin.stream == stream) {
+        origins.swap_remove(found);
+        count_ended(1);
+    }
+}
+
+fn count_ended(captures: u32) {
+    ACTIVE.fetch_sub(captures, Ordering::Relaxed);
 }

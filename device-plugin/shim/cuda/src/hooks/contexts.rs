@@ -15,7 +15,7 @@ use std::sync::MutexGuard;
 use super::{allocate, context_registry, hooks, managed_variables};
 use crate::accounting::{self, ALLOC_TABLE, Account, Denied, PendingCharge};
 use crate::curesult::{self, CuResult};
-use crate::driver_calls::{device_count, driver};
+use crate::driver_calls::{captures, device_count, driver};
 use crate::fork_local::ForkLocal;
 use crate::forward::{self, index};
 use crate::graphs;
@@ -39,6 +39,15 @@ fn context_id(handle: u64) -> Option<u64> {
         curesult::SUCCESS
     };
     (code == curesult::SUCCESS && name != 0).then_some(name)
+}
+
+/// Returns the id of a stream's context; zero where the driver does not tell.
+pub(crate) fn id_of_stream(stream: u64) -> u64 {
+    let mut handle = 0;
+    match driver!(cuStreamGetCtx(stream => u64, &raw mut handle => *mut u64)) {
+        curesult::SUCCESS => id_of_handle(handle).unwrap_or(0),
+        _ => 0,
+    }
 }
 
 /// Returns whether a device's primary context is active.
@@ -87,6 +96,7 @@ fn destroy(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
     );
     let answer = graphs::with_trim(call);
     if answer == curesult::SUCCESS {
+        captures::end_context(context);
         managed_variables::end_context(context);
     }
     match itself {
@@ -160,6 +170,7 @@ fn discharge_context(context: u64) {
     if crate::session_state::state().is_none() {
         return;
     }
+    captures::end_context(context);
     managed_variables::end_context(context);
     for (_, charge) in ALLOC_TABLE.remove_context(context) {
         accounting::discharge(charge);

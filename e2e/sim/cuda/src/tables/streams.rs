@@ -1,7 +1,7 @@
 //! Records when the work of each stream and each event completes.
 
 use crate::abi::Code;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 /// A stream of a context. Each context also has a default stream, with the handles 0, 1 and 2.
@@ -39,9 +39,12 @@ impl Streams {
         0x5157_0000_0000 + self.handle_count * 0x10
     }
 
-    pub(crate) fn remove_context(&mut self, context: u64) {
-        self.streams.retain(|_, stream| stream.context != context);
+    /// Removes the streams and events of a context, and returns the streams.
+    pub(crate) fn remove_context(&mut self, context: u64) -> BTreeSet<u64> {
         self.events.retain(|_, event| event.context != context);
+        let of_context = |_: &u64, stream: &mut Stream| stream.context == context;
+        let streams = self.streams.extract_if(.., of_context);
+        streams.map(|(handle, _)| handle).collect()
     }
 
     pub(crate) fn find(&mut self, context: u64, handle: u64) -> Result<&mut Stream, Code> {

@@ -91,6 +91,7 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             let code = call!(cuda, c"cuStreamCreate", (&raw mut got => *mut u64, 1 => u32));
             say(answer(code, got.to_string()))
         }
+        "destroystream" => done(call!(cuda, c"cuStreamDestroy_v2", (number(1) => u64))),
         "sync" if number(1) == 0 => done(call!(cuda, c"cuCtxSynchronize", ())),
         "sync" => done(call!(cuda, c"cuStreamSynchronize", (number(1) => u64))),
         "spin" => done(spin(cuda, number(1), number(2))),
