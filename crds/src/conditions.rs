@@ -15,7 +15,7 @@ pub mod budget {
     /// The API server refuses pods of the namespace beyond the budget.
     pub const ENFORCED: &str = "Enforced";
 
-    /// Nothing is amiss.
+    /// Nothing is wrong.
     pub const AS_DECLARED: &str = "AsDeclared";
     /// An amount in the spec cannot be read, or amounts contradict each other.
     pub const INVALID_SPEC: &str = "InvalidSpec";
@@ -169,7 +169,7 @@ impl ConditionUpdate {
     }
 
     /// Whether the condition keeps its `GpuNode` from being ready.
-    pub fn is_amiss(&self) -> bool {
+    pub fn is_problem(&self) -> bool {
         const SPARED: [&str; 8] = [
             gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,

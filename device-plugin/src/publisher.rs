@@ -180,14 +180,14 @@ fn readiness(report: &NodeReport) -> Verdict {
     let is_work = |condition: &&ConditionUpdate| match condition.type_ {
         names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
         // A node without a GPU has nothing to register.
-        names::REGISTERED => condition.is_amiss() && !report.gpus.is_empty(),
+        names::REGISTERED => condition.is_problem() && !report.gpus.is_empty(),
         names::CDI_READY => condition.reason == names::CDI_FOLDER,
         names::CHECKPOINT_INTACT => condition.reason == names::CHECKPOINT_UNWRITABLE,
         _ => false,
     };
     match report.conditions.iter().find(is_work) {
         None => Verdict::Well,
-        Some(amiss) => Verdict::Unwell(format!("{}: {}", amiss.type_, amiss.message)),
+        Some(problem) => Verdict::Unwell(format!("{}: {}", problem.type_, problem.message)),
     }
 }
 

@@ -222,7 +222,7 @@ fn manifest(version: &str, platforms: Vec<Value>) -> Value {
             "homepage": HOMEPAGE,
             "shortDescription": "Show and manage shared GPU memory",
             "description": "Shows the GPU memory of pods and nodes, explains why a pod does not run, \
-                looks for what is amiss in the cluster, drains GPUs, and rewrites manifests of \
+                looks for what is wrong in the cluster, drains GPUs, and rewrites manifests of \
                 HAMi, KAI, time-slicing and MPS.\n",
             "caveats": format!("The cluster needs Bursar {version}.\n"),
             "platforms": platforms,

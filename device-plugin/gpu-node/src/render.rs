@@ -188,7 +188,7 @@ fn are_faults_urgent(before: &[Fault], after: &[Fault]) -> bool {
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
 pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
-    match others.iter().find(|condition| condition.is_amiss()) {
+    match others.iter().find(|condition| condition.is_problem()) {
         None if others.is_empty() => ConditionUpdate {
             type_: names::READY,
             holds: None,
@@ -196,14 +196,14 @@ pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
             message: "the agent is starting".to_owned(),
         },
         None => ConditionUpdate::new(names::READY, true, names::OK, "pods are given GPU memory"),
-        Some(amiss) => ConditionUpdate {
+        Some(problem) => ConditionUpdate {
             type_: names::READY,
-            holds: amiss.holds,
-            reason: match amiss.holds {
+            holds: problem.holds,
+            reason: match problem.holds {
                 Some(_) => names::NOT_READY,
                 None => names::PENDING,
             },
-            message: format!("{}: {}", amiss.type_, amiss.message),
+            message: format!("{}: {}", problem.type_, problem.message),
         },
     }
 }

@@ -496,12 +496,12 @@ impl Sessions {
 
     fn collect_from_containers<T>(
         &self,
-        ask: impl Fn(&mut Container) -> Vec<T>,
+        collect: impl Fn(&mut Container) -> Vec<T>,
     ) -> Vec<(AllocationId, T)> {
         let running = lock(&self.shared.containers);
         let answers = running.iter().flat_map(|(allocation, running)| {
-            let answers = ask(&mut lock(&running.container));
-            answers.into_iter().map(|answer| (*allocation, answer))
+            let found = collect(&mut lock(&running.container));
+            found.into_iter().map(|item| (*allocation, item))
         });
         answers.collect()
     }

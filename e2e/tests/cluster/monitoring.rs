@@ -196,23 +196,23 @@ impl Answers {
     /// Returns whether each rule is evaluated, each query has a series, and the planted alerts are
     /// the active ones.
     fn verdict(self, queries: &DashboardQueries) -> Poll<()> {
-        let mut amiss: Vec<String> = queries
+        let mut problems: Vec<String> = queries
             .by_record()
             .filter(|(record, _)| !self.recorded.contains(record))
             .map(|(_, query)| format!("no series: {query}"))
             .collect();
-        amiss.extend(self.failing);
+        problems.extend(self.failing);
         if !self
             .alerts
             .iter()
             .map(String::as_str)
             .eq(PLANTED_ALERTS.iter().copied())
         {
-            amiss.push(format!("active alerts: {:?}", self.alerts));
+            problems.push(format!("active alerts: {:?}", self.alerts));
         }
-        match amiss.is_empty() {
+        match problems.is_empty() {
             true => Poll::Ready(()),
-            false => Poll::Pending(format!("{amiss:#?}")),
+            false => Poll::Pending(format!("{problems:#?}")),
         }
     }
 }

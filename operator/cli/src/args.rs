@@ -144,7 +144,7 @@ pub enum Command {
         /// The name
         name: String,
     },
-    /// Look for what is amiss in the cluster
+    /// Look for what is wrong in the cluster
     Doctor {
         /// Look only at what an install needs
         #[arg(long)]

@@ -18,7 +18,7 @@ use crate::read::{self, Wanted};
 use crate::snapshot::{Kind, Snapshot};
 use crate::table::Terminal;
 
-/// Something is amiss, as `doctor` and `explain` say.
+/// Something is wrong, as `doctor` and `explain` say.
 pub const AMISS: u8 = 1;
 /// The command line is wrong, or the API server refused.
 pub const FAILED: u8 = 2;

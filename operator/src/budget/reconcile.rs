@@ -168,14 +168,14 @@ impl Reconciler {
         }
     }
 
-    fn with_state<T>(&self, key: &Key, ask: impl FnOnce(&mut BudgetState) -> T) -> T {
-        ask(self.lock_states().entry(key.clone()).or_default())
+    fn with_state<T>(&self, key: &Key, update: impl FnOnce(&mut BudgetState) -> T) -> T {
+        update(self.lock_states().entry(key.clone()).or_default())
     }
 
     fn failed(&self, budget: &GpuMemoryBudget, error: &ApiError) -> Duration {
         self.metrics.record_reconcile_failure();
-        let mut memories = self.lock_states();
-        let state = memories.entry(Key::of(budget)).or_default();
+        let mut states = self.lock_states();
+        let state = states.entry(Key::of(budget)).or_default();
         let (first, wait) = state.record_failure(error.object(), Instant::now());
         if first {
             warn!(error = %error_chain(error), "failed to reconcile a budget; retrying");

@@ -215,8 +215,8 @@ pub(super) fn retained_memory_condition(retained: &RetainedStatus) -> ConditionU
         let mut found = runtimes.iter();
         found.find(|(_, runtime)| runtime.state == state)
     };
-    let amiss = in_state(RuntimeState::Stuck).or_else(|| in_state(RuntimeState::Refused));
-    match (refused.iter().next(), amiss) {
+    let problem = in_state(RuntimeState::Stuck).or_else(|| in_state(RuntimeState::Refused));
+    match (refused.iter().next(), problem) {
         _ if !enabled => condition(
             false,
             names::SWITCHED_OFF,

@@ -533,7 +533,7 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
             ..inputs()
         };
         let report = node_report(&snapshot(), &inputs);
-        assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_problem));
         condition(&report, names::DRIVER_LIMITS)
     };
     let set = LimitState::Set(Bytes::gib(1));
@@ -611,7 +611,7 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         let mut inputs = inputs();
         inputs.retained = retained;
         let report = node_report(&snapshot(), &inputs);
-        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        assert!(report.conditions.iter().all(|update| !update.is_problem()));
         let condition_of = |type_| condition(&report, type_);
         let scrubbed = condition_of(names::MEMORY_SCRUBBED);
         assert_eq!(
@@ -691,7 +691,7 @@ fn late_state_write_is_a_condition_that_names_the_directory() {
         node_report(&late_generations, &inputs()),
         node_report(&snapshot(), &late_usage),
     ] {
-        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        assert!(report.conditions.iter().all(|update| !update.is_problem()));
         let update = report
             .conditions
             .iter()
@@ -714,7 +714,7 @@ fn unknown_spec_entries_are_a_condition_only() {
     let mut inputs = inputs();
     let accepted_condition = |inputs: &ReportInputs| {
         let report = node_report(&snapshot(), inputs);
-        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        assert!(report.conditions.iter().all(|update| !update.is_problem()));
         condition(&report, names::ACCEPTED)
     };
     assert_eq!(accepted_condition(&inputs), (Some(true), names::OK));
@@ -741,7 +741,7 @@ fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
         let inputs = ReportInputs { owners, ..inputs() };
         let report = node_report(&snapshot(), &inputs);
         assert_eq!(condition(&report, names::SOLE_OWNER), expected);
-        assert!(report.conditions.iter().all(|update| !update.is_amiss()));
+        assert!(report.conditions.iter().all(|update| !update.is_problem()));
     }
 }
 
@@ -754,7 +754,7 @@ fn managed_memory_is_offered_only_where_eviction_is_safe() {
         };
         let snapshot = Snapshot { uvm, ..snapshot() };
         let report = node_report(&snapshot, &ReportInputs { config, ..inputs() });
-        assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_problem));
         condition(&report, names::MANAGED_MEMORY)
     };
     let managed_condition = |managed_capacity, oversubscription| {

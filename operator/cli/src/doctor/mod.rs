@@ -1,4 +1,4 @@
-//! Finds what is amiss in a cluster, each with one line of remedy.
+//! Finds what is wrong in a cluster, each with one line of remedy.
 
 mod checks;
 mod installation;

@@ -25,8 +25,8 @@ use crate::table::{Style, Terminal, clean};
 pub enum Verdict {
     /// All run, or have succeeded.
     Runs,
-    /// A pod runs, and something is amiss.
-    Amiss,
+    /// A pod runs, and something is wrong.
+    Degraded,
     /// A pod waits.
     Waits,
     /// A pod was refused or has failed.
@@ -116,7 +116,7 @@ impl Explanation {
     pub fn render(&self, terminal: Terminal) -> String {
         let style = match self.verdict {
             Verdict::Runs => Style::Good,
-            Verdict::Amiss | Verdict::Waits => Style::Warning,
+            Verdict::Degraded | Verdict::Waits => Style::Warning,
             Verdict::Fails => Style::Bad,
         };
         let mut text = style.paint(&clean(self.headline.clone()), terminal);
@@ -142,7 +142,7 @@ impl Explanation {
             }
         }
         for note in &self.not_read {
-            text.push_str(&format!("  {note}\n"));
+            text.push_str(&format!("  {}\n", clean(note.clone())));
         }
         text
     }
@@ -174,4 +174,22 @@ fn wrap(text: &str, width: Option<usize>) -> Vec<String> {
         }
     }
     lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_control_character_reaches_the_terminal() {
+        let mut explanation = Explanation::new("pod ml/p".to_owned());
+        explanation.conclude(Verdict::Waits, "waits\u{1b}[2J");
+        explanation.say("node", "gpu-a\u{7}");
+        explanation
+            .not_read
+            .push("pods: denied\u{1b}[2J".to_owned());
+        let text = explanation.render(Terminal::default());
+        let is_control = |found: char| found.is_control() && found != '\n';
+        assert!(!text.contains(is_control), "{text:?}");
+    }
 }

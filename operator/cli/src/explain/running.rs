@@ -42,7 +42,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     denials(explanation, snapshot, pod);
     sessions(explanation, snapshot, pod);
     if runs && explanation.verdict > Verdict::Runs {
-        let faulted = format!("{key} runs on {node}, and something is amiss.");
+        let faulted = format!("{key} runs on {node}, and something is wrong.");
         explanation.headline = faulted;
     }
 }
@@ -124,7 +124,7 @@ fn place(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
             format!("{name} of {} ({})", pod.spec.node_name, model(&gpu.model)),
         );
         if let Some((cause, text)) = unusable(node, gpu) {
-            explanation.blame(cause, Verdict::Amiss);
+            explanation.blame(cause, Verdict::Degraded);
             let killed = match cause {
                 Cause::GpuDrained => ": the pod's processes are killed there",
                 _ => "",
@@ -153,7 +153,7 @@ pub(super) fn faults(explanation: &mut Explanation, snapshot: &Snapshot, pod: &P
         } else {
             Cause::Poisoned
         };
-        explanation.blame(cause, Verdict::Amiss);
+        explanation.blame(cause, Verdict::Degraded);
         let code = match (fault.cuda_error, fault.xid) {
             (Some(code), _) => format!("CUDA error {code}"),
             (None, Some(xid)) => format!("XID {xid}"),
@@ -175,7 +175,7 @@ pub(super) fn faults(explanation: &mut Explanation, snapshot: &Snapshot, pod: &P
         } else {
             Cause::Poisoned
         };
-        explanation.blame(cause, Verdict::Amiss);
+        explanation.blame(cause, Verdict::Degraded);
         explanation.say("fault", with_age(snapshot, event));
     }
     if let Some(event) = newest(snapshot, pod, "GpuContextRestarted") {
@@ -214,7 +214,7 @@ fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let mut named = false;
     for gap in gaps.filter(|gap| gap.pod_uid == pod.metadata.uid) {
         named = true;
-        explanation.blame(Cause::NotEnforced, Verdict::Amiss);
+        explanation.blame(Cause::NotEnforced, Verdict::Degraded);
         explanation.say(
             "quota",
             format!(
@@ -226,7 +226,7 @@ fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let event = newest(snapshot, pod, "GpuQuotaNotEnforced");
     let closed = newest(snapshot, pod, "GpuQuotaEnforced").and_then(|event| event.time());
     if let Some(event) = event.filter(|event| !named && event.time() > closed) {
-        explanation.blame(Cause::NotEnforced, Verdict::Amiss);
+        explanation.blame(Cause::NotEnforced, Verdict::Degraded);
         explanation.say("quota", event.message.clone());
     }
 }
@@ -234,7 +234,7 @@ fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
 /// States the memory that the containers were denied.
 fn denials(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     if let Some(event) = newest(snapshot, pod, "GpuMemoryDenied") {
-        explanation.blame(Cause::Denied, Verdict::Amiss);
+        explanation.blame(Cause::Denied, Verdict::Degraded);
         explanation.say("denied", with_age(snapshot, event));
     }
     let Some(agent) = snapshot.metrics.get(&pod.spec.node_name) else {
@@ -264,7 +264,7 @@ fn denials(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
             continue;
         };
         if *most > 0 {
-            explanation.blame(Cause::Denied, Verdict::Amiss);
+            explanation.blame(Cause::Denied, Verdict::Degraded);
             let times = usize::try_from(metrics.denials()).unwrap_or(usize::MAX);
             explanation.say(
                 "denied",
@@ -299,7 +299,7 @@ fn sessions(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
             .as_ref()
             .or(status.last_state.terminated.as_ref());
         if gpu && ended.is_some_and(|ended| ended.exit_code == NOT_FOUND) {
-            explanation.blame(Cause::NoDriverInImage, Verdict::Amiss);
+            explanation.blame(Cause::NoDriverInImage, Verdict::Degraded);
             explanation.say(
                 "image",
                 format!(
@@ -313,7 +313,7 @@ fn sessions(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
         {
             let metrics = agent.containers.get(&key(pod, &status.name));
             if metrics.is_some_and(|metrics| metrics.generation.unwrap_or(0) == 0) {
-                explanation.blame(Cause::NoDriverInImage, Verdict::Amiss);
+                explanation.blame(Cause::NoDriverInImage, Verdict::Degraded);
                 explanation.say(
                     "image",
                     format!(

@@ -145,11 +145,11 @@ fn refusal(explanation: &mut Explanation, snapshot: &Snapshot, controlled: &Cont
             "no event tells why; the API server keeps events for an hour",
         );
     }
-    if let Some(amiss) = budget.and_then(budgets::amiss) {
-        if amiss.reason == bursar_crds::conditions::budget::QUOTA_PENDING {
+    if let Some(problem) = budget.and_then(budgets::problem) {
+        if problem.reason == bursar_crds::conditions::budget::QUOTA_PENDING {
             explanation.add(Cause::QuotaPending);
         }
-        explanation.say("budget", format!("{}: {}", amiss.reason, amiss.message));
+        explanation.say("budget", format!("{}: {}", problem.reason, problem.message));
     }
 }
 

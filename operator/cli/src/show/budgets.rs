@@ -24,7 +24,7 @@ pub fn bounds(budget: &GpuMemoryBudget) -> (u64, u64) {
 }
 
 /// The first condition that is not as it should be. Those that make the budget unready come first.
-pub fn amiss(budget: &GpuMemoryBudget) -> Option<&Condition> {
+pub fn problem(budget: &GpuMemoryBudget) -> Option<&Condition> {
     use conditions::budget as names;
     let all = &budget.status.as_ref()?.conditions;
     let wrong = [
@@ -86,7 +86,7 @@ fn row(snapshot: &Snapshot, budget: &GpuMemoryBudget) -> Vec<Cell> {
     let (guaranteed, limit) = bounds(budget);
     let (requested, borrowed) = (bytes(&requested.bytes), bytes(&borrowed.bytes));
     let ready = condition(&status.conditions, conditions::budget::READY);
-    let reason = amiss(budget).map_or_else(String::new, |condition| {
+    let reason = problem(budget).map_or_else(String::new, |condition| {
         let age = since(condition.last_transition_time.0, snapshot.now);
         format!("{}: {} (for {age})", condition.reason, condition.message)
     });

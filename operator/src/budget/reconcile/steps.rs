@@ -97,13 +97,12 @@ impl Reconciler {
 
     /// Stores the written status, and drops the state of deleted budgets.
     fn record_status(&self, key: &Key, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
-        let mut memories = self.lock_states();
+        let mut states = self.lock_states();
         let index = self.index.borrow();
-        memories.retain(|key, _| index.has_budget(key));
-        memories.entry(key.clone()).or_default().record_status(
-            budget,
-            index.budget_lists(),
-            status,
-        );
+        states.retain(|key, _| index.has_budget(key));
+        states
+            .entry(key.clone())
+            .or_default()
+            .record_status(budget, index.budget_lists(), status);
     }
 }

@@ -105,7 +105,7 @@ impl Executor {
             info!(
                 namespace,
                 pod = name,
-                waiter = pending_pod.key.name,
+                pending_pod = pending_pod.key.name,
                 gpu,
                 force,
                 "preempted pod"

@@ -29,7 +29,7 @@ impl Executor {
         });
         if !waits {
             debug!(
-                waiter = pod.key.name,
+                pending_pod = pod.key.name,
                 "pod waits no longer; skipping the step"
             );
         }
@@ -84,7 +84,7 @@ impl Executor {
         };
         if version.is_none() {
             debug!(
-                waiter = pending_pod.key.name,
+                pending_pod = pending_pod.key.name,
                 "pod needs these GPUs no longer; skipping the step"
             );
         }
