@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bump_is_told_once_with_both_numbers() {
+    fn each_bump_is_reported_once_with_both_numbers() {
         let fixture = Fixture::new();
         let mut agent = fixture.load("boot-1");
         let observe_changes = |agent: &mut GpuGenerations, memory| {

@@ -486,7 +486,7 @@ mod tests {
     use crate::runtimes::ManagedAccess;
 
     #[test]
-    fn gpu_without_concurrent_access_is_told_until_it_leaves() {
+    fn gpu_without_concurrent_access_is_reported_until_it_leaves() {
         let folder = tempfile::tempdir().unwrap();
         let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
         let gpus = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse::<GpuUuid>().unwrap());

@@ -81,7 +81,7 @@ fn set_other_plugin(machine: &Machine, devices: usize) {
 }
 
 #[tokio::test]
-async fn other_owner_of_gpus_is_told_and_pods_are_bound() {
+async fn other_owner_of_gpus_is_reported_and_pods_are_bound() {
     let mut machine = Machine::new().await;
     set_other_plugin(&machine, 2);
     machine.start_agent();

@@ -146,7 +146,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 target: &["--test", "agent"],
                 names: &[
                     "observability::node_with_another_owner_offers_nothing_by_choice",
-                    "observability::other_owner_of_gpus_is_told_and_pods_are_bound",
+                    "observability::other_owner_of_gpus_is_reported_and_pods_are_bound",
                 ],
                 ignored: false,
                 env: &[],

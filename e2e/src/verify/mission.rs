@@ -37,7 +37,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "examples::typed_memory_is_copied_in_and_out",
                 "managed::managed_memory_is_shared_and_counted",
                 "stack::runtime_owns_its_streams_budget_and_log",
-                "state::subscribers_are_told_and_generations_grow",
+                "state::subscribers_are_notified_and_generations_grow",
             ],
             ignored: false,
             env: &[],
@@ -61,7 +61,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[
             TestSelection {
                 target: EXAMPLES,
-                names: &["state::subscribers_are_told_and_generations_grow"],
+                names: &["state::subscribers_are_notified_and_generations_grow"],
                 ignored: false,
                 env: &[],
             },
@@ -87,11 +87,11 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "actor::handle::tests::lost_memory_is_told_with_both_generations",
+                "actor::handle::tests::lost_memory_is_reported_with_both_generations",
                 "faults::events::tests::message_of_a_restart_has_time_and_generations",
                 "faults::restarts::tests::new_process_replaces_one_of_several_ended_processes",
-                "faults::restarts::tests::replaced_process_is_told_once_when_the_poisoned_one_ended",
-                "generations::tests::each_bump_is_told_once_with_both_numbers",
+                "faults::restarts::tests::replacement_is_reported_once_when_the_poisoned_process_ended",
+                "generations::tests::each_bump_is_reported_once_with_both_numbers",
                 "publish::tests::tenants_changes_alone_are_written_once_an_interval",
                 "recovery::tests::last_fault_outlives_the_end_of_its_image",
                 "recovery::tests::restarts_in_place_are_counted_if_the_image_followed",
@@ -183,7 +183,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "memory::gpu_token::tests::changed_token_and_other_key_are_told_apart",
+                "memory::gpu_token::tests::changed_token_and_other_key_are_distinguished",
                 "memory::gpu_token::tests::memory_is_current_while_its_gpu_generation_is",
                 "memory::gpu_token::tests::token_is_verified_anywhere_by_the_public_key",
                 "messages::signed_token::tests::public_key_is_written_as_hex",
@@ -271,7 +271,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "managed_memory_has_a_quota_of_its_own",
                     "managed_variable_is_charged_until_its_module_is_unloaded",
                     "managed_variable_of_a_library_is_charged_by_either_call",
-                    "programs_are_told_that_host_memory_stays_on_the_host",
+                    "programs_learn_that_host_memory_stays_on_the_host",
                 ],
                 ignored: false,
                 env: &[],
@@ -326,7 +326,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "audit::compare::tests::managed::evictable_memory_is_what_is_in_use_and_charged",
                     "audit::compare::tests::managed::honest_managed_memory_is_no_finding",
                     "audit::compare::tests::managed::residency_is_a_finding_only_beyond_the_charges",
-                    "container::tests::managed::processes_are_told_what_can_be_evicted_before_and_after_hello",
+                    "container::tests::managed::processes_learn_what_can_be_evicted_before_and_after_hello",
                     "managed::tests::device_memory_displaces_managed_memory",
                     "managed::tests::eviction_takes_its_time_within_the_call",
                     "managed::tests::eviction_takes_the_oldest_chunks_in_any_history",
@@ -419,7 +419,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "capacity::tests::managed_memory_is_offered_only_while_it_can_be_evicted",
                     "node_report::tests::host_memory_on_gpus_is_a_condition",
                     "node_report::tests::managed_memory_is_offered_only_where_eviction_is_safe",
-                    "provisioners::tests::gpu_without_concurrent_access_is_told_until_it_leaves",
+                    "provisioners::tests::gpu_without_concurrent_access_is_reported_until_it_leaves",
                     "runtimes::tests::managed_access_is_known_from_the_first_start_on",
                     "uvm::tests::ats_counts_only_where_the_platform_has_it",
                     "uvm::tests::eviction_is_unsafe_on_a_gpu_without_concurrent_access",

@@ -118,7 +118,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             target: LIB,
             names: &[
                 "audit::compare::tests::listed_export_accounts_for_no_unattributed_memory",
-                "audit::compare::tests::managed_memory_on_a_gpu_is_accounted_for_in_books",
+                "audit::compare::tests::managed_memory_on_a_gpu_is_accounted_for",
             ],
             ignored: false,
             env: &[],
@@ -149,7 +149,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "audit::collect::tests::contextless_memory_is_charged_to_processes_of_pods_alone",
                 "audit::compare::tests::contextless_memory_beyond_the_quota_is_found_with_a_session",
-                "audit::compare::tests::listed_exited_process_is_unaccounted_when_not_in_books",
+                "audit::compare::tests::listed_exited_process_is_unaccounted_without_an_account",
                 "holders::tests::answer_is_believed_only_when_it_lists_the_asker",
                 "holders::tests::imported_memory_is_not_owned",
                 "holders::tests::parameters_have_the_kernel_modules_sizes",
@@ -569,7 +569,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             target: LIB,
             names: &[
                 "audit::compare::tests::interleavings::honest_processes_are_no_finding_in_any_interleaving",
-                "audit::compare::tests::interleavings::exit_between_nvml_and_books_is_no_finding",
+                "audit::compare::tests::interleavings::exit_between_nvml_and_accounts_is_no_finding",
                 "audit::compare::tests::reused_pid_is_charged_for_exited_process_up_to_its_bytes",
                 "audit::collect::tests::zombie_is_not_live",
                 "audit::collect::tests::own_process_is_live_and_an_unused_pid_is_not",
@@ -623,7 +623,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "tests::passed::neighbour_is_served_when_refused_sockets_linger",
                 "tests::passed::neighbour_is_served_when_sessions_end_with_lingering_sockets",
                 "tests::passed::container_is_not_accepted_while_its_sockets_linger",
-                "tests::passed::accepted_socket_takes_no_descriptor_when_told_so",
+                "tests::passed::accepted_socket_takes_no_descriptor_when_disabled",
                 "tests::passed::listener_is_dropped_at_once_when_unaccepted_sockets_linger",
             ],
             ignored: false,

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn replaced_process_is_told_once_when_the_poisoned_one_ended() {
+    fn replacement_is_reported_once_when_the_poisoned_process_ended() {
         let mut awaited = AwaitedRestarts::default();
         let open = fault(RecoveryAction::EndProcess);
         let sibling = || image(6, 4);

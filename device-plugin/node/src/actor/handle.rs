@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn lost_memory_is_told_with_both_generations() {
+    async fn lost_memory_is_reported_with_both_generations() {
         let published = Published::default();
         let handle = handle(false, &published);
         let change = |gpu: &str, before| GenerationChange {

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_token_and_other_key_are_told_apart() {
+    fn changed_token_and_other_key_are_distinguished() {
         let key: NodePublicKey = KEY.parse().unwrap();
         let mut other = key;
         other.0[0] ^= 1;

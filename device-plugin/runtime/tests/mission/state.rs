@@ -6,7 +6,7 @@ use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 use crate::examples::subscription;
 
 #[test]
-fn subscribers_are_told_and_generations_grow() {
+fn subscribers_are_notified_and_generations_grow() {
     run_in_subprocess(ONE_GPU, |_| {
         subscription::main().unwrap();
         let second = DeviceRuntime::for_ordinal(0).unwrap();

@@ -297,7 +297,7 @@ async fn container_is_not_accepted_while_its_sockets_linger() {
 }
 
 #[tokio::test]
-async fn accepted_socket_takes_no_descriptor_when_told_so() {
+async fn accepted_socket_takes_no_descriptor_when_disabled() {
     let folder = tempfile::tempdir().unwrap();
     for refuses_descriptors in [true, false] {
         let path = folder.path().join(format!("{refuses_descriptors}.sock"));

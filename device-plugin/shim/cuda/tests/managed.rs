@@ -108,7 +108,7 @@ fn call_of_cuda_2_finds_no_managed_variable() {
 }
 
 #[test]
-fn programs_are_told_that_host_memory_stays_on_the_host() {
+fn programs_learn_that_host_memory_stays_on_the_host() {
     let container = Container::with_pageable_memory(QUOTA);
     let mut program = container.program();
     for attribute in [88, 100] {

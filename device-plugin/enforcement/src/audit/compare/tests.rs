@@ -183,7 +183,7 @@ fn sm_utilization_of_a_container_is_the_sum_up_to_a_whole_gpu() {
 }
 
 #[test]
-fn listed_exited_process_is_unaccounted_when_not_in_books() {
+fn listed_exited_process_is_unaccounted_without_an_account() {
     let exited = ListedProcess {
         live: None,
         ..listed(1, 5, 600)
@@ -526,7 +526,7 @@ fn listed_export_accounts_for_no_unattributed_memory() {
 }
 
 #[test]
-fn managed_memory_on_a_gpu_is_accounted_for_in_books() {
+fn managed_memory_on_a_gpu_is_accounted_for() {
     let mut container = usage(1, 1024, &[(5, 600)]);
     let managed = AccountBalance {
         used: Bytes::gib(8),

@@ -129,7 +129,7 @@ fn managed_memory_outlives_no_process_whatever_its_page_says() {
 }
 
 #[test]
-fn processes_are_told_what_can_be_evicted_before_and_after_hello() {
+fn processes_learn_what_can_be_evicted_before_and_after_hello() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();
     let first = hello(&mut container, 1, 7).unwrap();

@@ -263,7 +263,7 @@ fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
 }
 
 #[test]
-fn exit_between_nvml_and_books_is_no_finding() {
+fn exit_between_nvml_and_accounts_is_no_finding() {
     let uses = [
         Step::Tick,
         Step::Advance(1),
