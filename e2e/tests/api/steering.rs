@@ -640,9 +640,9 @@ async fn made(at: &IsolatedScope, app: &str) -> Result<Value, Failed> {
         if begin.elapsed() > IN_FORCE {
             let events = format!("/api/v1/namespaces/{}/events", at.name);
             let events = at.get(&events).await?;
-            let told = events["items"].as_array().into_iter().flatten();
-            let told: Vec<_> = told.map(|event| event["message"].clone()).collect();
-            return Err(format!("no pod of {app}: {told:?}").into());
+            let messages = events["items"].as_array().into_iter().flatten();
+            let messages: Vec<_> = messages.map(|event| event["message"].clone()).collect();
+            return Err(format!("no pod of {app}: {messages:?}").into());
         }
         sleep(Duration::from_millis(200)).await;
     }
