@@ -230,8 +230,11 @@ impl Pool {
         call: impl Fn() -> Result<u64, CuResult>,
     ) -> Result<Option<u64>, CuResult> {
         let _guard = POOLS.lock.lock();
-        let _ = self.reconcile(Units::ZERO);
-        let growth = self.growth(bytes).ok_or(curesult::OUT_OF_MEMORY)?;
+        let growth = captures::with_relaxed_capture(|| {
+            let _ = self.reconcile(Units::ZERO);
+            self.growth(bytes)
+        });
+        let growth = growth.ok_or(curesult::OUT_OF_MEMORY)?;
         let Some(charged) = charge_growth(account, growth, step) else {
             return Ok(None);
         };

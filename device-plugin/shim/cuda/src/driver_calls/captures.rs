@@ -5,6 +5,7 @@
 //! sizes and trimming it. So the shim relaxes the thread's capture mode for its own calls. Another
 //! thread may begin a capture at any time, so the shim does so even where it has counted none.
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -33,6 +34,11 @@ struct Origin {
 pub(crate) fn reset() {
     ORIGINS.reset();
     ACTIVE.store(0, Ordering::Relaxed);
+}
+
+thread_local! {
+    /// Whether the shim has relaxed the thread's capture mode.
+    static IS_RELAXED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
@@ -68,18 +74,23 @@ pub(crate) fn with_relaxed_capture_if_active<T>(call: impl FnOnce() -> T) -> T {
     }
 }
 
-/// The calling thread's capture mode, restored on drop.
-struct RelaxedMode(c_int);
+/// The calling thread's capture mode, restored on drop; `None` in a call within another one, which
+/// costs no driver call.
+struct RelaxedMode(Option<c_int>);
 
 impl RelaxedMode {
     fn enter() -> RelaxedMode {
-        RelaxedMode(exchange_mode(MODE_RELAXED))
+        let is_outermost = !IS_RELAXED.replace(true);
+        RelaxedMode(is_outermost.then(|| exchange_mode(MODE_RELAXED)))
     }
 }
 
 impl Drop for RelaxedMode {
     fn drop(&mut self) {
-        exchange_mode(self.0);
+        if let Some(mode) = self.0 {
+            exchange_mode(mode);
+            IS_RELAXED.set(false);
+        }
     }
 }
 
