@@ -34,10 +34,12 @@ LARGEST = 64 * GIB
 LIMIT_S = 60
 POOL_STEP = 32 * MIB
 SPIN_NS = 800_000_000
-ILLEGAL_ADDRESS, NOT_READY = 700, 600
-# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED,
-# CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT and CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of cuda.h.
-DESCRIPTOR_HANDLE, NON_BLOCKING, RELAXED, POOL_RESERVED, GRAPHS_RESERVED = 1, 1, 2, 5, 2
+ILLEGAL_ADDRESS, NOT_READY, CAPTURE_UNSUPPORTED = 700, 600, 900
+# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_GLOBAL and
+# _RELAXED, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT and CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of cuda.h.
+DESCRIPTOR_HANDLE, NON_BLOCKING, GLOBAL, RELAXED, POOL_RESERVED, GRAPHS_RESERVED = 1, 1, 0, 2, 5, 2
+# CU_EVENT_DISABLE_TIMING of cuda.h.
+DISABLE_TIMING = 2
 # PROC_PID_INIT_INO of Linux: the first pid namespace, whose process ids the kernel's log has.
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 SIMULATED = "SIMGPU_DIR" in os.environ
@@ -249,6 +251,43 @@ class Calls:
         graph = ctypes.c_void_p()
         self._call("cuStreamEndCapture", stream, ctypes.byref(graph))
         return self._new("cuGraphInstantiateWithFlags", graph, ctypes.c_uint64(0), kind=ctypes.c_void_p)
+
+    def _capture(self):
+        """Begins a capture that calls of all threads can invalidate, and returns its stream."""
+        stream = self._stream()
+        self._call("cuStreamBeginCapture_v2", stream, GLOBAL)
+        return stream
+
+    def _captures(self):
+        """Returns whether a capture refuses `cuMemAlloc`, which invalidates the capture."""
+        pointer = ctypes.c_uint64()
+        code = self.driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(MIB))
+        if code == 0:
+            self._call("cuMemFree_v2", pointer)
+        elif code != CAPTURE_UNSUPPORTED:
+            raise Failure(f"cuMemAlloc_v2 returned {code}")
+        return code != 0
+
+    def ends_of_captures(self):
+        """Returns whether a capture is active after the destruction of a stream that joined it, of
+        the invalidated and the valid stream on which it began, and of its context."""
+        active = []
+        origin, joined = self._capture(), self._stream()
+        event = self._new("cuEventCreate", DISABLE_TIMING, kind=ctypes.c_void_p)
+        self._call("cuEventRecord", event, origin)
+        self._call("cuStreamWaitEvent", joined, event, 0)
+        self._call("cuStreamDestroy_v2", joined)
+        active.append(self._captures())
+        self._call("cuStreamDestroy_v2", origin)
+        active.append(self._captures())
+        self._call("cuStreamDestroy_v2", self._capture())
+        active.append(self._captures())
+        context = self._new("cuCtxCreate_v2", 0, 0, kind=ctypes.c_void_p)
+        self._capture()
+        self._call("cuCtxDestroy_v2", context)
+        self._call("cuCtxSetCurrent", self.current)
+        active.append(self._captures())
+        return active
 
     def _launch(self, graph, stream):
         """Launches a graph, and returns how long the call took, in nanoseconds."""
@@ -645,6 +684,17 @@ def pools(gpu, table):
         table.add("F15", claim, f"{plain / 1e3:.0f} us, {other / 1e3:.0f} us", wrong=wrong, unshown=why)
 
 
+def captures(gpu, table):
+    """F21: what ends the capture of a stream."""
+    with Client("context") as client:
+        joined, *ended = client.ask("ends_of_captures")
+    state = {True: "active", False: "ended"}
+    claim = "a capture outlives a stream that joined it"
+    table.add("F21", claim, state[joined], wrong=None if joined else "it ended")
+    claim = "a capture ends with the stream on which it began, valid or not, and with its context"
+    table.add("F21", claim, ", ".join(state[each] for each in ended), wrong="it is active" if any(ended) else None)
+
+
 def end(*_):
     """Ends the measurement at its limit."""
     raise Late(f"no end within {LIMIT_S} s")
@@ -672,7 +722,7 @@ def main():
     driver = "the simulated driver" if SIMULATED else f"driver {gpu.driver}"
     table.say(f"{gpu.name}, {driver}, {gpu.free() // GIB} GiB free, {len(gpu.others)} other processes")
     try:
-        for fact in (without_context, charged, killed, query, pools):
+        for fact in (without_context, charged, killed, query, pools, captures):
             try:
                 fact(gpu, table)
             except (Failure, OSError, subprocess.CalledProcessError) as error:
