@@ -75,7 +75,14 @@ pub fn parse(table: &str) -> Result<Vec<Symbol<'_>>, String> {
     table
         .lines()
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
-        .map(|line| symbol(line).ok_or_else(|| format!("symbols.txt: {line:?} is no symbol")))
+        .map(|line| {
+            symbol(line).ok_or_else(|| {
+                format!(
+                    "failed to parse {line:?} of symbols.txt: write name, class, at most one of \
+                     hook, refused, watch and the reasons, and proc="
+                )
+            })
+        })
         .collect()
 }
 
