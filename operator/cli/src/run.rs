@@ -19,7 +19,7 @@ use crate::snapshot::{Kind, Snapshot};
 use crate::table::Terminal;
 
 /// Something is wrong, as `doctor` and `explain` say.
-pub const AMISS: u8 = 1;
+pub const DEGRADED: u8 = 1;
 /// The command line is wrong, or the API server refused.
 pub const FAILED: u8 = 2;
 
