@@ -44,7 +44,7 @@ impl Process {
         let ended = lock(&self.streams).remove_context(id);
         lock(&self.captures)
             .streams
-            .retain(|stream, _| !ended.contains(stream));
+            .retain(|stream, _| *stream != id && !ended.contains(stream));
         let bytes =
             self.sim.config.context + self.stack_bytes(context.device, context.stack_per_thread);
         Ok(self

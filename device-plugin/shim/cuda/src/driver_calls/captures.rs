@@ -80,16 +80,18 @@ struct RelaxedMode(Option<c_int>);
 
 impl RelaxedMode {
     fn enter() -> RelaxedMode {
-        let is_outermost = !IS_RELAXED.replace(true);
-        RelaxedMode(is_outermost.then(|| exchange_mode(MODE_RELAXED)))
+        let is_outermost = !IS_RELAXED.get();
+        let mode = is_outermost.then(|| exchange_mode(MODE_RELAXED));
+        IS_RELAXED.set(true);
+        RelaxedMode(mode)
     }
 }
 
 impl Drop for RelaxedMode {
     fn drop(&mut self) {
         if let Some(mode) = self.0 {
-            exchange_mode(mode);
             IS_RELAXED.set(false);
+            exchange_mode(mode);
         }
     }
 }
@@ -116,17 +118,21 @@ pub(crate) fn begin(stream: u64, context: u64, call: impl FnOnce() -> CuResult) 
 pub(crate) fn end(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = is_capturing(stream);
     let answer = call();
-    if before && !is_capturing(stream) {
-        remove_one(stream);
+    if before && !is_capturing(stream) && take(stream).is_some() {
+        count_ended(1);
     }
     answer
 }
 
-/// Counts the capture of a destroyed stream as ended.
+/// Counts the capture of a destroyed stream as ended. The origin is taken out before the call,
+/// because another thread may get the same handle after it.
 pub(crate) fn destroy_stream(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
+    let taken = may_be_active().then(|| take(stream)).flatten();
     let answer = call();
-    if answer == curesult::SUCCESS && may_be_active() {
-        remove_one(stream);
+    match taken {
+        Some(_) if answer == curesult::SUCCESS => count_ended(1),
+        Some(origin) => ORIGINS.lock().push(origin),
+        None => {}
     }
     answer
 }
@@ -140,12 +146,10 @@ pub(crate) fn end_context(context: u64) {
     }
 }
 
-fn remove_one(stream: u64) {
+fn take(stream: u64) -> Option<Origin> {
     let mut origins = ORIGINS.lock();
-    if let Some(found) = origins.iter().position(|origin| origin.stream == stream) {
-        origins.swap_remove(found);
-        count_ended(1);
-    }
+    let found = origins.iter().position(|origin| origin.stream == stream)?;
+    Some(origins.swap_remove(found))
 }
 
 fn count_ended(captures: u32) {
