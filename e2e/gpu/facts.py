@@ -258,8 +258,8 @@ class Calls:
         self._call("cuStreamBeginCapture_v2", stream, GLOBAL)
         return stream
 
-    def _captures(self):
-        """Returns whether a capture refuses `cuMemAlloc`, which invalidates the capture."""
+    def _is_capture_active(self):
+        """Returns whether a capture refuses `cuMemAlloc`. The call invalidates that capture."""
         pointer = ctypes.c_uint64()
         code = self.driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(MIB))
         if code == 0:
@@ -277,16 +277,16 @@ class Calls:
         self._call("cuEventRecord", event, origin)
         self._call("cuStreamWaitEvent", joined, event, 0)
         self._call("cuStreamDestroy_v2", joined)
-        active.append(self._captures())
+        active.append(self._is_capture_active())
         self._call("cuStreamDestroy_v2", origin)
-        active.append(self._captures())
+        active.append(self._is_capture_active())
         self._call("cuStreamDestroy_v2", self._capture())
-        active.append(self._captures())
+        active.append(self._is_capture_active())
         context = self._new("cuCtxCreate_v2", 0, 0, kind=ctypes.c_void_p)
         self._capture()
         self._call("cuCtxDestroy_v2", context)
         self._call("cuCtxSetCurrent", self.current)
-        active.append(self._captures())
+        active.append(self._is_capture_active())
         return active
 
     def _launch(self, graph, stream):

@@ -499,11 +499,11 @@ impl Sessions {
         collect: impl Fn(&mut Container) -> Vec<T>,
     ) -> Vec<(AllocationId, T)> {
         let running = lock(&self.shared.containers);
-        let answers = running.iter().flat_map(|(allocation, running)| {
+        let items = running.iter().flat_map(|(allocation, running)| {
             let found = collect(&mut lock(&running.container));
             found.into_iter().map(|item| (*allocation, item))
         });
-        answers.collect()
+        items.collect()
     }
 
     fn with_container(

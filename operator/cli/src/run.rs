@@ -18,8 +18,8 @@ use crate::read::{self, Wanted};
 use crate::snapshot::{Kind, Snapshot};
 use crate::table::Terminal;
 
-/// Something is wrong, as `doctor` and `explain` say.
-pub const DEGRADED: u8 = 1;
+/// The command found a problem in the cluster, or its change was declined or is not confirmed.
+pub const PROBLEM: u8 = 1;
 /// The command line is wrong, or the API server refused.
 pub const FAILED: u8 = 2;
 

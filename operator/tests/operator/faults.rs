@@ -227,8 +227,8 @@ async fn until_quiet(api: &SimApiServer) {
 /// Runs every transition while write number `number` meets `fault`. With `killed` the operator
 /// crashes then. Returns how many such writes occurred.
 ///
-/// The operator waits 5 s for each response. So only every third transition loses one, another
-/// third for each number, unless the long tier runs.
+/// The operator waits 5 s for a lost response. So outside the long tier a run without a crash loses
+/// responses in every third transition; the next number does so in the transitions after these.
 async fn run_transitions(number: usize, fault: WriteFault, killed: bool) -> usize {
     let mut running = Running::start(small).await;
     let mut failed_writes = 0;

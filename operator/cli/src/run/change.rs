@@ -10,7 +10,7 @@ use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{DEGRADED, Session};
+use super::{PROBLEM, Session};
 use crate::act::resize::{self, Resized};
 use crate::act::{self, drain};
 use crate::args::DrainArgs;
@@ -80,7 +80,7 @@ impl<W: Write> Session<'_, W> {
             writeln!(self.out, "{}", drain::cost(&snapshot, &node, &selected))?;
             if !*yes && !self.confirm("Go on?")? {
                 writeln!(self.out, "Nothing was changed.")?;
-                return Ok(DEGRADED);
+                return Ok(PROBLEM);
             }
             self.change_gpu_node(name, |node| {
                 Ok(drain::drain_patch(node, &drain::selected(node, &uuids)?))
@@ -132,7 +132,7 @@ impl<W: Write> Session<'_, W> {
                     "{name} is not drained after {seconds}s: {}",
                     left.join(", ")
                 )?;
-                return Ok(DEGRADED);
+                return Ok(PROBLEM);
             }
             sleep(LOOK).await;
         }
@@ -224,7 +224,7 @@ impl<W: Write> Session<'_, W> {
                         "The budget is changed; whether the agent has applied it is not known: could not read the GpuNode: {}",
                         read::reason(&error)
                     )?;
-                    return Ok(if is_late { DEGRADED } else { 0 });
+                    return Ok(if is_late { PROBLEM } else { 0 });
                 }
                 None if is_late => {
                     writeln!(
@@ -232,7 +232,7 @@ impl<W: Write> Session<'_, W> {
                         "The budget is changed, and the agent has not applied it after {}s: see kubectl bursar doctor",
                         RESIZE_TIMEOUT.as_secs()
                     )?;
-                    return Ok(DEGRADED);
+                    return Ok(PROBLEM);
                 }
                 _ => sleep(LOOK).await,
             }

@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use kube::api::ListParams;
 use kube::core::Request;
 
-use super::{DEGRADED, Session};
+use super::{PROBLEM, Session};
 use crate::act;
 use crate::args::WorkloadKind;
 use crate::explain::workload::Controlled;
@@ -75,7 +75,7 @@ impl<W: Write> Session<'_, W> {
         Ok(if explanation.verdict == Verdict::Runs {
             0
         } else {
-            DEGRADED
+            PROBLEM
         })
     }
 

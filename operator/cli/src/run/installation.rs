@@ -5,7 +5,7 @@ use std::io::Write;
 use anyhow::Context as _;
 use serde_json::Value;
 
-use super::{DEGRADED, Session, required, unreachable};
+use super::{PROBLEM, Session, required, unreachable};
 use crate::act::{self, notify};
 use crate::amounts::count;
 use crate::doctor::{self, Level, preflight};
@@ -69,7 +69,7 @@ impl<W: Write> Session<'_, W> {
             },
         )?;
         Ok(if doctor::worst(&findings) >= Level::Warn {
-            DEGRADED
+            PROBLEM
         } else {
             0
         })
@@ -170,7 +170,7 @@ impl<W: Write> Session<'_, W> {
             if uninstall::remainders(&snapshot).is_empty() && snapshot.unread.is_empty() {
                 0
             } else {
-                DEGRADED
+                PROBLEM
             },
         )
     }
@@ -199,7 +199,7 @@ impl<W: Write> Session<'_, W> {
         }
         let (pods, reason) = (count(notified, "pod"), notify::REASON);
         writeln!(self.out, "{pods} with GPU memory told by an Event {reason}")?;
-        Ok(if failed == 0 { 0 } else { DEGRADED })
+        Ok(if failed == 0 { 0 } else { PROBLEM })
     }
 
     pub(super) async fn version(&mut self) -> anyhow::Result<u8> {

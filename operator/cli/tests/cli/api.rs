@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bursar_cli::args::{Cli, Output};
 use bursar_cli::read;
-use bursar_cli::run::{DEGRADED, FAILED, Session};
+use bursar_cli::run::{FAILED, PROBLEM, Session};
 use bursar_cli::table::Terminal;
 use clap::Parser as _;
 use serde_json::{Value, json};
@@ -147,7 +147,7 @@ async fn init_containers_and_sidecars_count_as_gpu_memory() {
     let top: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(top["items"][0]["requestedBytes"], 12_u64 << 30, "{text}");
     let (code, text) = run(&api, "explain pod side").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(text.contains("ml/side waits for a node"), "{text}");
     let (code, text) = run(&api, "explain pod none").await;
     assert_eq!(
@@ -304,7 +304,7 @@ async fn explain_fails_for_waiting_pods_and_missing_ones() {
         )],
     );
     let (code, text) = run(&api, "explain pod w").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     let (code, _) = run(&api, "explain pod none").await;
     assert!(code.unwrap_err().contains("failed to read pod ml/none"));
     let replica_set = json!({ "metadata": { "namespace": "ml", "name": "web-1", "uid": "rs", "ownerReferences": [{ "kind": "Deployment",
@@ -317,7 +317,7 @@ async fn explain_fails_for_waiting_pods_and_missing_ones() {
     api.put("/api/v1/namespaces/ml/events", vec![event("ReplicaSet", "web-1", "rs", "FailedCreate",
         "Error creating: pods \"web-1-x\" is forbidden: exceeded quota: gpu-memory-budget-limit, requested: 8", 5)]);
     let (code, text) = run(&api, "explain deploy web").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(
         text.contains("1 not created") && text.contains("exceeded quota: gpu-memory-budget-limit"),
         "{text}"
@@ -369,7 +369,7 @@ async fn explain_reads_the_victims_and_not_all_pods() {
     node["spec"]["reservations"] = json!([{ "gpu": "GPU-1", "podUid": "ml-w", "quanta": 79 }]);
     api.put("/apis/bursar.dev/v1alpha1/gpunodes", vec![node]);
     let (code, text) = run(&api, "explain pod w").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(text.contains("search/v (40 GiB, priority 0)"), "{text}");
     assert!(!text.contains("gone"), "{text}");
     assert_eq!(lists_of_all_pods(&api), 0);
@@ -504,7 +504,7 @@ async fn drain_waits_until_the_agent_says_drained() {
         vec![gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])])],
     );
     let (code, text) = run(&api, "drain n --yes --timeout 0s").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(text.contains("GPU 0 is Active (Ok)"), "{text}");
 }
 
@@ -528,7 +528,7 @@ async fn drain_waits_on_when_a_read_fails_or_hangs() {
     api.break_reads(0, usize::MAX);
     let start = tokio::time::Instant::now();
     let (code, text) = run(&api, "drain n --yes --timeout 30s").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(
         text.contains(
             "n is not drained after 30s: could not read its GpuNode: deadline has elapsed"
@@ -569,7 +569,7 @@ async fn doctor_and_uninstall_end_with_their_codes() {
         "{text}"
     );
     let (code, text) = run(&api, "uninstall --check").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(text.contains("1 GpuNode"), "{text}");
 }
 
@@ -671,7 +671,7 @@ async fn running_pods_get_one_event_about_an_uninstall() {
     }
     api.forbid("/apis/events.k8s.io/v1/namespaces/shop/events");
     let (code, text) = run(&api, "uninstall --notify").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(
         text.contains("shop/c could not be told: forbidden"),
         "{text}"
@@ -704,7 +704,7 @@ async fn unreadable_node_hides_no_other() {
         ],
     );
     let (code, text) = run(&api, "doctor").await;
-    assert_eq!(code, Ok(DEGRADED), "{text}");
+    assert_eq!(code, Ok(PROBLEM), "{text}");
     assert!(text.contains("gpunodes bad cannot be parsed"), "{text}");
 }
 

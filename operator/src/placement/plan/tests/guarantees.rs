@@ -320,10 +320,10 @@ impl Teams {
                         self.refused.entry(pod.uid).or_insert(second);
                         continue;
                     }
-                    self.live.pods.get_mut(&pod.uid).unwrap().ending = true;
+                    let evicted = self.live.pods.get_mut(&pod.uid).unwrap();
+                    evicted.ending = true;
+                    self.repaired.insert(pod.uid, evicted.clone());
                     self.operator.view = None;
-                    let fake_pod = self.live.pods[&pod.uid].clone();
-                    self.repaired.insert(pod.uid, fake_pod);
                     done = true;
                 }
                 budget::Step::ReadJob(job) => {
