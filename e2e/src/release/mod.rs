@@ -513,6 +513,22 @@ mod tests {
     }
 
     #[test]
+    fn release_workflow_names_actions_by_their_commits() {
+        let workflow = paths::repository().join(".github/workflows/release.yaml");
+        let workflow = fs::read_to_string(workflow).unwrap();
+        let uses = workflow
+            .lines()
+            .filter_map(|line| line.split_once("uses: "));
+        let actions: Vec<_> = uses.map(|(_, action)| action).collect();
+        assert!(!actions.is_empty());
+        for action in actions {
+            let commit = action.split_once('@').and_then(|(_, at)| at.get(..40));
+            let is_commit = commit.is_some_and(|id| id.chars().all(|c| c.is_ascii_hexdigit()));
+            assert!(is_commit, "{action}");
+        }
+    }
+
+    #[test]
     fn joined_parts_have_every_image_bill_and_archive() {
         let folder = tempfile::tempdir().unwrap();
         let part = folder.path().join("part");
