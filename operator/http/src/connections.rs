@@ -1,6 +1,7 @@
 //! Serves the connections of one listener: few at a time, each for a bounded time.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::net::IpAddr;
 use std::pin::pin;
 use std::time::Duration;
 
@@ -14,8 +15,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::warn;
 
-/// The number of concurrent connections. A further one closes the oldest, so that idle clients
-/// cannot lock probes out.
+/// The number of concurrent connections. A further one closes the oldest of the address that has
+/// most, so that one client can neither lock probes out nor cut another's scrape.
 const MAX_CONNECTIONS: usize = 32;
 /// How long a client may take for a request's headers, and be idle between two requests.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
@@ -32,11 +33,11 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves `routes` until `shutdown`.
 pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &CancellationToken) {
-    let mut connections: VecDeque<AbortOnDropHandle<()>> = VecDeque::with_capacity(MAX_CONNECTIONS);
+    let mut connections: Vec<(IpAddr, AbortOnDropHandle<()>)> = Vec::with_capacity(MAX_CONNECTIONS);
     let mut accepts = true;
     while let Some(accepted) = shutdown.run_until_cancelled(listener.accept()).await {
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, address) = match accepted {
+            Ok((stream, peer)) => (stream, peer.ip()),
             Err(error) => {
                 if accepts {
                     warn!(%error, "failed to accept a connection");
@@ -47,21 +48,31 @@ pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &Canc
             }
         };
         accepts = true;
-        connections.retain(|connection| !connection.is_finished());
-        if connections.len() >= MAX_CONNECTIONS
-            && let Some(oldest) = connections.pop_front()
-        {
-            oldest.abort();
+        connections.retain(|(_, connection)| !connection.is_finished());
+        if connections.len() >= MAX_CONNECTIONS {
+            let addresses = connections.iter().map(|(address, _)| *address);
+            let (_, superfluous) = connections.remove(choose_superfluous(addresses));
+            superfluous.abort();
             // Its descriptor is closed before the next connection is accepted.
-            let _ = oldest.await;
+            let _ = superfluous.await;
         }
         let conversation = converse(stream, routes.clone(), shutdown.clone());
-        connections.push_back(AbortOnDropHandle::new(tokio::spawn(conversation)));
+        let conversation = AbortOnDropHandle::new(tokio::spawn(conversation));
+        connections.push((address, conversation));
     }
     drop(listener);
-    for connection in connections {
+    for (_, connection) in connections {
         let _ = connection.await;
     }
+}
+
+/// Returns the index of the connection to close: the oldest of the address that has most. Among
+/// addresses with equally many, that of the oldest connection.
+fn choose_superfluous(addresses: impl Iterator<Item = IpAddr> + Clone) -> usize {
+    let count = |address: IpAddr| addresses.clone().filter(|other| *other == address).count();
+    let oldest_first = addresses.clone().enumerate();
+    let chosen = oldest_first.max_by_key(|(index, address)| (count(*address), Reverse(*index)));
+    chosen.map_or(0, |(index, _)| index)
 }
 
 /// Serves one client. A failure is the client's: it hung up, was too slow or sent no HTTP.
@@ -82,4 +93,21 @@ async fn converse(stream: TcpStream, routes: Router, shutdown: CancellationToken
     }
     connection.as_mut().graceful_shutdown();
     let _ = timeout(GRACE, connection).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn oldest_connection_of_the_busiest_address_is_superfluous() {
+        let addresses = |last: &[u8]| {
+            let addresses = last.iter().map(|last| IpAddr::from([10, 0, 0, *last]));
+            choose_superfluous(addresses.collect::<Vec<_>>().into_iter())
+        };
+        assert_eq!(addresses(&[1, 2, 3]), 0);
+        assert_eq!(addresses(&[1, 2, 3, 2]), 1);
+        assert_eq!(addresses(&[1, 1, 2, 2]), 0);
+        assert_eq!(addresses(&[1, 2, 2, 1, 2]), 1);
+    }
 }
