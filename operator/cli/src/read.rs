@@ -166,7 +166,8 @@ struct Subject {
 }
 
 /// Drops pods and workloads that a tenant labelled as Bursar's. Bursar's namespace is that of its
-/// accounts, whose ClusterRoleBindings no tenant can create.
+/// accounts, whose ClusterRoleBindings no tenant can create. Where they cannot be read, all are
+/// dropped, because a tenant's pod could answer for an agent.
 async fn keep_own(client: &Client, snapshot: &mut Snapshot) -> Result<(), kube::Error> {
     if snapshot.labelled_namespaces().len() < 2 {
         return Ok(());
@@ -179,11 +180,11 @@ async fn keep_own(client: &Client, snapshot: &mut Snapshot) -> Result<(), kube::
         namespaces.extend(subjects.map(|subject| subject.namespace));
     });
     match read.await {
-        Ok(()) if namespaces.is_empty() => {}
-        Ok(()) => snapshot.keep_own(&namespaces),
+        Ok(()) => {}
         Err(error) if is_unreachable(&error) => return Err(error),
         Err(error) => drop(snapshot.unread.insert(kind, reason(&error))),
     }
+    snapshot.keep_own(&namespaces);
     Ok(())
 }
 

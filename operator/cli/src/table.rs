@@ -62,13 +62,19 @@ impl Style {
     }
 }
 
-/// Replaces the control characters of a text that a tenant or a server may shape. A terminal would
-/// take them for commands.
+/// Replaces the characters of a text that a tenant or a server may shape, which a terminal would
+/// take for commands: control characters, and those that reverse the order of a line.
 pub(crate) fn clean(text: String) -> String {
-    match text.contains(char::is_control) {
-        true => text.replace(char::is_control, " "),
+    match text.contains(commands_terminal) {
+        true => text.replace(commands_terminal, " "),
         false => text,
     }
+}
+
+/// Control characters, and the Bidi_Control characters of Unicode's Bidirectional Algorithm (UAX 9).
+fn commands_terminal(letter: char) -> bool {
+    letter.is_control()
+        || matches!(letter, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// A cell.
@@ -356,5 +362,6 @@ mod tests {
     #[test]
     fn control_characters_do_not_reach_the_terminal() {
         assert_eq!(Cell::from("a\u{1b}[2Jb\n").text(), "a [2Jb ");
+        assert_eq!(Cell::from("a\u{202e}b\u{2066}c").text(), "a b c");
     }
 }

@@ -1,6 +1,9 @@
 //! Runs the commands about the installation: `doctor`, `support`, `uninstall`, `version`.
 
-use std::io::Write;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 
 use anyhow::Context as _;
 use serde_json::Value;
@@ -108,8 +111,10 @@ impl<W: Write> Session<'_, W> {
         write!(self.out, "{}", support::listing(&files))?;
         self.print_unread(&snapshot)?;
         if file.as_os_str() != "-" {
-            std::fs::write(file, support::archive(&files)?)
-                .with_context(|| format!("failed to write {}", file.display()))?;
+            write_new(file, &support::archive(&files)?).with_context(|| {
+                let file = file.display();
+                format!("failed to write {file}; name a file that does not exist")
+            })?;
             writeln!(self.out, "wrote {}", file.display())?;
         }
         Ok(0)
@@ -214,5 +219,34 @@ impl<W: Write> Session<'_, W> {
             || vec![version::CLIENT.to_owned()],
         )?;
         Ok(0)
+    }
+}
+
+/// Writes a file that its owner alone can read, and follows no link: an archive has logs.
+fn write_new(file: &Path, content: &[u8]) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    let options = options.write(true).create_new(true).mode(0o600);
+    options.open(file)?.write_all(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    #[test]
+    fn archive_is_new_and_private() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, link) = (folder.path().join("archive"), folder.path().join("link"));
+        write_new(&file, b"logs").unwrap();
+        let mode = file.metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        symlink(&file, &link).unwrap();
+        for existing in [&file, &link] {
+            let error = write_new(existing, b"other").unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        }
+        assert_eq!(std::fs::read(&file).unwrap(), b"logs");
     }
 }

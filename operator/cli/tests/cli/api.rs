@@ -225,7 +225,7 @@ async fn pod_that_a_tenant_labels_as_an_agent_is_not_asked() {
         let requests = requests
             .iter()
             .filter(|request| request.contains("/proxy/"));
-        assert_eq!(requests.count(), if may_read { 1 } else { 2 });
+        assert_eq!(requests.count(), usize::from(may_read));
         let note = "could not read clusterrolebindings: forbidden";
         assert_eq!(text.contains(note), !may_read, "{text}");
     }
