@@ -53,6 +53,16 @@ impl ApiError {
         }
     }
 
+    /// Whether the API server gave no answer of its own: a timeout, or a status from 500 on.
+    /// Admission of an eviction times out in a namespace with thousands of pods.
+    pub(super) fn is_unanswered(&self) -> bool {
+        match self {
+            Self::TimedOut { .. } => true,
+            Self::Failed { source, .. } => status_code(source) >= 500,
+            Self::Forbidden { .. } => false,
+        }
+    }
+
     /// Whether the object is gone.
     pub(super) fn is_not_found(&self) -> bool {
         matches!(self, Self::Failed { source, .. } if status_code(source) == 404)
@@ -119,6 +129,7 @@ mod tests {
         assert_eq!(denied.object(), "Pod a/b");
         assert_eq!(call(409).await.to_string(), "failed to read Pod a/b");
         assert!(call(404).await.is_not_found() && !denied.is_not_found());
+        assert!(call(504).await.is_unanswered() && !call(404).await.is_unanswered());
     }
 
     #[tokio::test(start_paused = true)]

@@ -35,6 +35,17 @@ pub enum EvictionResult {
     BlockedByPdb,
 }
 
+/// Whether an eviction did not happen for a reason that the pod's namespace may prolong at will: a
+/// PodDisruptionBudget, or so many pods that its admission gets no answer. After the grace the
+/// operator deletes the pod instead, and admission of a deletion looks at that pod alone.
+pub fn is_obstructed(answer: &Result<EvictionResult, ApiError>) -> bool {
+    match answer {
+        Ok(EvictionResult::Accepted) => false,
+        Ok(EvictionResult::BlockedByPdb) => true,
+        Err(error) => error.is_unanswered(),
+    }
+}
+
 /// Writes to the API server. Cheap to clone.
 #[derive(Clone)]
 pub struct ApiWriter {

@@ -201,12 +201,29 @@ mod tests {
     }
 
     #[test]
-    fn failed_eviction_is_ineffective_but_not_refused() {
+    fn unanswered_eviction_is_refused_and_ineffective() {
         let (mut state, start) = (BudgetState::default(), Instant::now());
         let at = |second| start + Duration::from_secs(second);
-        let failed = Err(ApiError::TimedOut {
+        let unanswered = Err(ApiError::TimedOut {
             verb: "write",
             object: "the eviction".to_owned(),
+        });
+        for second in (0..=60).step_by(10) {
+            state.record_eviction("p", &unanswered, at(second));
+        }
+        let (refused, ineffective) = (&mut state.refused, &mut state.ineffective_evictions);
+        assert_eq!(lasting(refused, at(61))["p"], Duration::from_secs(61));
+        assert_eq!(lasting(ineffective, at(61))["p"], Duration::from_secs(61));
+    }
+
+    #[test]
+    fn denied_eviction_is_ineffective_but_not_refused() {
+        let (mut state, start) = (BudgetState::default(), Instant::now());
+        let at = |second| start + Duration::from_secs(second);
+        let failed = Err(ApiError::Forbidden {
+            verb: "write",
+            object: "the eviction".to_owned(),
+            source: Box::new(kube::Error::LinesCodecMaxLineLengthExceeded),
         });
         state.record_eviction("p", &failed, at(0));
         state.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(30));

@@ -226,6 +226,19 @@ mod tests {
     }
 
     #[test]
+    fn unanswered_evictions_count_as_refusals() {
+        let mut history = History::default();
+        for second in (0..=60).step_by(10) {
+            let unanswered = Err(ApiError::TimedOut {
+                verb: "write",
+                object: "the eviction".to_owned(),
+            });
+            history.record_eviction("p", &unanswered, at(second));
+        }
+        assert_eq!(history.refused_for("p", at(61)), Some(at(61)));
+    }
+
+    #[test]
     fn refusal_for_one_pod_expires_before_a_later_one() {
         let mut history = History::default();
         history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(1));

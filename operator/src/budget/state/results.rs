@@ -9,7 +9,7 @@ use tracing::{debug, warn};
 
 use super::BudgetState;
 use crate::api::error::ApiError;
-use crate::api::write::EvictionResult;
+use crate::api::write::{EvictionResult, is_obstructed};
 use crate::cluster::pod_request::JobRef;
 use crate::error::error_chain;
 
@@ -41,13 +41,14 @@ impl BudgetState {
         now: Instant,
     ) {
         let failed_before = std::mem::replace(&mut self.last_eviction_failed, answer.is_err());
+        if is_obstructed(answer) {
+            record_request(&mut self.refused, uid, now);
+        }
         match answer {
             Ok(EvictionResult::Accepted) => drop(self.evicted.insert(uid.to_owned(), now)),
             Ok(EvictionResult::BlockedByPdb) => {
-                record_request(&mut self.refused, uid, now);
                 record_request(&mut self.ineffective_evictions, uid, now);
             }
-            // A failure allows no deletion.
             Err(error) => {
                 record_request(&mut self.ineffective_evictions, uid, now);
                 if !failed_before {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{History, Uptime};
 use crate::api::error::ApiError;
-use crate::api::write::EvictionResult;
+use crate::api::write::{EvictionResult, is_obstructed};
 
 /// How long a watch may take to show that a pod is terminating.
 const WATCH_LAG: Duration = Duration::from_secs(10);
@@ -20,7 +20,7 @@ const REFUSAL_TTL: Duration = Duration::from_secs(20);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EvictionAttempt {
     pub(super) last: Uptime,
-    /// Since when PodDisruptionBudgets have refused it.
+    /// Since when PodDisruptionBudgets have refused it, or the API server has not answered.
     pub(super) refused: Option<Uptime>,
     /// The API server accepted it.
     pub(super) accepted: bool,
@@ -40,7 +40,8 @@ impl History {
         attempt.is_none_or(|attempt| now.saturating_sub(attempt.last) >= EVICTION_RETRY)
     }
 
-    /// How long PodDisruptionBudgets have refused the eviction of a pod.
+    /// How long PodDisruptionBudgets have refused the eviction of a pod, or the API server has not
+    /// answered it.
     pub(in super::super) fn refused_for(&self, pod: &str, now: Uptime) -> Option<Duration> {
         let attempt = self.evictions.get(pod)?;
         let forgotten = now.saturating_sub(attempt.last) >= REFUSAL_TTL;
@@ -48,7 +49,7 @@ impl History {
         Some(now.saturating_sub(since))
     }
 
-    /// Whether PodDisruptionBudgets refused the last eviction of a pod.
+    /// Whether the last eviction of a pod was refused or not answered.
     pub(in super::super) fn was_refused(&self, pod: &str) -> bool {
         let attempt = self.evictions.get(pod);
         attempt.is_some_and(|attempt| attempt.refused.is_some())
@@ -63,14 +64,15 @@ impl History {
     ) {
         let refused = self.refused_for(pod, now);
         let refused = refused.map(|lasted| now.saturating_sub(lasted));
+        let accepted = matches!(answer, Ok(EvictionResult::Accepted));
         let attempt = EvictionAttempt {
             last: now,
-            refused: match answer {
-                Ok(EvictionResult::Accepted) => None,
-                Ok(EvictionResult::BlockedByPdb) => Some(refused.unwrap_or(now)),
-                Err(_) => refused,
+            refused: match accepted {
+                true => None,
+                false if is_obstructed(answer) => Some(refused.unwrap_or(now)),
+                false => refused,
             },
-            accepted: matches!(answer, Ok(EvictionResult::Accepted)),
+            accepted,
         };
         self.evictions.insert(pod.to_owned(), attempt);
     }
