@@ -36,7 +36,9 @@ use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
 use super::recovery::{Fault, FaultLog};
 use super::usage::DeniedAllocation;
-use super::{Account, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process, SessionSpec};
+use super::{
+    Account, ContainerResolver, CreditAccounts, ImageMemory, MAX_PROCESSES, Process, SessionSpec,
+};
 use denials::{LogLimiter, SharedLogLimiter};
 use pages::PagePool;
 use recording::PendingChanges;
@@ -101,6 +103,8 @@ const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
 struct ProcessState {
     process: Process,
     image: u64,
+    /// The image's memory. `None` until the process says hello to a restarted agent.
+    image_memory: Option<ImageMemory>,
     /// The process generation of the image.
     generation: u64,
     /// The protocol version that the process speaks; 1 while the agent does not know.
@@ -263,6 +267,12 @@ impl Container {
 }
 
 impl ProcessState {
+    /// Whether the kernel shows that the process runs the image of its hello.
+    fn keeps_image(&self) -> bool {
+        let memory = self.image_memory.as_ref();
+        memory.is_some_and(|memory| !memory.is_replaced())
+    }
+
     /// The page that the process charges to, as far as the agent can see.
     fn adopted_page(&self) -> Option<&CreditPage> {
         self.page.as_ref().filter(|_| self.has_adopted_page)

@@ -72,7 +72,7 @@ pub(crate) use accounts::CreditAccounts;
 pub use balloon::{Balloon, BalloonError};
 pub use grants::GrantPermit;
 pub use managed::BalloonState;
-pub use peer::{CgroupResolver, ContainerResolver, Process};
+pub use peer::{CgroupResolver, ContainerResolver, ImageMemory, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
 };

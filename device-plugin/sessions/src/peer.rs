@@ -1,5 +1,7 @@
 //! Resolves the peer of a socket: its process, and the container that its cgroup names.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 
 use bursar_host::procfs;
@@ -56,6 +58,27 @@ pub trait ContainerResolver: Send + Sync + 'static {
     fn namespace_pids(&self, pid: u32) -> Vec<u32> {
         vec![pid]
     }
+
+    /// The memory of the image that the process runs now; `None` when it cannot be read.
+    fn image_memory(&self, pid: u32) -> Option<ImageMemory> {
+        let _ = pid;
+        None
+    }
+}
+
+/// The memory of a process's image. An open `/proc/<pid>/maps` stays with the memory that the
+/// process had (`proc_mem_open` in Linux's fs/proc/base.c), which an exec replaces. No process can
+/// feign that, unlike the addresses in its memory (`PR_SET_MM_MAP` of prctl(2)).
+#[derive(Debug)]
+pub struct ImageMemory(File);
+
+impl ImageMemory {
+    /// Whether the process has replaced its image since. A child that shares the memory (`vfork`)
+    /// keeps it in use.
+    pub fn is_replaced(&self) -> bool {
+        // A read of memory that nobody uses any more returns no bytes; of an exited process it fails.
+        matches!(self.0.read_at(&mut [0], 0), Ok(0))
+    }
 }
 
 /// Resolves containers by `/proc/<pid>/cgroup`, whose path no tenant can choose.
@@ -109,6 +132,11 @@ impl ContainerResolver for CgroupResolver {
             .map(|status| parse_namespace_pids(&status))
             .unwrap_or_default()
     }
+
+    fn image_memory(&self, pid: u32) -> Option<ImageMemory> {
+        let maps = File::open(self.proc.join(pid.to_string()).join("maps"));
+        maps.ok().map(ImageMemory)
+    }
 }
 
 impl CgroupResolver {
@@ -158,6 +186,9 @@ fn parse_start_time(stat: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::process::{Command, Stdio};
+
     use super::*;
 
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
@@ -181,6 +212,28 @@ mod tests {
         assert_eq!(container(hybrid).as_deref(), Some("c0ffee"));
         let namespaced = "0::/../../pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee\n";
         assert_eq!(container(namespaced).as_deref(), Some("c0ffee"));
+    }
+
+    #[test]
+    fn image_memory_is_replaced_by_an_exec_alone() {
+        let resolver = CgroupResolver::new("/proc".into());
+        let mut shell = Command::new("sh")
+            .args(["-c", "read line; exec cat"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (mut input, mut output) = (shell.stdin.take().unwrap(), shell.stdout.take().unwrap());
+        let memory = resolver.image_memory(shell.id()).unwrap();
+        assert!(!memory.is_replaced());
+        // The shell reads the first line, and `cat` copies the second.
+        input.write_all(b"go\n").unwrap();
+        input.write_all(b"gone\n").unwrap();
+        output.read_exact(&mut [0; 5]).unwrap();
+        assert!(memory.is_replaced());
+        assert!(!resolver.image_memory(shell.id()).unwrap().is_replaced());
+        drop(input);
+        shell.wait().unwrap();
     }
 
     #[test]

@@ -11,7 +11,7 @@ use bursar_protocol::units::Units;
 use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio_util::sync::CancellationToken;
 
-use super::super::{Account, ContainerResolver, MAX_PROCESSES, Process};
+use super::super::{Account, ContainerResolver, ImageMemory, MAX_PROCESSES, Process};
 use super::recording::ChangeNumber;
 use super::{Container, ProcessState, to_wire_account};
 
@@ -33,6 +33,7 @@ struct FormerConnection {
     exported: Vec<Units>,
     /// The process generation, if the process has the same image.
     generation: Option<u64>,
+    image_memory: Option<ImageMemory>,
     has_broken_page: bool,
     page_fds: Vec<Arc<OwnedFd>>,
     /// Whether the process had another image.
@@ -41,7 +42,8 @@ struct FormerConnection {
 
 impl Container {
     /// Admits a process that says hello. A process has a new image after an exec, and the same
-    /// image when it connects again.
+    /// image when it connects again. A new number without an exec is the same image, because a
+    /// process would otherwise end the fault of its poisoned context by a second hello.
     pub(in super::super) fn handle_hello(
         &mut self,
         process: Process,
@@ -52,10 +54,9 @@ impl Container {
     ) -> Result<Admission, RejectReason> {
         let pid = process.pid;
         let cgroup = self.resolve_cgroup(pid, resolver)?;
-        let known = self
-            .processes
-            .get(&pid)
-            .is_some_and(|state| (state.process, state.image) == (process, image));
+        let former = self.processes.get(&pid);
+        let former = former.filter(|state| state.process == process);
+        let known = former.is_some_and(|state| state.image == image || state.keeps_image());
         if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
             return Err(RejectReason::Busy);
         }
@@ -66,10 +67,12 @@ impl Container {
         let FormerConnection {
             exported,
             generation,
+            image_memory,
             has_broken_page,
             page_fds,
             replaced_image,
         } = self.end_former_connection(pid, known, now);
+        let image_memory = image_memory.or_else(|| resolver.image_memory(pid));
         let generation = generation.unwrap_or_else(|| {
             self.generation = self.generation.saturating_add(1);
             self.generation
@@ -85,6 +88,7 @@ impl Container {
             ProcessState {
                 process,
                 image,
+                image_memory,
                 generation,
                 protocol_version: version,
                 namespace_pids: resolver.namespace_pids(pid),
@@ -147,6 +151,7 @@ impl Container {
         FormerConnection {
             exported,
             generation: Some(before.generation).filter(|_| known),
+            image_memory: before.image_memory.filter(|_| known),
             has_broken_page: known && before.has_broken_page,
             page_fds,
             replaced_image: !known,

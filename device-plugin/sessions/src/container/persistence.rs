@@ -166,6 +166,7 @@ impl Container {
                 ProcessState {
                     process,
                     image,
+                    image_memory: None,
                     generation,
                     protocol_version: 1,
                     namespace_pids: resolver.namespace_pids(process.pid),

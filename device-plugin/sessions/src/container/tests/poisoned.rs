@@ -2,6 +2,8 @@
 
 use bursar_host::clock::ClockReading;
 
+use crate::CgroupResolver;
+
 use bursar_crds::context_policy::ContextAction;
 use bursar_protocol::messages::Recovery;
 
@@ -60,6 +62,38 @@ fn hello_generation(container: &mut Container, pid: u32, image: u64, version: u1
 const REEXEC: Response = Response::Recovery(Recovery::Reexec);
 const CONTINUE: Response = Response::Recovery(Recovery::Continue);
 const END: Response = Response::Recovery(Recovery::End { seconds: 0 });
+
+/// Resolves each pid to this process, which makes no exec.
+struct SameImage;
+
+impl ContainerResolver for SameImage {
+    fn process(&self, pid: u32) -> Option<Process> {
+        FakeHost.process(pid)
+    }
+
+    fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
+        FakeHost.container(pid, pod)
+    }
+
+    fn image_memory(&self, _pid: u32) -> Option<ImageMemory> {
+        CgroupResolver::new("/proc".into()).image_memory(std::process::id())
+    }
+}
+
+#[test]
+fn new_image_number_without_an_exec_ends_no_fault() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    set_in_place_policy(&mut container);
+    let hello = |container: &mut Container, image| {
+        let process = Process { pid: 1, start: 1 };
+        let admitted = container.handle_hello(process, image, VERSION, &[], &SameImage);
+        CreditPage::open(admitted.unwrap().page).unwrap()
+    };
+    assert_eq!(hello(&mut container, 7).fence(), 0);
+    assert_eq!(report(&mut container, 1, 700), REEXEC);
+    assert_ne!(hello(&mut container, 8).fence(), 0);
+}
 
 #[test]
 fn image_keeps_its_generation_over_reconnects_and_agents() {
