@@ -889,7 +889,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/http",
-        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections do not block probes; metrics are encoded once for concurrent requests; oversized headers are refused; the whole agent under 1,000 such connections does not grow, and answers its neighbour and its probes within 100 ms, or 50 times its time without the load on a busy machine",
+        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections do not block probes; a further connection closes the oldest of the address that has most; metrics are encoded once for concurrent requests; oversized headers are refused; the whole agent under 1,000 such connections does not grow, and answers its neighbour and its probes within 100 ms, or 50 times its time without the load on a busy machine",
         long: false,
         tests: &[
             TestSelection {
@@ -907,6 +907,14 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: &["--test", "security"],
                 names: HTTP_PROBES,
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "connections::tests::oldest_connection_of_the_busiest_address_is_superfluous",
+                ],
                 ignored: false,
                 env: &[],
             },
@@ -950,6 +958,57 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             ignored: false,
             env: &[],
         }],
+    },
+    NamedCheck {
+        name: "security/unanswered-evictions",
+        promise: "an eviction that the API server does not answer counts as refused, so that a namespace full of pods keeps no borrower",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "placement::history::tests::unanswered_evictions_count_as_refusals",
+                "budget::state::tests::unanswered_eviction_is_refused_and_ineffective",
+                "budget::state::tests::denied_eviction_is_ineffective_but_not_refused",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/one-image",
+        promise: "a process that says hello under another image number without an exec stays fenced, and no process can feign an exec",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "container::tests::poisoned::new_image_number_without_an_exec_ends_no_fault",
+                "peer::tests::image_memory_is_replaced_by_an_exec_alone",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/console",
+        promise: "kubectl bursar asks no pod that a tenant labelled as Bursar's, writes its archive to a new private file, and shows no control or bidirectional characters",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "run::installation::tests::archive_is_new_and_private",
+                    "table::tests::control_characters_do_not_reach_the_terminal",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "cli"],
+                names: &["api::pod_that_a_tenant_labels_as_an_agent_is_not_asked"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "security/static-pods",

@@ -12,6 +12,7 @@ use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const NVIDIA: &str = "nvidia.com/gpu";
+const DEVICE_CLASS: &str = "deviceclass.resource.kubernetes.io/gpu.nvidia.com";
 /// The extra field that carries the node of an account's token.
 const NODE_CLAIM: &str = "impersonate-extra-authentication.kubernetes.io%2fnode-name";
 
@@ -20,11 +21,13 @@ pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
     let at = IsolatedScope::set_up(server, "hostile").await?;
     let pods = unmanaged(server, &at).await?;
     let later = ephemeral(&at).await?;
+    let claims = device_claims(&at).await?;
     labels(server, &at).await?;
     let operators = operators_writes(server, &at).await?;
     let events = agents_events(server, &at).await?;
+    let nodes = agents_gpu_node(server, &at).await?;
     Ok(format!(
-        "{pods} pods, {later} added containers, {operators} writes of the operator and {events} Events let in or refused"
+        "{pods} pods, {later} added containers, {claims} claims, {operators} writes of the operator, {events} Events and {nodes} writes of a GpuNode let in or refused"
     ))
 }
 
@@ -68,6 +71,11 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
     let variable = "sets NVIDIA_VISIBLE_DEVICES";
     let class = "RuntimeClass nvidia hands out whole GPUs";
     let device = "a hostPath volume is of NVIDIA's device nodes";
+    let listing = "mounts a volume at nvidia-container-devices";
+    let mounted = |path: &str| {
+        let container = json!({ "name": "c", "image": "i", "volumeMounts": [{ "name": "v", "mountPath": path }] });
+        json!({ "containers": [container], "volumes": [{ "name": "v", "emptyDir": {} }] })
+    };
     let from_elsewhere = json!([{ "name": "NVIDIA_VISIBLE_DEVICES",
         "valueFrom": { "fieldRef": { "fieldPath": "metadata.name" } } }]);
     let classed = json!({ "runtimeClassName": "nvidia" });
@@ -101,6 +109,19 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
         (row(host_path("//dev/./nvidiactl")), device),
         (row(host_path("/dev/nvidia-caps")), device),
         (row(host_path("/dev/char/195:0")), device),
+        (
+            row(mounted("/var/run/nvidia-container-devices/all")),
+            listing,
+        ),
+        (
+            row(mounted("/run/x/../nvidia-container-devices/0")),
+            listing,
+        ),
+        (row(mounted("/data/nvidia-container-devices.txt")), ""),
+        (
+            pod("row", json!({ DEVICE_CLASS: "1" }), json!({})),
+            "which hands out whole GPUs",
+        ),
         // A mixed cluster has such pods legitimately.
         (row(host_path("/dev")), ""),
         (row(host_path("/dev/disk")), ""),
@@ -168,7 +189,37 @@ async fn ephemeral(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(count)
 }
 
-/// Checks the label of an enforced budget on a new namespace.
+/// Checks claims of devices, and their templates, by DeviceClass.
+async fn device_claims(at: &IsolatedScope) -> Result<usize, Failed> {
+    let exactly = |class: &str| json!({ "name": "gpu", "exactly": { "deviceClassName": class } });
+    let alternative = |class: &str| json!({ "name": "gpu", "firstAvailable": [{ "name": "a", "deviceClassName": class }] });
+    let whole = "DeviceClass gpu.nvidia.com hands out whole GPUs";
+    let rows = [
+        (exactly("gpu.nvidia.com"), whole),
+        (alternative("gpu.nvidia.com"), whole),
+        (exactly("nic.example.com"), ""),
+    ];
+    let count = rows.len() * 2;
+    let path = |kind: &str| {
+        let name = &at.name;
+        format!("/apis/resource.k8s.io/v1/namespaces/{name}/{kind}?dryRun=All")
+    };
+    for (request, words) in rows {
+        let spec = json!({ "devices": { "requests": [request] } });
+        let claim = json!({ "metadata": { "name": "claim" }, "spec": spec });
+        let template = json!({ "metadata": { "name": "claim" }, "spec": { "spec": spec } });
+        for (kind, object) in [
+            ("resourceclaims", claim),
+            ("resourceclaimtemplates", template),
+        ] {
+            let what = format!("{kind} {object}");
+            check(&what, at.create(&path(kind), object).await, words)?;
+        }
+    }
+    Ok(count)
+}
+
+/// Checks the label of an enforced budget on new and existing namespaces.
 async fn labels(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let path = "/api/v1/namespaces?dryRun=All";
     let labelled = json!({ "metadata": { "name": "labelled", "labels": { "bursar.dev/budget": "enforced" } } });
@@ -176,6 +227,27 @@ async fn labels(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     check("labelled", at.create(path, labelled.clone()).await, words)?;
     let plain = json!({ "metadata": { "name": "labelled", "labels": { "team": "a" } } });
     check("plain", at.create(path, plain).await, "")?;
+    let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
+    let label = |value: Value| json!({ "metadata": { "labels": { "bursar.dev/budget": value } } });
+    let namespace = at.namespace_path();
+    operator
+        .try_merge(&namespace, label(json!("enforced")))
+        .await?;
+    let keep = "keep bursar.dev/budget=enforced";
+    check(
+        "removed",
+        at.try_merge(&namespace, label(Value::Null)).await,
+        keep,
+    )?;
+    let status = format!("{namespace}/status");
+    check(
+        "removed",
+        at.try_merge(&status, label(Value::Null)).await,
+        keep,
+    )?;
+    let other = json!({ "metadata": { "labels": { "team": "a" } } });
+    check("another label", at.try_merge(&namespace, other).await, "")?;
+    operator.try_merge(&namespace, label(Value::Null)).await?;
     let chart = server
         .control_plane
         .chart_without_workloads(&["--set=policies.labelRestorers={restorer}"]);
@@ -262,6 +334,11 @@ async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Fai
     at.create(&at.pods_path(), local_pod).await?;
     let own_controller = "bursar-agent";
     let written = "an agent writes Events of bursar-agent on its own node";
+    let own = "an agent's Events are about its own Node and GpuNode, and about pods in the Event's namespace";
+    let mut of_another_namespace = event(own_controller, node_name, "Node", "here");
+    of_another_namespace["regarding"] =
+        json!({ "apiVersion": "v1", "kind": "Pod", "name": "here", "namespace": node_name });
+    of_another_namespace["metadata"]["namespace"] = json!("default");
     let rows = [
         (&agent, event(own_controller, node_name, "Pod", "here"), ""),
         (&agent, event("kubelet", node_name, "Pod", "here"), written),
@@ -277,16 +354,57 @@ async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Fai
         ),
         (
             &agent,
-            event(own_controller, node_name, "Node", "another"),
-            "an agent's Events are about its own",
+            event(own_controller, node_name, "Node", node_name),
+            "",
         ),
+        (
+            &agent,
+            event(own_controller, node_name, "Node", "another"),
+            own,
+        ),
+        (
+            &agent,
+            event(own_controller, node_name, "Deployment", "here"),
+            own,
+        ),
+        (&agent, event(own_controller, node_name, "pod", "here"), own),
+        (&agent, of_another_namespace, own),
     ];
     let count = rows.len();
     for (who, event, words) in rows {
-        let (what, about) = (event.to_string(), &event["regarding"]["namespace"]);
-        let namespace = about.as_str().unwrap_or("default");
+        let what = event.to_string();
+        let own = event["metadata"]["namespace"].as_str();
+        let about = event["regarding"]["namespace"].as_str();
+        let namespace = own.or(about).unwrap_or("default");
         let path = format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events?dryRun=All");
         check(&what, who.create(&path, event).await, words)?;
+    }
+    Ok(count)
+}
+
+/// Checks what an agent may write of the metadata of its GpuNode.
+async fn agents_gpu_node(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
+    let config = server.control_plane.operator_config();
+    let agent = at.with_client(as_account(config, "agent", Some(&at.name))?);
+    let path = format!("/apis/bursar.dev/v1alpha1/gpunodes/{}?dryRun=All", at.name);
+    let owner = |kind: &str, name: &str, controller: bool| json!({ "apiVersion": "v1", "kind": kind, "name": name, "uid": "u", "controller": controller });
+    let owned = |owner: Value| json!({ "ownerReferences": [owner] });
+    let metadata = "an agent writes no labels, annotations or finalizers";
+    let own = "of a GpuNode's owners, an agent writes its own Node";
+    let rows = [
+        (json!({ "finalizers": ["bursar.dev/stays"] }), metadata),
+        (json!({ "labels": { "a": "b" } }), metadata),
+        (json!({ "annotations": { "a": "b" } }), metadata),
+        (owned(owner("Node", "another", false)), own),
+        (owned(owner("ConfigMap", &at.name, false)), own),
+        (owned(owner("Node", &at.name, true)), own),
+        (owned(owner("Node", &at.name, false)), ""),
+    ];
+    let count = rows.len();
+    for (metadata, words) in rows {
+        let what = metadata.to_string();
+        let patch = json!({ "metadata": metadata });
+        check(&what, agent.try_merge(&path, patch).await, words)?;
     }
     Ok(count)
 }

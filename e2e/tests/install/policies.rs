@@ -31,6 +31,7 @@ fn tenants_rules_can_begin_with_warnings() {
         "bursar-per-container",
         "bursar-pods",
         "bursar-unmanaged-gpus",
+        "bursar-unmanaged-gpus-claims",
     ];
     assert_eq!(warns, tenants);
 }
