@@ -1,5 +1,6 @@
 //! Checks nodes, GPUs, pods, budgets and clocks.
 
+use bursar_crds::Amount;
 use bursar_crds::budget::Overflow;
 use bursar_crds::conditions::{budget as budget_names, gpu_node as names};
 use bursar_crds::context_policy::ContextAction;
@@ -7,8 +8,8 @@ use bursar_crds::gpu_node::{GpuState, HealthStatus};
 
 use super::{Finding, Level, preflight};
 use crate::act::drain;
-use crate::amounts::{count, since};
-use crate::show::{budgets, condition, gpus, name};
+use crate::amounts::{count, memory, since};
+use crate::show::{budgets, bytes, condition, gpus, name};
 use crate::snapshot::{Kind, Snapshot};
 
 /// A difference between clocks that leases cannot explain otherwise, in seconds.
@@ -24,6 +25,7 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
         owners(snapshot),
         lost(snapshot),
         not_enforced(snapshot),
+        unowned(snapshot),
         unreadable(snapshot),
         overcommitted(snapshot),
         clocks(snapshot),
@@ -178,6 +180,37 @@ fn not_enforced(snapshot: &Snapshot) -> Vec<Finding> {
         )
     })
     .collect()
+}
+
+/// Memory of GPUs that no running pod has.
+fn unowned(snapshot: &Snapshot) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for node in &snapshot.gpu_nodes {
+        let events = format!(
+            "kubectl bursar events {} names the process or its pod",
+            name(node)
+        );
+        for gpu in node.status.iter().flat_map(|status| &status.gpus) {
+            let gpu_name = format!("{}: GPU {}", name(node), gpus::index(node, gpu));
+            let mut note = |check, amount: &Option<Amount>, what| {
+                findings.extend(amount.as_ref().map(|amount| {
+                    let text = format!("{gpu_name} has {} {what}", memory(bytes(amount)));
+                    Finding::new(Level::Warn, check, text, events.clone())
+                }));
+            };
+            note(
+                "LeakedMemory",
+                &gpu.leaked,
+                "that processes of ended pods keep",
+            );
+            note(
+                "WithheldMemory",
+                &gpu.withheld,
+                "in use that is charged to no pod, and withheld from all",
+            );
+        }
+    }
+    findings
 }
 
 /// Objects that cannot be parsed, are refused, or have values of another version.

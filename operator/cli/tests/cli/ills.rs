@@ -217,6 +217,16 @@ fn lost_gpus_and_pods_without_enforcement_are_found() {
 }
 
 #[test]
+fn memory_without_a_running_pod_is_found() {
+    for (field, check) in [("leaked", "LeakedMemory"), ("withheld", "WithheldMemory")] {
+        let findings = status(|status| status["gpus"][0][field] = json!("13Gi"));
+        finds(&findings, check, Level::Warn);
+        let text = render(&findings, Terminal::default());
+        assert!(text.contains("n: GPU 0 has 13 GiB"), "{text}");
+    }
+}
+
+#[test]
 fn path_of_a_tenant_reaches_the_terminal_without_escapes() {
     let findings = status(|status| {
         status["notEnforced"] = json!([{ "podUid": "u", "namespace": "ml", "pod": "p", "container": "c",
