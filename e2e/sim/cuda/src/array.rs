@@ -74,16 +74,20 @@ impl Process {
                 .checked_add(shape.size(level)?)
                 .ok_or(Code::INVALID_VALUE)?;
         }
-        let array = Array {
+        let mut array = Array {
             shape,
             levels,
             size,
             unit: current.unit(),
             context: current.context,
+            piece: None,
         };
-        self.image
-            .charge(array.unit, Charge::Memory, array.charged_bytes())?;
         let mut arrays = lock(&self.arrays);
+        let taken = arrays.place(&mut array);
+        if let Err(error) = self.image.charge(array.unit, Charge::Memory, taken) {
+            arrays.release(&array);
+            return Err(error.into());
+        }
         arrays.handle_count += 1;
         let handle = FIRST + arrays.handle_count * STEP;
         arrays.live.insert(handle, array);
@@ -99,9 +103,8 @@ impl Process {
         let array = *known.ok_or(Code::INVALID_HANDLE)?;
         arrays.live.remove(&handle);
         self.unpin_tiles(&mut arrays, handle);
-        Ok(self
-            .image
-            .release(array.unit, Charge::Memory, array.charged_bytes())?)
+        let freed = arrays.release(&array);
+        Ok(self.image.release(array.unit, Charge::Memory, freed)?)
     }
 
     fn unpin_tiles(&self, arrays: &mut Arrays, handle: u64) {
@@ -145,10 +148,8 @@ impl Process {
         arrays.live = left;
         for (handle, array) in removed {
             self.unpin_tiles(&mut arrays, handle);
-            // `ImageCollected` means that the collector has released the bytes already.
-            let _ = self
-                .image
-                .release(array.unit, Charge::Memory, array.charged_bytes());
+            let freed = arrays.release(&array);
+            self.release_memory(array.unit, freed);
         }
     }
 }
@@ -177,7 +178,7 @@ fn requirements(out: &Out<MemoryRequirements>, handle: u64, mipmapped: bool) -> 
         return Err(Code::INVALID_VALUE);
     }
     out.set(MemoryRequirements {
-        size: array.size,
+        size: array.stated_size(),
         alignment: 64 << 10,
         reserved: [0; 4],
     })

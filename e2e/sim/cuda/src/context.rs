@@ -19,6 +19,9 @@ const STACK_SIZE: i32 = 0;
 /// GPU memory of a green context, in bytes.
 const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
+/// `CU_LIMIT_MALLOC_HEAP_SIZE`.
+const MALLOC_HEAP: i32 = 2;
+
 impl Process {
     fn create_context(&self, device: usize, flags: u32) -> Result<u64, Code> {
         self.check_sticky_error()?;
@@ -41,12 +44,14 @@ impl Process {
         self.free_context_memory(id);
         self.free_context_arrays(id);
         self.trim_graphs(context.device);
+        self.free_graph_nodes(id, context.device);
         let ended = lock(&self.streams).remove_context(id);
         lock(&self.captures)
             .streams
             .retain(|stream, _| *stream != id && !ended.contains(stream));
-        let bytes =
-            self.sim.config.context + self.stack_bytes(context.device, context.stack_per_thread);
+        let bytes = self.sim.config.context
+            + self.stack_bytes(context.device, context.stack_per_thread)
+            + context.heap;
         Ok(self
             .image
             .release(self.devices[context.device].unit, Charge::Context, bytes)?)
@@ -184,6 +189,19 @@ impl Process {
         }
     }
 
+    /// Takes the heap of device-side malloc, unless the context has it (F25 in docs/facts.md).
+    pub(crate) fn ensure_heap(&self, id: u64) -> DriverResult {
+        let (context, bytes) = (self.context(id)?, self.limit(id, MALLOC_HEAP)?);
+        if context.heap == 0 {
+            let unit = self.devices[context.device].unit;
+            self.image.charge(unit, Charge::Context, bytes)?;
+            if let Some(context) = lock(&self.contexts).live.get_mut(&id) {
+                context.heap = bytes;
+            }
+        }
+        Ok(())
+    }
+
     fn set_limit(&self, id: u64, limit: i32, value: u64) -> DriverResult {
         if limit == STACK_SIZE {
             self.resize_stack(id, value)?;
@@ -192,6 +210,7 @@ impl Process {
         let context = contexts.live.get_mut(&id).ok_or(Code::INVALID_CONTEXT)?;
         match limit {
             STACK_SIZE => context.stack_limit = value,
+            MALLOC_HEAP if context.heap > 0 => return Err(Code::INVALID_VALUE),
             1..=6 => drop(context.limits.insert(limit, value)),
             _ => return Err(Code::INVALID_VALUE),
         }
@@ -203,11 +222,11 @@ impl Process {
         let usual = match limit {
             STACK_SIZE => return Ok(context.stack_limit),
             1 => 1 << 20, // printf
-            2 => 8 << 20, // malloc heap
-            3 => 2,       // depth of device-side synchronise
-            4 => 2048,    // device-side launches
-            5 => 128,     // L2 fetch
-            6 => 0,       // persisting L2
+            MALLOC_HEAP => 8 << 20,
+            3 => 2,    // depth of device-side synchronise
+            4 => 2048, // device-side launches
+            5 => 128,  // L2 fetch
+            6 => 0,    // persisting L2
             _ => return Err(Code::INVALID_VALUE),
         };
         Ok(context.limits.get(&limit).copied().unwrap_or(usual))

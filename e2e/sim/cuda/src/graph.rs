@@ -1,8 +1,8 @@
 //! Implements CUDA graphs (`cuGraph*`), as far as memory is concerned: memory allocation nodes,
-//! memory free nodes and child graph nodes.
+//! memory free nodes, child graph nodes and kernel nodes.
 //!
-//! As measured on an H200, instantiating a graph allocates nothing. Its upload or first launch
-//! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
+//! As measured on an H200, instantiating a graph takes memory for its kernel nodes, which never run
+//! here, and which alone can be roots (F24 in docs/facts.md). Its upload or first launch takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
 //! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
 //!
 //! The graphs of a stream share memory. A graph with memory nodes that is running in one stream
@@ -14,12 +14,14 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
+use crate::granularity::CHUNK;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::graphs::{AllocNodeParams, Executable, Node, pool_bytes};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// Node types (`CUgraphNodeType`).
+const KERNEL: i32 = 0;
 const CHILD: i32 = 4;
 const EMPTY: i32 = 5;
 const ALLOCATION: i32 = 10;
@@ -39,15 +41,34 @@ pub struct InstantiateParams {
 const UPLOAD: u64 = 2;
 
 impl Process {
-    fn instantiate(&self, graph: u64) -> Result<u64, Code> {
+    fn instantiate(&self, current: &CurrentContext, graph: u64) -> Result<u64, Code> {
         let mut graphs = lock(&self.graphs);
         let mut needs = BTreeMap::new();
         graphs.needs(graph, &mut needs)?;
         let handle = graphs.next_handle();
-        let launches = BTreeMap::new();
-        let executable = Executable { needs, launches };
+        let bytes = graphs.node_bytes(graph);
+        if bytes > 0 {
+            let unit = self.devices[current.device].unit;
+            let memory = graphs.node_memory.entry(current.context).or_default();
+            let growth = (memory.used + bytes)
+                .next_multiple_of(CHUNK)
+                .saturating_sub(memory.taken);
+            self.image.charge(unit, Charge::Memory, growth)?;
+            (memory.used, memory.taken) = (memory.used + bytes, memory.taken + growth);
+        }
+        let executable = Executable {
+            needs,
+            nodes: (current.context, bytes),
+            launches: BTreeMap::new(),
+        };
         graphs.executables.insert(handle, executable);
         Ok(handle)
+    }
+
+    /// Releases what kernel nodes took in a destroyed context.
+    pub(crate) fn free_graph_nodes(&self, context: u64, device: usize) {
+        let memory = lock(&self.graphs).node_memory.remove(&context);
+        self.release_memory(self.devices[device].unit, memory.unwrap_or_default().taken);
     }
 
     /// Releases a device's graph memory, except that of running graphs. Later launches take it
@@ -130,6 +151,21 @@ exports! {
         let removed = lock(&healthy_process()?.graphs).graphs.remove(&graph);
         removed.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
+    fn cuGraphAddKernelNode(out: Out<u64>, graph: u64, _before: In<u64>, count: u64, _wanted: In<u64>) = {
+        let handle = lock(&healthy_process()?.graphs).add(graph, Node::Kernel)?;
+        if count == 0 {
+            lock(&healthy_process()?.graphs).roots.entry(graph).or_default().push(handle);
+        }
+        out.set(handle)
+    };
+    fn cuGraphGetRootNodes(graph: u64, out: Out<u64>, count: Out<u64>) = {
+        let graphs = lock(&healthy_process()?.graphs);
+        let roots = graphs.roots.get(&graph).map_or(&[][..], Vec::as_slice);
+        if !out.is_null() {
+            out.set_all(roots.iter().copied().take(count.get()? as usize))?;
+        }
+        count.set(roots.len() as u64)
+    };
     fn cuGraphAddEmptyNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64) = add(&out, graph, Node::Empty);
     fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<AllocNodeParams>) = {
         let (process, mut found) = (healthy_process()?, wanted.get()?);
@@ -163,6 +199,7 @@ exports! {
             Node::Free => RELEASE,
             Node::Child(_) => CHILD,
             Node::Empty => EMPTY,
+            Node::Kernel => KERNEL,
         })
     };
     fn cuGraphMemAllocNodeGetParams(handle: u64, out: Out<AllocNodeParams>) = match node(handle)? {
@@ -174,19 +211,25 @@ exports! {
         _ => Err(Code::INVALID_VALUE),
     };
     fn cuGraphInstantiateWithFlags(out: Out<u64>, graph: u64, _flags: u64) = {
-        out.set(healthy_process()?.instantiate(graph)?)
+        let current = current_context()?;
+        out.set(current.process.instantiate(&current, graph)?)
     };
     fn cuGraphInstantiateWithParams(out: Out<u64>, graph: u64, parameters: In<InstantiateParams>) = {
         let (current, parameters) = (current_context()?, parameters.get()?);
-        let handle = current.process.instantiate(graph)?;
+        let handle = current.process.instantiate(&current, graph)?;
         if parameters.flags & UPLOAD != 0 {
             current.upload_graph(handle, parameters.stream)?;
         }
         out.set(handle)
     };
     fn cuGraphExecDestroy(executable: u64) = {
-        let removed = lock(&healthy_process()?.graphs).executables.remove(&executable);
-        removed.map(|_| ()).ok_or(Code::INVALID_VALUE)
+        let mut graphs = lock(&healthy_process()?.graphs);
+        let removed = graphs.executables.remove(&executable);
+        let (context, bytes) = removed.ok_or(Code::INVALID_VALUE)?.nodes;
+        if let Some(memory) = graphs.node_memory.get_mut(&context) {
+            memory.used -= bytes;
+        }
+        Ok(())
     };
     fn cuGraphUpload(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
     fn cuGraphLaunch(executable: u64, stream: u64) = current_context()?.launch_graph(executable, stream);

@@ -104,6 +104,12 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 64 << 10,
         run: |_, _, _| Ok(()),
     },
+    // heap(): uses device-side malloc
+    Kernel {
+        name: "heap",
+        local_bytes: 0,
+        run: |current, _, _| current.process.ensure_heap(current.context),
+    },
     // touch(uint8_t *at, size_t len): accesses memory without a change
     Kernel {
         name: "touch",

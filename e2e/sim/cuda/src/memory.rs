@@ -8,9 +8,10 @@ use bursar_sim_state::{Charge, residue};
 use crate::abi::{Code, DriverResult, Out};
 use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::granularity::{charged_bytes, round_up};
+use crate::granularity::{CHUNK, is_piece, round_up, whole_chunks};
 use crate::process::{Process, device_dir, healthy_process, lock};
-use crate::tables::address_space::{Allocation, AllocationKind};
+use crate::tables::address_space::{AddressSpace, Allocation, AllocationKind};
+use bursar_sim_state::object::Object;
 
 use std::os::fd::AsRawFd as _;
 
@@ -66,6 +67,44 @@ fn map_managed(len: u64) -> Result<u64, Code> {
     Ok(address as u64)
 }
 
+/// Maps a chunk at a multiple of its size.
+fn map_chunk(map: impl FnOnce(u64) -> Result<u64, Code>) -> Result<u64, Code> {
+    let wide = map(2 * CHUNK)?;
+    let base = wide.next_multiple_of(CHUNK);
+    for (at, len) in [(wide, base - wide), (base + CHUNK, wide + CHUNK - base)] {
+        if len > 0 {
+            // SAFETY: a part of the mapping just made, in whole pages.
+            unsafe { unmap_pages(at, len) };
+        }
+    }
+    Ok(base)
+}
+
+/// Clears a freed piece: whole pages without a touch.
+///
+/// # Safety
+/// The piece is mapped, and no longer listed.
+unsafe fn clear_piece(address: u64, len: u64) {
+    let (first, end) = (
+        address.next_multiple_of(PAGE),
+        (address + len) / PAGE * PAGE,
+    );
+    // SAFETY: the caller guarantees it, and the pages are inside the piece.
+    unsafe {
+        if first >= end {
+            std::ptr::write_bytes(address as *mut u8, 0, len as usize);
+            return;
+        }
+        std::ptr::write_bytes(address as *mut u8, 0, (first - address) as usize);
+        std::ptr::write_bytes(end as *mut u8, 0, (address + len - end) as usize);
+        libc::madvise(
+            first as *mut libc::c_void,
+            (end - first) as usize,
+            libc::MADV_DONTNEED,
+        );
+    }
+}
+
 /// Unmaps address space.
 ///
 /// # Safety
@@ -99,6 +138,7 @@ impl Process {
         kind: AllocationKind,
     ) -> Result<u64, Code> {
         let address = match kind {
+            AllocationKind::Managed if is_piece(len) => self.place_managed(current, len)?,
             AllocationKind::Managed => map_managed(len)?,
             _ => map_pages(len)?,
         };
@@ -124,22 +164,89 @@ impl Process {
         Ok(address)
     }
 
+    /// Finds a place for a piece of managed memory (F29 in docs/facts.md).
+    fn place_managed(&self, current: &CurrentContext, len: u64) -> Result<u64, Code> {
+        let (mut space, len) = (lock(&self.space), round_up(len)?);
+        if let Some((address, _)) = space.managed_pieces.place(current.context, len) {
+            return Ok(address);
+        }
+        let base = map_chunk(map_managed)?;
+        space.managed_pieces.add(base, current.context, len);
+        Ok(base)
+    }
+
     fn allocate(&self, current: &CurrentContext, len: u64) -> Result<u64, Code> {
         self.invalidate_unsafe_captures()?;
         if len == 0 {
             return Err(Code::INVALID_VALUE);
         }
         let len = round_up(len)?;
+        if is_piece(len) {
+            return self.allocate_piece(current, len);
+        }
+        self.allocate_whole(current, len, AllocationKind::Linear)
+    }
+
+    /// Charges, maps and lists memory that takes whole chunks.
+    pub(crate) fn allocate_whole(
+        &self,
+        current: &CurrentContext,
+        len: u64,
+        kind: AllocationKind,
+    ) -> Result<u64, Code> {
         self.image
-            .charge(current.unit(), Charge::Memory, charged_bytes(len))?;
-        self.map_allocation(current, len, AllocationKind::Linear)
-            .inspect_err(|_| {
-                // Undoes the charge above. An error means that the collector has released the bytes
-                // already.
-                let _ = self
-                    .image
-                    .release(current.unit(), Charge::Memory, charged_bytes(len));
-            })
+            .charge(current.unit(), Charge::Memory, whole_chunks(len))?;
+        self.map_allocation(current, len, kind)
+            .inspect_err(|_| self.release_memory(current.unit(), whole_chunks(len)))
+    }
+
+    /// Allocates a piece from a chunk of the context, or from a new chunk.
+    fn allocate_piece(&self, current: &CurrentContext, len: u64) -> Result<u64, Code> {
+        let list = |space: &mut AddressSpace, address: u64, object: Option<Object>| {
+            let allocation = Allocation {
+                len,
+                kind: object.map_or(AllocationKind::Linear, AllocationKind::Shared),
+                context: current.context,
+                unit: current.unit(),
+                readable: true,
+                writable: true,
+            };
+            space.allocations.insert(address, allocation);
+            let old = residue::load(&self.sim, current.unit(), len);
+            // SAFETY: the piece has at least `len` bytes, and `old` is no longer than that.
+            unsafe { std::ptr::copy_nonoverlapping(old.as_ptr(), address as *mut u8, old.len()) };
+            address
+        };
+        let mut space = lock(&self.space);
+        if let Some((address, object)) = space.pieces.place(current.context, len) {
+            return Ok(list(&mut space, address, object));
+        }
+        drop(space);
+        self.image.charge(current.unit(), Charge::Memory, CHUNK)?;
+        let base =
+            map_chunk(map_pages).inspect_err(|_| self.release_memory(current.unit(), CHUNK))?;
+        let mut space = lock(&self.space);
+        space.pieces.add(base, current.context, len);
+        Ok(list(&mut space, base, None))
+    }
+
+    /// Releases a piece's place, and with the last one its chunk.
+    pub(crate) fn release_piece(&self, address: u64, unit: usize) {
+        let Some((base, object)) = lock(&self.space).pieces.remove(address) else {
+            return;
+        };
+        // SAFETY: `map_chunk` mapped it, perhaps with an object over it, and nothing there is
+        // listed.
+        unsafe { unmap_pages(base, CHUNK) };
+        match object {
+            Some(object) => object.free_if_unreferenced(&self.sim),
+            None => self.release_memory(unit, CHUNK),
+        }
+    }
+
+    /// Releases charged bytes. An error means that the collector has released them already.
+    pub(crate) fn release_memory(&self, unit: usize, bytes: u64) {
+        let _ = self.image.release(unit, Charge::Memory, bytes);
     }
 
     /// Unlists an allocation that starts at `address` and has the right kind.
@@ -180,19 +287,38 @@ impl Process {
                 bytes(address, removed.len)
             });
         }
+        let is_linear = matches!(
+            removed.kind,
+            AllocationKind::Linear | AllocationKind::Shared(_)
+        );
+        if is_linear && is_piece(removed.len) {
+            // SAFETY: its chunk is mapped while the piece has its place there.
+            unsafe { clear_piece(address, removed.len) };
+            return match stream {
+                Some(stream) => self.defer_free(removed.unit, removed.len, address, stream),
+                None => self.release_piece(address, removed.unit),
+            };
+        }
+        if removed.kind == AllocationKind::Managed && is_piece(removed.len) {
+            lock(&self.residency).forget(address, removed.len);
+            // SAFETY: its chunk is mapped while the piece has its place there.
+            unsafe { clear_piece(address, removed.len) };
+            let ended = lock(&self.space).managed_pieces.remove(address);
+            if let Some((base, _)) = ended {
+                // SAFETY: `map_chunk` mapped it, and nothing there is listed.
+                unsafe { unmap_pages(base, CHUNK) };
+                lock(&self.chunks).free(&self.image, base);
+            }
+            return;
+        }
         if removed.kind != AllocationKind::HostRegistered {
             // SAFETY: `map_pages` mapped it with this length, and it is unlisted.
             unsafe { unmap_pages(address, removed.len) };
         }
         match removed.kind {
-            AllocationKind::Linear => match stream {
-                Some(stream) => self.defer_free(removed.unit, charged_bytes(removed.len), stream),
-                // `ImageCollected` means that the collector has released the bytes already.
-                None => drop(self.image.release(
-                    removed.unit,
-                    Charge::Memory,
-                    charged_bytes(removed.len),
-                )),
+            AllocationKind::Linear | AllocationKind::Variable => match stream {
+                Some(stream) => self.defer_free(removed.unit, removed.len, address, stream),
+                None => self.release_memory(removed.unit, whole_chunks(removed.len)),
             },
             AllocationKind::Pool(pool) => self.return_to_pool(pool, removed.len, stream),
             AllocationKind::Shared(object)

@@ -1,14 +1,16 @@
 //! Implements modules (`cuModule*`) with their functions (`cuFunc*`).
 //!
 //! Any image loads. Every module has the same functions: the kernels of [`crate::kernel`]. A module
-//! whose image begins with `managed BYTES` has a variable `managed` of that size in managed memory.
+//! whose image begins with `managed BYTES` has a variable `managed` of that size in managed memory,
+//! and one whose image begins with `device BYTES` a variable `device` in the device's (F26 in
+//! docs/facts.md).
 
 use crate::abi::{Code, DriverResult, In, Out, Text};
 use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::kernel::{KERNELS, Kernel};
 use crate::process::{healthy_process, lock};
-use crate::tables::address_space::AllocationKind;
+use crate::tables::address_space::{Allocation, AllocationKind};
 
 const FIRST: u64 = 0x5187_0000_0000;
 const STEP: u64 = 0x10;
@@ -26,7 +28,15 @@ fn load(module: &Out<u64>, image: Option<&In<u8>>) -> DriverResult {
 
 /// Creates the variable of an image. Returns its address; none if the image has no variable.
 pub(crate) fn create_variable(image: &In<u8>) -> Result<Option<u64>, Code> {
-    let Some(len) = managed_variable(image) else {
+    if let Some(len) = variable(image, b"device ") {
+        let current = current_context()?;
+        let kind = AllocationKind::Variable;
+        return current
+            .process
+            .allocate_whole(&current, len, kind)
+            .map(Some);
+    }
+    let Some(len) = variable(image, b"managed ") else {
         return Ok(None);
     };
     let current = current_context()?;
@@ -41,8 +51,10 @@ pub(crate) fn create_variable(image: &In<u8>) -> Result<Option<u64>, Code> {
 pub(crate) fn free_variable(variable: Option<u64>) -> DriverResult {
     let process = healthy_process()?;
     if let Some(address) = variable {
-        let is_managed = |kind: &AllocationKind| *kind == AllocationKind::Managed;
-        let removed = process.remove_allocation(address, is_managed)?;
+        let is_variable = |kind: &AllocationKind| {
+            matches!(kind, AllocationKind::Managed | AllocationKind::Variable)
+        };
+        let removed = process.remove_allocation(address, is_variable)?;
         process.free_allocation(address, removed);
     }
     Ok(())
@@ -50,23 +62,26 @@ pub(crate) fn free_variable(variable: Option<u64>) -> DriverResult {
 
 /// The address and the size of an image's variable, if it has this name.
 pub(crate) fn find_variable(variable: Option<u64>, name: &Text) -> Result<(u64, u64), Code> {
-    let variable = variable.filter(|_| name.get().is_ok_and(|name| name == "managed"));
-    let address = variable.ok_or(Code::NOT_FOUND)?;
+    let (address, name) = (variable.ok_or(Code::NOT_FOUND)?, name.get()?);
     let found = lock(&healthy_process()?.space).find_containing(address);
+    let has_name = |found: &Allocation| match found.kind {
+        AllocationKind::Variable => name == "device",
+        _ => name == "managed",
+    };
     found
+        .filter(|(_, found)| has_name(found))
         .map(|(_, found)| (address, found.len))
         .ok_or(Code::NOT_FOUND)
 }
 
-/// The size of an image's variable in managed memory.
-fn managed_variable(image: &In<u8>) -> Option<u64> {
-    const PREFIX: &[u8] = b"managed ";
+/// The size of an image's variable, if the image begins with this prefix.
+fn variable(image: &In<u8>, prefix: &[u8]) -> Option<u64> {
     let byte = |at: usize| image.at(at).ok();
     // Each byte is read only if the ones before it match, since the image may be shorter.
-    if !(0..PREFIX.len()).all(|at| byte(at) == Some(PREFIX[at])) {
+    if !(0..prefix.len()).all(|at| byte(at) == Some(prefix[at])) {
         return None;
     }
-    let digits = (PREFIX.len()..PREFIX.len() + 20).map_while(byte);
+    let digits = (prefix.len()..prefix.len() + 20).map_while(byte);
     let digits: Vec<u8> = digits.take_while(u8::is_ascii_digit).collect();
     let len = std::str::from_utf8(&digits).ok()?.parse().ok()?;
     (len > 0).then_some(len)

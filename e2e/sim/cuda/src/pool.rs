@@ -16,7 +16,7 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, In, Location, Out};
 use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::granularity::round_up;
+use crate::granularity::{is_piece, round_up, whole_chunks};
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::address_space::AllocationKind;
 use crate::tables::graphs::Node;
@@ -84,13 +84,8 @@ impl Process {
         let surplus = pool.sizes.surplus(keep);
         pool.sizes.reserved -= surplus;
         if let PoolLocation::Device(device) = pool.place {
-            self.release_charge(self.devices[device].unit, surplus);
+            self.release_memory(self.devices[device].unit, surplus);
         }
-    }
-
-    fn release_charge(&self, unit: usize, bytes: u64) {
-        // `ImageCollected` means that the collector has released the bytes already.
-        let _ = self.image.release(unit, Charge::Memory, bytes);
     }
 
     /// Shrinks the pools and completes deferred frees after a synchronization.
@@ -104,16 +99,25 @@ impl Process {
         }
         pools.deferred_frees.retain(|deferred| {
             let is_done = scope.covers(deferred.stream);
-            if is_done {
-                self.release_charge(deferred.unit, deferred.len);
+            match is_done {
+                true if is_piece(deferred.len) => {
+                    self.release_piece(deferred.address, deferred.unit)
+                }
+                true => self.release_memory(deferred.unit, whole_chunks(deferred.len)),
+                false => {}
             }
             !is_done
         });
     }
 
     /// Frees linear memory in the order of a stream.
-    pub(crate) fn defer_free(&self, unit: usize, len: u64, stream: u64) {
-        let deferred = DeferredFree { stream, unit, len };
+    pub(crate) fn defer_free(&self, unit: usize, len: u64, address: u64, stream: u64) {
+        let deferred = DeferredFree {
+            stream,
+            unit,
+            len,
+            address,
+        };
         lock(&self.pools).deferred_frees.push(deferred);
     }
 

@@ -5,6 +5,7 @@
 use bursar_sim_state::{Image, Sim, xid::Xid};
 
 use crate::abi::Code;
+use crate::granularity::{CHUNK, is_piece};
 use crate::tables::address_space::{AddressSpace, AllocationKind};
 use crate::tables::arrays::Arrays;
 use crate::tables::captures::Captures;
@@ -177,6 +178,11 @@ impl Process {
             return;
         };
         let len = len.min(found.len - (address - base));
+        let base = if is_piece(found.len) {
+            base - base % CHUNK
+        } else {
+            base
+        };
         lock(&self.chunks).populate(&self.image, unit, base, address, len);
     }
 

@@ -84,7 +84,11 @@ impl CurrentContext {
             .find(self.context, stream)?
             .busy_until
             .map_or(now, |busy| busy.max(now));
+        let context = streams.find(self.context, stream)?.context;
         let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
+        if event.context != context {
+            return Err(Code::INVALID_HANDLE); // F27 in docs/facts.md
+        }
         (event.completes_at, event.stream) = (Some(at), key);
         Ok(())
     }

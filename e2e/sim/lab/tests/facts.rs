@@ -1,5 +1,5 @@
 //! Verifies that the simulated driver has the properties in `docs/facts.md` (F1 to F6, F8, F13 to
-//! F15).
+//! F15, F22 to F28).
 
 #![allow(
     clippy::unwrap_used,
@@ -256,18 +256,18 @@ fn f5_process_is_charged_for_context_and_own_allocations() {
     let mut client = spawn_client_with_context(&machine);
     let pid = client.pid();
     assert_eq!(read_nvml(&machine), (CONTEXT, vec![(pid, CONTEXT)]));
-    client.request_number("alloc 1048576");
+    client.request_number("alloc 2097152");
     let handle = client.request_number("create 4194304");
     assert_eq!(
         read_nvml(&machine),
-        (CONTEXT + 5 * MIB, vec![(pid, CONTEXT + 5 * MIB)])
+        (CONTEXT + 6 * MIB, vec![(pid, CONTEXT + 6 * MIB)])
     );
     client.request(&format!("release {handle}")).unwrap();
     assert_eq!(
         read_nvml(&machine),
-        (CONTEXT + MIB, vec![(pid, CONTEXT + MIB)])
+        (CONTEXT + 2 * MIB, vec![(pid, CONTEXT + 2 * MIB)])
     );
-    assert_eq!(client.request_number("info"), CONTEXT + MIB);
+    assert_eq!(client.request_number("info"), CONTEXT + 2 * MIB);
 }
 
 #[test]
@@ -425,4 +425,61 @@ fn f15_stream_ordered_free_completes_at_synchronize() {
     assert_eq!(client.request_number("info"), CONTEXT + GIB);
     client.request("sync").unwrap();
     assert_eq!(client.request_number("info"), CONTEXT);
+}
+
+#[test]
+fn f22_chunk_stays_while_one_piece_lives() {
+    let machine = start_machine();
+    let mut client = spawn_client_with_context(&machine);
+    let pieces: Vec<u64> = (0..64)
+        .map(|_| client.request_number("alloc 65536"))
+        .collect();
+    assert_eq!(client.request_number("info"), CONTEXT + 4 * MIB);
+    for piece in pieces.iter().filter(|piece| *piece % (2 * MIB) != 0) {
+        client.request(&format!("free {piece}")).unwrap();
+    }
+    assert_eq!(client.request_number("info"), CONTEXT + 4 * MIB);
+    // Holes fill first, whatever the size.
+    for _ in 0..100 {
+        let piece = client.request_number("alloc 4097");
+        assert_eq!(piece / (2 * MIB), (piece + 4096) / (2 * MIB));
+    }
+    assert_eq!(client.request_number("info"), CONTEXT + 4 * MIB);
+}
+
+#[test]
+fn f22_pieces_of_2048_sizes_take_594_chunks() {
+    let machine = start_machine();
+    let mut client = spawn_client_with_context(&machine);
+    for place in 1..=2048 {
+        client.request_number(&format!("alloc {}", place * 512));
+    }
+    assert_eq!(client.request_number("info"), CONTEXT + 1_188 * MIB);
+}
+
+#[test]
+fn f23_exported_piece_shares_its_whole_chunk() {
+    let machine = start_machine();
+    let mut exporter = spawn_client_with_context(&machine);
+    let mut importer = spawn_client_with_context(&machine);
+    exporter.request_number("alloc 65536");
+    let piece = exporter.request_number("alloc 65536");
+    exporter.request(&format!("fill {piece} 7 16")).unwrap();
+    let handle = exporter.request(&format!("share {piece}")).unwrap();
+    let there = importer.request_number(&format!("open {handle}"));
+    assert_eq!(importer.request_number(&format!("read {there}")), 7);
+    let importers = u32::try_from(importer.pid()).unwrap();
+    exporter.kill();
+    wait_for_nvml(
+        &machine,
+        (CONTEXT + 2 * MIB, vec![(importers, CONTEXT + 2 * MIB)]),
+    );
+}
+
+#[test]
+fn f25_first_use_of_the_heap_takes_its_limit() {
+    let machine = SimMachine::new(H200).unwrap();
+    let mut client = spawn_client_with_context(&machine);
+    client.request("launch heap").unwrap();
+    assert_eq!(client.request_number("info"), CONTEXT + 8 * MIB);
 }

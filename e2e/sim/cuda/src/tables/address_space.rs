@@ -1,5 +1,6 @@
 //! Records every allocation and mapping of the process image, by address.
 
+use crate::tables::pieces::Pieces;
 use bursar_sim_state::object::Object;
 
 use std::collections::BTreeMap;
@@ -7,8 +8,10 @@ use std::collections::BTreeMap;
 /// The kind of an allocation, which determines how it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AllocationKind {
-    /// Charged to the image.
+    /// Charged to the image; a piece by its chunk.
     Linear,
+    /// A variable of a module, charged to the image.
+    Variable,
     /// Linear memory that was exported and became an object. The object is charged.
     Shared(Object),
     /// Another process's linear memory, opened from its IPC handle.
@@ -44,6 +47,10 @@ pub(crate) struct Allocation {
 #[derive(Debug, Default)]
 pub(crate) struct AddressSpace {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// The chunks of linear memory.
+    pub(crate) pieces: Pieces,
+    /// The chunks of managed memory.
+    pub(crate) managed_pieces: Pieces,
 }
 
 impl AddressSpace {

@@ -3,7 +3,8 @@
 //! The sizes follow measurements on an H200.
 
 use crate::abi::Code;
-use crate::granularity::charged_bytes;
+use crate::granularity::{CHUNK, is_piece, whole_chunks};
+use crate::tables::pieces::Pieces;
 use crate::tables::vmm::PinnedObject;
 use std::collections::BTreeMap;
 
@@ -33,6 +34,8 @@ pub(crate) struct Array {
     pub(crate) size: u64,
     pub(crate) unit: usize,
     pub(crate) context: u64,
+    /// Its address among the chunks of arrays, if it is a piece.
+    pub(crate) piece: Option<u64>,
 }
 
 /// All arrays of this image, by handle.
@@ -42,6 +45,9 @@ pub(crate) struct Arrays {
     /// Memory mapped into sparse arrays, by array and subresource.
     pub(crate) tiles: BTreeMap<(u64, [u64; 4]), PinnedObject>,
     pub(crate) handle_count: u64,
+    /// The chunks of arrays, at addresses that nothing uses.
+    pub(crate) pieces: Pieces,
+    pub(crate) chunk_count: u64,
 }
 
 impl Array3dDescriptor {
@@ -72,12 +78,43 @@ impl Array3dDescriptor {
     }
 }
 
+/// The least that the driver states for an array with deferred mapping, and its granularity.
+const STATED_GRANULARITY: u64 = 64 << 10;
+
 impl Array {
-    /// Bytes charged to the GPU; none for an array into which memory is mapped later.
-    pub(crate) fn charged_bytes(&self) -> u64 {
-        match self.shape.flags & (SPARSE | DEFERRED) {
-            0 => charged_bytes(self.size),
-            _ => 0,
+    /// The size that the driver states.
+    pub(crate) fn stated_size(&self) -> u64 {
+        self.size.next_multiple_of(STATED_GRANULARITY)
+    }
+}
+
+impl Arrays {
+    /// Gives an array its memory, and returns the bytes that the GPU takes for it; none for an
+    /// array into which memory is mapped later.
+    pub(crate) fn place(&mut self, array: &mut Array) -> u64 {
+        if array.shape.flags & (SPARSE | DEFERRED) != 0 {
+            return 0;
+        }
+        if !is_piece(array.size) {
+            return whole_chunks(array.size);
+        }
+        if let Some((at, _)) = self.pieces.place(array.context, array.size) {
+            array.piece = Some(at);
+            return 0;
+        }
+        self.chunk_count += 1;
+        let base = self.chunk_count * CHUNK;
+        self.pieces.add(base, array.context, array.size);
+        array.piece = Some(base);
+        CHUNK
+    }
+
+    /// Takes an array's memory, and returns the bytes that the GPU has free then.
+    pub(crate) fn release(&mut self, array: &Array) -> u64 {
+        match array.piece {
+            _ if array.shape.flags & (SPARSE | DEFERRED) != 0 => 0,
+            None => whole_chunks(array.size),
+            Some(at) => self.pieces.remove(at).map_or(0, |_| CHUNK),
         }
     }
 }

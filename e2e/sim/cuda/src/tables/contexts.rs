@@ -16,8 +16,10 @@ pub(crate) struct Context {
     pub(crate) stack_limit: u64,
     /// Charged stack bytes per thread: the limit, or more if a kernel's local memory needs it.
     pub(crate) stack_per_thread: u64,
-    /// Other limits, which are recorded and cost nothing.
+    /// Other limits, of which only the heap's costs something.
     pub(crate) limits: BTreeMap<i32, u64>,
+    /// Bytes of the heap of device-side malloc, which a launch has taken (F25 in docs/facts.md).
+    pub(crate) heap: u64,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -58,6 +60,7 @@ impl Contexts {
             stack_limit: DEFAULT_STACK_BYTES,
             stack_per_thread: DEFAULT_STACK_BYTES,
             limits: BTreeMap::new(),
+            heap: 0,
         };
         self.live.insert(id, context);
         id

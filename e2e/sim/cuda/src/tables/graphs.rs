@@ -29,6 +29,8 @@ pub(crate) enum Node {
     Free,
     Child(u64),
     Empty,
+    /// A kernel, which never runs.
+    Kernel,
 }
 
 impl Node {
@@ -49,8 +51,21 @@ impl Node {
 pub(crate) struct Executable {
     /// By device: bytes of the large allocations in whole steps, and the sum of the small ones.
     pub(crate) needs: BTreeMap<usize, (u64, u64)>,
+    /// The context in which it was instantiated, and what its kernel nodes take there.
+    pub(crate) nodes: (u64, u64),
     /// By stream: when the last launch there completes.
     pub(crate) launches: BTreeMap<u64, Option<Instant>>,
+}
+
+/// What a chain of kernel nodes takes, and each of its nodes (F24 in docs/facts.md).
+const CHAIN_BYTES: u64 = 110 << 10;
+const NODE_BYTES: u64 = 2560;
+
+/// The memory of a context's kernel nodes, which later graphs use again.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct NodeMemory {
+    pub(crate) used: u64,
+    pub(crate) taken: u64,
 }
 
 /// The part of a pool that the graphs of a stream hold. They share it.
@@ -77,6 +92,10 @@ pub(crate) struct Pool {
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
     pub(crate) graphs: BTreeMap<u64, Vec<u64>>,
+    /// The nodes of each graph that depend on no other.
+    pub(crate) roots: BTreeMap<u64, Vec<u64>>,
+    /// By context.
+    pub(crate) node_memory: BTreeMap<u64, NodeMemory>,
     pub(crate) nodes: BTreeMap<u64, Node>,
     pub(crate) executables: BTreeMap<u64, Executable>,
     pub(crate) pools: BTreeMap<usize, Pool>,
@@ -109,6 +128,24 @@ impl Graphs {
             self.add(graph, node)?;
         }
         Ok(graph)
+    }
+
+    /// What the kernel nodes of a graph take, with those of its children.
+    pub(crate) fn node_bytes(&self, graph: u64) -> u64 {
+        let nodes = self.graphs.get(&graph).into_iter().flatten();
+        let kinds: Vec<Node> = nodes
+            .filter_map(|node| self.nodes.get(node).copied())
+            .collect();
+        let kernels = kinds.iter().filter(|node| matches!(node, Node::Kernel));
+        let (kernels, chains) = (
+            kernels.count() as u64,
+            self.roots.get(&graph).map_or(0, Vec::len) as u64,
+        );
+        let children = kinds.iter().map(|node| match node {
+            Node::Child(child) => self.node_bytes(*child),
+            _ => 0,
+        });
+        children.sum::<u64>() + chains.min(kernels) * CHAIN_BYTES + kernels * NODE_BYTES
     }
 
     pub(crate) fn needs(

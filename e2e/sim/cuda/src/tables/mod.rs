@@ -13,6 +13,7 @@ pub(crate) mod graphs;
 pub(crate) mod libraries;
 pub(crate) mod modules;
 pub(crate) mod multicasts;
+pub(crate) mod pieces;
 pub(crate) mod pools;
 pub(crate) mod residency;
 pub(crate) mod streams;

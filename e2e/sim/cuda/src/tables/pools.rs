@@ -97,6 +97,7 @@ pub(crate) struct DeferredFree {
     pub(crate) stream: u64,
     pub(crate) unit: usize,
     pub(crate) len: u64,
+    pub(crate) address: u64,
 }
 
 /// The work that a synchronization waited for.
