@@ -28,6 +28,7 @@ pub mod namespace_usage;
 mod pod_attestations;
 pub mod policy;
 mod probe_queue;
+mod settle;
 pub mod task;
 mod withheld;
 

@@ -9,6 +9,7 @@
 
 mod exited;
 mod leases;
+mod overhead;
 mod untracked;
 
 use std::collections::BTreeMap;
@@ -39,6 +40,8 @@ pub(crate) struct CreditAccounts {
     exited: AmountsByPid,
     /// The bytes of untracked processes by account and pid, as the driver reports them.
     untracked: Vec<BTreeMap<u32, Units>>,
+    /// By account, what the driver takes beyond what processes are charged.
+    overheads: Vec<Units>,
     /// Orphaned exports: other processes may hold them after the driver has stopped charging the
     /// exporter.
     orphaned: AmountsByPid,
@@ -59,6 +62,7 @@ impl CreditAccounts {
         let peaks = vec![Units::ZERO; quotas.len()];
         CreditAccounts {
             untracked: vec![BTreeMap::new(); quotas.len()],
+            overheads: vec![Units::ZERO; quotas.len()],
             quotas,
             peaks,
             ..CreditAccounts::default()
@@ -158,11 +162,12 @@ impl CreditAccounts {
             .saturating_add(self.sibling_charges(account))
     }
 
-    /// The units of an account that this container has: live, exited, leased, untracked, and
-    /// covered managed memory.
+    /// The units of an account that this container has: live, exited, leased, untracked, overhead,
+    /// and covered managed memory.
     pub(super) fn own_charged(&self, account: usize) -> Units {
         self.tracked_charged(account)
             .saturating_add(self.untracked(account))
+            .saturating_add(self.overhead(account))
     }
 
     /// The charges of the other containers that share the quota.
@@ -329,6 +334,20 @@ mod tests {
         assert_eq!(credit.grant(2, 0, Units(1)), Err(Units(1)));
         credit.release_exited(1);
         assert_eq!(credit.grant(2, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
+    fn overhead_is_granted_to_no_process_and_grants_nothing() {
+        let mut credit = CreditAccounts::new(vec![Units(100), Units(50)]);
+        credit.grant(1, 0, Units(60)).unwrap();
+        credit.set_overhead(0, Units(30));
+        assert_eq!((credit.free(0), credit.free(1)), (Units(10), Units(50)));
+        assert_eq!(credit.grant(1, 0, Units(11)), Err(Units(1)));
+        credit.set_overhead(0, Units(1000));
+        assert_eq!((credit.free(0), credit.granted(0)), (Units(0), Units(60)));
+        assert_eq!(credit.excess(0), Units(60), "at most the quota");
+        credit.set_overhead(0, Units::ZERO);
+        assert_eq!(credit.free(0), Units(40));
     }
 
     #[test]

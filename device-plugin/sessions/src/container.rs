@@ -175,6 +175,7 @@ impl Container {
             .credit
             .exited(index)
             .saturating_add(self.credit.untracked(index))
+            .saturating_add(self.credit.overhead(index))
             .saturating_add(self.credit.leased(index))
             .saturating_add(self.credit.sibling_charges(index))
             .saturating_add(self.covered_use(index));
@@ -241,6 +242,7 @@ impl Container {
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
             let all = all.saturating_add(self.credit.exited(index));
             let all = all.saturating_add(self.credit.untracked(index));
+            let all = all.saturating_add(self.credit.overhead(index));
             let all = all.saturating_add(self.credit.leased(index));
             let all = all.saturating_add(self.credit.sibling_charges(index));
             let all = all.saturating_add(self.covered_use(index));

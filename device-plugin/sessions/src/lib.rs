@@ -452,6 +452,12 @@ impl Sessions {
         });
     }
 
+    /// Replaces what the driver takes of a container's account beyond what its processes are
+    /// charged. The account grants so much less. An allocation that has ended is ignored.
+    pub fn set_overhead(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) {
+        let _ = self.with_container(allocation, |container| container.set_overhead(gpu, bytes));
+    }
+
     /// The usage of every served allocation.
     pub fn container_usage(&self) -> Vec<ContainerUsage> {
         let running = lock(&self.shared.containers);

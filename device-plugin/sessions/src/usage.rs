@@ -131,6 +131,8 @@ pub struct AccountBalance {
     pub managed: Bytes,
     /// The bytes of untracked processes, as the driver reports them.
     pub untracked: Bytes,
+    /// What the driver takes beyond what processes are charged, as the audit has settled it.
+    pub overhead: Bytes,
     /// The largest sum of granted, exited and leased bytes so far.
     pub peak: Bytes,
 }
@@ -144,6 +146,7 @@ impl AccountBalance {
             self.leased,
             self.managed,
             self.untracked,
+            self.overhead,
         ];
         let sum = amounts
             .iter()
@@ -202,6 +205,7 @@ impl AccountBalance {
             leased: Bytes::ZERO,
             managed: Bytes::ZERO,
             untracked: Bytes::ZERO,
+            overhead: Bytes::ZERO,
             peak: Bytes::ZERO,
         }
     }

@@ -221,6 +221,7 @@ impl AuditFigures {
                     ("leased", account.leased),
                     ("managed", account.managed),
                     ("untracked", account.untracked),
+                    ("overhead", account.overhead),
                     ("peak", account.peak),
                 ];
                 memory.extend(amounts.map(|(amount, bytes)| {

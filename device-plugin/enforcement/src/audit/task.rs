@@ -42,6 +42,7 @@ use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::pod_attestations::PodAttestations;
 use super::policy::action;
+use super::settle::Overheads;
 use super::withheld::WithheldMemory;
 use crate::attestation::{AttestedContainer, EnforcementGap, GapReason};
 use crate::audit::metrics::{AuditFigures, AuditMetrics};
@@ -102,6 +103,7 @@ pub struct Auditor {
     pods: PodAttestations,
     consecutive: ConsecutiveFindings,
     withheld: WithheldMemory,
+    overheads: Overheads,
     /// The GPUs on which the driver may keep free memory for managed memory.
     managed_gpus: BTreeSet<GpuUuid>,
     /// The time of each GPU's last answer; before the first answer, of its first sight.
@@ -152,6 +154,7 @@ impl Auditor {
             pods: PodAttestations::default(),
             consecutive: ConsecutiveFindings::default(),
             withheld: WithheldMemory::default(),
+            overheads: Overheads::default(),
             managed_gpus: BTreeSet::new(),
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
@@ -199,6 +202,7 @@ impl Auditor {
         let started_at = *started_at;
         let result = compare_accounts(samples, usage, known, &self.config);
         self.charge_untracked(usage, samples, &result);
+        self.settle(usage, &result);
         let eviction_risks = self.update_evictable(&readings, &result);
         self.update_withheld(samples, &result, gpus);
         let stale = self.stale_gpus(gpus, samples, started_at);
@@ -300,6 +304,13 @@ impl Auditor {
                         .set_untracked(&container.allocation, &account, charged);
                 }
             }
+        }
+    }
+
+    /// Charges what the driver takes beyond the accounts to each account.
+    fn settle(&mut self, usage: &[ContainerUsage], result: &AuditResult) {
+        for ((allocation, gpu), overhead) in self.overheads.observe(usage, result) {
+            self.sessions.set_overhead(&allocation, &gpu, overhead);
         }
     }
 

@@ -616,6 +616,36 @@ fn untracked_bytes_count_for_all_until_hello() {
 }
 
 #[test]
+fn overhead_counts_for_all_until_it_falls() {
+    let fixture = Fixture::with_quota(Bytes::mib(100));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    let on: GpuUuid = "GPU-aaaa".parse().unwrap();
+    container.set_overhead(&on, Bytes::mib(60));
+    assert_eq!(page.slot(0).unwrap().others(), units(60 * MIB));
+    assert!(!is_granted(&container.request(1, 0, units(41 * MIB))));
+    let account = container.container_usage().accounts[0].clone();
+    assert_eq!(
+        (account.overhead, account.quota),
+        (Bytes::mib(60), Bytes::mib(100))
+    );
+    container.set_overhead(&on, Bytes::gib(9));
+    assert_eq!(
+        page.slot(0).unwrap().others(),
+        units(100 * MIB),
+        "at most the quota"
+    );
+    container.set_overhead(&on, Bytes::ZERO);
+    assert_eq!(page.slot(0).unwrap().others(), Units::ZERO);
+    assert!(is_granted(&container.request(1, 0, units(100 * MIB))));
+    container.set_overhead(&"GPU-other".parse().unwrap(), Bytes::mib(60));
+    assert_eq!(
+        container.container_usage().accounts[0].overhead,
+        Bytes::ZERO
+    );
+}
+
+#[test]
 fn page_is_tampered_when_its_grant_differs() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();

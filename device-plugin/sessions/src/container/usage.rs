@@ -71,6 +71,7 @@ impl Container {
                 leased: bytes(self.credit.leased(index)),
                 managed: bytes(self.covered_use(index)),
                 untracked: bytes(self.credit.untracked(index)),
+                overhead: bytes(self.credit.overhead(index)),
                 peak: shown(index, usage.peak),
             });
         let granted = |pid| {
@@ -147,6 +148,19 @@ impl Container {
         let charged = charged.map(|(pid, bytes)| (pid, Units::within(bytes.0)));
         self.credit.set_untracked(index, charged.collect());
         if self.credit.untracked(index) != before {
+            self.refresh_pages();
+        }
+    }
+
+    /// Replaces what the driver takes of an account beyond what processes are charged.
+    pub(in super::super) fn set_overhead(&mut self, gpu: &GpuUuid, bytes: Bytes) {
+        let Some(index) = self.account_index(gpu) else {
+            return;
+        };
+        let before = self.credit.overhead(index);
+        self.credit.set_overhead(index, Units::within(bytes.0));
+        if self.credit.overhead(index) != before {
+            self.reclaim_excess();
             self.refresh_pages();
         }
     }
