@@ -51,6 +51,35 @@ def part_of(gib):
     return judge
 
 
+def within(gib):
+    """Checks that NVML showed at most the quota and 2 % of it for a program that was refused at last."""
+
+    def judge(answer):
+        most = gib * MIB_OF_GIB * 51 // 50
+        if answer["refused"] != OUT_OF_MEMORY or not answer["taken"]:
+            return "was not refused"
+        return None if 0 < answer["listed_mib"] <= most else f"NVML lists {answer['listed_mib']} MiB of at most {most}"
+
+    return judge
+
+
+def listed_mib():
+    """Returns the most that the driver lists for a process, on the host."""
+    query = ["nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    return max((int(used) for used in listed if used.isdigit()), default=0)
+
+
+def held(cluster, name):
+    """Waits until a program has answered, and returns what the driver lists for it then."""
+    deadline = time.monotonic() + 120
+    while "rest_mib" not in cluster.kubectl("logs", name, check=False, stderr=subprocess.DEVNULL):
+        if time.monotonic() > deadline:
+            return 0
+        time.sleep(0.2)
+    return listed_mib()
+
+
 def field(name, *allowed):
     """Checks that a field of the answer has one of these values."""
     return lambda answer: None if answer[name] in allowed else f"{name} is {answer[name]}, not {allowed}"
@@ -85,6 +114,12 @@ def rows(rounds):
     for title, how in ("fork, SIGKILL", "orphan"), ("exporter dies, parked", "parked"), ("exporter dies, imported", "imported"):
         judge = all_of(field("while_held", OUT_OF_MEMORY), field("after", 0))
         yield f"F13: {title}", 8, [direct, how, "5120"], {}, judge
+    for size in ("512", "4096", "65536", "1048576", "0"):
+        for how in ("thirds", "chunks", "random"):
+            name = "mixed" if size == "0" else size
+            yield f"pieces, {name}, {how}", 4, ["/programs/pieces", size, how], {}, within(4)
+    for what in ("nodes", "heap", "variables"):
+        yield f"pieces, {what}", 4, ["/programs/pieces", what], {}, within(4)
     yield "F14: 16 KiB stack, 4 GiB", 4, [direct, "stack", "16384"], {}, field("answer", OUT_OF_MEMORY)
     yield "F14: 16 KiB stack, 8 GiB", 8, [direct, "stack", "16384"], {}, field("answer", 0)
     yield "F14: 64 KiB locals, 4 GiB", 4, [direct, "locals", "/programs/kernels.cubin"], {}, all_of(
@@ -139,6 +174,7 @@ def compile_programs(into):
     include, link = f"-I{CUDA}/include", [f"-L{CUDA}/lib64/stubs", "-lcuda"]
     for command in (
         ["gcc", "-O2", include, f"{source}/direct.c", "-o", f"{into}/direct", *link],
+        ["gcc", "-O2", include, f"{source}/pieces.c", "-o", f"{into}/pieces", *link],
         ["gcc", "-O2", include, f"{source}/overhead.c", "-o", f"{into}/overhead", *link, "-ldl"],
         ["nvcc", "-arch=native", "-cudart=static", f"{source}/static.cu", "-o", f"{into}/static"],
         ["nvcc", "-arch=native", "-cubin", f"{source}/kernels.cu", "-o", f"{into}/kernels.cubin"],
@@ -188,7 +224,10 @@ def main():
                 name = f"row-{number}"
                 compared = name if title == "overhead" else compared
                 cluster.apply(pod(name, gib, command, programs, env.items()))
+                listed = held(cluster, name) if title.startswith("pieces") else None
                 phase, answer, log = cluster.answer(name, 180)
+                if listed is not None and answer is not None:
+                    answer["listed_mib"] = listed
                 try:
                     wrong = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
                 except KeyError as missing:
