@@ -340,6 +340,12 @@ const CHECKS: &[Check] = &[
         ],
     ),
     test_check(
+        "enforcement/chunks",
+        "small pieces are charged while the driver keeps their chunk, whoever frees them and how; \
+         graphs, heaps and variables are charged what the driver takes for them",
+        &["--test", "chunks"],
+    ),
+    test_check(
         "enforcement/nvml",
         "NVML shows a container its quota and its own processes, past an agent restart",
         &["--test", "nvml", "--test", "nvml_library"],

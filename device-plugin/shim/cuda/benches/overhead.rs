@@ -80,6 +80,15 @@ fn main() {
         &format!("churn 50000 {}", 2 * MIB),
         50_000,
     );
+    for threads in [1, 8] {
+        // One piece is kept, so that the driver keeps the chunk.
+        for program in [&mut bare, &mut shim] {
+            program.ok("alloc 512");
+        }
+        let name = format!("4 KiB by {threads} threads");
+        let command = format!("churns {threads} 20000 4096");
+        compare(&name, &mut bare, &mut shim, &command, 20_000);
+    }
     // Freed memory stays in the pool, as in a program that allocates often.
     for program in [&mut bare, &mut shim] {
         let pool = program.ok("devicepool 0")[0];

@@ -12,6 +12,7 @@ use crate::alloc_table::{AllocTable, Charge, ShareState};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls;
 use crate::session_state::{self, SessionGuard, SessionState};
+use crate::{array_chunks, chunks};
 
 /// The charge of every allocated pointer of this process.
 pub(crate) static ALLOC_TABLE: AllocTable = AllocTable::new();
@@ -230,6 +231,8 @@ pub(crate) fn discharge(charge: Charge) {
         ShareState::IpcHandle => unmark_exported(charge),
         // The memory may live on in an exported descriptor, so the charge stays.
         ShareState::Descriptor => return,
+        ShareState::OfChunk => return chunks::release(charge.units),
+        ShareState::OfArrays => return array_chunks::release(charge),
     }
     discharge_account(charge.account, Units(charge.units));
 }

@@ -35,7 +35,7 @@ const CLAIMED: u64 = 1;
 pub(crate) struct Charge {
     /// The index of the charged account.
     pub(crate) account: u8,
-    /// The charged amount, in units.
+    /// The charged amount, in units; of a part, the number that [`ShareState`] says.
     pub(crate) units: u32,
     /// The context that owns the memory; zero where that is unknown.
     pub(crate) context: u64,
@@ -52,6 +52,10 @@ pub(crate) enum ShareState {
     IpcHandle,
     /// By a descriptor, which keeps the memory alive unseen.
     Descriptor,
+    /// As the chunk's, of which this is a piece, and whose number the units are.
+    OfChunk,
+    /// Never: an array that shares chunks with others. The units are how many fill one.
+    OfArrays,
 }
 
 struct Table {
@@ -232,7 +236,9 @@ impl Table {
             share: match value >> 40 {
                 0 => ShareState::Private,
                 1 => ShareState::IpcHandle,
-                _ => ShareState::Descriptor,
+                2 => ShareState::Descriptor,
+                3 => ShareState::OfChunk,
+                _ => ShareState::OfArrays,
             },
         }
     }
@@ -276,6 +282,8 @@ mod tests {
             ShareState::Private,
             ShareState::IpcHandle,
             ShareState::Descriptor,
+            ShareState::OfChunk,
+            ShareState::OfArrays,
         ] {
             let charge = Charge {
                 account: u8::MAX,

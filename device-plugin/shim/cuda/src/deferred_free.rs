@@ -12,7 +12,7 @@ use std::ffi::c_uint;
 use crate::accounting::{self, ALLOC_TABLE};
 use crate::alloc_table::Charge;
 use crate::curesult;
-use crate::driver_calls::{captures, driver};
+use crate::driver_calls::{captures, driver, streams};
 use crate::fork_local::ForkLocal;
 
 /// The events, oldest first.
@@ -26,24 +26,35 @@ pub(crate) fn reset() {
     PENDING_EVENTS.reset();
 }
 
-/// Records memory that was just freed in stream order.
-pub(crate) fn add(stream: u64, charge: Charge) {
+/// Records memory that was just freed in stream order. The stream may be of a context that is not
+/// current, whose events alone can be recorded in it (fact F27).
+pub(crate) fn add(stream: u64, pointer: u64, charge: Charge) {
+    let recorded = record(stream).or_else(|| streams::in_context_of(stream, || record(stream))?);
+    match recorded.filter(|event| ALLOC_TABLE.insert(*event, charge).is_ok()) {
+        Some(event) => {
+            PENDING_EVENTS.lock().push(event);
+            // Collecting here keeps the list short.
+            collect();
+        }
+        // Without an event the time of the release is unknown. So the charge stays until the driver
+        // returns the pointer again, or the context ends.
+        None => drop(ALLOC_TABLE.insert(pointer, charge)),
+    }
+}
+
+/// Records an event of the current context behind the work of a stream.
+fn record(stream: u64) -> Option<u64> {
     let mut event = 0;
     if driver!(cuEventCreate(&raw mut event => *mut u64, DISABLE_TIMING => c_uint))
         != curesult::SUCCESS
     {
-        // Without an event the time of the release is unknown. The context is about to be destroyed
-        // with the memory.
-        return accounting::discharge(charge);
+        return None;
     }
-    let recorded = driver!(cuEventRecord(event => u64, stream => u64)) == curesult::SUCCESS;
-    if !recorded || ALLOC_TABLE.insert(event, charge).is_err() {
+    if driver!(cuEventRecord(event => u64, stream => u64)) != curesult::SUCCESS {
         let _ = driver!(cuEventDestroy_v2(event => u64));
-        return accounting::discharge(charge);
+        return None;
     }
-    PENDING_EVENTS.lock().push(event);
-    // Collecting here keeps the list short.
-    collect();
+    Some(event)
 }
 
 /// Discharges the memory whose stream has passed the free. Returns whether there was any.

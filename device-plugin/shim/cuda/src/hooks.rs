@@ -5,7 +5,7 @@
 //! another hook only forwards, because the driver calls its own exported functions.
 //!
 //! * [`linear`] linear, pitched and managed memory
-//! * [`managed_variables`] variables in managed memory
+//! * [`managed_variables`] variables of modules
 //! * [`arrays`] arrays and mipmapped arrays
 //! * [`rounding`] the size that the driver takes for a request
 //! * [`pools`] stream-ordered memory
@@ -13,8 +13,8 @@
 //! * [`ipc`] IPC handles and DMA-BUF descriptors of linear memory
 //! * [`captures`] the begin and the end of stream captures
 //! * [`contexts`] creation and destruction of contexts, [`context_registry`] their charges
-//! * [`graphs`] graphs with memory nodes
-//! * [`ctx_limits`] and [`kernels`] stacks and kernels' local memory
+//! * [`graphs`] graphs
+//! * [`ctx_limits`] and [`kernels`] stacks, heaps and kernels' local memory
 //! * [`mem_info`] the memory sizes that programs query
 //! * [`device_attributes`] the attributes of devices that lead programs past every charge
 //! * [`export_tables`] the unnamed table of functions for process checkpoints

@@ -32,6 +32,8 @@
 mod accounting;
 mod agent_client;
 mod alloc_table;
+mod array_chunks;
+mod chunks;
 mod compat;
 mod curesult;
 mod deferred_free;
@@ -42,6 +44,7 @@ mod exports;
 mod fence;
 mod fork_local;
 mod forward;
+mod graph_nodes;
 mod graphs;
 mod hooks;
 mod location;
@@ -57,8 +60,11 @@ mod vmm;
 
 /// The functions by which a forked child resets state of its parent. [`session_state`] calls them
 /// once in each process.
-static FORK_RESETS: [fn(); 9] = [
+static FORK_RESETS: [fn(); 12] = [
     accounting::reset,
+    chunks::reset,
+    array_chunks::reset,
+    graph_nodes::reset,
     deferred_free::reset,
     pools::reset,
     hooks::vmm::reset,

@@ -46,20 +46,29 @@ fn device_among_many(stream: u64) -> Result<c_int, CuResult> {
         return Ok(device);
     }
     match driver!(cuStreamGetCtx(stream => u64, &raw mut context => *mut u64)) {
-        curesult::SUCCESS => device_of_context(context),
+        curesult::SUCCESS => in_context(context, current_device)?,
         code => Err(code),
     }
 }
 
-fn device_of_context(context: u64) -> Result<c_int, CuResult> {
+/// Calls a function while the context of a stream is current; `None` where that fails.
+pub(crate) fn in_context_of<T>(stream: u64, call: impl FnOnce() -> T) -> Option<T> {
+    let mut context = 0;
+    match driver!(cuStreamGetCtx(stream => u64, &raw mut context => *mut u64)) {
+        curesult::SUCCESS => in_context(context, call).ok(),
+        _ => None,
+    }
+}
+
+fn in_context<T>(context: u64, call: impl FnOnce() -> T) -> Result<T, CuResult> {
     match driver!(cuCtxPushCurrent_v2(context => u64)) {
         curesult::SUCCESS => {}
         code => return Err(code),
     }
-    let device = current_device();
+    let result = call();
     let mut popped = 0;
     let _ = driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut u64));
-    device
+    Ok(result)
 }
 
 /// Returns whether the driver shows a single device. Queried once, because the number never changes

@@ -9,9 +9,10 @@
 
 use std::ffi::{c_int, c_uint};
 
-use super::rounding::driver_size;
+use super::rounding::{driver_size, pieces_of_chunk};
 use super::{allocate, hooks};
 use crate::accounting::{self, Account};
+use crate::array_chunks;
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::{current_device, driver};
 use crate::eviction;
@@ -53,6 +54,9 @@ const LAYERED: c_uint = 0x01;
 const SPARSE: c_uint = 0x40;
 /// `CUDA_ARRAY3D_DEFERRED_MAPPING`.
 const DEFERRED: c_uint = 0x80;
+
+/// The driver states multiples of this for an array whose memory is mapped later.
+const STATED_GRANULARITY: u64 = 64 << 10;
 
 /// Estimates the size where the driver cannot tell it (before CUDA 11.6).
 fn estimate(shape: Array3dDescriptor, levels: c_uint) -> Option<u64> {
@@ -147,27 +151,30 @@ fn create(
         0 => query_size(twin, device),
         _ => query_mipmapped_size(twin, levels, device),
     };
-    let Some(bytes) = queried
-        .or_else(|| estimate(shape, levels))
-        .and_then(driver_size)
-    else {
+    // What the driver states is padded to 64 KiB, and what it takes is not (fact F28).
+    let estimated = estimate(shape, levels);
+    let size = match queried {
+        Some(stated) if stated <= STATED_GRANULARITY => estimated.map(|bytes| bytes.min(stated)),
+        Some(stated) => Some(stated),
+        None => estimated,
+    };
+    let Some((size, bytes)) = size.and_then(|size| Some((size, driver_size(size)?))) else {
         return curesult::OUT_OF_MEMORY;
     };
     let (account, mut array) = (Account::Device(device), 0);
     let call = || match call(&raw mut array) {
-        curesult::SUCCESS => Ok((array, bytes)),
+        curesult::SUCCESS => Ok(array),
         code => Err(code),
     };
-    let answer = allocate(
-        account,
-        bytes,
-        function,
-        || eviction::allocate(account, bytes, function, call),
-        |array| match levels {
-            0 => driver!(cuArrayDestroy(array => u64)),
-            _ => driver!(cuMipmappedArrayDestroy(array => u64)),
-        },
-    );
+    let call = || eviction::allocate(account, bytes, function, call);
+    let free = |array| match levels {
+        0 => driver!(cuArrayDestroy(array => u64)),
+        _ => driver!(cuMipmappedArrayDestroy(array => u64)),
+    };
+    let answer = match pieces_of_chunk(size) {
+        Some(pieces) => array_chunks::allocate(account, pieces, function, call, free),
+        None => allocate(account, bytes, function, || Ok((call()?, bytes)), free),
+    };
     if answer == curesult::SUCCESS {
         // SAFETY: not null, and by the prototype a place for a handle.
         unsafe { out.write(array) };

@@ -25,6 +25,9 @@ use crate::session_state::MAX_DEVICES;
 /// Bytes of stack that a thread has in a fresh context.
 const DEFAULT_STACK: u64 = 1024;
 
+/// A heap of device-side malloc with a limit up to this is not charged: few programs use one.
+const FREE_HEAP: u64 = 64 << 20;
+
 /// The driver rounds limits up to multiples of this.
 const LIMIT_GRANULARITY: u64 = 16;
 
@@ -43,6 +46,8 @@ pub(crate) struct Context {
     stack: Units,
     /// The limit that the program set, in bytes a thread.
     limit: u64,
+    /// The charge of the heap of device-side malloc.
+    heap: Option<Charge>,
 }
 
 struct ContextRegistry {
@@ -129,6 +134,39 @@ pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
     let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
 }
 
+/// Charges a context for a heap of `bytes` before the limit is set, if the heap is large.
+///
+/// # Errors
+/// The quota does not allow it.
+pub(crate) fn charge_heap(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
+    let mut known = registry();
+    let context = known.get_or_insert(name, device);
+    let needed = Units::holding(heap_bytes(bytes)).ok_or(Denied)?;
+    let charged = Units(context.heap.map_or(0, |charge| charge.units));
+    let missing = needed.saturating_sub(charged);
+    if missing > Units::ZERO {
+        let account = Account::Device(device);
+        let more = accounting::charge(account, missing.bytes(), "cuCtxSetLimit")?.into_charge();
+        let heap = context.heap.get_or_insert(Charge { units: 0, ..more });
+        heap.units = heap.units.saturating_add(more.units);
+    }
+    Ok(())
+}
+
+/// Records that the driver's limit of the heap is `bytes`, and discharges the rest.
+pub(crate) fn heap_set(name: u64, device: c_int, bytes: u64) {
+    let mut known = registry();
+    if let Some(heap) = &mut known.get_or_insert(name, device).heap {
+        let needed = Units::holding(heap_bytes(bytes)).map_or(u32::MAX, |units| units.0);
+        let excess = heap.units.saturating_sub(needed);
+        heap.units -= excess;
+        accounting::discharge(Charge {
+            units: excess,
+            ..*heap
+        });
+    }
+}
+
 /// Charges every context for kernels that need these bytes of local memory a thread, by device.
 ///
 /// # Errors
@@ -189,6 +227,7 @@ impl Context {
             charges: Vec::new(),
             stack: Units::ZERO,
             limit: DEFAULT_STACK,
+            heap: None,
         }
     }
 
@@ -225,7 +264,8 @@ impl Context {
 
     /// Discharges all that a destroyed context was charged.
     pub(crate) fn discharge(self) {
-        self.charges.into_iter().for_each(accounting::discharge);
+        let charges = self.charges.into_iter().chain(self.heap);
+        charges.for_each(accounting::discharge);
     }
 }
 
@@ -243,6 +283,11 @@ fn resident_threads(device: c_int) -> u64 {
         }
     };
     attribute(ATTR_MULTIPROCESSOR_COUNT) * attribute(ATTR_MAX_THREADS_PER_MULTIPROCESSOR)
+}
+
+/// Returns the bytes that a heap with this limit is charged.
+fn heap_bytes(limit: u64) -> u64 {
+    if limit > FREE_HEAP { limit } else { 0 }
 }
 
 /// Returns the bytes that stacks of `bytes` a thread take beyond the context, or `None` on

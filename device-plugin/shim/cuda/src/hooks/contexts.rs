@@ -18,8 +18,8 @@ use crate::curesult::{self, CuResult};
 use crate::driver_calls::{captures, device_count, driver};
 use crate::fork_local::ForkLocal;
 use crate::forward::{self, index};
-use crate::graphs;
 use crate::session_state::{MAX_DEVICES, state};
+use crate::{graph_nodes, graphs};
 
 /// Returns the id of the calling thread's context; zero without one.
 pub(crate) fn current_id() -> u64 {
@@ -98,6 +98,7 @@ fn destroy(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
     if answer == curesult::SUCCESS {
         captures::end_context(context);
         managed_variables::end_context(context);
+        graph_nodes::end_context(context);
     }
     match itself {
         Some(itself) if answer == curesult::SUCCESS => itself.discharge(),
@@ -172,6 +173,7 @@ fn discharge_context(context: u64) {
     }
     captures::end_context(context);
     managed_variables::end_context(context);
+    graph_nodes::end_context(context);
     for (_, charge) in ALLOC_TABLE.remove_context(context) {
         accounting::discharge(charge);
     }

@@ -1,7 +1,8 @@
-//! Charges stacks when a program sets their limit by `cuCtxSetLimit`.
+//! Charges stacks and a large heap when a program sets their limits by `cuCtxSetLimit`.
 //!
-//! The heap of device-side malloc and the buffer of device-side printf are allocated when a module
-//! that uses them runs, as measured. The agent's audit bounds these.
+//! The first launch of a kernel that uses device-side malloc takes the whole heap (fact F25). The
+//! shim does not see which launch that is, so it charges a limit above 64 MiB when it is set. What
+//! smaller heaps and the buffer of device-side printf take, the agent settles.
 #![allow(non_snake_case)]
 
 use std::ffi::c_int;
@@ -12,6 +13,8 @@ use crate::driver_calls::{current_device, driver};
 
 /// `CU_LIMIT_STACK_SIZE`.
 const STACK_SIZE: c_int = 0;
+/// `CU_LIMIT_MALLOC_HEAP_SIZE`.
+const MALLOC_HEAP_SIZE: c_int = 2;
 
 hooks! {
     /// `cuCtxSetLimit` (CUDA 3.1).
@@ -19,17 +22,24 @@ hooks! {
         let (Ok(device), context) = (current_device(), contexts::current_id()) else {
             return driver_call(limit, value);
         };
-        if limit != STACK_SIZE || context == 0 {
+        if ![STACK_SIZE, MALLOC_HEAP_SIZE].contains(&limit) || context == 0 {
             return driver_call(limit, value);
         }
-        if context_registry::charge_limit(context, device, value as u64).is_err() {
+        let charged = match limit {
+            STACK_SIZE => context_registry::charge_limit(context, device, value as u64),
+            _ => context_registry::charge_heap(context, device, value as u64),
+        };
+        if charged.is_err() {
             return curesult::OUT_OF_MEMORY;
         }
         let answer = driver_call(limit, value);
         let mut now = 0;
         // The driver rounds the limit, and a refused call leaves the old one.
         if driver!(cuCtxGetLimit(&raw mut now => *mut usize, limit => c_int)) == curesult::SUCCESS {
-            context_registry::limit_set(context, device, now as u64);
+            match limit {
+                STACK_SIZE => context_registry::limit_set(context, device, now as u64),
+                _ => context_registry::heap_set(context, device, now as u64),
+            }
         }
         answer
     };

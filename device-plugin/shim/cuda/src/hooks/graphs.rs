@@ -3,12 +3,16 @@
 
 use std::ffi::{c_char, c_int};
 
-use super::hooks;
+use super::{contexts, hooks};
 use crate::curesult::{self, CuResult};
-use crate::driver_calls::driver;
 use crate::driver_calls::streams::per_thread;
+use crate::driver_calls::{current_device, driver};
+use crate::graph_nodes::{self, NodeCounts};
 use crate::graphs::{self, Needs};
 
+/// `CU_GRAPH_NODE_TYPE_KERNEL`, and the last of those that compute or copy.
+const NODE_TYPE_KERNEL: c_int = 0;
+const NODE_TYPE_HOST: c_int = 3;
 /// `CU_GRAPH_NODE_TYPE_GRAPH`.
 const NODE_TYPE_GRAPH: c_int = 4;
 /// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
@@ -50,14 +54,23 @@ pub(crate) struct InstantiateParams {
     result: c_int,
 }
 
-/// Returns what a graph's memory nodes allocate on each device.
-fn needs(graph: u64) -> Needs {
-    let mut needs = Needs::new();
-    add_needs(graph, MAX_DEPTH, &mut needs);
-    needs
+/// What an executable graph takes.
+#[derive(Default)]
+struct Takes {
+    /// What its memory nodes allocate on each device.
+    needs: Needs,
+    counts: NodeCounts,
 }
 
-fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
+/// Returns what a graph takes, with its child graphs.
+fn takes(graph: u64) -> Takes {
+    let mut takes = Takes::default();
+    add_nodes(graph, MAX_DEPTH, &mut takes);
+    takes
+}
+
+fn add_nodes(graph: u64, depth: usize, takes: &mut Takes) {
+    takes.counts.roots += roots(graph);
     for node in nodes(graph) {
         let mut kind = 0;
         if driver!(cuGraphNodeGetType(node => u64, &raw mut kind => *mut c_int))
@@ -66,6 +79,7 @@ fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
             continue;
         }
         match kind {
+            NODE_TYPE_KERNEL..=NODE_TYPE_HOST => takes.counts.nodes += 1,
             NODE_TYPE_MEM_ALLOC => {
                 let mut found = MemAllocNodeParams::default();
                 let code = driver!(cuGraphMemAllocNodeGetParams(
@@ -73,7 +87,7 @@ fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
                 ));
                 if code == curesult::SUCCESS && found.location_kind == LOCATION_TYPE_DEVICE {
                     let bytes = (found.bytes as u64).checked_next_multiple_of(ALIGNMENT);
-                    let need = needs.entry(found.location).or_default();
+                    let need = takes.needs.entry(found.location).or_default();
                     need.add(bytes.unwrap_or(u64::MAX));
                 }
             }
@@ -83,11 +97,24 @@ fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
                     node => u64, &raw mut child => *mut u64,
                 ));
                 if code == curesult::SUCCESS {
-                    add_needs(child, depth - 1, needs);
+                    add_nodes(child, depth - 1, takes);
                 }
             }
             _ => {}
         }
+    }
+}
+
+/// Returns how many nodes of a graph depend on no other.
+fn roots(graph: u64) -> u64 {
+    let (none, mut count) = (std::ptr::null_mut::<u64>(), 0_usize);
+    let code = driver!(cuGraphGetRootNodes(
+        graph => u64, none => *mut u64, &raw mut count => *mut usize,
+    ));
+    if code == curesult::SUCCESS {
+        count as u64
+    } else {
+        1
     }
 }
 
@@ -111,36 +138,37 @@ fn nodes(graph: u64) -> Vec<u64> {
     nodes
 }
 
-/// Records the needs of a graph that was just instantiated.
-fn on_instantiated(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
-    if answer == curesult::SUCCESS && !executable.is_null() {
-        // SAFETY: not null, and the driver has just written it.
-        graphs::instantiated(unsafe { executable.read() }, needs(graph));
+/// Instantiates a graph by `call`, and charges what its nodes take. Its memory nodes take theirs
+/// later, or at once where the graph is uploaded too.
+fn instantiate(
+    out: *mut u64,
+    graph: u64,
+    uploads: bool,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    if out.is_null() {
+        return call();
+    }
+    let Takes { needs, counts } = takes(graph);
+    // SAFETY: not null, and read only where the driver has written it.
+    let executable = || unsafe { out.read() };
+    let call = || match uploads && !needs.is_empty() {
+        true => graphs::charge_upload(&needs, function, call),
+        false => call(),
+    };
+    let place = (current_device().unwrap_or(0), contexts::current_id());
+    let answer = graph_nodes::instantiate(counts, place, function, call, executable);
+    if answer == curesult::SUCCESS {
+        graphs::instantiated(executable(), needs);
     }
     answer
 }
 
-/// Instantiates a graph, and charges its memory where the flags upload it too.
-fn instantiate_with_params(
-    executable: *mut u64,
-    graph: u64,
-    parameters: *const InstantiateParams,
-    function: &str,
-    call: impl FnOnce() -> CuResult,
-) -> CuResult {
+/// Returns whether parameters let the instantiation upload the graph too.
+fn uploads(parameters: *const InstantiateParams) -> bool {
     // SAFETY: by the prototype the pointer is null or points to parameters.
-    let uploads = !parameters.is_null() && unsafe { (*parameters).flags } & INSTANTIATE_UPLOAD != 0;
-    let answer = match uploads {
-        true => {
-            let needs = needs(graph);
-            match needs.is_empty() {
-                true => call(),
-                false => graphs::charge_upload(&needs, function, call),
-            }
-        }
-        false => call(),
-    };
-    on_instantiated(answer, executable, graph)
+    !parameters.is_null() && unsafe { (*parameters).flags } & INSTANTIATE_UPLOAD != 0
 }
 
 /// Launches or uploads a graph.
@@ -160,25 +188,25 @@ fn launch(
 hooks! {
     /// `cuGraphInstantiate` (CUDA 10.0).
     fn cuGraphInstantiate(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |driver_call| {
-        on_instantiated(driver_call(out, graph, node, log, len), out, graph)
+        instantiate(out, graph, false, "cuGraphInstantiate", || driver_call(out, graph, node, log, len))
     };
     /// `cuGraphInstantiate` (CUDA 11.0).
     fn cuGraphInstantiate_v2(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |driver_call| {
-        on_instantiated(driver_call(out, graph, node, log, len), out, graph)
+        instantiate(out, graph, false, "cuGraphInstantiate_v2", || driver_call(out, graph, node, log, len))
     };
     /// `cuGraphInstantiateWithFlags` (CUDA 11.4), since 12.0 `cuGraphInstantiate`.
     fn cuGraphInstantiateWithFlags(out: *mut u64, graph: u64, flags: u64) = |driver_call| {
-        on_instantiated(driver_call(out, graph, flags), out, graph)
+        instantiate(out, graph, false, "cuGraphInstantiateWithFlags", || driver_call(out, graph, flags))
     };
     /// `cuGraphInstantiateWithParams` (CUDA 12.0).
     fn cuGraphInstantiateWithParams(out: *mut u64, graph: u64, parameters: *mut InstantiateParams) = |driver_call| {
         let call = || driver_call(out, graph, parameters);
-        instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+        instantiate(out, graph, uploads(parameters), "cuGraphInstantiateWithParams", call)
     };
     /// `cuGraphInstantiateWithParams` for the per-thread default stream.
     fn cuGraphInstantiateWithParams_ptsz(out: *mut u64, graph: u64, parameters: *mut InstantiateParams) = |driver_call| {
         let call = || driver_call(out, graph, parameters);
-        instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+        instantiate(out, graph, uploads(parameters), "cuGraphInstantiateWithParams", call)
     };
     /// `cuGraphUpload` (CUDA 11.1).
     fn cuGraphUpload(graph: u64, stream: u64) = |driver_call| {
@@ -199,6 +227,7 @@ hooks! {
     /// `cuGraphExecDestroy` (CUDA 10.0). Its memory stays in the graph pool.
     fn cuGraphExecDestroy(graph: u64) = |driver_call| {
         // Forgotten before the call: another thread may get the same handle after it.
+        graph_nodes::destroyed(graph);
         if graphs::may_have_memory() {
             graphs::destroyed(graph);
         }

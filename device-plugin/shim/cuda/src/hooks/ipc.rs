@@ -12,6 +12,7 @@ use super::hooks;
 use super::vmm::with_export;
 use crate::accounting::{self, ALLOC_TABLE};
 use crate::alloc_table::{Charge, ShareState};
+use crate::chunks;
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::driver;
 use crate::pools::POOLS;
@@ -38,6 +39,11 @@ fn share(address: u64, share: ShareState, call: impl FnOnce() -> CuResult) -> Cu
     let Some((start, charge)) = known else {
         return call();
     };
+    if charge.share == ShareState::OfChunk {
+        let answer = chunks::share(charge.units, share, call);
+        let _ = ALLOC_TABLE.insert(start, charge);
+        return answer;
+    }
     let newly_exported = charge.share == ShareState::Private;
     let after = Charge {
         share: charge.share.max(share),

@@ -6,6 +6,7 @@ use std::ffi::c_uint;
 use super::rounding::driver_size;
 use super::{allocate, hooks};
 use crate::accounting::{self, Account};
+use crate::chunks::{self, MAX_PIECE};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::{current_device, driver};
 use crate::eviction;
@@ -33,13 +34,18 @@ hooks! {
             return curesult::OUT_OF_MEMORY;
         };
         let (account, function) = (Account::Device(device), "cuMemAlloc_v2");
+        let is_piece = bytes as u64 <= MAX_PIECE;
         let mut allocated = 0;
         let call = || match driver_call(&raw mut allocated, bytes) {
+            curesult::SUCCESS if is_piece => Ok((allocated, bytes as u64)),
             curesult::SUCCESS => Ok((allocated, size)),
             code => Err(code),
         };
         let call = || eviction::allocate(account, size, function, call);
-        let answer = allocate(account, size, function, call, free);
+        let answer = match is_piece {
+            true => chunks::allocate(account, function, call, free),
+            false => allocate(account, size, function, call, free),
+        };
         if answer == curesult::SUCCESS {
             // SAFETY: not null, and by the prototype a pointer of this type.
             unsafe { pointer.write(allocated) };
@@ -68,13 +74,18 @@ hooks! {
             return curesult::OUT_OF_MEMORY;
         };
         let (account, function) = (Account::Device(device), "cuMemAllocPitch_v2");
+        let is_piece = row.and_then(|row| row.checked_mul(height as u64)) <= Some(MAX_PIECE);
         let (mut allocated, mut row) = (0, 0);
         let call = || match driver_call(&raw mut allocated, &raw mut row, width, height, element) {
+            curesult::SUCCESS if is_piece => Ok((allocated, row as u64 * height as u64)),
             curesult::SUCCESS => Ok((allocated, size(row as u64).unwrap_or(u64::MAX))),
             code => Err(code),
         };
         let call = || eviction::allocate(account, estimate, function, call);
-        let answer = allocate(account, estimate, function, call, free);
+        let answer = match is_piece {
+            true => chunks::allocate(account, function, call, free),
+            false => allocate(account, estimate, function, call, free),
+        };
         if answer == curesult::SUCCESS {
             // SAFETY: neither is null, and by the prototype they are of these types.
             unsafe {
@@ -96,7 +107,11 @@ hooks! {
             curesult::SUCCESS => Ok((allocated, bytes as u64)),
             code => Err(code),
         };
-        let answer = allocate(Account::Managed, bytes as u64, "cuMemAllocManaged", call, free);
+        let function = "cuMemAllocManaged";
+        let answer = match bytes as u64 <= MAX_PIECE {
+            true => chunks::allocate(Account::Managed, function, call, free),
+            false => allocate(Account::Managed, bytes as u64, function, call, free),
+        };
         if answer == curesult::SUCCESS {
             // SAFETY: not null, and by the prototype a pointer of this type.
             unsafe { pointer.write(allocated) };

@@ -1,8 +1,8 @@
-//! Charges variables in managed memory (`__managed__`) when the program looks them up.
+//! Charges variables (`__managed__`, `__device__`, `__constant__`) when the program looks them up.
 //!
-//! The driver allocates them when it loads the module, and does not report their size then. The
-//! CUDA runtime looks up each of them after the load. A program that looks up none is found by the
-//! agent's audit, which reads the mappings of managed memory.
+//! The driver allocates them when it loads the module (fact F26), and does not report their size
+//! then. The CUDA runtime looks up each of them after the load. A program that looks up none is found
+//! by the agent's audit, which reads the mappings of managed memory, or the agent settles them.
 //!
 //! The lock is held over requests to the agent, for seconds at most.
 #![allow(non_snake_case)]
@@ -13,7 +13,7 @@ use super::{contexts, hooks};
 use crate::accounting::{self, Account, Denied};
 use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
-use crate::driver_calls::driver;
+use crate::driver_calls::{current_device, driver};
 use crate::fork_local::ForkLocal;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
@@ -66,14 +66,20 @@ fn charge(
     bytes: usize,
     function: &str,
 ) -> Result<(), Denied> {
-    if pointer == 0 || bytes == 0 || !is_managed(pointer) {
+    if pointer == 0 || bytes == 0 {
         return Ok(());
     }
+    let (account, context) = match (is_managed(pointer), current_device()) {
+        (true, _) => (Account::Managed, context),
+        // It is of the current context, also where its library belongs to none.
+        (false, Ok(device)) => (Account::Device(device), contexts::current_id()),
+        (false, Err(_)) => return Ok(()),
+    };
     let mut known = VARIABLES.lock();
     if known.iter().any(|variable| variable.pointer == pointer) {
         return Ok(());
     }
-    let charge = accounting::charge(Account::Managed, bytes as u64, function)?.into_charge();
+    let charge = accounting::charge(account, bytes as u64, function)?.into_charge();
     known.push(Variable {
         owner,
         context,
@@ -84,7 +90,7 @@ fn charge(
 }
 
 /// Looks a variable up by `driver_call`, which takes places for its address and its size. Charges
-/// it if it is managed memory; where that is denied, the program gets neither.
+/// it; where that is denied, the program gets neither.
 ///
 /// # Safety
 /// `pointer` and `bytes` are null or can be written.

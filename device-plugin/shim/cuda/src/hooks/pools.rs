@@ -95,7 +95,7 @@ fn free_linear(
 ) -> CuResult {
     let answer = driver_call();
     if answer == curesult::SUCCESS {
-        deferred_free::add(stream, charge);
+        deferred_free::add(stream, pointer, charge);
     } else {
         // The driver did not free the memory, so the charge stays.
         let _ = ALLOC_TABLE.insert(pointer, charge);

@@ -1,27 +1,24 @@
 //! Rounds a request of linear memory or of an array to the bytes that the driver takes for it.
 //!
-//! Requests above 1 MiB take whole multiples of 2 MiB. Smaller ones are cut from chunks of 2 MiB,
-//! each of which serves requests of one size. This was measured on an H200 with driver 580. Another
-//! driver may round differently, which the agent's audit notices (`docs/adr/0026-*`).
+//! Requests above 1 MiB take whole multiples of 2 MiB (fact F22). Smaller ones are pieces of chunks,
+//! which `chunks` and `array_chunks` charge. Another driver may round differently, which the agent's
+//! audit notices (`docs/adr/0026-*`).
 
-/// The granularity in which the driver takes memory of a GPU.
-const CHUNK: u64 = 2 << 20;
-/// The largest request that shares a chunk with others.
-const MAX_SUBALLOCATION: u64 = 1 << 20;
-/// Suballocations of a chunk start at multiples of this.
-const SUBALLOCATION_ALIGNMENT: u64 = 512;
+use crate::chunks::{CHUNK, MAX_PIECE};
 
-/// Returns the bytes that a request of `bytes` takes of the GPU, or `None` on overflow.
+/// Pieces take multiples of this.
+const PIECE_GRANULARITY: u64 = 512;
+
+/// Returns the bytes of the whole chunks that hold a request, or `None` on overflow.
 pub(crate) fn driver_size(bytes: u64) -> Option<u64> {
-    if bytes > MAX_SUBALLOCATION {
-        return bytes.checked_next_multiple_of(CHUNK);
-    }
-    // The driver cuts a chunk into as many equal pieces as fit, of at least 512 bytes.
-    let pieces = CHUNK
-        / bytes
-            .next_multiple_of(SUBALLOCATION_ALIGNMENT)
-            .max(SUBALLOCATION_ALIGNMENT);
-    Some(CHUNK.div_ceil(pieces))
+    bytes.checked_next_multiple_of(CHUNK)
+}
+
+/// Returns how many pieces of `bytes` fill a chunk; `None` for a request that is no piece.
+pub(crate) fn pieces_of_chunk(bytes: u64) -> Option<u32> {
+    let piece = bytes.max(1).next_multiple_of(PIECE_GRANULARITY);
+    let pieces = CHUNK / piece;
+    (bytes <= MAX_PIECE).then(|| u32::try_from(pieces).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]
@@ -32,7 +29,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn request_above_a_mebibyte_takes_whole_chunks() {
+    fn request_takes_whole_chunks() {
+        assert_eq!(driver_size(1), Some(2 * MIB));
         assert_eq!(driver_size(MIB + 1), Some(2 * MIB));
         assert_eq!(driver_size(2 * MIB), Some(2 * MIB));
         assert_eq!(driver_size(2 * MIB + 1), Some(4 * MIB));
@@ -41,12 +39,16 @@ mod tests {
     }
 
     #[test]
-    fn small_request_takes_its_share_of_a_chunk() {
-        assert_eq!(driver_size(MIB), Some(MIB));
-        assert_eq!(driver_size(768 * KIB), Some(MIB));
-        assert_eq!(driver_size(512 * KIB + 1), Some((2 * MIB).div_ceil(3)));
-        assert_eq!(driver_size(256 * KIB + 1), Some((2 * MIB).div_ceil(7)));
-        assert_eq!(driver_size(256 * KIB), Some(256 * KIB));
-        assert!(driver_size(1).is_some_and(|bytes| bytes <= KIB));
+    fn pieces_fill_a_chunk_as_measured() {
+        for (bytes, pieces) in [
+            (1, 4096),
+            (513, 2048),
+            (64 * KIB, 32),
+            (768 * KIB, 2),
+            (MIB, 2),
+        ] {
+            assert_eq!(pieces_of_chunk(bytes), Some(pieces), "{bytes}");
+        }
+        assert_eq!(pieces_of_chunk(MIB + 1), None);
     }
 }

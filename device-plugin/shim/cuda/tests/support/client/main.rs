@@ -13,6 +13,7 @@
 //! unarray HANDLE, unmipmap HANDLE -> ok | err CODE
 //! greedy BYTES    -> ok COUNT CODE
 //! churn N BYTES   -> ok NANOSECONDS        (N times alloc and free)
+//! churns T N BYTES -> ok NANOSECONDS       (the same in T threads)
 //! query N         -> ok NANOSECONDS        (N times a forwarded call)
 //! bare NAME       -> ok | err CODE         (a function, with null arguments)
 //! missing         -> err CODE              (a function that the driver lacks)
@@ -43,7 +44,7 @@
 //! exec            -> ready                 (a new image of the same process)
 //! ```
 //!
-//! More of them are in [`pools`], [`poison`], [`vmm`] and [`storm`].
+//! More of them are in [`pools`], [`poison`], [`vmm`], [`chunks`] and [`storm`].
 
 use std::ffi::CStr;
 use std::io::{BufRead, Write};
@@ -71,6 +72,7 @@ macro_rules! call {
     }};
 }
 
+mod chunks;
 mod poison;
 mod pools;
 mod storm;
@@ -356,7 +358,7 @@ fn say(result: Result<String, i32>) -> String {
 
 fn run(cuda: &Cuda, line: &str) -> String {
     let words: Vec<&str> = line.split_whitespace().collect();
-    let others = [pools::run, vmm::run, poison::run];
+    let others = [pools::run, vmm::run, poison::run, chunks::run];
     if let Some(answer) = others.iter().find_map(|run| run(cuda, &words)) {
         return answer;
     }
@@ -480,6 +482,18 @@ fn run(cuda: &Cuda, line: &str) -> String {
                 let pointer = cuda.alloc(number(2)).expect("there is room");
                 assert_eq!(cuda.free(pointer), 0);
             }
+            format!("ok {}", start.elapsed().as_nanos())
+        }
+        "churns" => {
+            let (context, start) = (cuda.current().expect("no error"), Instant::now());
+            at_once(number(1), || {
+                call!(cuda, c"cuCtxSetCurrent", (context => u64));
+                for _ in 0..number(2) {
+                    let pointer = cuda.alloc(number(3)).expect("there is room");
+                    assert_eq!(cuda.free(pointer), 0);
+                }
+                0
+            });
             format!("ok {}", start.elapsed().as_nanos())
         }
         "query" => {

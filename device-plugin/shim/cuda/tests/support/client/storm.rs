@@ -11,13 +11,14 @@
 //! `USED` is what is held after the last call, `LONGEST` nanoseconds. A bucket counts the calls
 //! that took up to two to the power of its place nanoseconds.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use super::Cuda;
 use rng::Rng;
 
 #[path = "../../soak/rng.rs"]
-mod rng;
+pub(super) mod rng;
 
 /// Buckets of the histogram: the last one ends at 2^39 ns, nine minutes.
 const BUCKETS: usize = 40;
@@ -25,8 +26,8 @@ const BUCKETS: usize = 40;
 const OUT_OF_MEMORY: i32 = 2;
 const INVALID_CONTEXT: i32 = 201;
 
-/// The smallest size. The driver takes powers of two up to [`PIECE`] and multiples of [`CHUNK`]
-/// without rounding. So the sum of sizes is what it charges.
+/// The smallest size. The driver takes multiples of [`CHUNK`] without rounding, and chunks for
+/// pieces.
 const SMALLEST: u64 = 4096;
 const PIECE: u64 = 1 << 20;
 const CHUNK: u64 = 2 << 20;
@@ -68,8 +69,13 @@ impl Storm {
         }
     }
 
+    /// Returns what the driver takes: the chunks that hold pieces, and whole chunks.
     fn used(&self) -> u64 {
-        self.held.iter().map(|(_, bytes)| bytes).sum()
+        let is_piece = |(_, bytes): &&(u64, u64)| *bytes <= PIECE;
+        let pieces = self.held.iter().filter(is_piece);
+        let chunks: BTreeSet<u64> = pieces.map(|(pointer, _)| pointer / CHUNK).collect();
+        let whole = self.held.iter().filter(|held| !is_piece(held));
+        chunks.len() as u64 * CHUNK + whole.map(|(_, bytes)| bytes).sum::<u64>()
     }
 
     fn storm(&mut self, cuda: &Cuda, mut rng: Rng, count: u64, share: u64) -> String {
