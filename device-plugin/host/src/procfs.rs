@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_ledger::units::PodUid;
@@ -118,6 +118,11 @@ impl Stat {
         self.exiting && self.threads <= 1
     }
 
+    /// Whether the thread group leader has exited or is exiting.
+    pub fn is_ending(&self) -> bool {
+        self.exiting
+    }
+
     /// Whether the thread group leader has exited while other threads run.
     pub fn has_zombie_leader(&self) -> bool {
         self.exiting && self.threads > 1
@@ -128,6 +133,19 @@ impl Stat {
         // The kernel shows ticks of 10 ms on every machine (`USER_HZ`).
         Duration::from_millis(self.start_ticks.saturating_mul(10))
     }
+}
+
+/// The folder below `proc` with the files of a process that lives: of another thread where the first
+/// one has ended, because the kernel shows no memory, mounts or cgroup of an ended one. None where
+/// no thread lives.
+pub fn living_folder(proc: &Path, pid: u32, stat: &Stat) -> Option<PathBuf> {
+    let folder = proc.join(pid.to_string());
+    if !stat.has_zombie_leader() {
+        return (!stat.has_exited()).then_some(folder);
+    }
+    let first = pid.to_string();
+    let mut threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
+    Some(threads.find(|thread| *thread.file_name() != *first)?.path())
 }
 
 /// The current time in clock ticks since boot, the unit of process start times.
@@ -353,7 +371,7 @@ mod tests {
 
     /// The source files that may read files directly: not of tenants' processes, or with bounds of
     /// their own.
-    const READERS: [&str; 15] = [
+    const READERS: [&str; 16] = [
         "config/src/lib.rs",
         "enforcement/src/attestation/device_access.rs",
         "gpu/src/mig.rs",
@@ -369,6 +387,7 @@ mod tests {
         "retained/src/tokens/key.rs",
         "sessions/src/checkpoint.rs",
         "sessions/src/context_size.rs",
+        "sessions/src/peer.rs",
     ];
 
     /// Collects the source files below a directory, without tests.

@@ -17,9 +17,10 @@ mod grant;
 mod host_view;
 mod processes;
 mod rights;
+mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -31,10 +32,10 @@ use bursar_ledger::units::{AllocationId, PodUid};
 use bursar_node::cdi::CdiDir;
 
 use super::evaluate::{self, EnforcementGap};
-use super::mounts::MountTable;
 use grant::ContainerGrant;
 use processes::ProcessRecord;
 use rights::{DeviceCheck, RightsRecord};
+use view::ContainerView;
 
 pub use attested::AttestedProcess;
 pub(crate) use attested::{AttestationTarget, AttestedContainer};
@@ -69,6 +70,8 @@ pub(crate) struct PodAttestor {
     processes: BTreeMap<u32, ProcessRecord>,
     /// The processes that have changed and were not reread, each with the time of the change.
     waiting_since: BTreeMap<u32, Instant>,
+    /// The containers whose mounts no process shows, each with the time since then.
+    hidden_since: BTreeMap<PathBuf, Instant>,
 }
 
 /// A container, identified by its first process.
@@ -103,13 +106,18 @@ impl PodAttestor {
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
             waiting_since: BTreeMap::new(),
+            hidden_since: BTreeMap::new(),
         }
     }
 
     /// Attests the running containers with GPUs in the pod.
     pub(crate) fn probe(
         &mut self,
-        AttestationTarget { pod, cgroup }: &AttestationTarget,
+        AttestationTarget {
+            pod,
+            cgroup,
+            allocations,
+        }: &AttestationTarget,
         host: &HostView,
     ) -> Vec<AttestedContainer> {
         let (mut found, mut folders, mut alive) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
@@ -130,12 +138,15 @@ impl PodAttestor {
             }
             found.extend(attested);
         }
+        found.extend(self.hidden_containers(pod, &found, allocations, host.now));
         self.containers.retain(|folder, _| folders.contains(folder));
+        self.hidden_since
+            .retain(|folder, _| folders.contains(folder));
         self.processes.retain(|pid, _| alive.contains(pid));
         self.waiting_since.retain(|pid, _| alive.contains(pid));
-        let allocations: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
+        let attested: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
         self.grants
-            .retain(|allocation, _| allocations.contains(allocation));
+            .retain(|allocation, _| attested.contains(allocation));
         found
     }
 
@@ -168,9 +179,18 @@ impl PodAttestor {
         if rights.is_some() && allocation.is_none() {
             return None;
         }
-        let (mounts, are_complete) = self.read_mounts(first)?;
+        let Some(view) = self.read_view(processes) else {
+            return self.attest_hidden(pod, folder, processes, host, room);
+        };
+        self.hidden_since.remove(folder);
+        let ContainerView {
+            folder: reader,
+            namespace,
+            mounts,
+            are_complete,
+        } = &view;
         // A container that hides the identifying mount later keeps its allocation.
-        let allocation = allocation.or_else(|| self.allocation_of(&mounts, &host.own_mounts));
+        let allocation = allocation.or_else(|| self.allocation_of(mounts, &host.own_mounts));
         let grant = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
         let is_set_up =
             evaluate::is_set_up(stat.forked, host.uptime.saturating_sub(stat.start_time()));
@@ -179,7 +199,8 @@ impl PodAttestor {
             Some(rights) => rights,
             None => {
                 let check = |grant| {
-                    self.check_rights(folder, (first, stat), &mounts, grant, device_check, host)
+                    let view = (reader.as_path(), mounts);
+                    self.check_rights(folder, (first, stat), view, grant, device_check, host)
                 };
                 let rights = checked_grant.map(check).unwrap_or_default();
                 let container = ContainerRecord {
@@ -194,21 +215,17 @@ impl PodAttestor {
             }
         };
         let of_mounts = match are_complete {
-            true => checked_grant.and_then(|grant| evaluate::check_mounts(&grant.mounts, &mounts)),
+            true => checked_grant.and_then(|grant| evaluate::check_mounts(&grant.mounts, mounts)),
             false => checked_grant
                 .map(|_| EnforcementGap::not_attested("it has too many mounts to be read")),
         };
         let allocation = grant.and(allocation)?;
-        let namespace = self.read_link(first, "ns/mnt");
-        let (running, uses) = self.probe_processes(processes, (&namespace, &mounts), host, room);
+        let (running, uses) = self.probe_processes(processes, (namespace, mounts), host, room);
         let RightsRecord { gap, minor_gap, .. } = rights;
         Some(AttestedContainer {
-            allocation,
-            pod: pod.clone(),
-            cgroup: file_name(folder),
             gap: gap.or(of_mounts).or(uses).or(minor_gap),
             processes: running,
-            host_room: None,
+            ..AttestedContainer::new(allocation, pod, file_name(folder))
         })
     }
 
@@ -235,31 +252,12 @@ impl PodAttestor {
         }
     }
 
-    /// The mounts of a container, and whether they are all; none while its first process is ending.
-    fn read_mounts(&self, first: u32) -> Option<(MountTable, bool)> {
-        let mut mounts = MountTable::default();
-        let table = self.proc_path(first, "mountinfo");
-        let read = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| mounts.add_line(line));
-        let are_complete = match read {
-            Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
-            // The runtime's mounts come first, so a truncated table still identifies the container.
-            read => read.is_ok(),
-        };
-        // A process that is ending has no mounts.
-        mounts.resolve(Path::new("/"))?;
-        Some((mounts, are_complete))
-    }
-
     fn proc_path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {
         self.paths.proc.join(pid.to_string()).join(file)
     }
 
     fn read_text(&self, pid: impl std::fmt::Display, file: &str) -> io::Result<String> {
         procfs::read_small(&self.proc_path(pid, file))
-    }
-
-    fn read_link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {
-        std::fs::read_link(self.proc_path(pid, file)).ok()
     }
 }
 

@@ -170,12 +170,20 @@ impl PodAttestation {
 }
 
 fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
-    let pods = containers.iter().filter_map(|container| {
-        let cgroup = container.cgroup.clone()?;
-        Some((container.pod.clone(), cgroup))
-    });
-    let pods: BTreeMap<_, _> = pods.collect();
-    pods.into_iter()
-        .map(|(pod, cgroup)| AttestationTarget { pod, cgroup })
-        .collect()
+    let mut targets: BTreeMap<PodUid, AttestationTarget> = BTreeMap::new();
+    for container in containers {
+        let Some(cgroup) = container.cgroup.clone() else {
+            continue;
+        };
+        let pod = container.pod.clone();
+        let target = targets
+            .entry(pod.clone())
+            .or_insert_with(|| AttestationTarget {
+                pod,
+                cgroup,
+                allocations: BTreeSet::new(),
+            });
+        target.allocations.insert(container.allocation);
+    }
+    targets.into_values().collect()
 }

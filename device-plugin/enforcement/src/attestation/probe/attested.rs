@@ -15,6 +15,8 @@ pub(crate) struct AttestationTarget {
     pub pod: PodUid,
     /// The pod's cgroup.
     pub cgroup: PathBuf,
+    /// The allocations of the pod's containers.
+    pub allocations: BTreeSet<AllocationId>,
 }
 
 /// A running container with a GPU.
@@ -32,6 +34,20 @@ pub(crate) struct AttestedContainer {
     pub processes: BTreeMap<u32, AttestedProcess>,
     /// The host memory that the container can still have; none where its limits are unknown.
     pub host_room: Option<ContainerRoom>,
+}
+
+impl AttestedContainer {
+    /// A container of which nothing else is known.
+    pub(super) fn new(allocation: AllocationId, pod: &PodUid, cgroup: String) -> Self {
+        Self {
+            allocation,
+            pod: pod.clone(),
+            cgroup,
+            gap: None,
+            processes: BTreeMap::new(),
+            host_room: None,
+        }
+    }
 }
 
 /// A process of a container with a GPU.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_host::procfs::{self, Stat};
@@ -50,7 +50,7 @@ impl PodAttestor {
                 break;
             }
             self.waiting_since.remove(&pid);
-            let (uses, read) = match self.probe_process(pid, first, host) {
+            let (uses, read) = match self.probe_process(pid, &stat, first, host) {
                 Ok(Some((uses, read))) => (Some(uses), read),
                 Ok(None) => continue,
                 Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS_BOUNDS.bytes),
@@ -109,6 +109,8 @@ impl PodAttestor {
     fn needs_reading(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
         let fresh = |record: &ProcessRecord| {
             let same = match record.driver_use {
+                // The kernel shows no size where the first thread has ended.
+                Some(_) if stat.has_zombie_leader() => false,
                 Some(_) => record.stat == stat,
                 None => record.stat.start_ticks == stat.start_ticks,
             };
@@ -122,12 +124,15 @@ impl PodAttestor {
     fn probe_process(
         &self,
         pid: u32,
+        stat: &Stat,
         first: (&Option<PathBuf>, &MountTable),
         host: &HostView,
     ) -> io::Result<Option<(DriverUse, u64)>> {
+        let folder = procfs::living_folder(&self.paths.proc, pid, stat);
+        let folder = folder.ok_or(ErrorKind::NotFound)?;
         let mut files = DriverFiles::default();
         let (mut devices, mut managed) = (BTreeSet::new(), 0_u64);
-        let read = procfs::for_each_line(&self.proc_path(pid, "maps"), MAPS_BOUNDS, |line| {
+        let read = procfs::for_each_line(&folder.join("maps"), MAPS_BOUNDS, |line| {
             files.add_line(line);
             maps::add_device_mapping(line, &mut devices);
             managed = managed.saturating_add(maps::managed_bytes(line).unwrap_or_default());
@@ -145,12 +150,22 @@ impl PodAttestor {
             return Ok(None);
         };
         let (namespace, mounts) = first;
-        if self.read_link(pid, "ns/mnt") == *namespace {
+        if namespace.is_some() && std::fs::read_link(folder.join("ns/mnt")).ok() == *namespace {
             return Ok(Some((of_process(mounts, installed), read)));
         }
         let mut own = MountTable::default();
-        let table = self.proc_path(pid, "mountinfo");
+        let table = folder.join("mountinfo");
         let more = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| own.add_line(line))?;
+        if own.resolve(Path::new("/")).is_none() {
+            // Its root hides its mounts, so whether it has the shim is unknown.
+            let hidden = DriverUse {
+                has_shim: true,
+                device_mappings: devices,
+                managed_mapped: managed,
+                gap: Some(EnforcementGap::not_attested("a process hides its mounts")),
+            };
+            return Ok(Some((hidden, read + more)));
+        }
         Ok(Some((of_process(&own, installed), read + more)))
     }
 }

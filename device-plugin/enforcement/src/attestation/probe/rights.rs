@@ -44,11 +44,12 @@ pub(super) struct DeviceCheck {
 
 impl PodAttestor {
     /// Checks the rights of a container's first process, which limit those of all its processes.
+    /// `view` is the folder of a process that shows the container's mounts, with these.
     pub(super) fn check_rights(
         &self,
         folder: &Path,
         first: (u32, Stat),
-        mounts: &MountTable,
+        view: (&Path, &MountTable),
         grant: &ContainerGrant,
         before: Option<DeviceCheck>,
         host: &HostView,
@@ -73,12 +74,12 @@ impl PodAttestor {
         let Some(bounding) = bounding else {
             return RightsRecord::default();
         };
-        let namespace = self.read_link(pid, "ns/user");
+        let namespace = std::fs::read_link(self.proc_path(pid, "ns/user")).ok();
         let over_the_host = namespace.is_some() && namespace == host.user_namespace;
         if let Some(gap) = evaluate::check_capabilities(bounding, over_the_host) {
             return with_gap(gap);
         }
-        let Some(visible) = self.visible_gpu_nodes(pid, mounts) else {
+        let Some(visible) = self.visible_gpu_nodes(view) else {
             return with_gap(EnforcementGap::not_attested(
                 "its /dev has too many names to be read",
             ));
@@ -153,13 +154,16 @@ impl PodAttestor {
     }
 
     /// The names of GPU nodes in a container's `/dev`; none where `/dev` has too many names.
-    fn visible_gpu_nodes(&self, pid: u32, mounts: &MountTable) -> Option<BTreeSet<String>> {
+    fn visible_gpu_nodes(
+        &self,
+        (folder, mounts): (&Path, &MountTable),
+    ) -> Option<BTreeSet<String>> {
         let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
         let dev = mounts.resolve(Path::new("/dev"));
         if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.fs_type)) {
             return Some(BTreeSet::new());
         }
-        let entries = std::fs::read_dir(self.proc_path(pid, "root/dev"));
+        let entries = std::fs::read_dir(folder.join("root/dev"));
         let (mut count, mut found) = (0, BTreeSet::new());
         for entry in entries.into_iter().flatten().flatten() {
             count += 1;
