@@ -107,6 +107,8 @@ struct Audit {
     tolerance: String,
     process_allowance: String,
     kill_after: u32,
+    kill_outsiders: bool,
+    exempt_namespaces: BTreeSet<String>,
     host_programs: Vec<String>,
 }
 
@@ -215,6 +217,8 @@ impl Default for Audit {
             tolerance: "64Mi".into(),
             process_allowance: "512Mi".into(),
             kill_after: 3,
+            kill_outsiders: true,
+            exempt_namespaces: ["kube-system".to_owned()].into(),
             host_programs: Vec::new(),
         }
     }
@@ -263,6 +267,7 @@ impl ConfigFile {
             paths: paths.resolve()?,
             bind_wait: parse_bind_wait(binding.wait)?,
             host_programs: parse_programs(&audit.host_programs)?,
+            exempt_namespaces: audit.exempt_namespaces.clone(),
             audit: audit.resolve()?,
             default_context_action: parse_context_action(default)?,
             retained: retained_memory.resolve()?,
@@ -405,6 +410,8 @@ impl Audit {
             tolerance,
             process_allowance,
             kill_after,
+            kill_outsiders,
+            exempt_namespaces: _,
             host_programs: _,
         } = self;
         let wrong = |field, value: String, problem: &str| InvalidField {
@@ -427,6 +434,7 @@ impl Audit {
                 }
                 kill_after => kill_after,
             },
+            kill_outsiders,
         })
     }
 }

@@ -68,6 +68,8 @@ pub struct Config {
     pub audit: AuditConfig,
     /// The names of programs that may use GPUs outside of pods.
     pub host_programs: BTreeSet<String>,
+    /// The namespaces whose pods may use GPUs without GPU memory.
+    pub exempt_namespaces: BTreeSet<String>,
     /// The reaction to poisoned contexts in namespaces without a context policy.
     pub default_context_action: ContextAction,
     /// Retained memory.
@@ -179,6 +181,8 @@ pub struct AuditConfig {
     pub process_allowance: Bytes,
     /// The consecutive audits that have to confirm a finding before the agent kills a process.
     pub kill_after: u32,
+    /// Whether the agent kills processes of pods without GPU memory too, which use a GPU.
+    pub kill_outsiders: bool,
 }
 
 /// The reaction to a container that exceeds its quota or uses untracked memory.
@@ -282,6 +286,7 @@ mod tests {
         assert_eq!(config.http_listen.port(), 9445);
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
+        assert!(config.audit.kill_outsiders);
         assert_eq!(config.default_context_action, ContextAction::Process);
         assert!(config.retained.enabled);
         assert!(!config.allow_unscrubbed && !config.refuse_beside_other_plugins);
@@ -325,6 +330,8 @@ mod tests {
             tolerance = "128Mi"
             process-allowance = "512Mi"
             kill-after = 5
+            kill-outsiders = false
+            exempt-namespaces = ["gpu-operator"]
             host-programs = ["nvidia-persistenced", "Xorg"]
             [context-policy]
             default = "Report"
@@ -377,11 +384,13 @@ mod tests {
             },
             bind_wait: Duration::from_millis(2_500),
             host_programs: ["nvidia-persistenced", "Xorg"].map(str::to_owned).into(),
+            exempt_namespaces: ["gpu-operator".to_owned()].into(),
             audit: AuditConfig {
                 policy: AuditPolicy::Kill,
                 tolerance: Bytes::mib(128),
                 process_allowance: Bytes::mib(512),
                 kill_after: 5,
+                kill_outsiders: false,
             },
             default_context_action: ContextAction::Report,
             retained: RetainedConfig {

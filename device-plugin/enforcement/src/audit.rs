@@ -4,6 +4,8 @@
 //! |---|---|
 //! | [`collect`] | asks NVML about every GPU, with a deadline |
 //! | [`compare`] | compares the driver's figures with the accounts: pure |
+//! | `device_users` | finds processes of pods that have the driver's device nodes mapped |
+//! | `listings` | remembers since when the driver lists each process: pure |
 //! | [`consecutive`] | counts in how many audits a finding was present: pure |
 //! | [`policy`] | decides what follows a finding: pure |
 //! | `pod_attestations` | probes the containers of each pod, and leaves out a pod that hangs |
@@ -20,9 +22,11 @@ pub mod collect;
 pub mod compare;
 pub mod consecutive;
 mod denials;
+mod device_users;
 pub mod events;
 pub mod eviction;
 pub mod kill;
+mod listings;
 pub mod metrics;
 pub mod namespace_usage;
 mod pod_attestations;

@@ -55,6 +55,9 @@ pub(crate) enum HoldersError {
         command: u32,
         status: u32,
     },
+    /// The answer is full, so that processes may be missing: a tenant may have many clients.
+    #[error("the kernel module lists {MAX_PIDS} processes, and maybe not all")]
+    Incomplete,
     /// The answer does not list this process, so its layout is unknown.
     #[error("the kernel module's answer has another layout than {GET_PIDS:#x} had")]
     UnknownLayout,
@@ -180,20 +183,44 @@ struct RmClient {
     root: u32,
 }
 
-/// The bytes that each process owns of `gpu`, by its pid in this process's pid namespace. Processes
-/// that own nothing and imported memory are left out. The call may block as long as the driver
-/// does.
+/// The memory of a GPU that processes hold, by pid in this process's pid namespace. Processes with
+/// none are left out.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Holders {
+    /// The bytes that each process owns.
+    pub(crate) owned: BTreeMap<u32, Bytes>,
+    /// The bytes that each process has imported from another one, once for each import.
+    pub(crate) imported: BTreeMap<u32, Bytes>,
+}
+
+/// The holders of `gpu`. The call may block as long as the driver does.
 ///
 /// # Errors
-/// When the kernel module does not answer, or not in the known layout.
-pub(crate) fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+/// When the kernel module does not answer, not for all processes, or not in the known layout.
+pub(crate) fn query_holders(gpu: &GpuUuid) -> Result<Holders, HoldersError> {
     let client = RmClient::open(gpu)?;
     let pids = client.query_pids()?;
-    let mut holders = BTreeMap::new();
+    let mut holders = Holders::default();
     for pids in pids.chunks(MAX_INFOS) {
-        holders.extend(client.query_owned(pids)?);
+        holders.add(&*client.query_infos(pids)?);
     }
     Ok(holders)
+}
+
+impl Holders {
+    fn add(&mut self, answer: &PidInfos) {
+        let infos = answer.infos.iter().take(answer.count as usize);
+        for info in infos.filter(|info| info.status == 0) {
+            let owned = info.private.saturating_add(info.shared_owned);
+            let kinds = [
+                (&mut self.owned, owned),
+                (&mut self.imported, info.shared_imported),
+            ];
+            for (of, bytes) in kinds.into_iter().filter(|(_, bytes)| *bytes > 0) {
+                of.insert(info.pid, Bytes(bytes));
+            }
+        }
+    }
 }
 
 impl RmClient {
@@ -238,10 +265,10 @@ impl RmClient {
             pids: [0; MAX_PIDS],
         });
         self.control(SUBDEVICE_HANDLE, GET_PIDS, &mut *pids)?;
-        parse_pids(&pids, std::process::id()).ok_or(HoldersError::UnknownLayout)
+        parse_pids(&pids, std::process::id())
     }
 
-    fn query_owned(&self, pids: &[u32]) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+    fn query_infos(&self, pids: &[u32]) -> Result<Box<PidInfos>, HoldersError> {
         let mut infos = Box::new(PidInfos {
             count: 0,
             infos: [PidInfo::default(); MAX_INFOS],
@@ -251,7 +278,7 @@ impl RmClient {
             infos.count += 1;
         }
         self.control(SUBDEVICE_HANDLE, GET_PID_INFO, &mut *infos)?;
-        Ok(owned(&infos))
+        Ok(infos)
     }
 
     #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
@@ -313,21 +340,15 @@ impl RmClient {
     }
 }
 
-/// The processes of an answer; none where the answer does not list `own`.
-fn parse_pids(answer: &Pids, own: u32) -> Option<Vec<u32>> {
-    let count = usize::try_from(answer.count).ok()?;
-    let pids = answer.pids.get(..count)?;
-    pids.contains(&own).then(|| pids.to_vec())
-}
-
-/// The bytes of each process in an answer, without processes that own nothing.
-fn owned(answer: &PidInfos) -> BTreeMap<u32, Bytes> {
-    let infos = answer.infos.iter().take(answer.count as usize);
-    let owned = infos.filter(|info| info.status == 0).map(|info| {
-        let bytes = info.private.saturating_add(info.shared_owned);
-        (info.pid, Bytes(bytes))
-    });
-    owned.filter(|(_, bytes)| *bytes > Bytes::ZERO).collect()
+/// The processes of an answer, which has to list `own`.
+fn parse_pids(answer: &Pids, own: u32) -> Result<Vec<u32>, HoldersError> {
+    let pids = usize::try_from(answer.count).ok();
+    let pids = pids.and_then(|count| answer.pids.get(..count));
+    match pids {
+        Some(pids) if pids.len() == MAX_PIDS => Err(HoldersError::Incomplete),
+        Some(pids) if pids.contains(&own) => Ok(pids.to_vec()),
+        _ => Err(HoldersError::UnknownLayout),
+    }
 }
 
 #[cfg(test)]
@@ -358,15 +379,24 @@ mod tests {
 
     #[test]
     fn answer_is_believed_only_when_it_lists_the_asker() {
-        assert_eq!(parse_pids(&pids(&[7, 9]), 9), Some(vec![7, 9]));
-        assert_eq!(parse_pids(&pids(&[7]), 9), None);
+        assert_eq!(parse_pids(&pids(&[7, 9]), 9).unwrap(), [7, 9]);
+        let is_unknown = |answer| matches!(answer, Err(HoldersError::UnknownLayout));
+        assert!(is_unknown(parse_pids(&pids(&[7]), 9)));
         let mut beyond = pids(&[9]);
         beyond.count = MAX_PIDS as u32 + 1;
-        assert_eq!(parse_pids(&beyond, 9), None);
+        assert!(is_unknown(parse_pids(&beyond, 9)));
     }
 
     #[test]
-    fn imported_memory_is_not_owned() {
+    fn answer_that_is_full_is_no_answer() {
+        let all: Vec<u32> = (1..=MAX_PIDS as u32).collect();
+        let full = parse_pids(&pids(&all), 9);
+        assert!(matches!(full, Err(HoldersError::Incomplete)));
+        assert_eq!(parse_pids(&pids(&all[1..]), 9).unwrap(), all[1..]);
+    }
+
+    #[test]
+    fn imported_memory_is_apart_from_owned() {
         let info = |pid, status, [private, shared_owned, shared_imported]: [u64; 3]| PidInfo {
             pid,
             status,
@@ -384,8 +414,13 @@ mod tests {
         answer.infos[2] = info(3, 0x57, [5, 0, 0]);
         answer.infos[3] = info(4, 0, [5, 0, 0]);
         answer.infos[4] = info(5, 0, [5, 0, 0]);
-        let expected = [(1, Bytes(11)), (4, Bytes(5))];
-        assert_eq!(owned(&answer), BTreeMap::from(expected));
+        let mut holders = Holders::default();
+        holders.add(&answer);
+        let expected = Holders {
+            owned: [(1, Bytes(11)), (4, Bytes(5))].into(),
+            imported: [(1, Bytes(7)), (2, Bytes(7))].into(),
+        };
+        assert_eq!(holders, expected);
     }
 
     #[test]

@@ -31,6 +31,12 @@ pub struct GpuMemorySample {
     /// The bytes of processes without a context, which NVML does not list; empty where the driver
     /// cannot report them.
     pub contextless: BTreeMap<u32, Bytes>,
+    /// The bytes that processes have imported from others, once for each import.
+    #[serde(default)]
+    pub imported: BTreeMap<u32, Bytes>,
+    /// Whether the driver reported all holders of memory, listed by NVML or not.
+    #[serde(default)]
+    pub has_all_holders: bool,
     /// The SM utilization of processes in percent; a listed process without an entry has 0. None
     /// where it was not requested, and where the driver gives none.
     #[serde(default, skip_serializing_if = "Option::is_none")]

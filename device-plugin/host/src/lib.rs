@@ -5,6 +5,7 @@ pub mod clock;
 pub mod driver_files;
 pub mod host_memory;
 pub mod pod_cgroups;
+pub mod pod_namespaces;
 pub mod procfs;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

@@ -255,6 +255,7 @@ impl Machine {
             "environ",
             "ns",
             "root",
+            "task",
         ] {
             let real = format!("/proc/{pid}/{name}");
             std::os::unix::fs::symlink(real, folder.join(name)).unwrap();

@@ -56,7 +56,7 @@ fn tenant_program() -> &'static Path {
         let compile = Command::new("cc")
             .args(["-Wall", "-Werror", "-o"])
             .args([program.as_path(), Path::new(source)])
-            .args(["-ldl"])
+            .args(["-ldl", "-pthread"])
             .status();
         assert!(compile.unwrap().success());
         (folder, program)
@@ -178,6 +178,13 @@ impl Container {
         assert_eq!(container.read(), "ready");
         prepare(container.pid());
         machine.adopt(pod, container.pid());
+        container
+    }
+
+    /// Starts the tenant program, whose process the agent does not see yet.
+    pub(crate) async fn run_taker(machine: &Machine, pod: &Pod) -> Container {
+        let mut container = Self::run(machine, pod, PLAIN, tenant_program(), "").await;
+        assert_eq!(container.read(), "ready");
         container
     }
 

@@ -1,6 +1,7 @@
 //! Tests programs that bypass the shim. The agent reports each within two seconds, or its memory
 //! stays limited all the same.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::common::assert_within;
@@ -281,6 +282,134 @@ async fn process_that_holds_memory_without_context_is_killed() {
         took
     })
     .await;
+}
+
+/// The first process hides the container's mounts; its child takes memory past the shim. An honest
+/// neighbour has a session on the GPU.
+#[tokio::test]
+async fn process_is_killed_when_the_first_process_hides_the_mounts() {
+    for how in ["chroot", "thread"] {
+        let named = std::cell::Cell::new(Duration::ZERO);
+        assert_within(KILL_LIMIT, async || {
+            let machine = machine("policy = \"kill\"\nkill-after = 3").await;
+            let (pod, other) = (
+                admit_pod(&machine, "a").await,
+                admit_pod(&machine, "b").await,
+            );
+            let mut neighbour = Container::start(&machine, &other, PLAIN).await;
+            neighbour.ok("open libcuda.so.1");
+            neighbour.ok(&format!("alloc {GIB}"));
+            let mut hidden = Container::as_root(&machine, &pod, "").await;
+            let child = hidden.number(&format!("leave {how}"));
+            machine.adopt(&pod, u32::try_from(child).unwrap());
+            hidden.ok("open /opt/bursar/drv/cuda.so.1");
+            let start = Instant::now();
+            hidden.ok(&format!("alloc {}", 6 * GIB));
+            let kind = "untracked-process";
+            named.set(wait_for_value(&machine, "bursar_agent_findings_total", kind, 1).await);
+            wait_for_log(&machine, "allocation: Some").await;
+            crate::common::eventually("its end", || !hidden.is_alive()).await;
+            let took = start.elapsed();
+            println!("{how}: named after {:?}, ended after {took:?}", named.get());
+            tokio::time::sleep(SEVERAL_AUDITS).await;
+            neighbour.ok(&format!("alloc {GIB}"));
+            let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
+            assert_eq!(kills, Some(1));
+            took
+        })
+        .await;
+        assert!(named.get() < FINDING_LIMIT * 2, "{named:?}");
+    }
+}
+
+#[tokio::test]
+async fn process_in_a_container_without_gpu_memory_is_its_pods() {
+    assert_within(KILL_LIMIT, async || {
+        let machine = machine("policy = \"kill\"\nkill-after = 3").await;
+        let pod = admit_pod(&machine, "a").await;
+        let _container = Container::start(&machine, &pod, PLAIN).await;
+        let mut actor = machine.lab.spawn_client().unwrap();
+        machine.show(
+            actor.pid(),
+            &format!("0::/kubepods/pod{}/sidecar\n", pod.uid),
+        );
+        let start = Instant::now();
+        // One of the two GPUs is the pod's.
+        actor.request("context 0").unwrap();
+        actor.request("context 1").unwrap();
+        let untracked = r#"account="GPU- amount="untracked""#;
+        let memory = "bursar_container_memory_bytes";
+        wait_for_metric(&machine, memory, untracked, |bytes| bytes > 0).await;
+        let kills = "bursar_agent_audit_kills_total";
+        wait_for_value(&machine, kills, "", 1).await;
+        start.elapsed()
+    })
+    .await;
+}
+
+/// A process takes memory past the shim, and exits before an audit sees it. Its forked child has its
+/// files. Honest neighbours have a session, and a forked worker.
+#[tokio::test]
+async fn child_that_keeps_memory_of_an_ended_process_is_killed() {
+    assert_within(Duration::from_secs(15), async || {
+        let machine = machine("policy = \"kill\"\nkill-after = 3").await;
+        let (pod, other) = (
+            admit_pod(&machine, "a").await,
+            admit_pod(&machine, "b").await,
+        );
+        let mut neighbour = Container::start(&machine, &other, PLAIN).await;
+        neighbour.ok("open libcuda.so.1");
+        neighbour.ok(&format!("alloc {GIB}"));
+        let worker = neighbour.number("fork");
+        machine.adopt(&other, u32::try_from(worker).unwrap());
+        let mut taker = Container::run_taker(&machine, &pod).await;
+        taker.ok("open /opt/bursar/drv/cuda.so.1");
+        taker.ok(&format!("alloc {}", 6 * GIB));
+        let start = Instant::now();
+        let child = u32::try_from(taker.number("outlive")).unwrap();
+        machine.adopt(&pod, child);
+        let named = wait_for_value(&machine, "bursar_agent_findings_total", "holder", 1).await;
+        let stat = format!("/proc/{child}/stat");
+        let has_ended = || match std::fs::read_to_string(&stat) {
+            Ok(stat) => stat.contains(") Z "),
+            Err(_) => true,
+        };
+        crate::common::eventually("its end", has_ended).await;
+        println!("named after {named:?}, ended after {:?}", start.elapsed());
+        assert!(named < Duration::from_secs(12), "{named:?}");
+        let took = start.elapsed();
+        tokio::time::sleep(SEVERAL_AUDITS).await;
+        neighbour.ok(&format!("alloc {GIB}"));
+        assert!(Path::new(&format!("/proc/{worker}")).exists());
+        let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
+        assert_eq!(kills, Some(1));
+        let worker = rustix::process::Pid::from_raw(worker as i32).unwrap();
+        rustix::process::kill_process(worker, rustix::process::Signal::KILL).unwrap();
+        took
+    })
+    .await;
+}
+
+/// A pod without GPU memory uses a GPU; one in an exempt namespace does so too.
+#[tokio::test]
+async fn process_of_a_pod_without_gpu_memory_is_killed_unless_exempt() {
+    let exempt = "policy = \"kill\"\nkill-after = 3\nexempt-namespaces = [\"monitoring\"]";
+    let machine = machine(exempt).await;
+    let uid = |last: u32| format!("8b2e3f0a-1f5c-4c41-9d53-{last:012}");
+    let mut actors = Vec::new();
+    for (last, namespace) in [(1, "team"), (2, "monitoring")] {
+        let mut actor = machine.lab.spawn_client().unwrap();
+        let (uid, pod) = (uid(last), format!("{namespace}_pod_{}", uid(last)));
+        std::fs::create_dir_all(machine.path(&format!("proc/1/root/var/log/pods/{pod}"))).unwrap();
+        machine.show(actor.pid(), &format!("0::/kubepods/pod{uid}/main\n"));
+        actor.request("context 0").unwrap();
+        actors.push(actor);
+    }
+    let kills = "bursar_agent_audit_kills_total";
+    wait_for_value(&machine, kills, "", 1).await;
+    tokio::time::sleep(SEVERAL_AUDITS).await;
+    assert_eq!(metric_value(&machine, kills, "").await, Some(1));
+    actors[1].request("context 0").unwrap();
 }
 
 #[tokio::test]

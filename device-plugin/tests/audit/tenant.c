@@ -9,6 +9,9 @@
  *   export BYTES   -> ok | err N     exports memory as a descriptor
  *   park           -> ok PID         starts a process that has only that descriptor, and stays
  *   fork           -> ok PID         forks a child with all of this process's state, which stays
+ *   leave HOW      -> ok PID         goes on in a forked child. The first process changes its root
+ *                                    (chroot) or ends its main thread (thread), and waits for it
+ *   outlive        -> ok PID         goes on in a forked child with all of its files; it exits
  *   tell BYTES     -> ok | err N     writes this amount as exported into its credit page
  *   scribble       -> ok             overwrites its credit page
  *   truncate       -> ok | err N     truncates its credit page
@@ -27,12 +30,14 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <linux/prctl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -88,6 +93,25 @@ static int park(void) {
     /* exec keeps the copy and drops everything else of the driver. */
     if (dup(exported) >= 0) execl("/proc/self/exe", "tenant", "stay", NULL);
     _exit(1);
+}
+
+static void *wait_for_child(void *child) {
+    int status = 0;
+    waitpid((int)(intptr_t)child, &status, 0);
+    exit(0);
+}
+
+/* Forks a child that goes on. The first process stays in a way in which the kernel shows none of
+ * its mounts, or exits. Returns the child's pid to the child. */
+static int leave(const char *how) {
+    pthread_t thread;
+    int child = fork();
+    if (!child) return getpid();
+    if (!strcmp(how, "exit")) _exit(0);
+    if (!strcmp(how, "chroot") && !mkdir("/empty", 0700) && !chroot("/empty")) wait_for_child((void *)(intptr_t)child);
+    if (pthread_create(&thread, NULL, wait_for_child, (void *)(intptr_t)child)) exit(1);
+    syscall(SYS_exit, 0);
+    return -1;
 }
 
 static int gate[2];
@@ -178,6 +202,9 @@ int main(int count, char **words) {
             int child = fork();
             if (!child) for (;;) pause();
             printf("ok %d\n", child);
+            continue;
+        } else if (sscanf(line, "leave %511s", word) == 1 || !strncmp(line, "outlive", 7)) {
+            printf("ok %d\n", leave(*line == 'o' ? "exit" : word));
             continue;
         } else if (sscanf(line, "tell %llu", &bytes) == 1) {
             /* The first slot's `exported`, in units of 4 KiB. */

@@ -151,7 +151,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "audit::compare::tests::contextless_memory_beyond_the_quota_is_found_with_a_session",
                 "audit::compare::tests::listed_exited_process_is_unaccounted_without_an_account",
                 "holders::tests::answer_is_believed_only_when_it_lists_the_asker",
-                "holders::tests::imported_memory_is_not_owned",
+                "holders::tests::imported_memory_is_apart_from_owned",
                 "holders::tests::parameters_have_the_kernel_modules_sizes",
             ],
             ignored: false,
@@ -159,8 +159,176 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "security/hidden-mounts",
+        promise: "a container whose first process changed its root or ended its main thread keeps its allocation; its mounts are read by another process or thread, or it is not attested",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "attestation::probe::tests::container_keeps_its_allocation_when_its_first_process_hides_mounts",
+                "attestation::probe::tests::hidden_container_is_not_attested_after_5_s_when_it_was_never_seen",
+                "attestation::probe::tests::mounts_are_read_by_the_next_process_or_thread_with_the_root",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/hidden-mounts-agent",
+        promise: "the whole agent names a process past the shim within 2 s and ends it within 5 s under kill, although the container's first process changed its root or ended its main thread; a neighbour with a session is spared",
+        long: false,
+        tests: &[TestSelection {
+            target: &["--test", "audit"],
+            names: &["findings::process_is_killed_when_the_first_process_hides_the_mounts"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/pod-owns",
+        promise: "a process past the shim in any container of a pod is charged to an allocation of that pod",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::compare::tests::process_belongs_to_its_pod_when_its_container_is_unknown",
+                "audit::compare::tests::process_belongs_to_the_allocation_whose_cgroup_is_unknown",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/pod-owns-agent",
+        promise: "the whole agent charges a process in a container without GPU memory to its pod, and ends it within 5 s under kill",
+        long: false,
+        tests: &[TestSelection {
+            target: &["--test", "audit"],
+            names: &["findings::process_in_a_container_without_gpu_memory_is_its_pods"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/ended-memory",
+        promise: "memory that the driver lists for a process which is gone for 5 s is unaccounted; a process without a session that has device nodes mapped is a suspect in any container, and no honest one is",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::compare::tests::ended_process_is_charged_while_in_usage",
+                "audit::compare::tests::memory_of_a_listed_ended_process_is_unaccounted_once_it_stays",
+                "audit::compare::tests::process_that_has_an_ended_ones_mappings_is_a_holder",
+                "audit::compare::tests::unaccounted_memory_names_the_only_container_with_the_gpu",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/ended-memory-agent",
+        promise: "the whole agent names a forked child that keeps memory of an ended process within 12 s, and ends it within 15 s under kill; a neighbour's session and its forked worker are spared",
+        long: false,
+        tests: &[TestSelection {
+            target: &["--test", "audit"],
+            names: &["findings::child_that_keeps_memory_of_an_ended_process_is_killed"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/first-listing",
+        promise: "no process that started after its pid was first listed is taken for the listed one; one that started during a slow answer is",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::listings::tests::process_that_started_after_the_first_listing_is_not_the_listed_one",
+                "audit::listings::tests::process_is_listed_when_it_started_during_a_slow_answer",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/full-list",
+        promise: "a full list of the kernel module's is no answer",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &["holders::tests::answer_that_is_full_is_no_answer"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/importers",
+        promise: "a process that imported more than twice what all containers exported, while as much is unaccounted, is a finding, and ended under kill only if no other pod has such a process; one that imports a neighbour's exports is none",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::compare::tests::importer_is_a_holder_when_it_imports_more_than_anybody_exported",
+                "holders::tests::imported_memory_is_apart_from_owned",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/outsiders",
+        promise: "a process of a pod without GPU memory is ended under kill unless its namespace is exempt, audit.killOutsiders is off or it has no more than the tolerance",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::policy::tests::process_of_a_pod_without_gpu_memory_is_killed_unless_exempt",
+                "pod_namespaces::tests::namespace_is_that_of_the_folder_with_the_uid",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/outsiders-agent",
+        promise: "the whole agent ends a process of a pod without GPU memory under kill, and spares one in an exempt namespace",
+        long: false,
+        tests: &[TestSelection {
+            target: &["--test", "audit"],
+            names: &["findings::process_of_a_pod_without_gpu_memory_is_killed_unless_exempt"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/adversary-audit",
+        promise: "30,000 random steps of two hostile pods beside an honest one (changed root, ended first thread, fork after taking, passed device nodes, laid pids, clients made by ended children): memory beyond a quota is found, and no innocent is named, charged or ended",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::compare::tests::adversary::hostile_pod_is_found_and_no_innocent_is_accused",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/adversary-audit-million",
+        promise: "a million random steps of two hostile pods beside an honest one: memory beyond a quota is found, and no innocent is named, charged or ended",
+        long: true,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "audit::compare::tests::adversary::hostile_pod_is_found_and_no_innocent_is_accused",
+            ],
+            ignored: false,
+            env: &[("BURSAR_ADVERSARY_STEPS", "1000000")],
+        }],
+    },
+    NamedCheck {
         name: "security/holders-judged",
-        promise: "while memory is unaccounted, a process that uses the driver without session and context is a finding, and an honest one never is; the agent kills it only if no other container has such a process; unaccounted memory counts within a window",
+        promise: "while memory is unaccounted, a process that uses the driver without session and context is a finding, and an honest one never is; the agent kills it only if no other pod has such a process; unaccounted memory counts within a window",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -169,7 +337,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "audit::compare::tests::honest_process_is_no_holder_when_memory_is_unattributed",
                 "audit::compare::tests::child_is_a_holder_when_it_maps_the_driver_itself",
                 "audit::compare::tests::holders_are_all_named_when_of_several_containers",
-                "audit::compare::tests::unaccounted_memory_names_the_only_container_with_driver",
+                "audit::compare::tests::unaccounted_memory_names_the_only_container_with_the_gpu",
                 "audit::policy::tests::holder_is_killed_only_when_it_is_the_only_suspect",
                 "audit::consecutive::tests::unaccounted_memory_counts_once_within_its_window",
             ],

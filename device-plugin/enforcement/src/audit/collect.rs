@@ -1,7 +1,8 @@
 //! Asks NVML about every GPU, with a deadline, and identifies the listed processes.
 //!
 //! The audit reads the accounts in between. A process that lives afterwards is no session that
-//! ended meanwhile. A process that started after the request is not the one that NVML listed.
+//! ended meanwhile. A process that started after the request, or after its pid was first listed
+//! ([`super::listings`]), is not the one that NVML listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -15,6 +16,7 @@ use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 
 use super::compare::{GpuSample, ListedProcess, LiveProcess};
+use super::listings::{AnswerTimes, Listings};
 
 /// An answer of NVML that is pending.
 pub(crate) type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
@@ -22,13 +24,16 @@ pub(crate) type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryE
 /// Pending requests, each with its time in clock ticks since boot. A GPU has one at most, so a GPU
 /// that hangs accumulates none.
 #[derive(Debug, Default)]
-pub(crate) struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
+pub(crate) struct SampleRequests {
+    pending: BTreeMap<GpuUuid, (u64, PendingSample)>,
+    /// The processes that each GPU's last answer lists.
+    pub(crate) listings: BTreeMap<GpuUuid, Listings>,
+}
 
 /// NVML's sample of a GPU.
 #[derive(Debug)]
 pub(crate) struct SampleAnswer {
-    /// The time of the request, in clock ticks since boot.
-    pub(crate) asked_at: u64,
+    pub(crate) times: AnswerTimes,
     /// The memory and processes that NVML reported.
     pub sample: GpuMemorySample,
 }
@@ -41,19 +46,23 @@ impl SampleRequests {
         request_sample: impl Fn(&GpuUuid) -> PendingSample,
         deadline: Instant,
     ) -> BTreeMap<GpuUuid, SampleAnswer> {
-        self.0.retain(|gpu, _| gpus.contains(gpu));
+        self.pending.retain(|gpu, _| gpus.contains(gpu));
+        self.listings.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
             let request = || (procfs::now_ticks(), request_sample(gpu));
-            self.0.entry(gpu.clone()).or_insert_with(request);
+            self.pending.entry(gpu.clone()).or_insert_with(request);
         }
         let mut answers = BTreeMap::new();
         let mut unanswered = BTreeMap::new();
-        for (gpu, (requested_at, mut pending)) in std::mem::take(&mut self.0) {
+        for (gpu, (requested_at, mut pending)) in std::mem::take(&mut self.pending) {
             match timeout_at(deadline, &mut pending).await {
                 Ok(Ok(Ok(sample))) => drop(answers.insert(
                     gpu,
                     SampleAnswer {
-                        asked_at: requested_at,
+                        times: AnswerTimes {
+                            asked_at: requested_at,
+                            answered_at: procfs::now_ticks(),
+                        },
                         sample,
                     },
                 )),
@@ -63,7 +72,7 @@ impl SampleRequests {
                 Err(_) => drop(unanswered.insert(gpu, (requested_at, pending))),
             }
         }
-        self.0 = unanswered;
+        self.pending = unanswered;
         answers
     }
 }
@@ -76,30 +85,41 @@ pub(crate) fn identify(
     answer: SampleAnswer,
     proc: &Path,
     allowed: &BTreeSet<String>,
+    listings: &mut Listings,
 ) -> GpuSample {
-    let SampleAnswer {
-        asked_at: requested_at,
-        sample,
-    } = answer;
+    let SampleAnswer { times, sample } = answer;
+    let before = std::mem::take(listings);
     let percents = sample.sm_percents.as_ref();
-    let listed = |(pid, bytes)| {
-        (!is_agent_child(proc, pid)).then(|| ListedProcess {
+    let mut listed = |(pid, bytes)| {
+        if is_agent_child(proc, pid) {
+            return None;
+        }
+        let find = |started_before| find_live(proc, pid, started_before);
+        let (live, is_gone) = listings.add(&before, pid, times, find);
+        Some(ListedProcess {
             pid,
             bytes,
             sm_percent: percents.map(|percents| percents.get(&pid).copied().unwrap_or_default()),
-            live: find_live(proc, pid, requested_at).map(|live| allow(live, proc, pid, allowed)),
+            live: live.map(|live| allow(live, proc, pid, allowed)),
+            is_gone,
         })
     };
-    let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
+    let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(&mut listed).collect();
     let contextless = sample
         .contextless
         .iter()
         .map(|(pid, bytes)| (*pid, Some(*bytes)));
-    let contextless: Vec<_> = contextless.filter_map(listed).filter(is_in_pod).collect();
+    let contextless: Vec<_> = contextless
+        .filter_map(&mut listed)
+        .filter(is_in_pod)
+        .collect();
     let contextless_bytes = contextless.iter().filter_map(|listed| listed.bytes);
     let contextless_bytes =
         contextless_bytes.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     processes.extend(contextless);
+    let imported = sample.imported.iter();
+    let imported = imported.map(|(pid, bytes)| (*pid, Some(*bytes)));
+    let importers = imported.filter_map(&mut listed).filter(is_in_pod).collect();
     let unlisted = sample.unattributed().0.saturating_sub(contextless_bytes);
     GpuSample {
         gpu,
@@ -107,6 +127,8 @@ pub(crate) fn identify(
         unattributed: sample.charges.has_all_amounts().then_some(Bytes(unlisted)),
         unreclaimed_or_retained: Bytes::ZERO,
         processes,
+        importers,
+        has_all_holders: sample.has_all_holders,
     }
 }
 
@@ -139,17 +161,14 @@ fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -
     }
 }
 
-/// The process with a pid that the driver listed in reply to the request at `requested_at`; none
-/// where the process has ended.
-fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
-    let folder = proc.join(pid.to_string());
-    let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
+/// The process with a pid, if it lives and started before `requested_at`.
+pub(super) fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
+    let text = procfs::read_small(&proc.join(pid.to_string()).join("stat")).ok()?;
+    let stat = Stat::parse(&text)?;
     // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
-    let cgroup = match stat.has_zombie_leader() {
-        true => cgroup_of_thread(&folder, pid),
-        false => procfs::read_small(&folder.join("cgroup")).ok(),
-    };
-    live_process(&stat, ProcessOwner::parse(&cgroup?), requested_at)
+    let folder = procfs::living_folder(proc, pid, &stat)?;
+    let cgroup = procfs::read_small(&folder.join("cgroup")).ok()?;
+    live_process(&stat, ProcessOwner::parse(&cgroup), requested_at)
 }
 
 /// Whether a process that was observed earlier still runs.
@@ -157,13 +176,6 @@ pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
     let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
     stat.is_some_and(|stat| stat.start_ticks == start && !stat.has_exited())
-}
-
-fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
-    let threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
-    let leader = leader.to_string();
-    let mut others = threads.filter(|thread| *thread.file_name() != *leader);
-    procfs::read_small(&others.next()?.path().join("cgroup")).ok()
 }
 
 /// None for a process that has ended, and for one that started after the request to the driver at
@@ -251,7 +263,10 @@ mod tests {
         write_process(proc.path(), 8, "0::/system.slice/driver.service\n");
         let contextless = [7, 8, 9].map(|pid| (pid, Bytes::gib(1)));
         let answer = SampleAnswer {
-            asked_at: u64::MAX,
+            times: AnswerTimes {
+                asked_at: u64::MAX,
+                answered_at: u64::MAX,
+            },
             sample: GpuMemorySample {
                 used: Bytes::gib(4),
                 contextless: contextless.into(),
@@ -259,7 +274,13 @@ mod tests {
             },
         };
         let none = BTreeSet::new();
-        let sample = identify("GPU-a".parse().unwrap(), answer, proc.path(), &none);
+        let sample = identify(
+            "GPU-a".parse().unwrap(),
+            answer,
+            proc.path(),
+            &none,
+            &mut Listings::default(),
+        );
         let listed = sample.processes.iter().map(|listed| listed.pid);
         assert_eq!(listed.collect::<Vec<_>>(), [7]);
         assert_eq!(sample.unattributed, Some(Bytes::gib(3)));

@@ -32,8 +32,13 @@
 //! - a program within `cuInit`, since the finding is reported at the second audit
 //! - a process that is older than the agent, whose session's record may be lost
 //!
-//! A holder may be killed if no other container has such a process. Of several one may be innocent,
-//! for example where a container has a shim from before this agent.
+//! The driver lists memory by the pid that made its client, and keeps it while anybody has the
+//! client's files. If no process has had such a pid for [a while](super::listings), its memory
+//! counts as unaccounted. A forked child has its parent's files and mappings. So then a process
+//! with device nodes mapped is a suspect in any container of any pod.
+//!
+//! A holder may be killed if no other pod has such a process. Of several one may be innocent, for
+//! example where a container has a shim from before this agent.
 //!
 //! The driver charges managed memory on a GPU to no process, and says neither whose it is nor on
 //! which GPU. A process cannot have more of it than it has mapped. So a container's accounts
@@ -42,9 +47,12 @@
 //! managed memory, or it allocated past the shim. Address ranges that a managed pool reserves are
 //! mapped as well, so the agent kills no process for this finding.
 //!
-//! A process with a session can hold such memory too, by a descriptor. Nothing distinguishes this
-//! process from honest ones, so none is accused: the finding is [`Finding::Unaccounted`], with the
-//! container if only one uses the driver.
+//! A process with a session can hold such memory too, by a descriptor. It uses the memory if it has
+//! imported it. The kernel module reports the imports of each process, but not from where, and
+//! counts memory again that is imported again. So a process is a suspect if it has imported more
+//! than twice what all accounts know to be exported on the GPU, and as much is unaccounted.
+//! Otherwise nothing distinguishes this process from honest ones, so none is accused: the finding
+//! is [`Finding::Unaccounted`], with the container if no other has memory of the GPU.
 
 mod attribution;
 mod finding;
@@ -59,7 +67,7 @@ use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process, ProcessCredit};
 
 use crate::attestation::AttestedProcess;
-use attribution::{Attribution, attribute, is_allowed, untracked_finding};
+use attribution::{Attribution, allocation_of, attribute, is_allowed, untracked_finding};
 use managed::{MANAGED_CACHE, known_managed};
 
 pub use finding::Finding;
@@ -79,6 +87,10 @@ pub struct GpuSample {
     pub unreclaimed_or_retained: Bytes,
     /// The processes that the driver lists on the GPU.
     pub processes: Vec<ListedProcess>,
+    /// The processes of pods that have imported memory, each with its imported bytes.
+    pub importers: Vec<ListedProcess>,
+    /// Whether the driver reported all holders of memory.
+    pub has_all_holders: bool,
 }
 
 impl GpuSample {
@@ -103,6 +115,8 @@ pub struct ListedProcess {
     pub sm_percent: Option<u8>,
     /// The process, if it lives. The driver also lists exited ones while their memory is held.
     pub live: Option<LiveProcess>,
+    /// Whether no audit has found the process for [a while](super::listings).
+    pub is_gone: bool,
 }
 
 /// A listed process that lives.
@@ -112,6 +126,17 @@ pub struct LiveProcess {
     pub start: u64,
     /// The pod or host to which the process belongs.
     pub owner: ProcessOwner,
+}
+
+/// A process of a pod outside of attested containers that has device nodes of the driver mapped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceUser {
+    /// The start time (`/proc/<pid>/stat`, field 22).
+    pub start: u64,
+    /// The pod.
+    pub pod: PodUid,
+    /// The name of the container's cgroup.
+    pub cgroup: String,
 }
 
 /// The containers and processes that the attestation knows.
@@ -125,6 +150,9 @@ pub struct AttestedState {
     pub exited_pids: BTreeSet<u32>,
     /// The GPUs on which the driver may keep free memory for managed memory.
     pub managed_gpus: BTreeSet<GpuUuid>,
+    /// The processes of pods outside of attested containers that have device nodes of the driver
+    /// mapped; none where the audit needs none.
+    pub device_users: BTreeMap<u32, DeviceUser>,
     /// The agent's start in clock ticks since boot: the sessions of older processes may be lost.
     pub agent_start: u64,
 }
@@ -143,6 +171,8 @@ pub struct AuditResult {
     pub unattributed_signed: BTreeMap<GpuUuid, i64>,
     /// The GPU's bytes in use that are listed for no process and in no account.
     pub unaccounted: BTreeMap<GpuUuid, Bytes>,
+    /// The GPUs whose driver did not report all holders of memory.
+    pub holders_unknown: BTreeSet<GpuUuid>,
     /// The number of processes that use a GPU without a session.
     pub untracked_processes: BTreeMap<GpuUuid, usize>,
     /// The GPU's bytes in use that the driver moves away for device memory. They are managed
@@ -184,15 +214,17 @@ impl AuditResult {
         limits: &AuditConfig,
     ) {
         let gpu = &sample.gpu;
-        let (mut charged, exited_bytes) =
-            self.attribute_processes(sample, usage, containers, limits);
+        let (mut charged, exited) = self.attribute_processes(sample, usage, containers, limits);
         for container in usage {
             let listed = charged.remove(&container.allocation).unwrap_or_default();
             self.compare_container(gpu, container, &listed, limits);
         }
         self.unattributed_signed
             .insert(gpu.clone(), sample.unattributed_signed);
-        self.compare_unlisted(sample, exited_bytes, usage, containers, limits);
+        if !sample.has_all_holders {
+            self.holders_unknown.insert(gpu.clone());
+        }
+        self.compare_unlisted(sample, exited, usage, containers, limits);
     }
 
     /// Attributes the listed processes to containers. Returns those of each container, and the
@@ -203,19 +235,25 @@ impl AuditResult {
         usage: &[ContainerUsage],
         containers: &AttestedState,
         limits: &AuditConfig,
-    ) -> (BTreeMap<AllocationId, Vec<&'a ListedProcess>>, u64) {
+    ) -> (BTreeMap<AllocationId, Vec<&'a ListedProcess>>, ExitedBytes) {
         let gpu = &sample.gpu;
         let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
-        let (mut not_allowed, mut exited_bytes) = (0, 0_u64);
+        let (mut not_allowed, mut exited) = (0, ExitedBytes::default());
+        let mut left = exited_room(gpu, usage, limits);
         for listed in &sample.processes {
             let bytes = listed.bytes.unwrap_or_default();
             let untracked = match attribute(listed, gpu, usage, containers, limits) {
                 Attribution::Tracked(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
+                    if listed.live.is_none() {
+                        let left = left.entry(allocation).or_default();
+                        exited.add(listed, bytes.0.saturating_sub(*left));
+                        *left = left.saturating_sub(bytes.0);
+                    }
                     continue;
                 }
                 Attribution::Exited => {
-                    exited_bytes = exited_bytes.saturating_add(bytes.0);
+                    exited.add(listed, bytes.0);
                     continue;
                 }
                 Attribution::SessionLost(allocation) => Some(allocation),
@@ -237,15 +275,15 @@ impl AuditResult {
             untracked.insert(listed.pid, bytes);
         }
         self.untracked_processes.insert(gpu.clone(), not_allowed);
-        (charged, exited_bytes)
+        (charged, exited)
     }
 
-    /// Compares the memory that is listed for no process, or for exited ones (`exited_bytes`), with
-    /// what the accounts explain.
+    /// Compares the memory that is listed for no process, or for exited ones, with what the accounts
+    /// explain.
     fn compare_unlisted(
         &mut self,
         sample: &GpuSample,
-        exited_bytes: u64,
+        exited: ExitedBytes,
         usage: &[ContainerUsage],
         containers: &AttestedState,
         limits: &AuditConfig,
@@ -256,6 +294,8 @@ impl AuditResult {
             unattributed: unlisted,
             unreclaimed_or_retained: left,
             processes,
+            importers: _,
+            has_all_holders: _,
         } = sample;
         let known = usage
             .iter()
@@ -275,17 +315,19 @@ impl AuditResult {
         let evictable = Bytes(unlisted.unwrap_or_default().0.min(evictable));
         self.evictable.insert(gpu.clone(), evictable);
         // The driver lists an exited process while another has its open files. Most such processes
-        // are just ending, so they are no finding.
-        let unlisted_or_exited = unlisted.map(|bytes| bytes.0.saturating_add(exited_bytes));
+        // are just ending, so their memory is a finding only if it stays.
+        let unlisted_or_exited = unlisted.map(|bytes| bytes.0.saturating_add(exited.all));
         let unaccounted = unlisted_or_exited.map(|bytes| Bytes(bytes.saturating_sub(known)));
         self.unaccounted
             .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
-        let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) else {
+        let held = unlisted.map(|bytes| Bytes(bytes.0.saturating_add(exited.gone)));
+        let Some(bytes) = held.filter(|bytes| bytes.0 > known) else {
             return;
         };
         let explained = self.over_managed(gpu, Bytes(bytes.0 - known), usage, containers);
-        if bytes.0 - known > explained {
-            self.unaccounted(sample, bytes, usage, containers);
+        let excess = bytes.0 - known;
+        if excess > explained {
+            self.unaccounted(sample, bytes, Bytes(excess), usage, containers);
         }
     }
 
@@ -308,10 +350,15 @@ impl AuditResult {
             exited,
             ..
         } = account;
-        let charged: u64 = listed
-            .iter()
-            .filter_map(|listed| listed.bytes)
-            .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
+        let sum = |is_live: bool| {
+            let listed = listed
+                .iter()
+                .filter(|listed| listed.live.is_some() == is_live);
+            let bytes = listed.filter_map(|listed| listed.bytes);
+            bytes.fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0))
+        };
+        // What is listed for the pids of exited processes may be another's beyond their charge.
+        let charged = sum(true).saturating_add(sum(false).min(exited.0));
         let known = used.0.saturating_add(exited.0);
         let key = (container.allocation, gpu.clone());
         let percents = listed.iter().filter_map(|listed| listed.sm_percent);
@@ -355,6 +402,39 @@ impl AuditResult {
             processes,
         });
     }
+}
+
+/// The bytes that the driver lists for exited processes which no account charges.
+#[derive(Clone, Copy, Default)]
+struct ExitedBytes {
+    all: u64,
+    /// The part of processes that are long gone.
+    gone: u64,
+}
+
+impl ExitedBytes {
+    fn add(&mut self, listed: &ListedProcess, bytes: u64) {
+        self.all = self.all.saturating_add(bytes);
+        if listed.is_gone {
+            self.gone = self.gone.saturating_add(bytes);
+        }
+    }
+}
+
+/// The bytes that exited processes of each container may have left. Another process may have had
+/// their pids since, and have left memory too.
+fn exited_room(
+    gpu: &GpuUuid,
+    usage: &[ContainerUsage],
+    limits: &AuditConfig,
+) -> BTreeMap<AllocationId, u64> {
+    let room = |container: &ContainerUsage| {
+        let (_, account) = account_of(container, gpu)?;
+        let allowance = allowance_of(container.exited_pids.len(), account.quota, limits);
+        let room = account.exited.0.saturating_add(allowance);
+        Some((container.allocation, room))
+    };
+    usage.iter().filter_map(room).collect()
 }
 
 /// The account of a GPU, and its index in the container's accounts.

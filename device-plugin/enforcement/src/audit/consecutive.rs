@@ -135,7 +135,9 @@ mod tests {
             gpu: gpu.parse().unwrap(),
             process: Process { pid: 5, start: 50 },
             bytes: Bytes(1),
-            allocation: AllocationId::from_bits(1),
+            pod: "p".parse().unwrap(),
+            allocation: Some(AllocationId::from_bits(1)),
+            imported: None,
             is_only_suspect: true,
         };
         let mut strikes = ConsecutiveFindings::default();

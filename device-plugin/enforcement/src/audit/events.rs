@@ -18,7 +18,15 @@ pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[
             (Reason::UntrackedProcess, allocation.as_ref())
         }
         Finding::TamperedPage { allocation, .. } => (Reason::TamperedPage, Some(allocation)),
-        Finding::Holder { allocation, .. } => (Reason::UntrackedProcess, Some(allocation)),
+        // Of several suspects one may be innocent, so none is named on its own pod.
+        Finding::Holder {
+            allocation,
+            is_only_suspect,
+            ..
+        } => {
+            let allocation = allocation.as_ref().filter(|_| *is_only_suspect);
+            (Reason::UntrackedProcess, allocation)
+        }
         Finding::OverManaged { allocation, .. } => (Reason::OverQuota, Some(allocation)),
         Finding::Unaccounted {
             only_container: only,
@@ -31,10 +39,12 @@ pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[
 /// Publishes that a process was killed for a finding.
 pub(crate) fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
-        Finding::OverQuota { allocation, .. }
-        | Finding::TamperedPage { allocation, .. }
-        | Finding::Holder { allocation, .. } => Some(allocation),
-        Finding::UntrackedProcess { allocation, .. } => allocation.as_ref(),
+        Finding::OverQuota { allocation, .. } | Finding::TamperedPage { allocation, .. } => {
+            Some(allocation)
+        }
+        Finding::UntrackedProcess { allocation, .. } | Finding::Holder { allocation, .. } => {
+            allocation.as_ref()
+        }
         Finding::OverManaged { .. } | Finding::Unaccounted { .. } => None,
     };
     let message = format!("a process was killed: {}", message(finding));
@@ -100,10 +110,32 @@ fn message(finding: &Finding) -> String {
         Finding::TamperedPage { .. } => {
             "a process wrote a grant into its own credit page".to_owned()
         }
-        Finding::Holder { gpu, bytes, .. } => format!(
-            "a process uses {gpu} past the shim and without a context, and {} of the GPU is in use and charged to no process",
-            whole_mib(*bytes)
-        ),
+        Finding::Holder {
+            gpu,
+            bytes,
+            pod,
+            allocation,
+            imported,
+            is_only_suspect,
+            ..
+        } => {
+            let process = match (allocation, is_only_suspect) {
+                (Some(_), true) => "a process".to_owned(),
+                (_, true) => format!("a process of pod {pod}, which has no allocation of the GPU,"),
+                (_, false) => format!("one of several suspects, a process of pod {pod},"),
+            };
+            let how = match imported {
+                Some(imported) => format!(
+                    "has imported {} of {gpu}, more than all containers are charged to have exported",
+                    whole_mib(*imported)
+                ),
+                None => format!("uses {gpu} past the shim and is not listed for it"),
+            };
+            format!(
+                "{process} {how}, and {} of the GPU is in use and charged to no process",
+                whole_mib(*bytes)
+            )
+        }
         Finding::OverManaged {
             gpu,
             charged,
@@ -121,7 +153,7 @@ fn message(finding: &Finding) -> String {
             bytes,
             only_container: only,
         } => {
-            let only = only.map_or("", |_| "; no other container uses the GPU's driver");
+            let only = only.map_or("", |_| "; no other container has memory of the GPU");
             format!(
                 "{} of {gpu} is in use and charged to no process{only}; host memory may be on the \
                  GPU if the GpuNode's condition PageableMemoryOnGpu is True",

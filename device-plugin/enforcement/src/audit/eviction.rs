@@ -188,6 +188,7 @@ mod tests {
                 start: 1,
                 owner: ProcessOwner::Host,
             }),
+            is_gone: false,
         };
         GpuSample {
             gpu: gpu(),
@@ -195,6 +196,8 @@ mod tests {
             unattributed: None,
             unreclaimed_or_retained: Bytes::ZERO,
             processes: pids.iter().map(listed).collect(),
+            importers: Vec::new(),
+            has_all_holders: true,
         }
     }
 

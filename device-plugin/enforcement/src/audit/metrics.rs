@@ -352,6 +352,14 @@ impl AuditFigures {
             "1 while NVML has not listed the processes of a GPU for 5 s",
             gpus.map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
                 .collect(),
+        )?;
+        let gpus = self.result.unattributed_signed.keys();
+        let is_unknown = |gpu: &GpuUuid| self.result.holders_unknown.contains(gpu);
+        tables.gauges(
+            "bursar_gpu_holders_unknown",
+            "1 if the driver did not report all processes that hold memory of a GPU",
+            gpus.map(|gpu| (label(gpu), is_unknown(gpu).into()))
+                .collect(),
         )
     }
 }

@@ -2,6 +2,7 @@
 
 use bursar_config::{AuditConfig, AuditPolicy};
 use bursar_host::procfs::ProcessOwner;
+use bursar_ledger::units::PodUid;
 use bursar_sessions::Process;
 
 use super::compare::Finding;
@@ -21,9 +22,38 @@ pub struct Action {
     pub kill: Vec<Process>,
 }
 
+/// The pod without GPU memory that a finding is about, whose process the policy may kill. Memory
+/// within the tolerance may be that of a program that monitors GPUs.
+pub fn outsider<'a>(finding: &'a Finding, config: &AuditConfig) -> Option<&'a PodUid> {
+    let (pod, bytes) = match finding {
+        Finding::UntrackedProcess {
+            owner: ProcessOwner::Container { pod, .. },
+            allocation: None,
+            bytes,
+            ..
+        } => (pod, bytes.unwrap_or_default()),
+        Finding::Holder {
+            pod,
+            allocation: None,
+            is_only_suspect: true,
+            bytes,
+            ..
+        } => (pod, *bytes),
+        _ => return None,
+    };
+    let may_kill = config.policy == AuditPolicy::Kill && config.kill_outsiders;
+    (may_kill && bytes > config.tolerance).then_some(pod)
+}
+
 /// Decides about a finding that was present in `strikes` audits, for most kinds in a row. The agent
-/// kills only processes of containers that it gave memory; other processes are the administrator's.
-pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
+/// kills processes of pods that it gave memory of the GPU, and of an [`outsider`] if the pod
+/// `may_end`; processes of the host are the administrator's.
+pub fn action(
+    finding: &Finding,
+    strikes: u32,
+    config: &AuditConfig,
+    may_end: impl FnOnce(&PodUid) -> bool,
+) -> Action {
     let (publish_at, at_fault) = match finding {
         Finding::UntrackedProcess {
             owner: ProcessOwner::AllowedHost,
@@ -36,9 +66,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
             ..
         }
         | Finding::TamperedPage { process, .. } => (1, vec![*process]),
-        Finding::UntrackedProcess {
-            allocation: None, ..
-        } => (1, Vec::new()),
+        Finding::UntrackedProcess { process, .. } => (1, vec![*process]),
         Finding::Holder {
             process,
             is_only_suspect,
@@ -56,6 +84,13 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         // A kill may fail, so it is repeated after as many audits.
         AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
     };
+    let has_memory = match finding {
+        Finding::UntrackedProcess { allocation, .. } | Finding::Holder { allocation, .. } => {
+            allocation.is_some()
+        }
+        _ => true,
+    };
+    let kills = kills && (has_memory || outsider(finding, config).is_some_and(may_end));
     Action {
         publish_event: strikes == publish_at,
         kill: if kills { at_fault } else { Vec::new() },
@@ -68,6 +103,10 @@ mod tests {
 
     use super::*;
 
+    fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
+        super::action(finding, strikes, config, |_| true)
+    }
+
     const PROCESS: Process = Process { pid: 7, start: 70 };
 
     fn config(policy: AuditPolicy) -> AuditConfig {
@@ -76,6 +115,7 @@ mod tests {
             tolerance: Bytes::mib(64),
             process_allowance: Bytes::gib(1),
             kill_after: 3,
+            kill_outsiders: true,
         }
     }
 
@@ -140,13 +180,48 @@ mod tests {
     }
 
     #[test]
+    fn process_of_a_pod_without_gpu_memory_is_killed_unless_exempt() {
+        let pod: PodUid = "p".parse().unwrap();
+        let mut finding = untracked(None);
+        let Finding::UntrackedProcess { owner, bytes, .. } = &mut finding else {
+            unreachable!("an untracked process");
+        };
+        *owner = ProcessOwner::Container {
+            pod: pod.clone(),
+            cgroup: "c".into(),
+        };
+        *bytes = Some(Bytes::gib(1));
+        let kill = config(AuditPolicy::Kill);
+        let kills = |finding: &Finding, config: &AuditConfig, exempt: &[&PodUid]| {
+            let may_end = |pod: &PodUid| !exempt.contains(&pod);
+            super::action(finding, 3, config, may_end).kill
+        };
+        assert_eq!(kills(&finding, &kill, &[]), [PROCESS]);
+        assert_eq!(kills(&finding, &kill, &[&pod]), []);
+        let off = AuditConfig {
+            kill_outsiders: false,
+            ..kill
+        };
+        assert_eq!(kills(&finding, &off, &[]), []);
+        assert_eq!(kills(&finding, &config(AuditPolicy::Report), &[]), []);
+        // A program that monitors GPUs may have some memory of the driver's.
+        let Finding::UntrackedProcess { bytes, .. } = &mut finding else {
+            unreachable!("an untracked process");
+        };
+        *bytes = Some(Bytes::mib(64));
+        assert_eq!(kills(&finding, &kill, &[]), []);
+    }
+
+    #[test]
     fn holder_is_killed_only_when_it_is_the_only_suspect() {
         let config = config(AuditPolicy::Kill);
         let holder = |is_only_suspect| Finding::Holder {
             gpu: "GPU-a".parse().unwrap(),
             process: PROCESS,
             bytes: Bytes::gib(1),
-            allocation: AllocationId::from_bits(1),
+            pod: "p".parse().unwrap(),
+            allocation: Some(AllocationId::from_bits(1)),
+            imported: None,
             is_only_suspect,
         };
         let published: Vec<bool> = (1..=4)

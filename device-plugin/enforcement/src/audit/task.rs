@@ -22,6 +22,7 @@ use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
 use bursar_host::host_memory::node_room;
+use bursar_host::pod_namespaces::namespace_of;
 use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
@@ -36,6 +37,7 @@ use super::collect::SampleRequests;
 use super::compare::{AuditResult, Finding, GpuSample, compare_accounts};
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
+use super::device_users::DeviceUsers;
 use super::events;
 use super::eviction::{EvictionRisk, NodeState, check_eviction};
 use super::kill::kill;
@@ -88,6 +90,8 @@ pub struct AuditStatus {
 pub struct Auditor {
     config: AuditConfig,
     host_programs: BTreeSet<String>,
+    /// The namespaces whose pods may use GPUs without GPU memory.
+    exempt_namespaces: BTreeSet<String>,
     proc: PathBuf,
     nvml: NvmlHandle,
     sessions: Arc<Sessions>,
@@ -98,6 +102,7 @@ pub struct Auditor {
     metrics: AuditMetrics,
     audited: watch::Sender<AuditStatus>,
     sample_requests: SampleRequests,
+    device_users: DeviceUsers,
     /// The agent's start, in clock ticks since boot.
     agent_start: u64,
     pods: PodAttestations,
@@ -140,6 +145,7 @@ impl Auditor {
         let auditor = Self {
             config: config.audit,
             host_programs: config.host_programs.clone(),
+            exempt_namespaces: config.exempt_namespaces.clone(),
             proc: config.paths.proc.clone(),
             nvml,
             sessions,
@@ -150,6 +156,7 @@ impl Auditor {
             metrics,
             audited,
             sample_requests: SampleRequests::default(),
+            device_users: DeviceUsers::default(),
             agent_start: agent_start_ticks(),
             pods: PodAttestations::default(),
             consecutive: ConsecutiveFindings::default(),
@@ -390,7 +397,7 @@ impl Auditor {
     ) {
         let strikes = self.consecutive.count(findings, silent);
         for (finding, strikes) in findings.iter().zip(strikes) {
-            let action = action(finding, strikes, &self.config);
+            let action = action(finding, strikes, &self.config, |pod| self.may_end(pod));
             if action.publish_event {
                 warn!(?finding, "audit finding");
                 self.metrics.count_finding(finding);
@@ -412,6 +419,13 @@ impl Auditor {
                 }
             }
         }
+    }
+
+    /// Whether the agent may end a process of a pod without GPU memory. It spares a pod whose
+    /// namespace it does not know.
+    fn may_end(&self, pod: &PodUid) -> bool {
+        let namespace = namespace_of(&self.proc.join("1/root"), pod);
+        namespace.is_some_and(|namespace| !self.exempt_namespaces.contains(&namespace))
     }
 
     fn count_usage(

@@ -112,6 +112,8 @@ mod tests {
             unattributed: Some(Bytes::ZERO),
             unreclaimed_or_retained: Bytes::ZERO,
             processes: Vec::new(),
+            importers: Vec::new(),
+            has_all_holders: true,
         }
     }
 

@@ -1,8 +1,10 @@
 //! Attributes a process that the driver lists to an account.
 
+use std::collections::BTreeSet;
+
 use bursar_config::AuditConfig;
 use bursar_host::procfs::ProcessOwner;
-use bursar_ledger::units::{AllocationId, GpuUuid};
+use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
 use bursar_sessions::{ContainerUsage, Process};
 
 use super::finding::Finding;
@@ -15,7 +17,7 @@ pub(super) enum Attribution {
     /// A process of this container that has the shim and is older than this agent. The record of
     /// its session is lost; it connects again when it next needs the agent.
     SessionLost(AllocationId),
-    /// A process that lacks a session; with its container's allocation, if the agent gave it a GPU.
+    /// A process that lacks a session; with an allocation of its pod, if the agent gave it the GPU.
     Untracked(Option<AllocationId>),
     /// The process has ended since the driver was asked.
     Exited,
@@ -59,20 +61,7 @@ pub(super) fn attribute(
     let ProcessOwner::Container { pod, cgroup } = owner else {
         return Attribution::Untracked(None);
     };
-    let in_cgroup = |container: &&ContainerUsage| {
-        container.pod == *pod && container.cgroup.as_ref() == Some(cgroup)
-    };
-    let allocation = known
-        .allocations
-        .get(&(pod.clone(), cgroup.clone()))
-        .copied()
-        .or_else(|| {
-            usage
-                .iter()
-                .find(in_cgroup)
-                .map(|container| container.allocation)
-        });
-    let Some(allocation) = allocation else {
+    let Some(allocation) = allocation_of(pod, cgroup, gpu, usage, known) else {
         return Attribution::Untracked(None);
     };
     let container = usage
@@ -86,6 +75,34 @@ pub(super) fn attribute(
         Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
         _ => Attribution::Untracked(Some(allocation)),
     }
+}
+
+/// The allocation of a process by the pod and the container's cgroup in its cgroup path, which no
+/// tenant shapes. It is the container's own. A container without one belongs to its pod: to the
+/// pod's largest allocation of the GPU, of those whose cgroup is unknown if there are some.
+pub(super) fn allocation_of(
+    pod: &PodUid,
+    cgroup: &str,
+    gpu: &GpuUuid,
+    usage: &[ContainerUsage],
+    known: &AttestedState,
+) -> Option<AllocationId> {
+    let key = (pod.clone(), cgroup.to_owned());
+    let in_pod = || usage.iter().filter(|container| container.pod == *pod);
+    let said_hello = |container: &&ContainerUsage| container.cgroup.as_deref() == Some(cgroup);
+    let own = || in_pod().find(said_hello).map(|found| found.allocation);
+    let of_pod = || {
+        let attested = known.allocations.iter().filter(|((of, _), _)| of == pod);
+        let attested: BTreeSet<_> = attested.map(|(_, allocation)| *allocation).collect();
+        let candidates = in_pod().filter_map(|container| {
+            let (_, account) = account_of(container, gpu)?;
+            let is_free = container.cgroup.is_none() && !attested.contains(&container.allocation);
+            Some((is_free, account.quota, container.allocation))
+        });
+        candidates.max().map(|(.., allocation)| allocation)
+    };
+    let attested = known.allocations.get(&key).copied();
+    attested.or_else(own).or_else(of_pod)
 }
 
 /// Whether the process is a program of the host that the configuration allows. Its memory is

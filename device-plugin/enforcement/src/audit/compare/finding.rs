@@ -1,7 +1,7 @@
 //! Names the differences between the driver's figures and the accounts.
 
 use bursar_host::procfs::ProcessOwner;
-use bursar_ledger::units::{AllocationId, Bytes, GpuUuid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sessions::Process;
 
 /// A difference between the driver's figures and the accounts.
@@ -40,8 +40,8 @@ pub enum Finding {
         /// The process.
         process: Process,
     },
-    /// A process uses the driver past the shim and without a context, so that the driver does not
-    /// list it. Its GPU has unaccounted memory.
+    /// A process uses the driver past the shim, so that the driver does not list it: it has no
+    /// context, or the files of an ended process. Its GPU has unaccounted memory.
     Holder {
         /// The GPU's UUID.
         gpu: GpuUuid,
@@ -49,9 +49,13 @@ pub enum Finding {
         process: Process,
         /// The GPU's unaccounted bytes.
         bytes: Bytes,
-        /// The allocation of its container.
-        allocation: AllocationId,
-        /// Whether no other container has such a process.
+        /// The pod of the process.
+        pod: PodUid,
+        /// The allocation of its container, or of its pod, if the agent gave it the GPU.
+        allocation: Option<AllocationId>,
+        /// The bytes that it has imported, if they exceed what all accounts know to be exported.
+        imported: Option<Bytes>,
+        /// Whether no other pod has such a process.
         is_only_suspect: bool,
     },
     /// A container has more managed memory mapped than it was charged, and its GPU has unaccounted
@@ -74,7 +78,7 @@ pub enum Finding {
         gpu: GpuUuid,
         /// The number of bytes.
         bytes: Bytes,
-        /// The container whose processes use the driver, if there is only one.
+        /// The container whose processes use the driver, if no other has memory of the GPU.
         only_container: Option<AllocationId>,
     },
 }

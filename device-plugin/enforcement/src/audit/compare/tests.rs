@@ -1,5 +1,6 @@
 use proptest::prelude::*;
 
+mod adversary;
 mod interleavings;
 mod managed;
 
@@ -13,6 +14,7 @@ const LIMITS: AuditConfig = AuditConfig {
     tolerance: Bytes::mib(64),
     process_allowance: Bytes::gib(1),
     kill_after: 3,
+    kill_outsiders: true,
 };
 
 fn gpu() -> GpuUuid {
@@ -66,6 +68,7 @@ fn listed(number: u64, pid: u32, mib: u64) -> ListedProcess {
         bytes: Some(Bytes::mib(mib)),
         sm_percent: None,
         live: Some(LiveProcess { start, owner }),
+        is_gone: false,
     }
 }
 
@@ -76,6 +79,8 @@ fn sample(processes: Vec<ListedProcess>) -> GpuSample {
         unattributed: Some(Bytes::ZERO),
         unreclaimed_or_retained: Bytes::ZERO,
         processes,
+        importers: Vec::new(),
+        has_all_holders: true,
     }
 }
 
@@ -284,13 +289,13 @@ fn holders_are_all_named_when_of_several_containers() {
 }
 
 #[test]
-fn unaccounted_memory_names_the_only_container_with_driver() {
-    let only_container = |processes: &[(u64, u32, bool, &[u64])]| {
-        let members = [usage(1, 1024, &[(5, 0)]), usage(2, 1024, &[(6, 0)])];
+fn unaccounted_memory_names_the_only_container_with_the_gpu() {
+    let members = [usage(1, 1024, &[(5, 0)]), usage(2, 1024, &[(6, 0)])];
+    let only_container = |members: &[ContainerUsage], processes: &[(u64, u32, bool, &[u64])]| {
         let containers = attested(processes.iter().copied());
         let result = compare_accounts(
             &[sample_with_unattributed(vec![])],
-            &members,
+            members,
             &containers,
             &LIMITS,
         );
@@ -304,10 +309,12 @@ fn unaccounted_memory_names_the_only_container_with_driver() {
             other => panic!("{other:?}"),
         }
     };
-    let (first, second) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
-    assert_eq!(only_container(&[first]), Some(AllocationId::from_bits(1)));
-    assert_eq!(only_container(&[first, second]), None);
-    assert_eq!(only_container(&[]), None);
+    let first = (1, 5, true, &[100][..]);
+    let own = Some(AllocationId::from_bits(1));
+    assert_eq!(only_container(&members[..1], &[first]), own);
+    assert_eq!(only_container(&members[..1], &[]), None);
+    // The other may hold it by a descriptor alone, so that it shows no use of the driver.
+    assert_eq!(only_container(&members, &[first]), None);
 }
 
 #[test]
@@ -401,6 +408,59 @@ fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
     assert!(result.untracked_memory.is_empty());
 }
 
+/// A listed process in another container of the pod than the one that has GPU memory.
+fn listed_in_sidecar(number: u64, pid: u32, mib: u64) -> ListedProcess {
+    let mut listed = listed(number, pid, mib);
+    let owner = ProcessOwner::Container {
+        pod: pod(number),
+        cgroup: "sidecar".into(),
+    };
+    listed.live.as_mut().unwrap().owner = owner;
+    listed
+}
+
+#[test]
+fn process_belongs_to_its_pod_when_its_container_is_unknown() {
+    let usage = [usage(1, 1024, &[]), usage(2, 1024, &[])];
+    let sample = sample(vec![listed_in_sidecar(1, 5, 600)]);
+    let result = compare_accounts(&[sample], &usage, &attested_shims(&[]), &LIMITS);
+    let own = AllocationId::from_bits(1);
+    let [Finding::UntrackedProcess { allocation, .. }] = &result.findings[..] else {
+        panic!("{result:?}");
+    };
+    assert_eq!(*allocation, Some(own));
+    let charged = &result.untracked_memory[&(own, gpu())];
+    assert_eq!(*charged, [(5, Bytes::mib(600))].into());
+}
+
+#[test]
+fn process_belongs_to_the_allocation_whose_cgroup_is_unknown() {
+    let of_pod = |number, quota, cgroup: Option<&str>| ContainerUsage {
+        pod: pod(1),
+        cgroup: cgroup.map(str::to_owned),
+        ..usage(number, quota, &[])
+    };
+    let owner = |usage: &[ContainerUsage], attested: &AttestedState| {
+        let sample = sample(vec![listed_in_sidecar(1, 5, 600)]);
+        let result = compare_accounts(&[sample], usage, attested, &LIMITS);
+        result.untracked_memory.into_keys().next().unwrap().0
+    };
+    let none = attested_shims(&[]);
+    let (first, third) = (AllocationId::from_bits(1), AllocationId::from_bits(3));
+    let all_known = [of_pod(1, 4096, Some("a")), of_pod(2, 1024, Some("b"))];
+    assert_eq!(owner(&all_known, &none), first, "the largest");
+    let unknown = [of_pod(1, 4096, Some("a")), of_pod(3, 1024, None)];
+    assert_eq!(owner(&unknown, &none), third);
+    let mut attested = none;
+    let key = (pod(1), "b".to_owned());
+    attested.allocations.insert(key, third);
+    assert_eq!(
+        owner(&unknown, &attested),
+        first,
+        "the other has its cgroup"
+    );
+}
+
 #[test]
 fn reused_pid_is_not_the_session_that_had_it() {
     let mut reused = listed(1, 5, 600);
@@ -412,29 +472,112 @@ fn reused_pid_is_not_the_session_that_had_it() {
     );
 }
 
+/// A listed process that has ended, long ago or in this audit.
+fn ended(pid: u32, mib: u64, is_gone: bool) -> ListedProcess {
+    ListedProcess {
+        live: None,
+        is_gone,
+        ..listed(1, pid, mib)
+    }
+}
+
 #[test]
-fn exited_process_is_no_finding_and_charged_while_in_usage() {
-    let mut exited = listed(1, 5, 600);
-    exited.live = None;
+fn ended_process_is_charged_while_in_usage() {
     let mut container = usage(1, 1024, &[]);
-    assert_eq!(
-        finding_kinds(
-            vec![exited.clone()],
-            &[container.clone()],
-            &attested_shims(&[])
-        ),
-        [""; 0]
-    );
     container.exited_pids = vec![5];
     container.accounts[0].exited = Bytes::mib(600);
-    let result = compare_accounts(
-        &[sample(vec![exited])],
-        &[container],
-        &attested_shims(&[]),
-        &LIMITS,
-    );
+    let sample = sample(vec![ended(5, 600, true)]);
+    let result = compare_accounts(&[sample], &[container], &attested_shims(&[]), &LIMITS);
     assert_eq!(result.findings, []);
     assert_eq!(result.drift[&(AllocationId::from_bits(1), gpu())], 0);
+}
+
+#[test]
+fn memory_of_a_listed_ended_process_is_unaccounted_once_it_stays() {
+    let usage = [usage(1, 1024, &[])];
+    let kinds = |ended| finding_kinds(vec![ended], &usage, &attested_shims(&[]));
+    assert_eq!(kinds(ended(5, 60_000, false)), [""; 0], "it may be ending");
+    assert_eq!(kinds(ended(5, 60_000, true)), ["unaccounted"]);
+    assert_eq!(kinds(ended(5, 60, true)), [""; 0], "within the tolerance");
+}
+
+/// Processes outside of attested containers with device nodes mapped, each with its pod and
+/// container.
+fn device_users(users: &[(u64, u32, &str)]) -> BTreeMap<u32, DeviceUser> {
+    let user = |(number, pid, cgroup): &(u64, u32, &str)| {
+        let user = DeviceUser {
+            start: process(*pid).start,
+            pod: pod(*number),
+            cgroup: (*cgroup).to_owned(),
+        };
+        (*pid, user)
+    };
+    users.iter().map(user).collect()
+}
+
+#[test]
+fn process_that_has_an_ended_ones_mappings_is_a_holder() {
+    let all = [usage(1, 1024, &[]), usage(2, 8192, &[(21, 4096)])];
+    let left = || sample(vec![ended(5, 60_000, true), listed(2, 21, 4096)]);
+    let found = |users: &[(u64, u32, &str)], containers: AttestedState| {
+        let containers = AttestedState {
+            device_users: device_users(users),
+            ..containers
+        };
+        holders(left(), &all, &containers)
+    };
+    let none = AttestedState::default;
+    let neighbour = (2, 21, "c");
+    assert_eq!(found(&[(1, 6, "x"), neighbour], none()), [(6, true)]);
+    assert_eq!(found(&[neighbour], none()), [], "it has a session");
+    // A pod without GPU memory is a suspect beside it, so that nobody is ended.
+    let both = [(1, 6, "x"), (9, 7, "x")];
+    assert_eq!(found(&both, none()), [(6, false), (7, false)]);
+    // The forked child in an attested container, beside the neighbour and its forked worker.
+    let worker = [(2, 21, true, &[100][..]), (2, 22, true, &[100][..])];
+    let child = (1, 8, true, &[300][..]);
+    assert_eq!(found(&[], attested(worker)), []);
+    let with_child = attested(worker.into_iter().chain([child]));
+    assert_eq!(found(&[], with_child), [(8, true)]);
+    let unread = AttestedState {
+        allocations: [((pod(2), "c".into()), AllocationId::from_bits(2))].into(),
+        ..none()
+    };
+    assert_eq!(found(&[(2, 23, "c")], unread), [], "it was not read yet");
+    let old = AttestedState {
+        agent_start: u64::MAX,
+        ..none()
+    };
+    assert_eq!(found(&[(1, 6, "x")], old), [], "its record may be lost");
+    // The holder has a pid that the driver lists for an ended process.
+    assert_eq!(found(&[(1, 5, "x")], none()), [(5, true)]);
+}
+
+#[test]
+fn importer_is_a_holder_when_it_imports_more_than_anybody_exported() {
+    let with_exports = |number, pid, exported| {
+        let mut container = usage(number, 8192, &[(pid, 4096)]);
+        container.accounts[0].exported = Bytes::mib(exported);
+        container
+    };
+    let found = |exported: u64, importers: &[(u64, u32, u64)]| {
+        let all = [with_exports(1, 5, 0), with_exports(2, 6, exported)];
+        let importers = importers.iter();
+        let importers = importers.map(|(number, pid, mib)| listed(*number, *pid, *mib));
+        let sample = GpuSample {
+            unattributed: Some(Bytes::mib(60_000)),
+            importers: importers.collect(),
+            ..sample(vec![listed(1, 5, 4096), listed(2, 6, 4096)])
+        };
+        holders(sample, &all, &AttestedState::default())
+    };
+    assert_eq!(found(0, &[(1, 5, 59_000)]), [(5, true)]);
+    assert_eq!(found(0, &[(1, 5, 70_000)]), [], "more than is unaccounted");
+    let both = [(1, 5, 30_000), (2, 6, 30_000)];
+    assert_eq!(found(0, &both), [(5, false), (6, false)]);
+    // The neighbour imports its own exports, each twice.
+    let neighbour = [(1, 5, 50_000), (2, 6, 2048)];
+    assert_eq!(found(1024, &neighbour), [(5, true)]);
 }
 
 #[test]

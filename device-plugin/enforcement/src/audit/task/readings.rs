@@ -60,10 +60,12 @@ impl Auditor {
         let attested = self.pods.attested();
         let hanging = self.pods.without_answer_for(STALE_AFTER, started_at);
         let usage = self.sessions.container_usage();
-        let mut samples: Vec<GpuSample> = answers
-            .into_iter()
-            .map(|(gpu, answer)| identify(gpu, answer, &self.proc, &self.host_programs))
-            .collect();
+        let mut samples = Vec::new();
+        for (gpu, answer) in answers {
+            let listings = self.sample_requests.listings.entry(gpu.clone());
+            let (proc, allowed) = (&self.proc, &self.host_programs);
+            samples.push(identify(gpu, answer, proc, allowed, listings.or_default()));
+        }
         // A balloon may have begun or ended about the time of the sample.
         let balloons = balloons_between(&balloons, &self.sessions.balloons());
         for sample in &mut samples {
@@ -78,6 +80,10 @@ impl Auditor {
         known
             .processes
             .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
+        let users = self
+            .device_users
+            .find(&self.proc, &samples, &known.processes);
+        known.device_users = users.await;
         known.managed_gpus = self.managed_gpus(&samples, &usage, &known);
         Readings {
             started_at,
@@ -171,6 +177,7 @@ fn attested_state(
             .collect(),
         exited_pids: exited,
         managed_gpus: BTreeSet::new(),
+        device_users: BTreeMap::new(),
         agent_start: since,
     }
 }

@@ -9,7 +9,7 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessUtilizationSample;
 
-use crate::holders;
+use crate::holders::{self, Holders};
 use crate::memory_sample::{GpuMemorySample, ProcessMemory};
 
 /// The age of the oldest utilization sample. The driver's samples are up to a second apart.
@@ -37,7 +37,13 @@ pub(super) fn sample_memory(
     let charges: ProcessMemory = charged.collect();
     let used_beside = used_beside.max(device.memory_info()?.used);
     let used_after = Some(Bytes(device.memory_info()?.used));
-    let contextless = contextless_memory(gpu, &charges);
+    let holders = query_holders(gpu);
+    let has_all_holders = holders.is_some();
+    let Holders {
+        owned: mut contextless,
+        imported,
+    } = holders.unwrap_or_default();
+    contextless.retain(|pid, _| !charges.contains(*pid));
     Ok(GpuMemorySample {
         used: Bytes(memory.used),
         capacity: Bytes(memory.total.saturating_sub(memory.reserved)),
@@ -45,6 +51,8 @@ pub(super) fn sample_memory(
         used_beside: Bytes(used_beside),
         charges,
         contextless,
+        imported,
+        has_all_holders,
         sm_percents: None,
     })
 }
@@ -78,15 +86,11 @@ fn newest_percents(
     percents.collect()
 }
 
-/// The bytes of processes that NVML does not list; empty where the kernel module gives no answer. A
-/// MIG instance has none, since the kernel module reports the whole GPU.
-fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, Bytes> {
-    if gpu.is_mig() {
-        return BTreeMap::new();
-    }
-    let mut contextless = holders::query_holders(gpu).unwrap_or_default();
-    contextless.retain(|pid, _| !charges.contains(*pid));
-    contextless
+/// The holders of a GPU's memory; none where the kernel module does not report all. A MIG instance
+/// has none, since the kernel module reports the whole GPU.
+fn query_holders(gpu: &GpuUuid) -> Option<Holders> {
+    let holders = || holders::query_holders(gpu).ok();
+    (!gpu.is_mig()).then(holders).flatten()
 }
 
 #[cfg(test)]

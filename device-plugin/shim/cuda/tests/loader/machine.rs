@@ -36,6 +36,7 @@ const LIMITS: AuditConfig = AuditConfig {
     tolerance: Bytes::mib(64),
     process_allowance: Bytes::mib(512),
     kill_after: 3,
+    kill_outsiders: true,
 };
 
 /// The node.
@@ -135,7 +136,10 @@ impl Machine {
                     start: Stat::parse(&stat).unwrap().start_ticks,
                     owner,
                 }),
+                is_gone: false,
             }],
+            importers: Vec::new(),
+            has_all_holders: true,
         };
         let home = (POD.parse().unwrap(), "main".to_owned());
         let running = attestation::AttestedProcess {

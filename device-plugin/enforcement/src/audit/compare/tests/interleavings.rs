@@ -204,6 +204,7 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
         bytes: Some(Bytes::mib(PROCESS_MIB)),
         sm_percent: None,
         live: alive.remove(&pid).flatten(),
+        is_gone: false,
     });
     let usage: Vec<ContainerUsage> = usage.into_iter().collect();
     compare_accounts(&[sample(listed.collect())], &usage, &containers, &LIMITS).findings

@@ -1,0 +1,108 @@
+//! Finds processes of pods that have the driver's device nodes mapped, outside of attested
+//! containers.
+//!
+//! Memory that the driver lists for an ended process is held by a process that has the ended one's
+//! files open, as a forked child has, together with its mappings. The audit asks for such processes
+//! only while there is such memory. Open files alone make no suspect: NVML opens the same files as
+//! CUDA, and maps none of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bursar_host::procfs::{self, Bounds, ProcessOwner, Stat};
+use bursar_ledger::units::AllocationId;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, timeout};
+
+use super::collect::{find_live, is_running};
+use super::compare::{DeviceUser, GpuSample, LiveProcess};
+use crate::attestation::{AttestedProcess, maps};
+
+/// The most processes of the node to read, and bytes of their memory maps. What is not read is no
+/// suspect, and its memory stays withheld.
+const MAX_PROCESSES: usize = 65_536;
+const MAX_BYTES: u64 = 64 << 20;
+
+/// The largest memory map that is read.
+const MAPS_BOUNDS: Bounds = Bounds {
+    bytes: 4 << 20,
+    lines: 1 << 16,
+};
+
+/// How long a result is used, since a tenant may keep the audit asking.
+const MAX_AGE: Duration = Duration::from_secs(3);
+
+/// How long an audit waits for the search, which goes on afterwards.
+const TIMEOUT: Duration = Duration::from_millis(200);
+
+/// The last search for processes.
+#[derive(Debug, Default)]
+pub(super) struct DeviceUsers {
+    found: Option<(Instant, BTreeMap<u32, DeviceUser>)>,
+    search: Option<JoinHandle<BTreeMap<u32, DeviceUser>>>,
+}
+
+impl DeviceUsers {
+    /// The processes of pods but those in `attested`, if memory of a long-gone process is in
+    /// `samples`.
+    pub(super) async fn find(
+        &mut self,
+        proc: &Path,
+        samples: &[GpuSample],
+        attested: &BTreeMap<u32, (AllocationId, AttestedProcess)>,
+    ) -> BTreeMap<u32, DeviceUser> {
+        let mut listed = samples.iter().flat_map(|sample| &sample.processes);
+        if !listed.any(|listed| listed.is_gone) {
+            self.found = None;
+            return BTreeMap::new();
+        }
+        let is_fresh = |(at, _): &(Instant, _)| at.elapsed() < MAX_AGE;
+        if !self.found.as_ref().is_some_and(is_fresh) {
+            let mut search = self.search.take().unwrap_or_else(|| {
+                let proc: PathBuf = proc.to_owned();
+                let attested = attested.keys().copied().collect();
+                spawn_blocking(move || search_processes(&proc, &attested))
+            });
+            match timeout(TIMEOUT, &mut search).await {
+                Ok(found) => self.found = found.ok().map(|found| (Instant::now(), found)),
+                Err(_) => self.search = Some(search),
+            }
+        }
+        let found = self.found.iter().flat_map(|(_, found)| found.clone());
+        found
+            .filter(|(pid, user)| is_running(proc, *pid, user.start))
+            .collect()
+    }
+}
+
+fn search_processes(proc: &Path, attested: &BTreeSet<u32>) -> BTreeMap<u32, DeviceUser> {
+    let entries = std::fs::read_dir(proc).into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let others = pids.filter(|pid| !attested.contains(pid));
+    let mut left = MAX_BYTES;
+    let user = |pid| {
+        let LiveProcess { start, owner } = find_live(proc, pid, u64::MAX)?;
+        let ProcessOwner::Container { pod, cgroup } = owner else {
+            return None;
+        };
+        let user = DeviceUser { start, pod, cgroup };
+        has_device_mapped(proc, pid, &mut left).then_some((pid, user))
+    };
+    others.take(MAX_PROCESSES).filter_map(user).collect()
+}
+
+fn has_device_mapped(proc: &Path, pid: u32, left: &mut u64) -> bool {
+    let text = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
+    let stat = text.ok().and_then(|text| Stat::parse(&text));
+    let folder = stat.and_then(|stat| procfs::living_folder(proc, pid, &stat));
+    let Some(folder) = folder.filter(|_| *left > 0) else {
+        return false;
+    };
+    let mut devices = BTreeSet::new();
+    let read = procfs::for_each_line(&folder.join("maps"), MAPS_BOUNDS, |line| {
+        maps::add_device_mapping(line, &mut devices);
+    });
+    *left = left.saturating_sub(read.unwrap_or(MAPS_BOUNDS.bytes));
+    !devices.is_empty()
+}
