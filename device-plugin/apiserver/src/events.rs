@@ -6,22 +6,19 @@ mod rate_limit;
 mod reason;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use bursar_ledger::units::PodUid;
-use jiff::Timestamp;
-use k8s_openapi::api::events::v1::{Event, EventSeries};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
-use kube::api::{Api, Patch, PatchParams, PostParams};
-use kube::{Client, ResourceExt as _};
+use k8s_openapi::api::events::v1::Event;
+use kube::Client;
+use kube::api::{Api, PostParams};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::metrics::ApiMetrics;
 use object::build_event;
-use rate_limit::{Admission, CountUpdate, RateLimiter};
+use rate_limit::{Admission, RateLimiter};
 
 pub use reason::Reason;
 
@@ -61,8 +58,6 @@ struct EventKey {
 
 /// How many Events may wait to be sent; further ones are dropped and counted.
 const QUEUE_CAPACITY: usize = 256;
-/// How often the counts in the API server are updated.
-const COUNT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Accepts Events without waiting for the API server. Clones share the limits.
 #[derive(Clone, Debug)]
@@ -76,7 +71,6 @@ pub struct Events {
 /// Sends the Events that [`Events`] accepted.
 #[derive(Debug)]
 pub struct EventSender {
-    limiter: Arc<Mutex<RateLimiter>>,
     queue: mpsc::Receiver<EventKey>,
 }
 
@@ -84,13 +78,12 @@ impl Events {
     /// Returns a handle, and the sender that [`EventSender::run`] drives.
     pub fn new(metrics: ApiMetrics) -> (Self, EventSender) {
         let (sender, queue) = mpsc::channel(QUEUE_CAPACITY);
-        let limiter = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
         let events = Self {
-            limiter: Arc::clone(&limiter),
+            limiter: Arc::new(Mutex::new(RateLimiter::new(Instant::now()))),
             queue: sender,
             metrics,
         };
-        (events, EventSender { limiter, queue })
+        (events, EventSender { queue })
     }
 
     /// Publishes an Event on this node.
@@ -135,8 +128,6 @@ impl EventSender {
         metrics: ApiMetrics,
         shutdown: CancellationToken,
     ) {
-        let mut counts = interval(COUNT_INTERVAL);
-        counts.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
@@ -144,57 +135,28 @@ impl EventSender {
                     let Some(key) = key else { return };
                     let sent = shutdown.run_until_cancelled(create_event(&client, &node, &key)).await;
                     let Some(sent) = sent else { return };
-                    match sent {
-                        Ok(name) => lock(&self.limiter).set_name(&key, name),
-                        Err(error) => {
-                            debug!(reason = key.reason.as_str(), %error, "failed to send an event");
-                            metrics.count_event_dropped();
-                        }
+                    if let Err(error) = sent {
+                        debug!(reason = key.reason.as_str(), %error, "failed to send an event");
+                        metrics.count_event_dropped();
                     }
                 },
-                _ = counts.tick() => {
-                    let repeated = lock(&self.limiter).take_count_updates();
-                    let sent = shutdown.run_until_cancelled(update_counts(&client, repeated)).await;
-                    if sent.is_none() {
-                        return;
-                    }
-                }
             }
         }
     }
 }
 
-/// Creates an Event; returns its name.
-async fn create_event(client: &Client, node: &str, key: &EventKey) -> kube::Result<String> {
+/// Creates an Event. The agent may change none, because the response to a refused change has the
+/// whole Event, whoever wrote it.
+async fn create_event(client: &Client, node: &str, key: &EventKey) -> kube::Result<()> {
     let event = build_event(key, node);
     let api = Api::<Event>::namespaced(client.clone(), key.subject.namespace());
-    let created = api.create(&PostParams::default(), &event).await?;
-    Ok(created.name_any())
-}
-
-/// Updates the counts of repeated Events. A failed update is included in the next one.
-async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
-    for CountUpdate {
-        namespace,
-        name,
-        count,
-    } in repeated
-    {
-        let series = EventSeries {
-            count: i32::try_from(count).unwrap_or(i32::MAX),
-            last_observed_time: MicroTime(Timestamp::now()),
-        };
-        let api = Api::<Event>::namespaced(client.clone(), &namespace);
-        let patch = Patch::Merge(serde_json::json!({ "series": series }));
-        let sent = api.patch(&name, &PatchParams::default(), &patch).await;
-        if let Err(error) = sent {
-            debug!(%name, %error, "failed to update the count of an event");
-        }
-    }
+    api.create(&PostParams::default(), &event).await.map(drop)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use prometheus_client::registry::Registry;
 
     use super::object::MAX_NOTE_LENGTH;
@@ -221,35 +183,14 @@ mod tests {
     }
 
     #[test]
-    fn equal_events_are_one_event_with_a_count() {
+    fn equal_events_are_one_event_in_each_window() {
         let start = Instant::now();
         let mut limiter = RateLimiter::new(start);
-        let mut says = |message, after| limiter.admit(&node_event(message), start + after);
-        assert_eq!(says("a", Duration::ZERO), Admission::New);
-        assert_eq!(says("a", DEDUP_WINDOW / 2), Admission::Repeated);
-        assert_eq!(says("b", DEDUP_WINDOW / 2), Admission::New);
-        assert_eq!(
-            limiter.take_count_updates(),
-            [],
-            "the API server has not created it"
-        );
-        limiter.set_name(&node_event("a"), "a.1".to_owned());
-        limiter.set_name(&node_event("b"), "b.1".to_owned());
-        let expected = CountUpdate {
-            namespace: "default".to_owned(),
-            name: "a.1".to_owned(),
-            count: 2,
-        };
-        assert_eq!(limiter.take_count_updates(), [expected]);
-        assert_eq!(
-            limiter.take_count_updates(),
-            [],
-            "the API server has the count"
-        );
-        assert_eq!(
-            limiter.admit(&node_event("a"), start + DEDUP_WINDOW),
-            Admission::New
-        );
+        let mut admit = |message, after| limiter.admit(&node_event(message), start + after);
+        assert_eq!(admit("a", Duration::ZERO), Admission::New);
+        assert_eq!(admit("a", DEDUP_WINDOW / 2), Admission::Repeated);
+        assert_eq!(admit("b", DEDUP_WINDOW / 2), Admission::New);
+        assert_eq!(admit("a", DEDUP_WINDOW), Admission::New);
     }
 
     #[test]
@@ -352,7 +293,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn repeated_event_is_counted_in_its_series() {
+    async fn repeated_event_is_created_once_and_never_changed() {
         use axum::body::{Body, to_bytes};
         use axum::http::{Request, Response};
 
@@ -361,31 +302,26 @@ mod tests {
             let sent = sent.clone();
             async move {
                 let call = format!("{} {}", request.method(), request.uri().path());
-                let body = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
-                let mut event = serde_json::from_slice::<serde_json::Value>(&body).unwrap();
-                let count = event["series"]["count"].clone();
-                sent.send((call, count)).await.unwrap();
-                event["metadata"]["name"] = "p.1".into();
-                Ok::<_, axum::Error>(Response::new(Body::from(event.to_string())))
+                let event = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
+                sent.send(call).await.unwrap();
+                Ok::<_, axum::Error>(Response::new(Body::from(event)))
             }
         });
-        let client = Client::new(server, "default");
-        let (events, event_sender) = Events::new(ApiMetrics::new(&mut Registry::default()));
-        let subject = pod_event("p", "over its quota");
-        let Subject::Pod(pod) = &subject.subject else {
+        let metrics = ApiMetrics::new(&mut Registry::default());
+        let (events, event_sender) = Events::new(metrics.clone());
+        let key = pod_event("p", "over its quota");
+        let Subject::Pod(pod) = key.subject else {
             unreachable!("it is about a pod")
         };
         for _ in 0..1_000 {
-            events.on_pod(pod.clone(), subject.reason, subject.message.clone());
+            events.on_pod(pod.clone(), key.reason, key.message.clone());
         }
-        let name = create_event(&client, "node-1", &subject).await.unwrap();
-        lock(&event_sender.limiter).set_name(&subject, name);
-        let repeated = lock(&event_sender.limiter).take_count_updates();
-        update_counts(&client, repeated).await;
-        let events = "/apis/events.k8s.io/v1/namespaces/n/events";
-        let created = (format!("POST {events}"), serde_json::Value::Null);
+        drop(events);
+        let client = Client::new(server, "default");
+        let stop = CancellationToken::new();
+        event_sender.run(client, "node".into(), metrics, stop).await;
+        let created = "POST /apis/events.k8s.io/v1/namespaces/n/events".to_owned();
         assert_eq!(received.recv().await, Some(created));
-        let counted = (format!("PATCH {events}/p.1"), 1_000.into());
-        assert_eq!(received.recv().await, Some(counted));
+        assert_eq!(received.recv().await, None);
     }
 }

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{EventKey, PodRef, Subject};
 
-/// For how long equal Events are one Event with a count.
+/// For how long equal Events are one Event.
 pub(super) const DEDUP_WINDOW: Duration = Duration::from_secs(300);
 
 /// The burst of the node, and of all pods together.
@@ -56,27 +56,9 @@ impl Bucket {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
     New,
-    /// The Event was sent a short time ago, and its count grows.
+    /// The Event was sent a short time ago.
     Repeated,
     RateLimited,
-}
-
-/// An Event that was sent, with its count.
-#[derive(Debug)]
-struct SentEvent {
-    first_sent_at: Instant,
-    /// None until the API server has created it.
-    name: Option<String>,
-    count: u32,
-    reported_count: u32,
-}
-
-/// A changed count of an Event.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct CountUpdate {
-    pub(super) namespace: String,
-    pub(super) name: String,
-    pub(super) count: u32,
 }
 
 /// Limits the rate of new Events: per pod, for all pods, and for the node.
@@ -85,7 +67,8 @@ pub(super) struct RateLimiter {
     node: Bucket,
     all_pods: Bucket,
     pub(super) pods: HashMap<PodRef, Bucket>,
-    sent: HashMap<EventKey, SentEvent>,
+    /// When each recent Event was sent.
+    sent: HashMap<EventKey, Instant>,
 }
 
 impl RateLimiter {
@@ -99,24 +82,16 @@ impl RateLimiter {
     }
 
     pub(super) fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
-        let recent = |_: &EventKey, entry: &mut SentEvent| {
-            now.saturating_duration_since(entry.first_sent_at) < DEDUP_WINDOW
-        };
-        self.sent.retain(recent);
-        if let Some(entry) = self.sent.get_mut(key) {
-            entry.count = entry.count.saturating_add(1);
+        self.sent.retain(|_, sent_at| {
+            now.saturating_duration_since(*sent_at) < DEDUP_WINDOW
+        });
+        if self.sent.contains_key(key) {
             return Admission::Repeated;
         }
         if !self.take_token(&key.subject, now) {
             return Admission::RateLimited;
         }
-        let entry = SentEvent {
-            first_sent_at: now,
-            name: None,
-            count: 1,
-            reported_count: 1,
-        };
-        self.sent.insert(key.clone(), entry);
+        self.sent.insert(key.clone(), now);
         Admission::New
     }
 
@@ -145,29 +120,5 @@ impl RateLimiter {
         self.all_pods.tokens -= 1.0;
         self.pods.insert(pod.clone(), own);
         true
-    }
-
-    /// Records the name of the created Event.
-    pub(super) fn set_name(&mut self, key: &EventKey, name: String) {
-        if let Some(entry) = self.sent.get_mut(key) {
-            entry.name = Some(name);
-        }
-    }
-
-    /// Returns the counts that have grown since the last call.
-    pub(super) fn take_count_updates(&mut self) -> Vec<CountUpdate> {
-        let changed = self.sent.iter_mut();
-        let changed = changed.filter(|(_, entry)| entry.count > entry.reported_count);
-        changed
-            .filter_map(|(key, entry)| {
-                let name = entry.name.clone()?;
-                entry.reported_count = entry.count;
-                Some(CountUpdate {
-                    namespace: key.subject.namespace().to_owned(),
-                    name,
-                    count: entry.count,
-                })
-            })
-            .collect()
     }
 }
