@@ -10,6 +10,7 @@
 
 mod containers;
 mod gpus;
+mod pod_settings;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
@@ -24,6 +25,7 @@ pub use containers::{
     MemoryResource, NamespaceUse, PendingContainer, QuotaState, QuotaStatus, RetainedLease,
 };
 pub use gpus::{GpuPod, GpuRuntime, GpuState, GpuStatus, Health, HealthStatus, RuntimeState};
+pub use pod_settings::{GPUS_ANNOTATION, PodSettings};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
 pub const MAX_GPUS: usize = 112;
@@ -51,6 +53,8 @@ pub const MAX_RESTARTS: usize = 16;
 pub const MAX_RECORDED_RELOCATIONS: usize = 64;
 /// The most namespaces in one object, those with pods on the node first.
 pub const MAX_NAMESPACES: usize = 32;
+/// The most pods with settings in one object, far above the kubelet's `maxPods`.
+pub const MAX_POD_SETTINGS: usize = 1024;
 /// The most containers with memory in one object, those with faults first.
 pub const MAX_CONTAINERS: usize = 256;
 /// The most leases of retained memory in one object; each namespace has its largest.
@@ -187,6 +191,11 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 112), inner(length(min = 1, max = 96)), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub drain: Vec<String>,
+    /// What the agent must know of the pods on the node that request GPU memory. The operator has
+    /// not seen a pod there that is absent, or the pod has ended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 1024), extend("default" = [], "x-kubernetes-list-type" = "atomic"))]
+    pub pods: Vec<PodSettings>,
 }
 
 /// An order to end poisoned process images of a container, by the unit of its context policy. The

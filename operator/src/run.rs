@@ -24,6 +24,7 @@ use crate::leader::{Candidate, Election};
 use crate::nodes::context_policies;
 use crate::nodes::maintenance;
 use crate::nodes::namespace_label;
+use crate::nodes::pod_settings;
 use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
 use crate::serve::probes::{ReplicaSources, Sources};
@@ -130,6 +131,8 @@ fn spawn_work(
     spawn(tasks, "budget-reconciler", reconciler.run(budgets, queue));
     let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "node-orders", node_orders);
+    let pod_settings = pod_settings::run(writer.clone(), index.clone(), shutdown.clone());
+    spawn(tasks, "pod-settings", pod_settings);
     if options.drain_for_nvidia {
         let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
         spawn(tasks, "drains for NVIDIA's operators", drains);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::future::Future;
 
 use bursar_crds::context_policy::ContextPolicyEntry;
-use bursar_crds::gpu_node::RestartRequest;
+use bursar_crds::gpu_node::{PodSettings, RestartRequest};
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
@@ -25,6 +25,9 @@ const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 
 /// The field manager of the operator's entries in `spec.drain`.
 const DRAIN_MANAGER: &str = "bursar-operator-drain";
+
+/// The field manager of `spec.pods`.
+const POD_SETTINGS_MANAGER: &str = "bursar-operator-pods";
 
 /// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +183,25 @@ impl ApiWriter {
         let target = (node, uid, DRAIN_MANAGER);
         self.apply_orders(WriteKind::Drain, object, target, json!({ "drain": gpus }))
             .await
+    }
+
+    /// Applies what a node's agent must know of its pods. Fails when the object is gone or was
+    /// recreated.
+    pub async fn apply_pod_settings(
+        &self,
+        node: &str,
+        uid: &str,
+        pods: &[PodSettings],
+    ) -> Result<(), ApiError> {
+        let object = format!("the settings of pods in GpuNode {node}");
+        let target = (node, uid, POD_SETTINGS_MANAGER);
+        self.apply_orders(
+            WriteKind::PodSettings,
+            object,
+            target,
+            json!({ "pods": pods }),
+        )
+        .await
     }
 
     /// Applies fields of a GpuNode's spec as one field manager.

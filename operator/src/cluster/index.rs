@@ -16,6 +16,7 @@ mod node_orders;
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
+use super::pod_settings::{PodOnNode, PodSettingsIndex};
 use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary};
 use crate::budget::ObservedQuota;
 use crate::cluster::placement_index::snapshot::{PlacementEvent, PlacementIndex};
@@ -49,6 +50,8 @@ pub enum WatchEvent {
     Budget(Event<CacheEntry<BudgetSummary>>),
     /// An event of a pod.
     Pod(Event<CacheEntry<PodRequest>>),
+    /// An event of a pod on a node.
+    PodOnNode(Event<CacheEntry<PodOnNode>>),
     /// An event of a GpuNode.
     GpuNode(Event<CacheEntry<GpuNodeSummary>>),
     /// An event of a Node.
@@ -93,7 +96,8 @@ pub struct ClusterIndex {
     budgets: Cache<BudgetSummary>,
     budget_lists: u64,
     pods: Cache<PodRequest>,
-    gpu_nodes: Cache<GpuNodeSummary>,
+    pub(super) pod_settings: PodSettingsIndex,
+    pub(super) gpu_nodes: Cache<GpuNodeSummary>,
     nodes: Cache<NodeSummary>,
     liveness: NodeLiveness,
     quotas: Cache<ObservedQuota>,
@@ -113,6 +117,7 @@ impl ClusterIndex {
             budgets: Cache::default(),
             budget_lists: 0,
             pods: Cache::default(),
+            pod_settings: PodSettingsIndex::default(),
             gpu_nodes: Cache::default(),
             nodes: Cache::default(),
             liveness: NodeLiveness::default(),

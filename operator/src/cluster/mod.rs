@@ -9,6 +9,7 @@ pub mod on_node;
 pub mod own_writes;
 pub mod placement_index;
 pub mod pod_request;
+mod pod_settings;
 mod projections;
 pub(crate) mod slim_metadata;
 pub mod slim_node;
@@ -20,6 +21,7 @@ pub mod watches;
 
 pub use cache::{Cache, CacheEntry, Key, project};
 pub use index::{Affected, ClusterIndex, NodeOrders, WatchEvent, kinds};
+pub use pod_settings::PodOnNode;
 pub use projections::{
     BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, NodeSummary, OpenFault, budget_label,
 };

@@ -5,6 +5,7 @@ use bursar_crds::quantity::{QuantityError, parse_bytes};
 use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::jiff::Timestamp;
+use kube::core::ObjectMeta;
 
 use crate::cluster::on_node::Placed;
 use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
@@ -112,6 +113,19 @@ impl Placed for PodRequest {
     fn node(&self) -> Option<&str> {
         self.node.as_deref()
     }
+}
+
+/// The annotation of a static pod's mirror pod, which cannot be deleted through the API. Its value
+/// is the static pod's own UID (`pkg/kubelet/pod/mirror_client.go`,
+/// `pkg/kubelet/config/common.go`). No kubelet runs a pod of the API server that has it.
+const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
+
+/// The UID that the node knows a mirror pod by. A kubelet makes its Node the pod's controller.
+pub fn mirrored_uid(meta: &ObjectMeta) -> Option<&String> {
+    let mut owners = meta.owner_references.iter().flatten();
+    let is_of_node = owners.any(|owner| owner.controller == Some(true) && owner.kind == "Node");
+    let annotations = meta.annotations.as_ref().filter(|_| is_of_node)?;
+    annotations.get(MIRROR_ANNOTATION)
 }
 
 /// Whether the pod has reached its final phase.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
-use bursar_crds::gpu_node::{Fault, FaultKind, NamespaceUse, RestartRequest};
+use bursar_crds::gpu_node::{Fault, FaultKind, NamespaceUse, PodSettings, RestartRequest};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
@@ -92,6 +92,8 @@ pub struct GpuNodeSummary {
     pub gpus: Vec<String>,
     /// The GPUs in `spec.drain`.
     pub drain: Vec<String>,
+    /// The settings of pods in the node's spec.
+    pub pods: Vec<PodSettings>,
 }
 
 impl GpuNodeSummary {
@@ -128,6 +130,7 @@ impl GpuNodeSummary {
                 .filter(|uuid| (1..=MAX_UUID).contains(&uuid.len()))
                 .collect(),
             drain: node.spec.drain.clone(),
+            pods: node.spec.pods.clone(),
         }
     }
 

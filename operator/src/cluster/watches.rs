@@ -38,7 +38,7 @@ use crate::cluster::slim_pod::SlimPod;
 use crate::cluster::unknown_values::{unknown_in_budget, unknown_in_node};
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::{
-    BudgetSummary, GpuNodeSummary, NodeSummary, WatchEvent, budget_label, kinds, project,
+    BudgetSummary, GpuNodeSummary, NodeSummary, PodOnNode, WatchEvent, budget_label, kinds, project,
 };
 use instrument::instrumented;
 use unreadable::{readable, store_event, unreadable_event};
@@ -144,11 +144,13 @@ impl Watches<'_> {
                 let facts = project(&event, |pod| PodFacts::of(pod, quantum));
                 let requests = project(&event, |pod| PodRequests::parse(pod, quantum));
                 let request = project(&event, |pod| PodRequest::of(pod, quantum));
+                let settings = project(&event, PodOnNode::of);
                 // The pod event comes before the usage event, so that a newly bound pod never
                 // counts twice.
                 stream::iter([
                     WatchEvent::Placement(PlacementEvent::Pod(facts)),
                     WatchEvent::Placement(PlacementEvent::Requests(requests)),
+                    WatchEvent::PodOnNode(settings),
                     WatchEvent::Pod(request),
                 ])
             })

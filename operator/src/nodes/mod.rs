@@ -4,3 +4,4 @@
 pub mod context_policies;
 pub mod maintenance;
 pub mod namespace_label;
+pub mod pod_settings;

@@ -96,16 +96,19 @@ pub enum WriteKind {
     ContextPolicies,
     /// The GPUs that the operator drains.
     Drain,
+    /// What a node's agent must know of its pods.
+    PodSettings,
 }
 
 impl WriteKind {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Status,
         Self::Quota,
         Self::Label,
         Self::Eviction,
         Self::ContextPolicies,
         Self::Drain,
+        Self::PodSettings,
     ];
 
     const fn as_str(self) -> &'static str {
@@ -116,6 +119,7 @@ impl WriteKind {
             Self::Eviction => "eviction",
             Self::ContextPolicies => "contexts",
             Self::Drain => "drain",
+            Self::PodSettings => "pod-settings",
         }
     }
 }

@@ -41,7 +41,9 @@ fn live(api: &SimApiServer) {
 
 fn is_done(api: &SimApiServer) -> bool {
     let status = status(api);
+    let settings = &api.get("gpunodes", "", "n")["spec"]["pods"];
     api.get("pods", "team", "p").is_null()
+        && settings.as_array().is_none_or(Vec::is_empty)
         && status["contexts"]["open"] == 0
         && status["evictions"][0]["reason"] == "TooManyRestarts"
         && condition(&status, "Ready")["status"] == "True"

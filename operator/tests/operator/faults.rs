@@ -468,7 +468,11 @@ async fn late_watch_causes_no_second_write() {
     let of = |end: &str| writes.iter().filter(|write| write.ends_with(end)).count();
     assert_eq!(of("/gpu-memory-budget-limit"), 1, "{writes:?}");
     assert_eq!(of("/gpu-memory-budget-guaranteed"), 1, "{writes:?}");
-    assert_eq!(of("/gpunodes/n"), 1, "{writes:?}");
+    assert_eq!(
+        of("/gpunodes/n"),
+        1 + 3,
+        "the policy, and each pod: {writes:?}"
+    );
     for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
         running.api.set_watch_paused(kind, false);
     }

@@ -40,6 +40,10 @@ impl ClusterIndex {
                     namespaces: namespaces_of(changed),
                 }
             }
+            WatchEvent::PodOnNode(event) => {
+                self.pod_settings.apply(event);
+                Affected::default()
+            }
             WatchEvent::GpuNode(event) => self.apply_gpu_node(event),
             WatchEvent::Node(event) => self.apply_node(event),
             WatchEvent::Quota(event) => Affected {

@@ -4,21 +4,14 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU16;
 
 use bursar_crds::Quantum;
+use bursar_crds::gpu_node::GPUS_ANNOTATION;
 use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{self, PodRequest, PriorityKind, gpu_request};
+use crate::cluster::pod_request::{self, PodRequest, PriorityKind, gpu_request, mirrored_uid};
 use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
 use crate::quanta::Quanta;
-
-/// The annotation with the least number of GPUs over which a container's memory is spread.
-/// The agent reads it too.
-const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
-/// The annotation of a static pod's mirror pod, which cannot be deleted through the API. Its value
-/// is the static pod's own UID (`pkg/kubelet/pod/mirror_client.go`,
-/// `pkg/kubelet/config/common.go`).
-const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
@@ -122,7 +115,7 @@ impl PodFacts {
         }
         let (meta, spec) = (&pod.metadata, &pod.spec);
         let annotation = |name| meta.annotations.as_ref().and_then(|all| all.get(name));
-        let mirrored = annotation(MIRROR_ANNOTATION);
+        let mirrored = mirrored_uid(meta);
         Some(Self {
             uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
             kind: request.kind,
@@ -329,9 +322,14 @@ mod tests {
 
     #[test]
     fn static_pod_has_the_uid_its_node_knows() {
-        let annotations = json!({ "annotations": { "kubernetes.io/config.mirror": "5e1f" } });
-        let facts = facts(annotations, json!({ "nodeName": "n1" }), json!({}));
-        assert_eq!((facts.uid.as_str(), facts.owner), ("5e1f", Owner::Node));
+        let mirror = |owner: &str| {
+            let meta = json!({ "annotations": { "kubernetes.io/config.mirror": "5e1f" }, "ownerReferences": [
+                { "apiVersion": "v1", "kind": owner, "name": "o", "uid": "ou", "controller": true }] });
+            let facts = facts(meta, json!({ "nodeName": "n1" }), json!({}));
+            (facts.uid, facts.owner)
+        };
+        assert_eq!(mirror("Node"), ("5e1f".to_owned(), Owner::Node));
+        assert_eq!(mirror("DaemonSet"), ("u".to_owned(), Owner::DaemonSet));
     }
 
     #[test]

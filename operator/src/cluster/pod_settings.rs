@@ -1,0 +1,296 @@
+//! Indexes what agents must know of the pods on their nodes, and decides which nodes lack some.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
+use bursar_crds::resources::PREFIX;
+use kube::runtime::watcher::Event;
+
+use super::index::ClusterIndex;
+use super::pod_request::{has_ended, mirrored_uid};
+use super::slim_pod::SlimPod;
+use super::{Cache, CacheEntry, Key};
+
+/// A pod on a node that requests a resource of Bursar.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodOnNode {
+    node: String,
+    is_mirror: bool,
+    settings: PodSettings,
+}
+
+impl PodOnNode {
+    /// `None` for a pod without a node or without a request, and for one that has ended.
+    pub fn of(pod: &SlimPod) -> Option<Self> {
+        let (meta, spec) = (&pod.metadata, &pod.spec);
+        let node = spec.node_name.clone().filter(|node| !node.is_empty())?;
+        let mut containers = spec.containers.iter().chain(&spec.init_containers);
+        let requests = containers.any(|container| {
+            let mut resources = container.resources.requests.keys();
+            resources.any(|resource| resource.starts_with(PREFIX))
+        });
+        if !requests || has_ended(pod) {
+            return None;
+        }
+        let mirrored = mirrored_uid(meta);
+        let uid = mirrored.or(meta.uid.as_ref()).cloned()?;
+        let none = BTreeMap::new();
+        let annotations = meta.annotations.as_ref().unwrap_or(&none);
+        let is_pending = matches!(pod.status.phase.as_deref(), None | Some("Pending"));
+        Some(Self {
+            node,
+            is_mirror: mirrored.is_some(),
+            settings: PodSettings {
+                // A pod that runs waits for no room, and its cgroup shows its end.
+                deleted: is_pending && meta.deletion_timestamp.is_some(),
+                namespace: meta.namespace.clone().unwrap_or_default(),
+                name: meta.name.clone().unwrap_or_default(),
+                ..PodSettings::new(uid, spec.priority.unwrap_or(0), annotations)
+            },
+        })
+    }
+}
+
+/// The pods of all nodes.
+#[derive(Debug, Default)]
+pub(super) struct PodSettingsIndex {
+    pods: Cache<PodOnNode>,
+    by_node: BTreeMap<String, BTreeSet<Key>>,
+}
+
+impl PodSettingsIndex {
+    /// Applies one event.
+    pub(super) fn apply(&mut self, event: Event<CacheEntry<PodOnNode>>) {
+        for (key, before) in self.pods.apply(event) {
+            if let Some(before) = before
+                && let Some(keys) = self.by_node.get_mut(&before.node)
+            {
+                keys.remove(&key);
+                if keys.is_empty() {
+                    self.by_node.remove(&before.node);
+                }
+            }
+            if let Some(now) = self.pods.get(&key) {
+                self.by_node
+                    .entry(now.node.clone())
+                    .or_default()
+                    .insert(key);
+            }
+        }
+    }
+
+    /// The settings of the pods on a node, sorted by UID.
+    fn on_node(&self, node: &str) -> Vec<PodSettings> {
+        let keys = self.by_node.get(node).into_iter().flatten();
+        let pods = keys.filter_map(|key| self.pods.get(key));
+        let (mirrors, others): (Vec<_>, Vec<_>) = pods.partition(|pod| pod.is_mirror);
+        // Any creator of a pod can write the UID of a mirror pod. It must not replace a real pod.
+        let mut by_uid = BTreeMap::new();
+        for PodOnNode { settings, .. } in others.into_iter().chain(mirrors) {
+            by_uid.entry(&settings.pod_uid).or_insert(settings);
+        }
+        by_uid
+            .into_values()
+            .take(MAX_POD_SETTINGS)
+            .cloned()
+            .collect()
+    }
+}
+
+impl ClusterIndex {
+    /// The GpuNodes whose settings of pods have to be written: name, UID and settings.
+    ///
+    /// `applied` holds what the operator applied last, by UID. Drops the entries of deleted nodes.
+    /// Settings that the API server did not keep are not written again, because its schema may be
+    /// older.
+    pub fn outdated_pod_settings(
+        &self,
+        applied: &mut BTreeMap<String, Vec<PodSettings>>,
+    ) -> Vec<(String, String, Vec<PodSettings>)> {
+        if !self.pod_settings.pods.is_listed() || !self.gpu_nodes.is_listed() {
+            return Vec::new();
+        }
+        let uids: BTreeSet<&String> = self.gpu_nodes.iter().map(|(_, node)| &node.uid).collect();
+        applied.retain(|uid, _| uids.contains(uid));
+        let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
+        let outdated = nodes.filter_map(|(key, node)| {
+            let pods = self.pod_settings.on_node(&key.name);
+            let is_due = node.pods != pods && applied.get(&node.uid) != Some(&pods);
+            is_due.then(|| (key.name.clone(), node.uid.clone(), pods))
+        });
+        outdated.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_crds::{GpuNode, Quantum};
+    use serde_json::{Value, json};
+
+    use super::super::{GpuNodeSummary, WatchEvent};
+    use super::*;
+
+    fn pod(uid: &str, change: Value) -> Value {
+        let mut pod = json!({
+            "metadata": { "name": uid, "namespace": "team", "uid": uid },
+            "spec": { "nodeName": "n", "containers": [
+                { "name": "c", "resources": { "requests": { "bursar.dev/gpu-memory-gib": "4" } } },
+            ] },
+            "status": { "phase": "Pending" },
+        });
+        merge(&mut pod, change);
+        pod
+    }
+
+    fn merge(into: &mut Value, change: Value) {
+        match (into, change) {
+            (Value::Object(into), Value::Object(change)) => {
+                for (key, value) in change {
+                    merge(into.entry(key).or_insert(Value::Null), value);
+                }
+            }
+            (into, change) => *into = change,
+        }
+    }
+
+    fn event(pod: &Value) -> Event<CacheEntry<PodOnNode>> {
+        let pod: SlimPod = serde_json::from_value(pod.clone()).unwrap();
+        let key = Key {
+            namespace: "team".to_owned(),
+            name: pod.metadata.name.clone().unwrap(),
+        };
+        Event::Apply((key, PodOnNode::of(&pod)))
+    }
+
+    fn on_node(pods: &[Value]) -> Vec<PodSettings> {
+        let mut index = PodSettingsIndex::default();
+        pods.iter().for_each(|pod| index.apply(event(pod)));
+        index.on_node("n")
+    }
+
+    /// The settings of the pod `name` of [`pod`], with this UID.
+    fn settings_of(name: &str, uid: &str) -> PodSettings {
+        PodSettings {
+            namespace: "team".to_owned(),
+            name: name.to_owned(),
+            ..PodSettings::new(uid.to_owned(), 0, &BTreeMap::new())
+        }
+    }
+
+    fn settings(uid: &str) -> PodSettings {
+        settings_of(uid, uid)
+    }
+
+    #[test]
+    fn pods_on_the_node_have_priority_and_annotations() {
+        let gpus = json!({ "metadata": { "annotations": { "bursar.dev/gpus": "2" } } });
+        let pods = [
+            pod("b", json!({ "spec": { "priority": -10 } })),
+            pod("a", gpus),
+            pod("elsewhere", json!({ "spec": { "nodeName": "other" } })),
+            pod("unscheduled", json!({ "spec": { "nodeName": null } })),
+            pod(
+                "quiet",
+                json!({ "spec": { "containers": [{ "name": "c" }] } }),
+            ),
+            pod("ended", json!({ "status": { "phase": "Failed" } })),
+        ];
+        let found = on_node(&pods);
+        assert_eq!(found.len(), 2);
+        assert_eq!(
+            (found[0].pod_uid.as_str(), found[0].min_gpus().get()),
+            ("a", 2)
+        );
+        assert_eq!((found[1].pod_uid.as_str(), found[1].priority), ("b", -10));
+    }
+
+    #[test]
+    fn deletion_is_passed_on_while_the_pod_may_wait() {
+        let deleted = json!({ "metadata": { "deletionTimestamp": "2026-01-01T00:00:00Z" } });
+        let waiting = pod("a", deleted.clone());
+        let mut running = pod("b", deleted);
+        running["status"]["phase"] = json!("Running");
+        let found = on_node(&[waiting, running]);
+        assert_eq!(
+            found.iter().map(|pod| pod.deleted).collect::<Vec<_>>(),
+            [true, false]
+        );
+    }
+
+    #[test]
+    fn only_a_mirror_pod_has_the_uid_of_an_annotation() {
+        let node = json!([{ "apiVersion": "v1", "kind": "Node", "name": "n", "uid": "nu", "controller": true }]);
+        let annotated = |name: &str, owners: &Value| {
+            let meta = json!({ "annotations": { name: "static" }, "ownerReferences": owners });
+            on_node(&[pod("api", json!({ "metadata": meta }))])
+        };
+        let (mirror, hash) = ("kubernetes.io/config.mirror", "kubernetes.io/config.hash");
+        assert_eq!(annotated(mirror, &node), [settings_of("api", "static")]);
+        assert_eq!(annotated(mirror, &json!([])), [settings("api")]);
+        assert_eq!(annotated(hash, &node), [settings("api")]);
+    }
+
+    #[test]
+    fn mirror_pod_replaces_no_real_pod() {
+        let node = json!([{ "apiVersion": "v1", "kind": "Node", "name": "n", "uid": "nu", "controller": true }]);
+        let meta = json!({ "annotations": { "kubernetes.io/config.mirror": "z" }, "ownerReferences": node });
+        let claim = pod(
+            "a",
+            json!({ "metadata": meta, "spec": { "priority": -10 } }),
+        );
+        assert_eq!(on_node(&[claim, pod("z", json!({}))]), [settings("z")]);
+    }
+
+    /// An index with the GpuNode `n`, whose spec has these settings.
+    fn index(settings: &[PodSettings]) -> ClusterIndex {
+        let mut index = ClusterIndex::new(Quantum::Gib1);
+        put_node(&mut index, settings);
+        index.apply(WatchEvent::PodOnNode(Event::Init));
+        index.apply(WatchEvent::PodOnNode(Event::InitDone));
+        index
+    }
+
+    fn put_node(index: &mut ClusterIndex, settings: &[PodSettings]) {
+        let node: GpuNode = serde_json::from_value(json!({
+            "metadata": { "name": "n", "uid": "node-uid" }, "spec": { "pods": settings } }))
+        .unwrap();
+        let key = Key {
+            namespace: String::new(),
+            name: "n".to_owned(),
+        };
+        let summary = GpuNodeSummary::of(&node, Quantum::Gib1);
+        for event in [
+            Event::Init,
+            Event::InitApply((key, Some(summary))),
+            Event::InitDone,
+        ] {
+            index.apply(WatchEvent::GpuNode(event));
+        }
+    }
+
+    #[test]
+    fn settings_are_due_until_the_object_has_them() {
+        let mut index = index(&[]);
+        let mut applied = BTreeMap::new();
+        assert_eq!(index.outdated_pod_settings(&mut applied), []);
+        index.apply(WatchEvent::PodOnNode(event(&pod("a", json!({})))));
+        let due = vec![settings("a")];
+        let write = ("n".to_owned(), "node-uid".to_owned(), due.clone());
+        assert_eq!(index.outdated_pod_settings(&mut applied), [write]);
+        applied.insert("node-uid".to_owned(), due.clone());
+        assert_eq!(
+            index.outdated_pod_settings(&mut applied),
+            [],
+            "no write repeats"
+        );
+        put_node(&mut index, &due);
+        assert_eq!(index.outdated_pod_settings(&mut BTreeMap::new()), []);
+    }
+
+    #[test]
+    fn settings_of_an_ended_pod_are_removed() {
+        let index = index(&[settings("gone")]);
+        let due = index.outdated_pod_settings(&mut BTreeMap::new());
+        assert_eq!(due, [("n".to_owned(), "node-uid".to_owned(), vec![])]);
+    }
+}

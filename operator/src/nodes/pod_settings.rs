@@ -1,0 +1,76 @@
+//! Writes what agents must know of their pods, as soon as a pod is on a node.
+//!
+//! ```text
+//!   pods by node --> index --> GpuNode.spec.pods --> PreStartContainer in the node's agent
+//! ```
+//!
+//! The agent waits for it when the container starts, so a write follows each change at once. One
+//! write has all pods of a node, and nodes are written side by side.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::api::write::ApiWriter;
+use crate::cluster::ClusterIndex;
+use crate::error::error_chain;
+
+/// For how long changes are gathered before the writes. The kubelet takes longer to create a pod's
+/// sandbox.
+const GATHER: Duration = Duration::from_millis(20);
+
+/// The delay before a failed write is repeated.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// How many writes are under way at a time.
+const CONCURRENT_WRITES: usize = 16;
+
+/// Keeps the settings up to date until `shutdown`.
+pub async fn run(
+    writer: ApiWriter,
+    mut index: watch::Receiver<ClusterIndex>,
+    shutdown: CancellationToken,
+) {
+    let mut applied = BTreeMap::new();
+    let mut failing = false;
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            Ok(()) = index.changed() => {}
+            () = sleep(RETRY), if failing => {}
+        }
+        sleep(if failing { RETRY } else { GATHER }).await;
+        let due = index
+            .borrow_and_update()
+            .outdated_pod_settings(&mut applied);
+        let due = stream::iter(due).take_until(shutdown.cancelled());
+        let writes = due
+            .map(async |(node, uid, pods)| {
+                let written = writer.apply_pod_settings(&node, &uid, &pods).await;
+                (uid, pods, written)
+            })
+            .buffer_unordered(CONCURRENT_WRITES);
+        let mut writes = pin!(writes);
+        let mut failed = false;
+        while let Some((uid, pods, written)) = writes.next().await {
+            match written {
+                Ok(()) => drop(applied.insert(uid, pods)),
+                Err(error) => {
+                    // A failed write may still have been applied.
+                    applied.remove(&uid);
+                    if !failing && !failed {
+                        warn!(error = %error_chain(&error), "failed to apply settings of pods; retrying");
+                    }
+                    failed = true;
+                }
+            }
+        }
+        failing = failed;
+    }
+}
