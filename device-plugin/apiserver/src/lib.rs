@@ -6,14 +6,17 @@
 //! | [`gpu_node`] | creates this node's `GpuNode` and writes its status |
 //! | [`spec_watch`] | watches that object |
 //! | [`spec`] | parses its spec: pure |
+//! | [`pod_settings`] | waits for what that spec has of a pod |
 //! | [`events`] | publishes Events on the node and its pods |
 //! | [`metrics`] | counts writes, failures of the watch and dropped Events |
 
 pub mod events;
 pub mod gpu_node;
 pub mod metrics;
+pub mod pod_settings;
 pub mod spec;
 pub mod spec_watch;
 
 pub use events::{Events, PodRef, Reason};
+pub use pod_settings::PodSettingsReader;
 pub use spec::ParsedSpec;

@@ -4,13 +4,15 @@
 //! entry affects no other.
 
 use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use bursar_crds::gpu_node::{QuotaOverride, Reservation, RestartRequest};
+use bursar_crds::gpu_node::{PodSettings, QuotaOverride, Reservation, RestartRequest};
 use bursar_ledger::units::GpuUuid;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+
+use crate::pod_settings::PodsByUid;
 
 /// The parsed spec of one generation of the node's `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -27,6 +29,8 @@ pub struct ParsedSpec {
     pub restarts: Vec<RestartRequest>,
     /// `spec.drain`.
     pub drain: BTreeSet<GpuUuid>,
+    /// `spec.pods` by UID.
+    pub pods: PodsByUid,
     /// The paths of entries that this agent cannot read.
     pub unrecognized: Vec<String>,
 }
@@ -46,6 +50,7 @@ pub(crate) fn parse_spec(object: &DynamicObject) -> ParsedSpec {
         }),
         restarts: list.read_list("restarts", |_| true),
         drain: list.read_drain(),
+        pods: list.read_pods(),
         unrecognized: list.unrecognized,
     }
 }
@@ -75,6 +80,13 @@ impl SpecReader<'_> {
             }
         }
         orders
+    }
+
+    fn read_pods(&mut self) -> PodsByUid {
+        let pods = self.read_list("pods", |_: &PodSettings| true).into_iter();
+        pods.map(|pod| (pod.pod_uid.clone(), pod))
+            .collect::<BTreeMap<_, _>>()
+            .into()
     }
 
     fn read_drain<C: FromIterator<GpuUuid>>(&mut self) -> C {
@@ -126,9 +138,17 @@ mod tests {
             "quotas": [{ "podUid": "u", "container": "c", "quota": "1Gi" }, { "pod": "p" }],
             "reservations": { "GPU-1": 4 },
             "drain": [7, "GPU-1", "no GPU"],
+            "pods": [{ "podUid": "u", "later": 1 }, { "priority": 5 }],
         }));
-        assert_eq!((orders.quotas.len(), orders.drain.len()), (1, 1));
-        let places = ["quotas[1]", "reservations", "drain[0]", "drain[2]"];
+        let read = (orders.quotas.len(), orders.drain.len(), orders.pods.len());
+        assert_eq!(read, (1, 1, 1));
+        let places = [
+            "quotas[1]",
+            "reservations",
+            "drain[0]",
+            "drain[2]",
+            "pods[1]",
+        ];
         assert_eq!(orders.unrecognized, places);
     }
 

@@ -162,6 +162,7 @@ impl<H: HostOps> NodeAllocator<H> {
             pod_device_ids: containers,
             gpu_spread: spread,
             priority,
+            is_assumed: _,
         } = identity;
         for entry in &held {
             self.ledger

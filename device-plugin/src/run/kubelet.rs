@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use bursar_apiserver::PodSettingsReader;
 use bursar_config::Config;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_host::clock;
@@ -47,7 +48,7 @@ impl Agent {
                 .map(named)
                 .to_vec(),
             pod_resources: PodResourcesClient::new(&kubelet.pod_resources_socket),
-            client: self.client.clone(),
+            settings: PodSettingsReader::new(self.client.as_ref().map(|_| self.spec.clone())),
             checkpoint_read: Default::default(),
         }
     }

@@ -1180,13 +1180,15 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/static-pods",
-        promise: "an owner reference of kind Node protects no pod from preemption, and a mirror annotation counts only for its own pod",
+        promise: "an owner reference of kind Node protects no pod from preemption, a mirror annotation counts only for its own pod and with a Node as the controller, and config.hash changes nothing",
         long: false,
         tests: &[TestSelection {
             target: LIB,
             names: &[
                 "cluster::placement_index::pod::tests::owner_is_read_from_the_controller_reference",
                 "placement::plan::tests::node_reports::mirror_annotation_impersonates_no_other_pod",
+                "cluster::pod_settings::tests::only_a_mirror_pod_has_the_uid_of_an_annotation",
+                "cluster::pod_settings::tests::mirror_pod_replaces_no_real_pod",
             ],
             ignored: false,
             env: &[],
@@ -1194,14 +1196,52 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/pods-name",
-        promise: "a pod of the same name with another UID gives its namespace to no other pod",
+        promise: "an agent looks up a pod's settings by the UID in the kubelet's checkpoint and never by name, and replaces an unreadable checkpoint by nothing",
         long: false,
         tests: &[TestSelection {
             target: LIB,
-            names: &["pod_resolver::tests::pod_of_the_same_name_with_another_uid_is_ignored"],
+            names: &[
+                "pod_resolver::tests::pod_of_the_same_name_gives_no_settings",
+                "pod_resolver::tests::unreadable_checkpoint_is_replaced_by_no_other_answer",
+            ],
             ignored: false,
             env: &[],
         }],
+    },
+    NamedCheck {
+        name: "security/pod-settings",
+        promise: "an agent learns a pod's priority and GPUs from the operator alone: 500 pods at once over two GPUs each are told to their nodes, and wait 24 s for a late operator; while it is away each pod waits 3 s, and has priority 0 and one GPU, as its Events say; of annotations the agent gets only those that it reads",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "pod_settings::tests::settings_that_are_there_are_read_at_once",
+                    "pod_settings::tests::pod_without_an_api_server_waits_for_nothing",
+                    "pod_settings::tests::late_operator_is_waited_for_by_500_pods",
+                    "pod_settings::tests::silent_operator_delays_later_pods_for_3_s",
+                    "pod_settings::tests::agent_that_has_read_no_object_waits_for_3_s",
+                    "pod_settings::tests::wait_ends_with_the_deletion_of_its_pod_alone",
+                    "pod_resolver::tests::checkpoint_names_the_pod_and_operator_the_rest",
+                    "actor::handle::tests::pod_without_settings_is_told_what_was_assumed",
+                    "actor::handle::tests::wait_ends_with_the_operators_word_of_a_deletion",
+                    "gpu_node::pod_settings::tests::settings_have_the_annotations_that_agents_read",
+                    "cluster::pod_settings::tests::pods_on_the_node_have_priority_and_annotations",
+                    "cluster::pod_settings::tests::settings_are_due_until_the_object_has_them",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: &["--test", "operator"],
+                names: &[
+                    "pod_settings::all_of_500_pods_at_once_are_told_to_their_nodes",
+                    "pod_settings::settings_are_written_after_refusals_and_go_with_the_pod",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
 ];
 

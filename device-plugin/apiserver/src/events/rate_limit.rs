@@ -82,9 +82,8 @@ impl RateLimiter {
     }
 
     pub(super) fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
-        self.sent.retain(|_, sent_at| {
-            now.saturating_duration_since(*sent_at) < DEDUP_WINDOW
-        });
+        self.sent
+            .retain(|_, sent_at| now.saturating_duration_since(*sent_at) < DEDUP_WINDOW);
         if self.sent.contains_key(key) {
             return Admission::Repeated;
         }

@@ -9,7 +9,7 @@ use bursar_host::clock;
 use bursar_kubelet::plugin::{AllocateError, Allocator, PrepareError};
 use bursar_ledger::WaitReason;
 use bursar_ledger::units::{AllocationId, DeviceIdSet, Resource};
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 
 use super::Command;
 use crate::allocator::{BoundMemory, ContainerIdentity, PrepareRequest, Reply};
@@ -24,8 +24,6 @@ pub struct NodeHandle {
     resolver: Arc<PodResolver>,
     bind_wait: Duration,
     observers: Observers,
-    /// Held by the pod whose deletion is asked for next. The lock is fair.
-    deletion_checks: Arc<Mutex<()>>,
 }
 
 /// The receivers of the node task's events and measurements.
@@ -37,9 +35,8 @@ pub struct Observers {
     pub metrics: NodeMetrics,
 }
 
-/// How often the agent asks whether a waiting pod is being deleted. All waiting pods of the node
-/// share this rate, one after the other.
-const DELETION_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// The part of a call's time that the wait for the operator leaves for the bind.
+const BIND_TIME: Duration = Duration::from_secs(1);
 
 impl Observers {
     /// Reports the GPUs whose memory has a new generation.
@@ -73,39 +70,42 @@ impl Observers {
             || reported_wait.is_some_and(|reported| reported == message);
         if let Some(container) = container.filter(|_| !is_reported) {
             self.events
-                .on_pod(container.pod.clone(), reason, container.prefix(&message));
+                .on_pod(container.pod.clone(), reason, container.note(&message));
         }
     }
 }
+
+/// What the Events of a container add that was bound without its pod's settings.
+const ASSUMED: &str =
+    "; Bursar's operator did not answer: priority 0 and one GPU were assumed for the pod";
 
 /// A container whose pod has a name, as Events show it.
 #[derive(Clone, Debug)]
 struct NamedContainer {
     pod: PodRef,
-    /// Empty while the kubelet has not reported it.
     container: String,
+    /// Whether priority and spread are defaults for want of the operator's answer.
+    is_assumed: bool,
 }
 
 impl NamedContainer {
     fn of(identity: &ContainerIdentity) -> Option<Self> {
         let PodName { namespace, name } = identity.pod_name.clone()?;
-        let held = identity.checkpoint_entries.first();
         Some(Self {
             pod: PodRef {
                 namespace,
                 name,
                 uid: identity.pod.clone(),
             },
-            container: held
-                .map_or_else(|| identity.container.clone(), |held| held.container.clone()),
+            container: identity.container.clone(),
+            is_assumed: identity.is_assumed,
         })
     }
 
-    fn prefix(&self, message: &str) -> String {
-        match self.container.is_empty() {
-            true => message.to_owned(),
-            false => format!("container {}: {message}", self.container),
-        }
+    /// The message of an Event about the container.
+    fn note(&self, message: &str) -> String {
+        let assumed = if self.is_assumed { ASSUMED } else { "" };
+        format!("container {}: {message}{assumed}", self.container)
     }
 }
 
@@ -141,7 +141,8 @@ impl Allocator for NodeHandle {
     ) -> Result<(), PrepareError> {
         let started = Instant::now();
         let until = clock::now() + self.bind_wait.min(limit);
-        let identity = match self.resolver.resolve(resource, &device_ids).await {
+        let wait = limit.saturating_sub(BIND_TIME);
+        let identity = match self.resolver.resolve(resource, &device_ids, wait).await {
             Ok(identity) => identity,
             Err(error) => {
                 let result = Err(error.into());
@@ -188,7 +189,6 @@ impl NodeHandle {
             resolver,
             bind_wait,
             observers,
-            deletion_checks: Arc::default(),
         }
     }
 
@@ -210,42 +210,34 @@ impl NodeHandle {
         let Some(container) = container else {
             return (bound.await.unwrap_or_else(|_| stopping()), None);
         };
-        let events = &self.observers.events;
+        let (events, settings) = (&self.observers.events, &self.resolver.settings);
         events.on_pod(
             container.pod.clone(),
             Reason::WaitingForRoom,
-            container.prefix(&reason),
+            container.note(&reason),
         );
         let result = tokio::select! {
             biased;
             result = bound => result.unwrap_or_else(|_| stopping()),
-            () = self.wait_for_deletion(&container.pod) => Err(PrepareError::PodDeleted),
+            () = settings.wait_for_deletion(&container.pod.uid) => Err(PrepareError::PodDeleted),
         };
         (result, Some(reason))
-    }
-
-    /// Returns once the API server has a deletion of the pod.
-    async fn wait_for_deletion(&self, pod: &PodRef) {
-        loop {
-            let _turn = self.deletion_checks.lock().await;
-            tokio::time::sleep(DELETION_CHECK_INTERVAL).await;
-            if self.resolver.is_deleted(pod).await {
-                return;
-            }
-        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use axum::body::{Body, to_bytes};
-    use axum::http::{Method, Request, Response};
+    use axum::http::{Request, Response};
     use bursar_apiserver::metrics::ApiMetrics;
+    use bursar_apiserver::{ParsedSpec, PodSettingsReader};
+    use bursar_crds::gpu_node::PodSettings;
     use bursar_kubelet::pod_resources::PodResourcesClient;
     use bursar_ledger::units::Bytes;
     use kube::Client;
     use prometheus_client::registry::Registry;
-    use serde_json::{Value, json};
+    use serde_json::Value;
+    use tokio::sync::watch;
     use tokio_util::sync::CancellationToken;
 
     use super::*;
@@ -253,43 +245,35 @@ mod tests {
     /// The Events that the API server received: reason and note.
     type Published = Arc<std::sync::Mutex<Vec<(String, String)>>>;
 
-    /// A client of an API server that stores Events and has one pod, deleted or not.
-    fn client(is_deleted: bool, published: Published) -> Client {
+    /// A client of an API server that stores Events.
+    fn client(published: Published) -> Client {
         let server = tower::service_fn(move |request: Request<kube::client::Body>| {
             let published = published.clone();
             async move {
-                let is_event = request.method() == Method::POST;
                 let body = to_bytes(Body::new(request.into_body()), 1 << 16).await?;
-                let mut answer: Value = serde_json::from_slice(&body).expect("a JSON body");
-                if is_event {
-                    let text = |field: &str| answer[field].as_str().unwrap().to_owned();
-                    let event = (text("reason"), text("note"));
-                    published.lock().unwrap().push(event);
-                } else {
-                    answer = json!({ "metadata": { "name": "train-0", "uid": "uid-1" } });
-                    if is_deleted {
-                        answer["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
-                    }
-                }
-                Ok::<_, axum::Error>(Response::new(Body::from(answer.to_string())))
+                let event: Value = serde_json::from_slice(&body).expect("a JSON body");
+                let text = |field: &str| event[field].as_str().unwrap().to_owned();
+                let sent = (text("reason"), text("note"));
+                published.lock().unwrap().push(sent);
+                Ok::<_, axum::Error>(Response::new(Body::from(body)))
             }
         });
         Client::new(server, "default")
     }
 
-    fn handle(is_deleted: bool, published: &Published) -> NodeHandle {
-        let client = client(is_deleted, published.clone());
+    fn handle(published: &Published) -> NodeHandle {
+        let client = client(published.clone());
         let metrics = ApiMetrics::new(&mut Registry::default());
         let (events, sender) = Events::new(metrics.clone());
         let stop = CancellationToken::new();
-        tokio::spawn(sender.run(client.clone(), "n".into(), metrics, stop));
+        tokio::spawn(sender.run(client, "n".into(), metrics, stop));
         NodeHandle {
             commands: mpsc::channel(1).0,
             resolver: Arc::new(PodResolver {
                 device_plugin_dir: Default::default(),
                 resource_names: Vec::new(),
                 pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody")),
-                client: Some(client),
+                settings: PodSettingsReader::new(None),
                 checkpoint_read: Default::default(),
             }),
             bind_wait: Duration::from_secs(25),
@@ -297,7 +281,6 @@ mod tests {
                 events,
                 metrics: NodeMetrics::new(&mut Registry::default()),
             },
-            deletion_checks: Arc::default(),
         }
     }
 
@@ -309,6 +292,7 @@ mod tests {
                 uid: "uid-1".parse().unwrap(),
             },
             container: "main".into(),
+            is_assumed: false,
         }
     }
 
@@ -335,7 +319,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn wait_is_reported_when_it_begins_and_once() {
         let published = Published::default();
-        let handle = handle(false, &published);
+        let handle = handle(&published);
         let (container, started) = (container(), tokio::time::Instant::now());
         let (result, bound) = oneshot::channel();
         let (wait_reason, waiting) = oneshot::channel();
@@ -370,7 +354,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn lost_memory_is_reported_with_both_generations() {
         let published = Published::default();
-        let handle = handle(false, &published);
+        let handle = handle(&published);
         let change = |gpu: &str, before| GenerationChange {
             gpu: gpu.parse().unwrap(),
             before,
@@ -386,24 +370,44 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn wait_ends_soon_after_the_pod_is_deleted() {
-        let handle = handle(true, &Published::default());
-        let started = tokio::time::Instant::now();
+    async fn wait_ends_with_the_operators_word_of_a_deletion() {
+        let spec = |deleted| {
+            let settings = PodSettings {
+                deleted,
+                ..PodSettings::new("uid-1".to_owned(), 0, &Default::default())
+            };
+            Some(ParsedSpec {
+                generation: Some(1),
+                pods: Arc::new([("uid-1".to_owned(), settings)].into()),
+                ..ParsedSpec::default()
+            })
+        };
+        let (operator, read) = watch::channel(spec(false));
+        let mut handle = handle(&Published::default());
+        let resolver = Arc::get_mut(&mut handle.resolver).unwrap();
+        resolver.settings = PodSettingsReader::new(Some(read));
         let (_result, bound) = oneshot::channel();
         let (wait_reason, waiting) = oneshot::channel();
         wait_reason.send(reason()).unwrap();
-        let (result, _) = handle.follow(Some(&container()), bound, waiting).await;
+        let deletion = async {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            operator.send_replace(spec(true));
+        };
+        let container = container();
+        let follow = handle.follow(Some(&container), bound, waiting);
+        let started = tokio::time::Instant::now();
+        let ((result, _), ()) = tokio::join!(follow, deletion);
         assert!(
             matches!(result, Err(PrepareError::PodDeleted)),
             "{result:?}"
         );
-        assert!(started.elapsed() < Duration::from_secs(1));
+        assert_eq!(started.elapsed(), Duration::from_secs(5));
     }
 
     #[tokio::test(start_paused = true)]
     async fn bound_container_is_reported_with_amount_and_gpu() {
         let published = Published::default();
-        let handle = handle(false, &published);
+        let handle = handle(&published);
         let memory = BoundMemory::Device(vec![("GPU-a".parse().unwrap(), Bytes::gib(8))]);
         handle
             .observers
@@ -412,5 +416,20 @@ mod tests {
         let note = "container main: 8 GiB of GPU-a";
         let expected = [("GpuMemoryBound".to_owned(), note.to_owned())];
         assert_eq!(*published.lock().unwrap(), expected);
+    }
+
+    #[test]
+    fn pod_without_settings_is_told_what_was_assumed() {
+        let mut container = container();
+        container.is_assumed = true;
+        let note = container.note("8 GiB of GPU-a");
+        assert!(
+            note.starts_with("container main: 8 GiB of GPU-a; "),
+            "{note}"
+        );
+        assert!(
+            note.contains("priority 0 and one GPU were assumed"),
+            "{note}"
+        );
     }
 }

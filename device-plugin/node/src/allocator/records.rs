@@ -65,17 +65,16 @@ pub struct PrepareRequest {
     pub deadline: BootTime,
 }
 
-/// A container and its pod, as the kubelet and the API server describe them.
+/// A container and its pod, as the kubelet and the operator describe them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerIdentity {
     /// The pod's UID.
     pub pod: PodUid,
-    /// The pod's namespace and name, if the kubelet has reported them.
+    /// The pod's namespace and name, if the operator or the kubelet has reported them.
     pub pod_name: Option<PodName>,
-    /// The container's name where `checkpoint_entries` is empty.
+    /// The container's name.
     pub container: String,
-    /// The kubelet's checkpoint entries with exactly these device ids; empty if the file is
-    /// unreadable.
+    /// The kubelet's checkpoint entries with exactly these device ids.
     pub(crate) checkpoint_entries: Vec<CheckpointEntry>,
     /// The device ids of all containers of the pod, from the kubelet's checkpoint.
     pub(crate) pod_device_ids: Vec<DeviceIdSet>,
@@ -83,6 +82,9 @@ pub struct ContainerIdentity {
     pub(crate) gpu_spread: GpuSpread,
     /// The pod's priority.
     pub priority: Priority,
+    /// Whether the spread and the priority are defaults, because the operator has not written the
+    /// pod's.
+    pub is_assumed: bool,
 }
 
 /// The node's problems by subsystem, for conditions; `None` is well.

@@ -318,6 +318,7 @@ impl TestNode {
             container: String::new(),
             gpu_spread: GpuSpread::default(),
             priority: Priority(0),
+            is_assumed: false,
         };
         let (result, answer) = oneshot::channel();
         let reply = Reply {
