@@ -28,6 +28,7 @@ import threading
 import time
 
 import costs
+import nulls
 from table import Table
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -161,6 +162,13 @@ class Calls(costs.Costs):
 
     def allocate(self, size):
         return self._new("cuMemAlloc_v2", ctypes.c_size_t(size)).value
+
+    def touch_managed(self, size):
+        """Allocates managed memory, uses it on the GPU and frees it."""
+        pointer = self._new("cuMemAllocManaged", ctypes.c_size_t(size), 1)
+        self._call("cuMemsetD8_v2", pointer, 1, ctypes.c_size_t(size))
+        self._call("cuCtxSynchronize")
+        self._call("cuMemFree_v2", pointer)
 
     def create(self, size):
         """Creates memory that can be exported, and needs no context for it."""
@@ -697,6 +705,45 @@ def captures(gpu, table):
     table.add("F21", claim, ", ".join(state[each] for each in ended), wrong="it is active" if any(ended) else None)
 
 
+def unlisted(gpu, table):
+    """F30: what the driver takes for itself and lists for no process."""
+    before = gpu.settled()
+
+    def rest():
+        return gpu.settled() - before - sum(gpu.ours())
+
+    with contextlib.ExitStack() as clients:
+        contexts, amounts = [], {}
+        for number in (1, 4, 8):
+            contexts += [clients.enter_context(Client("context")) for _ in range(number - len(contexts))]
+            amounts[number] = rest()
+        claim = "NVML lists up to 9 MiB of a context for no process"
+        cell = ", ".join(f"{mib(amount)} of {number}" for number, amount in amounts.items())
+        is_less = all(0 <= amount <= 9 * MIB * number for number, amount in amounts.items())
+        table.add("F30", claim, cell, wrong=not is_less)
+        after = []
+        for client in contexts[:2]:
+            client.ask("touch_managed", MIB)
+            after.append(rest() - amounts[8])
+        contexts[0].kill()
+        contexts[0].process.wait()
+        after.append(rest() - amounts[8])
+        claim = "managed memory that was freed leaves 128 MiB once for the GPU, while a context lives"
+        is_once = after[0] > 64 * MIB and max(after) <= 128 * MIB and after[2] > 32 * MIB
+        table.add("F30", claim, f"{mib(after[0])}, {mib(after[1])} of two, {mib(after[2])} after one's end", wrong=not is_once)
+    left = gpu.settled() - before
+    table.add("F30", "the last context's end frees it", mib(left), wrong=left > SLACK)
+
+
+def null_outputs(gpu, table):
+    """F31: what the driver and NVML do where an output is NULL."""
+    measured = nulls.measure()
+    other = [f"{' '.join(row)}: {code}" for row, code in measured.items() if code not in (nulls.expected(*row), "absent")]
+    accepted = [" ".join(row) for row, code in measured.items() if code == "0"]
+    claim = "the codes of nulls.py where an output of a hooked function is NULL"
+    table.add("F31", claim, f"{len(measured)} outputs, accepted: {', '.join(accepted)}", wrong="; ".join(other[:9]) or None)
+
+
 def end(*_):
     """Ends the measurement at its limit."""
     raise Late(f"no end within {LIMIT_S} s")
@@ -727,7 +774,7 @@ def main():
     try:
         # Its modules have no code, so that it can show none of these.
         costly = () if SIMULATED else costs.FACTS
-        for fact in (without_context, charged, killed, query, pools, captures, *costly):
+        for fact in (without_context, charged, killed, query, pools, captures, unlisted, null_outputs, *costly):
             number = fact.__doc__.split(":")[0]
             if options.only and number not in options.only:
                 continue

@@ -78,6 +78,17 @@ pub(crate) fn outermost(
     })
 }
 
+/// Writes an output that the program may leave out.
+///
+/// # Safety
+/// `out` is null or can be written.
+pub(crate) unsafe fn write_if_not_null<T>(out: *mut T, value: T) {
+    if !out.is_null() {
+        // SAFETY: the caller guarantees it.
+        unsafe { out.write(value) };
+    }
+}
+
 /// Ends this thread's outermost hook when it is dropped, also by a panic.
 struct HookScope<'a>(&'a Cell<bool>);
 

@@ -78,6 +78,42 @@ fn library_has_the_drivers_soname_and_reads_no_environment() {
     elf::reads_no_environment(Path::new(env!("CARGO_MANIFEST_DIR")));
 }
 
+/// Finds the functions of a folder's sources that take a pointer to write to.
+fn functions_with_outputs(folder: &str) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let mut found = Vec::new();
+    for file in std::fs::read_dir(folder).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        for hook in text.split("fn ").skip(1) {
+            let (name, rest) = hook.split_once('(').unwrap_or_default();
+            let arguments = rest.split(')').next().unwrap_or_default();
+            let is_hook = name.starts_with("cu") || name.starts_with("nvml");
+            if is_hook && name.chars().any(char::is_uppercase) && arguments.contains("*mut") {
+                found.push(name.to_owned());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn each_hook_with_an_output_has_a_row_of_null() {
+    /// What these take by a pointer is no output.
+    const INPUTS: &[&str] = &["cuStreamBeginCaptureToCig", "cuStreamBeginRecaptureToGraph"];
+    let rows = include_str!("../../../../e2e/gpu/nulls.py");
+    let mut hooks = functions_with_outputs("src/hooks");
+    hooks.extend(functions_with_outputs("../nvml/src/hooks"));
+    assert!(hooks.len() > 50, "{hooks:?}");
+    let is_row = |hook: &String| {
+        let base = hook.trim_end_matches("_ptsz");
+        INPUTS.contains(&base)
+            || rows.contains(&format!("\"{base}\""))
+            || rows.contains(&format!("\"{hook}\""))
+    };
+    let missing: Vec<_> = hooks.iter().filter(|hook| !is_row(hook)).collect();
+    assert!(missing.is_empty(), "add these to nulls.py: {missing:?}");
+}
+
 #[test]
 fn hooks_cannot_be_interposed_by_another_library() {
     elf::binds_its_own(&shim(), "cu");

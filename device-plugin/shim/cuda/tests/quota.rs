@@ -46,6 +46,17 @@ fn mem_info_shows_the_quota_and_the_siblings_usage() {
 }
 
 #[test]
+fn mem_info_shows_the_quota_when_an_output_is_null() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok(format!("alloc {}", 100 * MIB))[0];
+    assert_eq!(program.ok("info-free"), [QUOTA - 100 * MIB]);
+    assert_eq!(program.ok("info-total"), [QUOTA]);
+    program.ok(format!("free {pointer}"));
+    assert_eq!(program.ok("info-free"), [QUOTA]);
+}
+
+#[test]
 fn racing_processes_get_exactly_the_quotas_last_bytes() {
     let container = Container::with_quota(QUOTA);
     let mut programs: Vec<_> = (0..6).map(|_| container.program()).collect();

@@ -89,10 +89,12 @@ exports! {
         let ended = lock(&current.process.captures).streams.remove(&stream);
         let ended = ended.ok_or(Code::INVALID_VALUE)?;
         if !ended.valid {
-            graph.set(0)?;
+            graph.set_if_not_null(0);
             return Err(Code::CAPTURE_INVALIDATED);
         }
-        graph.set(lock(&current.process.graphs).insert_captured(ended.nodes)?)
+        // A program that leaves the output out loses the graph.
+        graph.set_if_not_null(lock(&current.process.graphs).insert_captured(ended.nodes)?);
+        Ok(())
     };
     fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
         let current = current_context()?;

@@ -26,10 +26,7 @@ fn loaded_variable(library: u64) -> Result<Option<u64>, Code> {
 
 /// Looks up a library's variable.
 fn look_up(address: &Out<u64>, len: &Out<u64>, library: u64, name: &Text) -> DriverResult {
-    let (at, bytes) = module::find_variable(loaded_variable(library)?, name)?;
-    address.set_if_not_null(at);
-    len.set_if_not_null(bytes);
-    Ok(())
+    module::put_variable(loaded_variable(library)?, name, address, len)
 }
 
 exports! {

@@ -399,8 +399,9 @@ exports! {
     fn cuMemGetInfo_v2(free: Out<u64>, total: Out<u64>) = {
         let current = current_context()?;
         let all = current.process.total(current.device);
-        free.set(all.saturating_sub(current.process.sim.used(current.unit())))?;
-        total.set(all)
+        free.set_if_not_null(all.saturating_sub(current.process.sim.used(current.unit())));
+        total.set_if_not_null(all);
+        Ok(())
     };
     fn cuMemGetAddressRange_v2(base: Out<u64>, len: Out<u64>, address: u64) = {
         let found = lock(&healthy_process()?.space).find_containing(address);

@@ -60,8 +60,25 @@ pub(crate) fn free_variable(variable: Option<u64>) -> DriverResult {
     Ok(())
 }
 
+/// Writes the address and the size of an image's variable, if it has this name. One of the outputs
+/// may be null.
+pub(crate) fn put_variable(
+    variable: Option<u64>,
+    name: &Text,
+    address: &Out<u64>,
+    len: &Out<u64>,
+) -> DriverResult {
+    if address.is_null() && len.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let (at, bytes) = find_variable(variable, name)?;
+    address.set_if_not_null(at);
+    len.set_if_not_null(bytes);
+    Ok(())
+}
+
 /// The address and the size of an image's variable, if it has this name.
-pub(crate) fn find_variable(variable: Option<u64>, name: &Text) -> Result<(u64, u64), Code> {
+fn find_variable(variable: Option<u64>, name: &Text) -> Result<(u64, u64), Code> {
     let (address, name) = (variable.ok_or(Code::NOT_FOUND)?, name.get()?);
     let found = lock(&healthy_process()?.space).find_containing(address);
     let has_name = |found: &Allocation| match found.kind {
@@ -173,10 +190,7 @@ exports! {
     fn cuModuleGetGlobal_v2(address: Out<u64>, len: Out<u64>, module: u64, name: Text) = {
         let process = healthy_process()?;
         let variable = lock(&process.modules).loaded.get(&module).copied();
-        let (at, bytes) = find_variable(variable.ok_or(Code::INVALID_HANDLE)?, &name)?;
-        address.set_if_not_null(at);
-        len.set_if_not_null(bytes);
-        Ok(())
+        put_variable(variable.ok_or(Code::INVALID_HANDLE)?, &name, &address, &len)
     };
     fn cuFuncGetAttribute(value: Out<i32>, which: i32, function: u64) = {
         healthy_process()?;

@@ -9,7 +9,7 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::{contexts, hooks};
+use super::{contexts, hooks, write_if_not_null};
 use crate::accounting::{self, Account, Denied};
 use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
@@ -111,12 +111,8 @@ unsafe fn look_up(
     }
     // SAFETY: the caller guarantees it.
     unsafe {
-        if !pointer.is_null() {
-            pointer.write(at);
-        }
-        if !bytes.is_null() {
-            bytes.write(size);
-        }
+        write_if_not_null(pointer, at);
+        write_if_not_null(bytes, size);
     }
     answer
 }

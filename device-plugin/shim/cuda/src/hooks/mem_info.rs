@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 
-use super::hooks;
+use super::{hooks, write_if_not_null};
 use crate::curesult;
 use crate::driver_calls::current_device;
 use crate::pools::POOLS;
@@ -21,8 +21,10 @@ fn free_and_quota(device: c_int) -> Option<(u64, u64)> {
 hooks! {
     /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still allocate.
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = |driver_call| {
-        let answer = driver_call(free, total);
-        if answer != curesult::SUCCESS || free.is_null() || total.is_null() {
+        // The driver takes null for either output and for both.
+        let (mut free_of_gpu, mut total_of_gpu) = (0, 0);
+        let answer = driver_call(&raw mut free_of_gpu, &raw mut total_of_gpu);
+        if answer != curesult::SUCCESS {
             return answer;
         }
         let device = match current_device() {
@@ -32,11 +34,11 @@ hooks! {
         // Without a session nothing can be allocated.
         let (room, quota) = free_and_quota(device).unwrap_or((0, 0));
         let evictable = usize::try_from(accounting::evictable(device)).unwrap_or(usize::MAX);
-        // SAFETY: neither is null, and the driver has just written both.
+        let obtainable = free_of_gpu.saturating_add(evictable);
+        // SAFETY: by the prototype both are null or can be written.
         unsafe {
-            let obtainable = (*free).saturating_add(evictable);
-            *free = obtainable.min(usize::try_from(room).unwrap_or(usize::MAX));
-            *total = usize::try_from(quota).unwrap_or(usize::MAX);
+            write_if_not_null(free, obtainable.min(usize::try_from(room).unwrap_or(usize::MAX)));
+            write_if_not_null(total, usize::try_from(quota).unwrap_or(usize::MAX));
         }
         answer
     };

@@ -145,17 +145,19 @@ fn default_pool(device: c_int) -> Option<u64> {
 /// Registers a pool that the driver just returned.
 ///
 /// # Safety
-/// After success the pointers can be read.
+/// After success the pointers are null or can be read.
 unsafe fn register_reported(
     answer: CuResult,
     pool: *const u64,
     location: *const MemLocation,
     kind: c_int,
 ) -> CuResult {
-    if answer == curesult::SUCCESS && state().is_some() {
-        // SAFETY: the caller guarantees it.
-        let (handle, location) = unsafe { (*pool, *location) };
-        POOLS.register(handle, charge_to(kind, location));
+    // SAFETY: the caller guarantees it where the call has succeeded.
+    if answer == curesult::SUCCESS
+        && state().is_some()
+        && let (Some(handle), Some(location)) = unsafe { (pool.as_ref(), location.as_ref()) }
+    {
+        POOLS.register(*handle, charge_to(kind, *location));
     }
     answer
 }
@@ -228,9 +230,12 @@ hooks! {
     /// `cuMemPoolCreate` (CUDA 11.2): takes no memory.
     fn cuMemPoolCreate(pool: *mut u64, properties: *const MemProperties) = |driver_call| {
         let answer = driver_call(pool, properties);
-        if answer == curesult::SUCCESS && state().is_some() {
-            // SAFETY: the driver has just written the handle and read the properties.
-            unsafe { POOLS.created(*pool, (*properties).charge_to()) };
+        // SAFETY: null, or the driver has just written the handle and read the properties.
+        if answer == curesult::SUCCESS
+            && state().is_some()
+            && let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) }
+        {
+            POOLS.created(*pool, properties.charge_to());
         }
         answer
     };
@@ -265,9 +270,9 @@ hooks! {
         if answer != curesult::SUCCESS {
             return answer;
         }
-        // SAFETY: the driver has just read it.
-        match charge_to(kind, unsafe { *location }) {
-            ChargeTo::Account(Account::Device(device)) => note_current_pool(answer, device, pool),
+        // SAFETY: null, or the driver has just read it.
+        match unsafe { location.as_ref() }.map(|location| charge_to(kind, *location)) {
+            Some(ChargeTo::Account(Account::Device(device))) => note_current_pool(answer, device, pool),
             _ => answer,
         }
     };

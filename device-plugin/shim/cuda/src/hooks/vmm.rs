@@ -177,8 +177,10 @@ hooks! {
     /// `cuMemRetainAllocationHandle` (CUDA 11.0): returns the handle that the memory was mapped by.
     fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) = |driver_call| {
         with_table(|| driver_call(handle, address), |table| {
-            // SAFETY: the driver has just written it.
-            table.retained(unsafe { *handle });
+            // SAFETY: null, or the driver has just written it.
+            if let Some(handle) = unsafe { handle.as_ref() } {
+                table.retained(*handle);
+            }
             Vec::new()
         })
     };

@@ -28,6 +28,9 @@ pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const INSTANCE: &str = "MIG-5e000000-0000-0000-0000-000000000002";
 pub const MIB: u64 = 1 << 20;
 
+/// The driver's library behind the shim.
+const DRIVER: &str = "/opt/bursar/drv/nvidia-ml.so.1";
+
 /// A little longer than the shim reuses an answer.
 const FRESH: Duration = Duration::from_millis(120);
 
@@ -139,12 +142,17 @@ impl Node {
 
     /// Starts a program in a container, in a pid namespace of its own.
     pub fn program(&self, container: usize) -> Client {
-        self.start(container, Pids::Own, "/opt/bursar/drv/nvidia-ml.so.1")
+        self.start(container, Pids::Own, DRIVER)
+    }
+
+    /// Starts a program that is not the tests' own in a container, and waits until it is ready.
+    pub fn foreign_program(&self, container: usize, program: &str) -> Client {
+        self.start_program(container, Pids::Own, DRIVER, program)
     }
 
     /// Starts a program in a container whose pod shares the host's pid namespace.
     pub fn program_among_the_hosts(&self, container: usize) -> Client {
-        self.start(container, Pids::Host, "/opt/bursar/drv/nvidia-ml.so.1")
+        self.start(container, Pids::Host, DRIVER)
     }
 
     /// Starts a program in a container without the driver.
@@ -153,6 +161,10 @@ impl Node {
     }
 
     fn start(&self, container: usize, pids: Pids, driver: &str) -> Client {
+        self.start_program(container, pids, driver, env!("CARGO_BIN_EXE_nvml-client"))
+    }
+
+    fn start_program(&self, container: usize, pids: Pids, driver: &str, program: &str) -> Client {
         // The program's own namespaces, which any user may create: its mounts are private.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$BUILT/libbursar_shim.so lib/libnvidia-ml.so.1:$BUILT/libbursar_nvml_shim.so \
@@ -176,7 +188,7 @@ impl Node {
             .env("BUILT", built())
             .env("DRIVER", driver)
             .env("ALLOC", alloc)
-            .env("CLIENT", env!("CARGO_BIN_EXE_nvml-client"))
+            .env("CLIENT", program)
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
             .env("SIMGPU_DEV", sim.join("dev"))
             .env("SIMGPU_DIR", sim);

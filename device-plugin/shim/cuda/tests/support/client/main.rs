@@ -4,6 +4,7 @@
 //! alloc BYTES     -> ok POINTER | err CODE
 //! free POINTER    -> ok | err CODE
 //! info            -> ok FREE TOTAL | err CODE
+//! info-free, info-total -> ok BYTES | err CODE (one output of the same call, with null for the other)
 //! total           -> ok BYTES | err CODE
 //! managed BYTES   -> ok POINTER | err CODE
 //! host BYTES      -> ok POINTER            (ordinary host memory, which is never freed)
@@ -367,6 +368,17 @@ fn run(cuda: &Cuda, line: &str) -> String {
         "alloc" => say(cuda.alloc(number(1)).map(|pointer| pointer.to_string())),
         "free" => say(answer(cuda.free(number(1)), String::new())),
         "info" => say(cuda.info().map(|(free, total)| format!("{free} {total}"))),
+        "info-free" | "info-total" => {
+            let (mut bytes, null) = (0_u64, std::ptr::null_mut());
+            let place = &raw mut bytes;
+            let (free, total) = if words[0] == "info-free" {
+                (place, null)
+            } else {
+                (null, place)
+            };
+            let code = call!(cuda, c"cuMemGetInfo_v2", (free => *mut u64, total => *mut u64));
+            say(answer(code, bytes.to_string()))
+        }
         "total" => {
             let mut bytes = 0_u64;
             let code = call!(cuda, c"cuDeviceTotalMem_v2", (&raw mut bytes => *mut u64, 0 => i32));
