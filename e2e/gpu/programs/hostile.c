@@ -4,13 +4,20 @@
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -103,19 +110,31 @@ static void await(int ready) {
     }
 }
 
-// Forks a child that runs `body` and stays, and returns once `body` has returned.
-static pid_t child(void (*body)(size_t), size_t mib) {
-    int ready[2];
-    if (pipe(ready)) exit(2);
+static void tell(int ready) {
+    if (write(ready, "", 1) != 1) _exit(2);
+}
+
+// Forks a child that runs `body` and stays. It writes to `ready` once `body` has returned.
+static pid_t start(void (*body)(size_t), size_t mib, int *ready) {
+    int pair[2];
+    if (pipe(pair)) exit(2);
     pid_t pid = fork();
     if (!pid) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         body(mib);
-        if (write(ready[1], "", 1) != 1) _exit(2);
+        tell(pair[1]);
         for (;;) pause();
     }
-    close(ready[1]);
-    await(ready[0]);
+    close(pair[1]);
+    *ready = pair[0];
+    return pid;
+}
+
+// Forks a child that runs `body` and stays, and returns once `body` has returned.
+static pid_t child(void (*body)(size_t), size_t mib) {
+    int ready;
+    pid_t pid = start(body, mib, &ready);
+    await(ready);
     return pid;
 }
 
@@ -135,6 +154,29 @@ static void judge(pid_t holder, double held_at, int bound) {
     printf("{\"held_at\":%.3f,\"ended_s\":%.2f,\"signal\":%d}\n", held_at, now() - held_at, signal);
 }
 
+static void send_descriptor(int socket, int descriptor) {
+    char control[CMSG_SPACE(sizeof descriptor)] = {0};
+    struct iovec part = {"", 1};
+    struct msghdr message = {0, 0, &part, 1, control, sizeof control, 0};
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof descriptor);
+    memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
+    if (sendmsg(socket, &message, 0) != 1) _exit(2);
+}
+
+static int receive_descriptor(int socket) {
+    char byte, control[CMSG_SPACE(sizeof(int))];
+    struct iovec part = {&byte, 1};
+    struct msghdr message = {0, 0, &part, 1, control, sizeof control, 0};
+    int descriptor = -1;
+    if (recvmsg(socket, &message, 0) != 1) return -1;
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (header) memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
+    return descriptor;
+}
+
 // Passes exported memory to a process without a session, erases the export's count and kills the
 // exporter. Prints whether another process of the container gets as much meanwhile, and after the
 // holder's exit.
@@ -143,16 +185,7 @@ static void parked(size_t mib) {
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(ready)) exit(2);
     pid_t exporter = fork();
     if (!exporter) {
-        int descriptor = take_and_export(mib);
-        char control[CMSG_SPACE(sizeof descriptor)] = {0};
-        struct iovec part = {"", 1};
-        struct msghdr message = {0, 0, &part, 1, control, sizeof control, 0};
-        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-        header->cmsg_level = SOL_SOCKET;
-        header->cmsg_type = SCM_RIGHTS;
-        header->cmsg_len = CMSG_LEN(sizeof descriptor);
-        memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
-        if (sendmsg(pair[0], &message, 0) != 1) _exit(2);
+        send_descriptor(pair[0], take_and_export(mib));
         unsay_exports();
         if (write(ready[1], "", 1) != 1) _exit(2);
         for (;;) pause();
@@ -179,9 +212,217 @@ static void parked(size_t mib) {
     printf("{\"while_held\":%d,\"after\":%d,\"waited_ms\":%d}\n", while_held, after, waited * 100);
 }
 
+static const char *driver_file = DRIVER;
+
+// Allocates through the driver's own file in a context, so that the driver lists the process.
+static void take_past_shim(size_t mib) {
+    CUcontext context;
+    CUdeviceptr pointer;
+    void *driver = dlopen(driver_file, RTLD_NOW | RTLD_LOCAL);
+    if (!driver) {
+        fprintf(stderr, "%s\n", dlerror());
+        _exit(3);
+    }
+    CUresult (*init)(unsigned) = dlsym(driver, "cuInit");
+    CUresult (*retain)(CUcontext *, CUdevice) = dlsym(driver, "cuDevicePrimaryCtxRetain");
+    CUresult (*set)(CUcontext) = dlsym(driver, "cuCtxSetCurrent");
+    CUresult (*allocate)(CUdeviceptr *, size_t) = dlsym(driver, "cuMemAlloc_v2");
+    CHECK(init(0));
+    CHECK(retain(&context, 0));
+    CHECK(set(context));
+    CHECK(allocate(&pointer, mib * MIB));
+}
+
+static int go[2];
+
+static void take_once_told(size_t mib) {
+    await(go[0]);
+    take_past_shim(mib);
+}
+
+// Starts the taker, hides the first process's mount table by `hide`, and lets the taker go on.
+static void hidden(size_t mib, void (*hide)(void)) {
+    int ready;
+    pid_t holder = start(take_once_told, mib, &ready);
+    hide();
+    tell(go[1]);
+    await(ready);
+    judge(holder, now(), 30);
+}
+
+static void change_root(void) {
+    mkdir("/tmp/empty", 0700);
+    if (chroot("/tmp/empty")) exit(2);
+}
+
+static void await_main_thread(void) {
+    usleep(500000);
+}
+
+static void *in_thread(void *mib) {
+    hidden((size_t)mib, await_main_thread);
+    exit(0);
+}
+
+// The process that holds the memory of one that has ended.
+static volatile pid_t *heir;
+
+// Takes memory, forks a child that only keeps the driver's files, and ends.
+static void take_and_fork(size_t mib) {
+    take_past_shim(mib);
+    *heir = fork();
+    if (!*heir) {
+        prctl(PR_SET_PDEATHSIG, 0);
+        for (;;) pause();
+    }
+}
+
+static void forked(size_t mib) {
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    heir = mmap(0, sizeof *heir, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pid_t taker = child(take_and_fork, mib);
+    kill(taker, SIGKILL);
+    waitpid(taker, 0, 0);
+    judge(*heir, now(), 30);
+}
+
+static int pair_of_importer[2];
+
+// Creates memory past the shim and without a context, passes it on and ends.
+static void create_for_importer(size_t mib) {
+    CUmemAllocationProp prop = exportable();
+    CUmemGenericAllocationHandle handle;
+    int descriptor;
+    void *driver = dlopen(DRIVER, RTLD_NOW | RTLD_LOCAL);
+    CUresult (*init)(unsigned) = dlsym(driver, "cuInit");
+    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long) =
+        dlsym(driver, "cuMemCreate");
+    CUresult (*export_)(void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long) =
+        dlsym(driver, "cuMemExportToShareableHandle");
+    CHECK(init(0));
+    CHECK(create(&handle, mib * MIB, &prop, 0));
+    CHECK(export_(&descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    send_descriptor(pair_of_importer[0], descriptor);
+}
+
+// Uses memory that another process has created, in a process with a session, and keeps it open.
+static void import_and_use(size_t mib) {
+    CUmemGenericAllocationHandle handle;
+    CUcontext context;
+    CUdeviceptr address;
+    CUmemAccessDesc access = {exportable().location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CHECK(cuInit(0));
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0));
+    CHECK(cuCtxSetCurrent(context));
+    intptr_t descriptor = receive_descriptor(pair_of_importer[1]);
+    CHECK(cuMemImportFromShareableHandle(&handle, (void *)descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    CHECK(cuMemAddressReserve(&address, mib * MIB, 0, 0, 0));
+    CHECK(cuMemMap(address, mib * MIB, 0, handle, 0));
+    CHECK(cuMemSetAccess(address, mib * MIB, &access, 1));
+    CHECK(cuMemsetD8(address, 1, mib * MIB));
+    CHECK(cuCtxSynchronize());
+}
+
+static void imported(size_t mib) {
+    int ready;
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair_of_importer)) exit(2);
+    pid_t importer = start(import_and_use, mib, &ready), creator = child(create_for_importer, mib);
+    kill(creator, SIGKILL);
+    waitpid(creator, 0, 0);
+    await(ready);
+    judge(importer, now(), 30);
+}
+
+// The sidecar without GPU memory makes device nodes that it may not open, gets them open from its
+// neighbour (passed.c), and takes memory by a copy of the driver.
+static void sidecar(size_t mib) {
+    FILE *nodes;
+    char path[64];
+    unsigned major, minor;
+    while (access("/shared/ready", F_OK)) usleep(10000);
+    if (!(nodes = fopen("/shared/nodes", "r"))) exit(2);
+    while (fscanf(nodes, "%63s %u %u", path, &major, &minor) == 3) mknod(path, S_IFCHR | 0666, makedev(major, minor));
+    driver_file = "/shared/cuda.so.1";
+    pid_t holder = child(take_past_shim, mib);
+    judge(holder, now(), 30);
+    fclose(fopen("/shared/done", "w"));
+}
+
+// Passes open device nodes to the sidecar until it is done.
+static void pass_nodes(size_t unused) {
+    (void)unused;
+    struct sockaddr_un at = {AF_UNIX, "/shared/socket"};
+    int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (system("cp /opt/bursar/drv/cuda.so.1 /shared/ && ln -s cuda.so.1 /shared/libcuda.so.1; for node in /dev/nvidia*; do test -c $node && "
+               "echo $node $(stat -c '0x%t 0x%T' $node | while read a b; do echo $((a)) $((b)); done); done > /shared/nodes; true"))
+        exit(2);
+    if (bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, 64)) exit(2);
+    fclose(fopen("/shared/ready", "w"));
+    while (access("/shared/done", F_OK)) {
+        char path[128] = {0};
+        struct timeval second = {1, 0};
+        setsockopt(listener, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
+        int client = accept(listener, 0, 0);
+        if (client < 0) continue;
+        if (read(client, path, sizeof path - 1) > 0) {
+            int node = open(path, O_RDWR);
+            if (node >= 0) send_descriptor(client, node);
+            close(node);
+        }
+        close(client);
+    }
+}
+
+// Allocates and frees within the quota in two processes with sessions, one of which has a child that
+// only waits, as a data loader does. Each second it prints what it was refused.
+static void neighbour(size_t mib) {
+    CUcontext context;
+    CUdeviceptr kept, pointer;
+    pid_t other = fork();
+    if (!other) prctl(PR_SET_PDEATHSIG, SIGKILL);
+    CHECK(cuInit(0));
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0));
+    CHECK(cuCtxSetCurrent(context));
+    CHECK(cuMemAlloc(&kept, mib * MIB));
+    if (!other && !fork()) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        for (;;) pause();
+    }
+    int rounds = 0, refused = 0;
+    for (;; rounds++) {
+        if (cuMemAlloc(&pointer, 64 * MIB) || cuMemsetD8(pointer, 1, 64 * MIB) || cuMemFree(pointer)) refused++;
+        usleep(10000);
+        if (other && rounds % 100 == 0) {
+            // The other process runs on unless somebody ends it.
+            refused += waitpid(other, 0, WNOHANG) != 0;
+            printf("{\"rounds\":%d,\"refused\":%d}\n", rounds, refused);
+            fflush(stdout);
+        }
+    }
+}
+
 int main(int count, char **words) {
     if (count != 3) return 2;
     size_t mib = strtoul(words[2], 0, 10);
+    if (pipe(go)) return 2;
+    if (!strcmp(words[1], "chroot")) {
+        hidden(mib, change_root);
+        return 0;
+    }
+    if (!strcmp(words[1], "ended-main-thread")) {
+        pthread_t thread;
+        pthread_create(&thread, 0, in_thread, (void *)mib);
+        syscall(SYS_exit, 0);
+    }
+    struct {
+        const char *name;
+        void (*run)(size_t);
+    } whole[] = {{"forked", forked}, {"imported", imported}, {"sidecar", sidecar}, {"pass-nodes", pass_nodes}, {"neighbour", neighbour}};
+    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++) {
+        if (strcmp(words[1], whole[i].name)) continue;
+        whole[i].run(mib);
+        return 0;
+    }
     if (!strcmp(words[1], "parked")) {
         parked(mib);
         return 0;
