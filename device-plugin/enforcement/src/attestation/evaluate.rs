@@ -9,7 +9,7 @@ use std::time::Duration;
 use bursar_host::driver_files::LIBCUDA;
 
 use super::maps::{FileKind, MappedFile};
-use super::mounts::{Location, MountTable};
+use super::mounts::{Location, Mount, MountTable};
 
 /// Why a container is not under enforcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -106,6 +106,28 @@ pub(crate) struct ExpectedMount {
     pub mount_point: PathBuf,
     /// The mounted file or folder.
     pub source: Location,
+    /// Whether it is a file of the node's driver, which others than the agent may rename or remove.
+    pub is_of_driver: bool,
+}
+
+impl ExpectedMount {
+    /// Whether the mount is there with another name of its file. The kernel shows the present name
+    /// of a mounted file, and `//deleted` behind that of a removed one. Such a mount is the only
+    /// one at its point, so nothing covers it, and its file is of the same folder.
+    fn is_renamed(&self, mounts: &MountTable) -> bool {
+        let at_point = |mount: &&Mount| mount.mount_point == self.mount_point;
+        let mut there = mounts.iter().filter(at_point);
+        let (Some(only), None) = (there.next(), there.next()) else {
+            return false;
+        };
+        let Location { device, path } = &only.source;
+        let path = path.to_str().unwrap_or_default();
+        let path = Path::new(path.strip_suffix("//deleted").unwrap_or(path));
+        self.is_of_driver
+            && *device == self.source.device
+            && path.parent() == self.source.path.parent()
+            && mounts.is_visible(only)
+    }
 }
 
 /// The shim's files on this node, of every build that a container may still use.
@@ -142,7 +164,9 @@ pub(crate) fn check_mounts(
 ) -> Option<EnforcementGap> {
     let sources: BTreeSet<&Location> = expected.iter().map(|mount| &mount.source).collect();
     for source in &sources {
-        let wanted = expected.iter().filter(|mount| mount.source == **source);
+        let wanted = expected
+            .iter()
+            .filter(|mount| mount.source == **source && !mount.is_renamed(mounts));
         let visible = mounts
             .iter()
             .filter(|mount| mount.source == **source && mounts.is_visible(mount));
@@ -165,7 +189,7 @@ pub(crate) fn check_mounts(
         };
         return Some(EnforcementGap::new(reason, point.display().to_string()));
     }
-    let is_expected = |mount: &&super::mounts::Mount| sources.contains(&mount.source);
+    let is_expected = |mount: &&Mount| sources.contains(&mount.source);
     let is_inside_source = |point: &Path| {
         let mut all = mounts.iter().filter(is_expected);
         all.any(|mount| point.starts_with(&mount.mount_point) && point != mount.mount_point)

@@ -23,6 +23,7 @@ fn expected() -> Vec<ExpectedMount> {
     let mount = |(source, point): (&str, &str)| ExpectedMount {
         mount_point: point.into(),
         source: location(source),
+        is_of_driver: source.starts_with("/drv/"),
     };
     MOUNTS.map(mount).to_vec()
 }
@@ -90,6 +91,53 @@ fn file_of_another_build_is_a_gap_when_mounted_over_ours() {
         (gap.reason, gap.detail.as_str()),
         (GapReason::MountedOver, "/usr/lib64/libcuda.so.1")
     );
+}
+
+/// A container's table in which a mount has another source.
+fn table_with(point: &str, device: &str, source: &str) -> MountTable {
+    let line = |(number, (own, at)): (usize, &(&str, &str))| {
+        let (device, own) = if *at == point {
+            (device, source)
+        } else {
+            ("8:1", *own)
+        };
+        format!("{} 100 {device} {own} {at} ro - ext4 d rw\n", 200 + number)
+    };
+    let mounts: String = MOUNTS.iter().enumerate().map(line).collect();
+    MountTable::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{mounts}"))
+}
+
+#[test]
+fn drivers_file_that_the_node_renamed_or_removed_is_no_gap() {
+    let point = "/opt/bursar/drv/cuda.so.1";
+    let gap = |mounts: &MountTable| gap_reason(mounts);
+    for name in ["/drv/libcuda.so.580", "/drv/libcuda.so.5//deleted"] {
+        assert_eq!(gap(&table_with(point, "8:1", name)), None, "{name}");
+    }
+    let mounted_over = Some(GapReason::MountedOver);
+    assert_eq!(
+        gap(&table_with(point, "8:1", "/tenant/libcuda.so.5")),
+        mounted_over
+    );
+    assert_eq!(
+        gap(&table_with(point, "8:2", "/drv/libcuda.so.580")),
+        mounted_over
+    );
+    let shim = "/usr/lib64/libcuda.so.1";
+    assert_eq!(
+        gap(&table_with(shim, "8:1", "/state/shim/1/other")),
+        mounted_over
+    );
+    // The renamed file's mount is still there, under another.
+    let text = "100 90 0:50 / / rw - overlay o rw\n\
+        200 100 8:1 /drv/libcuda.so.580 /opt/bursar/drv/cuda.so.1 ro - ext4 d rw\n\
+        201 200 8:1 /drv/libcuda.so.9 /opt/bursar/drv/cuda.so.1 ro - ext4 d rw\n";
+    let of_driver: Vec<_> = expected()
+        .into_iter()
+        .filter(|mount| mount.is_of_driver)
+        .collect();
+    let gap = check_mounts(&of_driver, &MountTable::parse(text)).unwrap();
+    assert_eq!(gap.reason, GapReason::MountedOver);
 }
 
 #[test]

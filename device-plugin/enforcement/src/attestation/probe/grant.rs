@@ -67,6 +67,7 @@ impl PodAttestor {
             Some(ExpectedMount {
                 mount_point: point,
                 source,
+                is_of_driver: !self.is_own(&mount.host_path),
             })
         });
         let nodes = edits.device_nodes.iter();
@@ -78,12 +79,17 @@ impl PodAttestor {
         Some(grant)
     }
 
-    /// The path at which the agent sees a path of the host.
-    fn agent_path(&self, host_path: &Path) -> PathBuf {
+    /// Whether a path of the host is in a folder of the agent.
+    fn is_own(&self, host_path: &Path) -> bool {
         let PathsConfig {
             state_dir, run_dir, ..
         } = &self.paths;
-        if host_path.starts_with(state_dir) || host_path.starts_with(run_dir) {
+        host_path.starts_with(state_dir) || host_path.starts_with(run_dir)
+    }
+
+    /// The path at which the agent sees a path of the host.
+    fn agent_path(&self, host_path: &Path) -> PathBuf {
+        if self.is_own(host_path) {
             return host_path.to_owned();
         }
         match host_path.strip_prefix(&self.driver.host_root) {
