@@ -23,6 +23,8 @@ pub struct ContainerUsage {
     pub generation: u64,
     /// The pids of exited images that the accounts still charge.
     pub exited_pids: Vec<u32>,
+    /// Whether a process of it was ever granted managed memory.
+    pub had_managed: bool,
     /// The number of answered requests for credit.
     pub requests: u64,
     /// The number of denied allocations, by function of the driver.
@@ -178,6 +180,7 @@ impl ContainerUsage {
             processes: Vec::new(),
             generation: 0,
             exited_pids: Vec::new(),
+            had_managed: false,
             requests: 0,
             denied: Vec::new(),
             last_denied: None,

@@ -71,7 +71,7 @@ use attribution::{Attribution, allocation_of, attribute, is_allowed, untracked_f
 use managed::{MANAGED_CACHE, known_managed};
 
 pub use finding::Finding;
-pub(crate) use managed::{UNMANAGED_MAPPING, has_managed};
+pub(crate) use managed::{UNMANAGED_MAPPING, update_managed_gpus};
 
 /// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -91,6 +91,7 @@ impl Container {
             processes: members.collect(),
             generation: self.generation,
             exited_pids: self.credit.exited_pids(),
+            had_managed: self.had_managed(),
             requests: self.requests,
             denied: self.denials_by_function.clone().into_iter().collect(),
             last_denied: self.last_denied.clone(),
@@ -101,6 +102,13 @@ impl Container {
             restarts_in_place: self.fault_log.restarted_in_place,
             last_fault: self.fault_log.last_fault().cloned(),
         }
+    }
+
+    /// Whether a process was ever granted managed memory.
+    fn had_managed(&self) -> bool {
+        let accounts = self.accounts.iter().enumerate();
+        let mut managed = accounts.filter(|(_, account)| **account == Account::Managed);
+        managed.any(|(index, _)| self.credit.peak(index) > Units::ZERO)
     }
 
     /// Sets the closer of the container's sockets.

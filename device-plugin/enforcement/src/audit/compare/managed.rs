@@ -1,10 +1,12 @@
 //! Bounds the managed memory of a GPU that the accounts explain.
 
+use std::collections::BTreeSet;
+
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_sessions::{Account, AccountBalance, ContainerUsage, ProcessCredit};
 
 use super::finding::Finding;
-use super::{AttestedState, AuditResult, account_of};
+use super::{AttestedState, AuditResult, GpuSample, account_of};
 
 /// The free memory that the driver keeps on a GPU once managed memory was there. It takes 64 chunks
 /// of 2 MiB at a time, and has them until the GPU's last context ends.
@@ -67,11 +69,34 @@ pub(super) fn known_managed(
     }
 }
 
-/// Whether a container has managed memory, or its processes have it mapped.
-pub(crate) fn has_managed(container: &ContainerUsage, containers: &AttestedState) -> bool {
+/// Whether a container has or had managed memory, or its processes have it mapped. A program may
+/// allocate it and free it between two audits.
+fn had_managed(container: &ContainerUsage, containers: &AttestedState) -> bool {
     let mapped = managed_mapped(container, containers);
-    let charged = |account: &AccountBalance| managed_charge(container, account) > 0;
-    mapped.sum > mapped.slack || container.accounts.iter().any(charged)
+    mapped.sum > mapped.slack || container.had_managed
+}
+
+/// Updates the GPUs on which the driver may keep free memory for managed memory. They are those of
+/// containers that had some since the driver last listed no process there. What containers had
+/// before the agent's start is unknown, so a GPU whose processes are older counts too.
+pub(crate) fn update_managed_gpus(
+    gpus: &mut BTreeSet<GpuUuid>,
+    samples: &[GpuSample],
+    usage: &[ContainerUsage],
+    containers: &AttestedState,
+) {
+    for GpuSample { gpu, processes, .. } in samples {
+        let mut live = processes.iter().filter_map(|listed| listed.live.as_ref());
+        if processes.is_empty() {
+            gpus.remove(gpu);
+        } else if live.any(|process| process.start < containers.agent_start) {
+            gpus.insert(gpu.clone());
+        }
+    }
+    let users = usage
+        .iter()
+        .filter(|container| had_managed(container, containers));
+    gpus.extend(users.flat_map(|container| container.gpus().cloned()));
 }
 
 impl AuditResult {

@@ -10,7 +10,7 @@ use bursar_sessions::{BalloonState, ContainerUsage};
 use tokio::time::Instant;
 
 use super::super::collect::{identify, is_running};
-use super::super::compare::{AttestedState, GpuSample, has_managed};
+use super::super::compare::{AttestedState, GpuSample, update_managed_gpus};
 use super::{Auditor, NVML_TIMEOUT, STALE_AFTER};
 use crate::attestation::AttestedContainer;
 
@@ -84,7 +84,8 @@ impl Auditor {
             .device_users
             .find(&self.proc, &samples, &known.processes);
         known.device_users = users.await;
-        known.managed_gpus = self.managed_gpus(&samples, &usage, &known);
+        update_managed_gpus(&mut self.managed_gpus, &samples, &usage, &known);
+        known.managed_gpus = self.managed_gpus.clone();
         Readings {
             started_at,
             gpus,
@@ -119,27 +120,6 @@ impl Auditor {
                     Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
             });
         }
-    }
-
-    /// Updates the GPUs on which the driver may keep free memory for managed memory. They are those
-    /// of containers with managed memory, and those that had some since the driver last listed no
-    /// process there.
-    fn managed_gpus(
-        &mut self,
-        samples: &[GpuSample],
-        usage: &[ContainerUsage],
-        known: &AttestedState,
-    ) -> BTreeSet<GpuUuid> {
-        let idle = samples.iter().filter(|sample| sample.processes.is_empty());
-        for sample in idle {
-            self.managed_gpus.remove(&sample.gpu);
-        }
-        let users = usage
-            .iter()
-            .filter(|container| has_managed(container, known));
-        let gpus = users.flat_map(|container| container.gpus().cloned());
-        self.managed_gpus.extend(gpus);
-        self.managed_gpus.clone()
     }
 }
 

@@ -50,6 +50,26 @@ fn freed_managed_memory_is_given_to_the_gpus_account() {
 }
 
 #[test]
+fn managed_memory_that_was_freed_is_remembered() {
+    let fixture = Fixture::with_quota(Bytes::mib(256));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    assert!(charge(&mut container, &page, 0, MIB));
+    assert!(!container.container_usage().had_managed);
+    assert!(charge(&mut container, &page, MANAGED, MIB));
+    assert!(page.slot(1).unwrap().discharge(units(MIB)));
+    assert!(
+        charge(&mut container, &page, 0, 255 * MIB),
+        "it is given away"
+    );
+    let usage = container.container_usage();
+    assert_eq!(
+        (usage.had_managed, usage.accounts[0].managed),
+        (true, Bytes::ZERO)
+    );
+}
+
+#[test]
 fn programs_see_covered_memory_as_used() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();

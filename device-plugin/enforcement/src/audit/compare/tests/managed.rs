@@ -102,6 +102,55 @@ fn chunks_that_the_driver_keeps_are_no_finding() {
 }
 
 #[test]
+fn chunks_of_managed_memory_freed_between_audits_are_no_finding() {
+    let usage = |had_managed| ContainerUsage {
+        had_managed,
+        ..usage(1, 1024, &[(1, 100)])
+    };
+    let sample = |processes| GpuSample {
+        unattributed: Some(Bytes::mib(126)),
+        ..sample(processes)
+    };
+    let busy = [sample(vec![listed(1, 1, 100)])];
+    // Each audit takes the GPUs of the one before.
+    let mut gpus = BTreeSet::new();
+    let mut kinds = |samples: &[GpuSample], had_managed, agent_start| {
+        let (usage, mut known) = ([usage(had_managed)], mapped(&[(1, 0)]));
+        known.agent_start = agent_start;
+        update_managed_gpus(&mut gpus, samples, &usage, &known);
+        known.managed_gpus = gpus.clone();
+        let result = compare_accounts(samples, &usage, &known, &LIMITS);
+        result
+            .findings
+            .iter()
+            .map(Finding::kind)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(kinds(&busy, false, 0), ["unaccounted"]);
+    assert_eq!(
+        kinds(&busy, true, 0),
+        [""; 0],
+        "it is gone, its chunks are not"
+    );
+    assert_eq!(
+        kinds(&busy, false, 0),
+        [""; 0],
+        "the container has ended, a context has not"
+    );
+    kinds(&[sample(Vec::new())], false, 0);
+    assert_eq!(
+        kinds(&busy, false, 0),
+        ["unaccounted"],
+        "no context was left"
+    );
+    assert_eq!(
+        kinds(&busy, false, u64::MAX),
+        [""; 0],
+        "the agent saw not all of its life"
+    );
+}
+
+#[test]
 fn evictable_memory_is_what_is_in_use_and_charged() {
     let usage = [container(1, 900, true), container(2, 500, false)];
     let evictable = |unlisted, containers: &AttestedState| {
