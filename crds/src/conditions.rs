@@ -131,6 +131,8 @@ pub mod gpu_node {
     pub const OTHER_PLUGIN: &str = "OtherPlugin";
     /// The driver refused a memory limit.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
+    /// The driver has a memory limit and does not enforce it.
+    pub const LIMIT_NOT_ENFORCED: &str = "LimitNotEnforced";
     /// The driver cannot always move managed memory out of a neighbour's way.
     pub const EVICTION_UNSAFE: &str = "EvictionUnsafe";
     /// The driver's heterogeneous memory management (HMM) is on.

@@ -9,12 +9,17 @@
 //! container, and a driver that counts by itself does not count memory from before the limit. A
 //! limit ends with its cgroup, so the agent removes none. A limit that cannot be set is logged and
 //! tried again, and delays no pod.
+//!
+//! A limit counts as set once it reads back. The driver may have a limit and not enforce it, for
+//! example where it does not see the cgroup's processes. So the agent compares what the driver
+//! counts against the limit with the pod's accounts ([`compare_use`]).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bursar_config::AuditConfig;
 use bursar_gpu::nvml::{CallError, NvmlHandle, QueryError};
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_node::actor::Snapshot;
@@ -27,6 +32,10 @@ use tracing::{debug, info, warn};
 
 /// How often the quotas are compared with the limits, and failed limits are tried again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// The polls after which the driver must count memory that the accounts have.
+const UNCOUNTED_AFTER: u32 = 10;
+/// By how much a limit that the driver has rounded may differ.
+const MAX_ROUNDING: u64 = 2 << 20;
 /// How often all limits are set again, since a reloaded driver has none.
 const REAPPLY_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -39,8 +48,8 @@ pub type Limits = BTreeMap<LimitKey, LimitState>;
 /// The state of one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitState {
-    /// The driver denies allocations above this amount.
-    Set(Bytes),
+    /// The driver has this limit.
+    Set(Bytes, LimitUse),
     /// The driver has no limits for this GPU, or the host has no cgroup v2.
     Unsupported,
     /// The driver supports the limit and returned an error.
@@ -50,6 +59,90 @@ pub enum LimitState {
         /// NVML's error.
         why: String,
     },
+}
+
+/// How what the driver counts against a limit compares with the pod's accounts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LimitUse {
+    /// The driver has counted no memory of the pod yet.
+    Unused,
+    /// The driver counts the pod's memory.
+    Counted,
+    /// The driver counts none of the bytes that the pod's accounts have for long.
+    Uncounted(Bytes),
+    /// The driver counts these bytes, which the limit should have denied.
+    Exceeded(Bytes),
+    /// The driver counts these bytes, of which the accounts lack more than the audit allows. A
+    /// descriptor may hold them, or a program that bypassed the shim.
+    Unexplained(Bytes),
+}
+
+/// A pod's memory on a GPU by its accounts: what its processes have, and how many they are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct PodUse {
+    bytes: u64,
+    processes: u64,
+}
+
+impl PodUse {
+    /// Adds up the accounts of a pod's containers. Leases are memory of the agent's processes, and
+    /// the driver does not count managed memory.
+    fn of(
+        (cgroup, gpu): &LimitKey,
+        containers: &[BoundContainer],
+        usage: &[ContainerUsage],
+    ) -> Self {
+        let usage = by_allocation(usage);
+        let of_pod = containers
+            .iter()
+            .filter(|container| container.cgroup.as_ref() == Some(cgroup));
+        let mut sum = PodUse::default();
+        for usage in of_pod.filter_map(|container| usage.get(&container.allocation)) {
+            let account = Account::Gpu(gpu.clone());
+            for balance in usage
+                .accounts
+                .iter()
+                .filter(|balance| balance.account == account)
+            {
+                let amounts = [balance.used, balance.exited, balance.untracked];
+                sum.bytes = amounts
+                    .iter()
+                    .fold(sum.bytes, |sum, bytes| sum.saturating_add(bytes.0));
+            }
+            sum.processes += usage.processes.len() as u64;
+        }
+        sum
+    }
+}
+
+/// Compares what the driver counts against `limit` with a pod's accounts. The accounts charge
+/// memory before it is allocated, so `uncounted_polls` tells for how long the driver has counted
+/// none of it.
+fn compare_use(
+    limit: Bytes,
+    counted: Bytes,
+    accounts: PodUse,
+    uncounted_polls: u32,
+    audit: &AuditConfig,
+) -> LimitUse {
+    let tolerance = audit.tolerance.0;
+    let allowance = audit
+        .process_allowance
+        .0
+        .saturating_mul(accounts.processes.max(1));
+    let may_have = |bytes: u64| counted.0 <= bytes.saturating_add(tolerance);
+    match counted {
+        Bytes::ZERO if accounts.bytes > 0 && uncounted_polls >= UNCOUNTED_AFTER => {
+            LimitUse::Uncounted(Bytes(accounts.bytes))
+        }
+        Bytes::ZERO => LimitUse::Unused,
+        // The pod keeps what it had when its limit was lowered.
+        counted if !may_have(limit.0.max(accounts.bytes)) => LimitUse::Exceeded(counted),
+        counted if !may_have(accounts.bytes.saturating_add(allowance)) => {
+            LimitUse::Unexplained(counted)
+        }
+        _ => LimitUse::Counted,
+    }
 }
 
 /// The limits to set: each pod's sum of its containers' quotas. Containers that share a claim count
@@ -86,7 +179,7 @@ fn needs_update(desired: Bytes, last: Option<&LimitState>) -> bool {
     match last {
         None | Some(LimitState::Failed { .. }) => true,
         Some(LimitState::Unsupported) => false,
-        Some(LimitState::Set(bytes)) => *bytes != desired,
+        Some(LimitState::Set(bytes, _)) => *bytes != desired,
     }
 }
 
@@ -104,7 +197,13 @@ pub(crate) fn is_limited(
     usage.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));
-        matches!(limit, Some(LimitState::Set(_)))
+        matches!(
+            limit,
+            Some(LimitState::Set(
+                _,
+                LimitUse::Counted | LimitUse::Unused | LimitUse::Unexplained(_)
+            ))
+        )
     })
 }
 
@@ -114,12 +213,13 @@ pub async fn run(
     sessions: Arc<Sessions>,
     mut snapshots: watch::Receiver<Snapshot>,
     published: watch::Sender<Limits>,
+    audit: AuditConfig,
     stop: CancellationToken,
 ) {
     let mut ticker = interval(POLL_INTERVAL);
     let mut reapply = interval_at(Instant::now() + REAPPLY_INTERVAL, REAPPLY_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut limits = Limits::new();
+    let (mut limits, mut uncounted) = (Limits::new(), BTreeMap::<LimitKey, u32>::new());
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -129,20 +229,35 @@ pub async fn run(
             Ok(()) = snapshots.changed() => {}
         }
         let containers = snapshots.borrow_and_update().containers.clone();
-        let desired = desired_limits(&containers, &sessions.container_usage());
+        let usage = sessions.container_usage();
+        let desired = desired_limits(&containers, &usage);
         limits.retain(|key, _| desired.contains_key(key));
+        uncounted.retain(|key, _| desired.contains_key(key));
         for (key, bytes) in desired {
-            if needs_update(bytes, limits.get(&key)) {
-                // NVML may take seconds to answer about a failing GPU.
-                let Some(limit) = stop
-                    .run_until_cancelled(set_limit(&nvml, &key, bytes))
-                    .await
-                else {
-                    return;
-                };
-                log_change(&key, &limit, published.borrow().get(&key));
-                limits.insert(key, limit);
+            if limits.get(&key) == Some(&LimitState::Unsupported) {
+                continue;
             }
+            let hard = needs_update(bytes, limits.get(&key)).then_some(bytes);
+            // NVML may take seconds to answer about a failing GPU.
+            let request = request_limit(&nvml, &key, bytes, hard);
+            let Some(answer) = stop.run_until_cancelled(request).await else {
+                return;
+            };
+            let limit = answer.map_or_else(
+                |refused| refused,
+                |used| {
+                    let accounts = PodUse::of(&key, &containers, &usage);
+                    let polls = uncounted.entry(key.clone()).or_default();
+                    *polls = match used.0 == 0 && accounts.bytes > 0 {
+                        true => polls.saturating_add(1),
+                        false => 0,
+                    };
+                    let found = compare_use(bytes, used, accounts, *polls, &audit);
+                    LimitState::Set(bytes, found)
+                },
+            );
+            log_change(&key, &limit, published.borrow().get(&key));
+            limits.insert(key, limit);
         }
         published.send_if_modified(|before| {
             let changed = *before != limits;
@@ -152,18 +267,26 @@ pub async fn run(
     }
 }
 
-async fn set_limit(nvml: &NvmlHandle, (cgroup, gpu): &LimitKey, bytes: Bytes) -> LimitState {
+/// Sets a limit if `hard` is given, and reads it. Returns what the driver counts against it, or the
+/// state of a limit that is not `bytes`.
+async fn request_limit(
+    nvml: &NvmlHandle,
+    (cgroup, gpu): &LimitKey,
+    bytes: Bytes,
+    hard: Option<Bytes>,
+) -> Result<Bytes, LimitState> {
     if gpu.is_mig() || !is_cgroup_v2(cgroup) {
-        return LimitState::Unsupported;
+        return Err(LimitState::Unsupported);
     }
-    let answer = nvml.request_limit(gpu, cgroup, bytes).await;
-    let refused = |why| LimitState::Failed { bytes, why };
+    let answer = nvml.request_limit(gpu, cgroup, hard).await;
+    let refused = |why| Err(LimitState::Failed { bytes, why });
     match answer {
-        Ok(Ok(())) => LimitState::Set(bytes),
+        Ok(Ok(limit)) if limit.hard.0.abs_diff(bytes.0) < MAX_ROUNDING => Ok(limit.used),
+        Ok(Ok(limit)) => refused(format!("it reads back as {}", limit.hard)),
         Ok(Err(QueryError::Nvml {
             source: CallError::Unsupported,
             ..
-        })) => LimitState::Unsupported,
+        })) => Err(LimitState::Unsupported),
         Ok(Err(QueryError::Nvml {
             source: CallError::Nvml(why),
             ..
@@ -180,7 +303,21 @@ fn log_change((cgroup, gpu): &LimitKey, limit: &LimitState, before: Option<&Limi
     }
     let cgroup = cgroup.display();
     match limit {
-        LimitState::Set(bytes) => info!(%cgroup, %gpu, %bytes, "driver limit set"),
+        LimitState::Set(limit, LimitUse::Unused) => {
+            info!(%cgroup, %gpu, bytes = %limit, "driver limit set");
+        }
+        LimitState::Set(limit, LimitUse::Counted) => {
+            info!(%cgroup, %gpu, bytes = %limit, "driver limit counts the pod's memory");
+        }
+        LimitState::Set(limit, LimitUse::Uncounted(unseen)) => {
+            warn!(%cgroup, %gpu, bytes = %limit, %unseen, "driver limit counts no memory");
+        }
+        LimitState::Set(limit, LimitUse::Exceeded(counted)) => {
+            warn!(%cgroup, %gpu, bytes = %limit, %counted, "driver limit is not enforced");
+        }
+        LimitState::Set(limit, LimitUse::Unexplained(counted)) => {
+            warn!(%cgroup, %gpu, bytes = %limit, %counted, "driver counts memory of no account");
+        }
         LimitState::Unsupported => debug!(%cgroup, %gpu, "driver limit not supported"),
         LimitState::Failed { bytes, why } => {
             warn!(%cgroup, %gpu, %bytes, %why, "failed to set a driver limit");
@@ -264,19 +401,86 @@ mod tests {
         };
         assert!(needs_update(bytes, None));
         assert!(needs_update(bytes, Some(&refused)));
-        assert!(needs_update(bytes, Some(&LimitState::Set(Bytes::gib(2)))));
-        assert!(!needs_update(bytes, Some(&LimitState::Set(bytes))));
+        let set = |gib| LimitState::Set(Bytes::gib(gib), LimitUse::Unused);
+        assert!(needs_update(bytes, Some(&set(2))));
+        assert!(!needs_update(bytes, Some(&set(1))));
         assert!(!needs_update(bytes, Some(&LimitState::Unsupported)));
+    }
+
+    #[test]
+    fn drivers_count_is_compared_with_the_accounts() {
+        let audit = AuditConfig {
+            policy: bursar_config::AuditPolicy::Report,
+            tolerance: Bytes::mib(64),
+            process_allowance: Bytes::mib(512),
+            kill_after: 3,
+        };
+        let compare = |counted, accounts: u64, polls| {
+            let accounts = PodUse {
+                bytes: accounts << 20,
+                processes: 1,
+            };
+            compare_use(Bytes::gib(4), Bytes::mib(counted), accounts, polls, &audit)
+        };
+        assert_eq!(compare(0, 0, 99), LimitUse::Unused);
+        assert_eq!(compare(0, 518, 9), LimitUse::Unused, "it allocates soon");
+        assert_eq!(compare(0, 518, 10), LimitUse::Uncounted(Bytes::mib(518)));
+        assert_eq!(compare(518, 600, 0), LimitUse::Counted);
+        assert_eq!(compare(1_094, 518, 0), LimitUse::Counted, "code and heaps");
+        assert_eq!(
+            compare(1_095, 518, 0),
+            LimitUse::Unexplained(Bytes::mib(1_095))
+        );
+        assert_eq!(
+            compare(4_161, 518, 0),
+            LimitUse::Exceeded(Bytes::mib(4_161))
+        );
+        assert_eq!(
+            compare(6_000, 6_000, 0),
+            LimitUse::Counted,
+            "the limit was lowered"
+        );
+    }
+
+    #[test]
+    fn pod_use_is_what_its_processes_have() {
+        let mut of_first = usage(1, &[("GPU-a", 4), ("GPU-b", 4), ("managed", 9)]);
+        let balance = &mut of_first.accounts[0];
+        (balance.used, balance.exited, balance.untracked) = (Bytes(1), Bytes(2), Bytes(4));
+        (balance.leased, balance.managed) = (Bytes(8), Bytes(16));
+        let mut of_second = usage(2, &[("GPU-a", 2)]);
+        of_second.accounts[0].used = Bytes(32);
+        let other = BoundContainer {
+            cgroup: Some("/cg/kubepods/pod2".into()),
+            ..container(3, 3)
+        };
+        let mut of_other = usage(3, &[("GPU-a", 2)]);
+        of_other.accounts[0].used = Bytes(64);
+        let containers = [container(1, 1), container(2, 2), other];
+        let usage = [of_first, of_second, of_other];
+        assert_eq!(
+            PodUse::of(&limit_key("GPU-a"), &containers, &usage).bytes,
+            39
+        );
     }
 
     #[test]
     fn container_is_limited_when_each_of_its_gpus_is() {
         let (container, usage) = (container(1, 1), usage(1, &[("GPU-a", 4), ("GPU-b", 4)]));
-        let first = (limit_key("GPU-a"), LimitState::Set(Bytes::gib(4)));
+        let first = (
+            limit_key("GPU-a"),
+            LimitState::Set(Bytes::gib(4), LimitUse::Counted),
+        );
         let mut limits = Limits::from([first, (limit_key("GPU-b"), LimitState::Unsupported)]);
         assert!(!is_limited(&limits, &container, &usage));
-        limits.insert(limit_key("GPU-b"), LimitState::Set(Bytes::gib(4)));
+        limits.insert(
+            limit_key("GPU-b"),
+            LimitState::Set(Bytes::gib(4), LimitUse::Counted),
+        );
         assert!(is_limited(&limits, &container, &usage));
+        let exceeded = LimitUse::Exceeded(Bytes::gib(9));
+        limits.insert(limit_key("GPU-b"), LimitState::Set(Bytes::gib(4), exceeded));
+        assert!(!is_limited(&limits, &container, &usage));
     }
 
     #[test]

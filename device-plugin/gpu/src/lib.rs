@@ -6,7 +6,7 @@
 //! | [`holders`] | asks the kernel module which processes hold memory without a context |
 //! | [`memory_sample`] | describes one sample of a GPU's memory and processes |
 //! | [`registry`] | records the GPUs that NVML listed, with their health: pure |
-//! | [`cgroup_limit`] | sets the driver's own memory limit of a cgroup |
+//! | [`cgroup_limit`] | sets and reads the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`pci`] | parses a GPU's address on the PCI bus |
 //! | [`drain`] | decides and carries out the drain of GPUs |
@@ -15,7 +15,7 @@
 //! | [`uvm`] | reads how the kernel module for managed memory is configured |
 //! | [`xid`] | lists the remedy of each XID: a table |
 
-pub(crate) mod cgroup_limit;
+pub mod cgroup_limit;
 pub mod drain;
 pub mod generations;
 pub mod health;

@@ -176,6 +176,7 @@ impl Agent {
             tenants.sessions.clone(),
             node.snapshots.clone(),
             limits,
+            self.config.audit,
             self.stop.clone(),
         );
         self.spawn("driver limits", task);

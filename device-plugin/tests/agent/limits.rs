@@ -88,3 +88,27 @@ async fn refused_driver_limit_is_reported_and_retried() {
         1
     );
 }
+
+#[tokio::test]
+async fn driver_limit_that_is_set_and_not_enforced_is_told() {
+    let machine = machine_with_driver("615.71.09").await;
+    let pod = admit_with_cgroup_v2(&machine, "a", 2).await;
+    machine.start(&pod).await.unwrap();
+    eventually("a limit", || limits_set(&machine, &pod) == [2]).await;
+    let record = fs::read_to_string(machine.lab.path().join("state/memory-limits")).unwrap();
+    // The GPUs' UUIDs end with their number.
+    let gpu = record.split(' ').next().unwrap().ends_with('2');
+    let mut tenant = machine.lab.spawn_client().unwrap();
+    machine.adopt(&pod, tenant.pid());
+    tenant
+        .request(&format!("context {}", u8::from(gpu)))
+        .unwrap();
+    let logged = |line: &str| machine.log().contains(line);
+    eventually("its memory is counted", || {
+        logged("driver limit counts the pod's memory")
+    })
+    .await;
+    assert!(!logged("driver limit is not enforced"));
+    tenant.request("alloc 4294967296").unwrap();
+    eventually("the breach", || logged("driver limit is not enforced")).await;
+}

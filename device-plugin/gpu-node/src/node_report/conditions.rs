@@ -3,7 +3,7 @@
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::RuntimeState;
 use bursar_enforcement::audit::AuditStatus;
-use bursar_enforcement::driver_limits::{LimitState, Limits};
+use bursar_enforcement::driver_limits::{LimitState, LimitUse, Limits};
 use bursar_gpu::uvm::{EvictionUnsafe, PageableMemory, UvmModule};
 use bursar_gpu::{Inventory, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
@@ -181,16 +181,33 @@ pub(super) fn driver_limits_condition(limits: &Limits) -> ConditionUpdate {
         ConditionUpdate::new(names::DRIVER_LIMITS, holds, reason, message)
     };
     let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
-        LimitState::Failed { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
-        LimitState::Set(_) | LimitState::Unsupported => None,
+        LimitState::Failed { why, .. } => {
+            let why = format!("the driver sets no limit on {gpu}: {why}");
+            Some((names::LIMIT_REFUSED, why))
+        }
+        LimitState::Set(limit, LimitUse::Uncounted(unseen)) => {
+            let why = format!(
+                "the driver counts nothing against a limit of {limit} on {gpu}, where the pod has {unseen}"
+            );
+            Some((names::LIMIT_NOT_ENFORCED, why))
+        }
+        LimitState::Set(limit, LimitUse::Exceeded(counted)) => {
+            let why = format!("the driver let a pod have {counted} of {gpu}, above its limit of {limit}");
+            Some((names::LIMIT_NOT_ENFORCED, why))
+        }
+        LimitState::Set(..) | LimitState::Unsupported => None,
     });
     let mut all = limits.values();
     match (refused.next(), limits.is_empty()) {
-        (Some(why), _) => condition(false, names::LIMIT_REFUSED, why),
+        (Some((reason, why)), _) => condition(false, reason, why),
         (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had device memory yet"),
-        (None, false) if all.any(|limit| *limit == LimitState::Unsupported) => {
+        (None, false) if all.clone().any(|limit| *limit == LimitState::Unsupported) => {
             let why = "the driver offers no memory limits; the shim alone enforces quotas";
             condition(false, names::NOT_OFFERED, why.to_owned())
+        }
+        (None, false) if all.all(|limit| matches!(limit, LimitState::Set(_, LimitUse::Unused))) => {
+            let why = "limits are set; the driver has counted no pod's memory yet";
+            pending_condition(names::DRIVER_LIMITS, why)
         }
         (None, false) => condition(true, names::OK, "the driver enforces quotas too".to_owned()),
     }

@@ -7,7 +7,7 @@ use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
 use bursar_enforcement::audit::eviction::EvictionRisk;
-use bursar_enforcement::driver_limits::LimitState;
+use bursar_enforcement::driver_limits::{LimitState, LimitUse};
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{Gpu, NoDriver};
@@ -110,7 +110,11 @@ fn inputs() -> ReportInputs {
             has_run: true,
             ..AuditStatus::default()
         },
-        limits: [(("/cg/pod".into(), uuid()), LimitState::Set(Bytes::gib(1)))].into(),
+        limits: [(
+            ("/cg/pod".into(), uuid()),
+            LimitState::Set(Bytes::gib(1), LimitUse::Counted),
+        )]
+        .into(),
         overrides: AppliedSpec {
             generation: Some(1),
             ..AppliedSpec::default()
@@ -536,7 +540,8 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
         assert!(!report.conditions.iter().any(ConditionUpdate::is_problem));
         condition(&report, names::DRIVER_LIMITS)
     };
-    let set = LimitState::Set(Bytes::gib(1));
+    let with_use = |found| LimitState::Set(Bytes::gib(1), found);
+    let (unused, set) = (with_use(LimitUse::Unused), with_use(LimitUse::Counted));
     let refused = LimitState::Failed {
         bytes: Bytes::gib(1),
         why: "not found".into(),
@@ -546,6 +551,24 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
         limits_condition(std::slice::from_ref(&set)),
         (Some(true), names::OK)
     );
+    assert_eq!(
+        limits_condition(std::slice::from_ref(&unused)),
+        (None, names::PENDING),
+        "it may be set and not enforced"
+    );
+    assert_eq!(
+        limits_condition(&[unused.clone(), set.clone()]),
+        (Some(true), names::OK)
+    );
+    for found in [
+        LimitUse::Uncounted(Bytes(1)),
+        LimitUse::Exceeded(Bytes::gib(2)),
+    ] {
+        assert_eq!(
+            limits_condition(&[set.clone(), with_use(found)]),
+            (Some(false), names::LIMIT_NOT_ENFORCED)
+        );
+    }
     assert_eq!(
         limits_condition(&[set.clone(), LimitState::Unsupported]),
         (Some(false), names::NOT_OFFERED)

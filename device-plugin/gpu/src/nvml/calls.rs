@@ -131,11 +131,10 @@ impl<'nvml> NvmlCalls<'nvml> {
                 self.lacks_utilization |= is_unsupported_call;
                 Response::Sample(sample)
             }
-            Request::SetLimit { gpu, cgroup, hard } => {
-                let limit = |device: &Device<'_>| {
-                    cgroup_limit::set_memory_limit(nvml, device, &cgroup, hard)
-                };
-                Response::SetLimit(self.call(nvml, &gpu, limit))
+            Request::Limit { gpu, cgroup, hard } => {
+                let limit =
+                    |device: &Device<'_>| cgroup_limit::memory_limit(nvml, device, &cgroup, hard);
+                Response::Limit(self.call(nvml, &gpu, limit))
             }
         }
     }

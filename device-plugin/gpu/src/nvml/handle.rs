@@ -7,6 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::process::Job;
 use super::protocol::{CallError, Request};
+use crate::cgroup_limit::CgroupLimit;
 use crate::memory_sample::{GpuMemorySample, MemorySampler};
 
 /// Why NVML did not answer a request.
@@ -63,23 +64,23 @@ impl NvmlHandle {
         answered
     }
 
-    /// Requests a driver limit for the processes in `cgroup`. The channel may close without an
-    /// answer, as with [`request_sample`](Self::request_sample).
+    /// Requests the driver's limit for the processes in `cgroup`, after `hard` was set if given. The
+    /// channel may close without an answer, as with [`request_sample`](Self::request_sample).
     pub fn request_limit(
         &self,
         gpu: &GpuUuid,
         cgroup: &Path,
-        hard: Bytes,
-    ) -> oneshot::Receiver<Result<(), QueryError>> {
+        hard: Option<Bytes>,
+    ) -> oneshot::Receiver<Result<CgroupLimit, QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let request = Request::SetLimit {
+        let request = Request::Limit {
             gpu: gpu.clone(),
             cgroup: cgroup.to_owned(),
             hard,
         };
         let _ = self
             .requests
-            .send((gpu.clone(), Job::SetLimit(request, answer)));
+            .send((gpu.clone(), Job::Limit(request, answer)));
         answered
     }
 }

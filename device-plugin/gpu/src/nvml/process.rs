@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::calls;
 use super::protocol::{CallError, Request, Response, Scope};
 use super::{ANSWER, FIRST_ANSWER, QueryError};
+use crate::cgroup_limit::CgroupLimit;
 use crate::memory_sample::GpuMemorySample;
 
 /// The agent's own program. This path is valid even while the disk hangs.
@@ -33,7 +34,7 @@ pub(super) enum Job {
         Request,
         oneshot::Sender<Result<GpuMemorySample, QueryError>>,
     ),
-    SetLimit(Request, oneshot::Sender<Result<(), QueryError>>),
+    Limit(Request, oneshot::Sender<Result<CgroupLimit, QueryError>>),
 }
 
 /// A report of a process's task.
@@ -175,12 +176,12 @@ impl NvmlProcess {
                 let _ = answer.send(sample);
                 Ok(None)
             }
-            Job::SetLimit(request, answer) => {
-                let set = match self.call(&request).await? {
-                    Response::SetLimit(set) => set.map_err(|why| query_error(&request, why)),
+            Job::Limit(request, answer) => {
+                let limit = match self.call(&request).await? {
+                    Response::Limit(limit) => limit.map_err(|why| query_error(&request, why)),
                     _ => Err(QueryError::NotAvailable),
                 };
-                let _ = answer.send(set);
+                let _ = answer.send(limit);
                 Ok(None)
             }
         }
@@ -189,7 +190,7 @@ impl NvmlProcess {
 
 fn query_error(request: &Request, why: CallError) -> QueryError {
     match request {
-        Request::Sample { gpu, .. } | Request::SetLimit { gpu, .. } => QueryError::Nvml {
+        Request::Sample { gpu, .. } | Request::Limit { gpu, .. } => QueryError::Nvml {
             gpu: gpu.clone(),
             source: why,
         },

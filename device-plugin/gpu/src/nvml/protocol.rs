@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use bursar_ledger::units::{Bytes, GpuUuid};
 use serde::{Deserialize, Serialize};
 
+use crate::cgroup_limit::CgroupLimit;
 use crate::memory_sample::GpuMemorySample;
 use crate::pci::PciAddress;
 use crate::{Gpu, NoDriver};
@@ -34,11 +35,11 @@ pub(super) enum Request {
         /// Return the processes' SM utilization too.
         with_utilization: bool,
     },
-    /// Set the driver's memory limit of a cgroup.
-    SetLimit {
+    /// Set the driver's memory limit of a cgroup, if one is given, and return it.
+    Limit {
         gpu: GpuUuid,
         cgroup: PathBuf,
-        hard: Bytes,
+        hard: Option<Bytes>,
     },
 }
 
@@ -60,7 +61,7 @@ pub(super) enum Response {
     },
     Xids(Vec<u64>),
     Sample(Result<GpuMemorySample, CallError>),
-    SetLimit(Result<(), CallError>),
+    Limit(Result<CgroupLimit, CallError>),
 }
 
 /// The result of a probe of one GPU.

@@ -99,7 +99,7 @@ impl NvmlWatcher {
                 Some(slot) => slot.found = Some(GpuProbe::Failed(why.to_string())),
                 None => self.reset_driver(why),
             },
-            Response::Xids(_) | Response::Sample(_) | Response::SetLimit(_) => {}
+            Response::Xids(_) | Response::Sample(_) | Response::Limit(_) => {}
         }
     }
 
