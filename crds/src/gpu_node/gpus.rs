@@ -35,8 +35,8 @@ pub struct GpuStatus {
     pub free: i32,
     /// The most that a new pod can have: `free` without `setAside`.
     pub largest_free: i32,
-    /// Memory that ended pods had exported and other processes still hold. No pod is bound to it
-    /// before those processes release it.
+    /// Memory that ended pods had exported and other processes still hold, and memory of pods whose
+    /// processes run on after the pod's end. No pod is bound to it before those processes end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaked: Option<Amount>,
     /// Memory that is in use and charged to no pod. No pod is bound to it meanwhile.

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use std::time::Duration;
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
@@ -41,9 +42,10 @@ pub struct PodSettings {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = 8))]
     pub annotations: BTreeMap<String, String>,
-    /// The pod is being deleted before it has started, so that its wait for room ends.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub deleted: bool,
+    /// The grace period of the pod's deletion, in seconds. Absent while nobody has deleted the pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub deletion_grace_seconds: Option<i64>,
 }
 
 impl PodSettings {
@@ -60,6 +62,12 @@ impl PodSettings {
             annotations: read.collect(),
             ..Self::default()
         }
+    }
+
+    /// The grace period of the pod's deletion; `None` while nobody has deleted the pod.
+    pub fn deletion_grace(&self) -> Option<Duration> {
+        let seconds = self.deletion_grace_seconds?;
+        Some(Duration::from_secs(u64::try_from(seconds).unwrap_or(0)))
     }
 
     /// The least number of GPUs over which the memory of each container is spread; one where the

@@ -79,7 +79,7 @@ impl PodSettingsReader {
         loop {
             if let Some(pods) = pods_of(&spec.borrow_and_update()) {
                 match pods.get(pod.as_str()) {
-                    Some(settings) if !settings.deleted => was_there = true,
+                    Some(settings) if settings.deletion_grace().is_none() => was_there = true,
                     None if !was_there => {}
                     Some(_) | None => return,
                 }
@@ -217,7 +217,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn wait_ends_with_the_deletion_of_its_pod_alone() {
         let deleted = |uid| PodSettings {
-            deleted: true,
+            deletion_grace_seconds: Some(30),
             ..settings(uid)
         };
         for end in [vec![deleted("a"), settings("b")], vec![settings("b")]] {

@@ -3,7 +3,7 @@
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{GpuContainer, GpuState};
 use bursar_gpu::Gpu;
-use bursar_ledger::units::{Quanta, Quantum};
+use bursar_ledger::units::{Bytes, Quanta, Quantum};
 use bursar_ledger::{GpuView, Health};
 use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -78,6 +78,7 @@ fn gpu(index: u32) -> GpuReport {
         },
         gpu,
         runtime: None,
+        leftover: Bytes::ZERO,
         eviction_risk: None,
     }
 }

@@ -4,7 +4,7 @@ mod conditions;
 mod containers;
 mod events;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_config::ResourcesConfig;
 use bursar_crds::context_policy::FaultAction;
@@ -66,6 +66,8 @@ pub struct ReportInputs {
     pub overrides: AppliedSpec,
     /// The open faults.
     pub faults: Vec<FaultReport>,
+    /// The pods that have ended and whose processes run on.
+    pub leftovers: BTreeSet<PodUid>,
     /// The state of retained memory.
     pub retained: RetainedStatus,
     /// The owners of the GPUs.
@@ -89,6 +91,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
     };
     let gpu = |state: &GpuState| GpuReport {
         runtime: runtime_report(&state.gpu.uuid, &inputs.retained),
+        leftover: leftover_on(&state.gpu.uuid, view, inputs),
         eviction_risk: inputs.audited.eviction_risks.get(&state.gpu.uuid).cloned(),
         ..gpu_report(state, view, generation_of(state, generations))
     };
@@ -147,6 +150,15 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
             pageable_memory_condition(&snapshot.uvm, cfg!(target_arch = "aarch64")),
         ],
     }
+}
+
+/// The memory of a GPU that is bound to pods with leftover processes.
+fn leftover_on(gpu: &GpuUuid, view: &LedgerView, inputs: &ReportInputs) -> Bytes {
+    let on_gpu = view.gpus.iter().filter(|view| view.uuid == *gpu);
+    let pods = on_gpu.flat_map(|view| &view.pods);
+    let leftover = pods.filter(|(pod, _)| inputs.leftovers.contains(*pod));
+    let quanta: Quanta = leftover.map(|(_, quanta)| *quanta).sum();
+    quanta.bytes(inputs.config.quantum)
 }
 
 /// The names of pods that are bound or wait.
@@ -223,6 +235,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
         },
         memory,
         runtime: None,
+        leftover: Bytes::ZERO,
         eviction_risk: None,
     }
 }

@@ -250,6 +250,7 @@ fn gpu_status(
         health,
         memory: in_ledger,
         runtime,
+        leftover,
         eviction_risk: _,
     } = report;
     let Gpu {
@@ -290,6 +291,7 @@ fn gpu_status(
         .find(|old| old.uuid == uuid.as_str() && old.health.status == status)
         .and_then(|old| old.health.since.clone())
         .unwrap_or_else(|| now.clone());
+    let kept = Bytes(leaked.0.saturating_add(leftover.0));
     GpuStatus {
         uuid: uuid.as_str().to_owned(),
         index: i32::try_from(*minor).unwrap_or(i32::MAX),
@@ -306,7 +308,7 @@ fn gpu_status(
         // The API's `free` includes memory that the agent sets aside; the ledger's does not.
         free: to_i32(in_ledger.unbound()),
         largest_free: to_i32(*free),
-        leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
+        leaked: (kept.0 > 0).then(|| Amount::from_bytes(kept.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
         set_aside,

@@ -88,6 +88,8 @@ pub struct GpuReport {
     pub memory: GpuView,
     /// The allocator runtime, and the bytes that it has lent; none where retained memory is off.
     pub runtime: Option<(RuntimeReport, Bytes)>,
+    /// The memory of pods that have ended and whose processes run on.
+    pub leftover: Bytes,
     /// Why the agent proves nothing free beside the GPU's managed memory.
     pub eviction_risk: Option<EvictionRisk>,
 }

@@ -1,6 +1,6 @@
 //! Starts the tasks that hold tenants to their quotas, and the service for retained memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -10,11 +10,12 @@ use bursar_enforcement::drain::{self, DrainInputs};
 use bursar_enforcement::driver_limits::{self, Limits};
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_enforcement::faults::{self, FaultInputs};
+use bursar_enforcement::leftovers::{self, LeftoverInputs};
 use bursar_gpu::drain::DrainState;
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
 use bursar_host::checkpoint::Checkpoint;
 use bursar_kubelet::lifecycle::Registration;
-use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
 use bursar_retained::fdstore_client;
 use bursar_retained::lease_ids::LeaseIds;
 use bursar_retained::provisioners::{Program, Provisioners};
@@ -227,6 +228,25 @@ impl Agent {
         let (sender, open) = watch::channel(Vec::new());
         self.spawn("faults", faults::run(inputs, sender, self.stop.clone()));
         open
+    }
+
+    /// Starts the task that ends processes of ended pods. The channel has the pods with some.
+    pub(super) fn start_leftovers(
+        &mut self,
+        node: &NodeState,
+    ) -> watch::Receiver<BTreeSet<PodUid>> {
+        let inputs = LeftoverInputs {
+            proc: self.config.paths.proc.clone(),
+            snapshots: node.snapshots.clone(),
+            spec: self.spec.clone(),
+            events: self.events.clone(),
+        };
+        let (sender, leftovers) = watch::channel(BTreeSet::new());
+        self.spawn(
+            "leftovers",
+            leftovers::run(inputs, sender, self.stop.clone()),
+        );
+        leftovers
     }
 
     pub(super) fn start_quota_overrides(

@@ -1143,6 +1143,24 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "security/leftovers",
+        promise: "the agent ends the processes of a pod 30 s after its grace period or its removal, counts its memory as leaked meanwhile, and never touches a pod of which the operator has reported no end",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &[
+                "leftovers::tests::live_processes_of_the_pod_alone_are_listed",
+                "leftovers::tests::pod_is_over_30_s_after_its_grace",
+                "leftovers::tests::pod_is_over_30_s_after_it_is_gone",
+                "leftovers::tests::pod_that_was_never_listed_is_not_over",
+                "leftovers::tests::second_deletion_shortens_the_grace_and_never_extends_it",
+                "node_report::tests::memory_of_a_pod_with_leftover_processes_is_reported_as_leaked",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "security/one-image",
         promise: "a process that says hello under another image number without an exec stays fenced, and no process can feign an exec",
         long: false,

@@ -36,13 +36,12 @@ impl PodOnNode {
         let uid = mirrored.or(meta.uid.as_ref()).cloned()?;
         let none = BTreeMap::new();
         let annotations = meta.annotations.as_ref().unwrap_or(&none);
-        let is_pending = matches!(pod.status.phase.as_deref(), None | Some("Pending"));
+        let grace = meta.deletion_grace_period_seconds.unwrap_or(0);
         Some(Self {
             node,
             is_mirror: mirrored.is_some(),
             settings: PodSettings {
-                // A pod that runs waits for no room, and its cgroup shows its end.
-                deleted: is_pending && meta.deletion_timestamp.is_some(),
+                deletion_grace_seconds: meta.deletion_timestamp.as_ref().map(|_| grace),
                 namespace: meta.namespace.clone().unwrap_or_default(),
                 name: meta.name.clone().unwrap_or_default(),
                 ..PodSettings::new(uid, spec.priority.unwrap_or(0), annotations)
@@ -205,16 +204,12 @@ mod tests {
     }
 
     #[test]
-    fn deletion_is_passed_on_while_the_pod_may_wait() {
-        let deleted = json!({ "metadata": { "deletionTimestamp": "2026-01-01T00:00:00Z" } });
-        let waiting = pod("a", deleted.clone());
-        let mut running = pod("b", deleted);
-        running["status"]["phase"] = json!("Running");
-        let found = on_node(&[waiting, running]);
-        assert_eq!(
-            found.iter().map(|pod| pod.deleted).collect::<Vec<_>>(),
-            [true, false]
-        );
+    fn deletion_is_passed_on_with_its_grace() {
+        let deleted = json!({ "metadata": {
+            "deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 600 } });
+        let found = on_node(&[pod("a", deleted), pod("b", json!({}))]);
+        let graces: Vec<_> = found.iter().map(|pod| pod.deletion_grace_seconds).collect();
+        assert_eq!(graces, [Some(600), None]);
     }
 
     #[test]

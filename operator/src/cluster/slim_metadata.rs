@@ -15,6 +15,7 @@ struct SlimMetadata {
     resource_version: Option<String>,
     creation_timestamp: Option<Time>,
     deletion_timestamp: Option<Time>,
+    deletion_grace_period_seconds: Option<i64>,
     labels: Option<BTreeMap<String, String>>,
     annotations: Option<BTreeMap<String, String>>,
     owner_references: Option<Vec<OwnerReference>>,
@@ -31,6 +32,7 @@ pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta,
         resource_version: slim.resource_version,
         creation_timestamp: slim.creation_timestamp,
         deletion_timestamp: slim.deletion_timestamp,
+        deletion_grace_period_seconds: slim.deletion_grace_period_seconds,
         labels: slim.labels,
         annotations: slim.annotations,
         owner_references: slim.owner_references,
@@ -49,7 +51,7 @@ mod tests {
         let mut metadata = json!({
             "name": "p", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": { "a": "b" },
             "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
-            "annotations": { "c": "d" },
+            "deletionGracePeriodSeconds": 30, "annotations": { "c": "d" },
             "ownerReferences": [{ "apiVersion": "v1", "kind": "k", "name": "o", "uid": "ou", "controller": true }],
         });
         let kept = metadata.clone();

@@ -117,9 +117,10 @@ async fn settings_are_written_after_refusals_and_go_with_the_pod() {
     until_told(&running.api, 1).await;
     let mut deleted = over_two_gpus(0);
     deleted["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+    deleted["metadata"]["deletionGracePeriodSeconds"] = json!(30);
     running.api.put("pods", deleted);
     let told = timeout(Duration::from_secs(20), async {
-        while settings(&running.api, "node-0")[0]["deleted"] != true {
+        while settings(&running.api, "node-0")[0]["deletionGraceSeconds"] != 30 {
             sleep(Duration::from_millis(5)).await;
         }
     });

@@ -39,6 +39,8 @@ pub enum Reason {
     Unaccounted,
     /// Processes still hold memory that ended pods had exported.
     MemoryLeaked,
+    /// Processes ran on after the end of their pod, and were killed.
+    OutlivedPod,
     /// The audit's policy killed a process.
     Killed,
     /// The shim denied allocations of a container for lack of quota.
@@ -74,6 +76,7 @@ impl Reason {
             Self::TamperedPage => "GpuCreditTampered",
             Self::Unaccounted => "GpuMemoryUnaccounted",
             Self::MemoryLeaked => "GpuMemoryLeaked",
+            Self::OutlivedPod => "GpuProcessesOutlivedPod",
             Self::Killed => "GpuProcessKilled",
             Self::MemoryDenied => "GpuMemoryDenied",
             Self::ContextRestarted => "GpuContextRestarted",
@@ -105,6 +108,7 @@ impl Reason {
             | Self::TamperedPage
             | Self::Unaccounted
             | Self::MemoryLeaked
+            | Self::OutlivedPod
             | Self::Killed
             | Self::MemoryDenied
             | Self::ContextPoisoned

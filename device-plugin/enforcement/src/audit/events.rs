@@ -169,7 +169,8 @@ fn whole_mib(Bytes(bytes): Bytes) -> Bytes {
 }
 
 /// Publishes on the pod if its name is known, otherwise on the node with the pod's UID.
-fn publish(
+/// Publishes on the pod of the allocation's container, or on the node where no name is known.
+pub(crate) fn publish(
     events: &Events,
     reason: Reason,
     message: String,

@@ -371,9 +371,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn wait_ends_with_the_operators_word_of_a_deletion() {
-        let spec = |deleted| {
+        let spec = |deletion_grace_seconds| {
             let settings = PodSettings {
-                deleted,
+                deletion_grace_seconds,
                 ..PodSettings::new("uid-1".to_owned(), 0, &Default::default())
             };
             Some(ParsedSpec {
@@ -382,7 +382,7 @@ mod tests {
                 ..ParsedSpec::default()
             })
         };
-        let (operator, read) = watch::channel(spec(false));
+        let (operator, read) = watch::channel(spec(None));
         let mut handle = handle(&Published::default());
         let resolver = Arc::get_mut(&mut handle.resolver).unwrap();
         resolver.settings = PodSettingsReader::new(Some(read));
@@ -391,7 +391,7 @@ mod tests {
         wait_reason.send(reason()).unwrap();
         let deletion = async {
             tokio::time::sleep(Duration::from_secs(5)).await;
-            operator.send_replace(spec(true));
+            operator.send_replace(spec(Some(30)));
         };
         let container = container();
         let follow = handle.follow(Some(&container), bound, waiting);
