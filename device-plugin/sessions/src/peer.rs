@@ -1,7 +1,7 @@
 //! Resolves the peer of a socket: its process, and the container that its cgroup names.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 
 use bursar_host::procfs;
@@ -134,7 +134,9 @@ impl ContainerResolver for CgroupResolver {
     }
 
     fn image_memory(&self, pid: u32) -> Option<ImageMemory> {
-        let maps = File::open(self.proc.join(pid.to_string()).join("maps"));
+        let mut options = File::options();
+        let options = options.read(true).custom_flags(libc::O_NONBLOCK);
+        let maps = options.open(self.proc.join(pid.to_string()).join("maps"));
         maps.ok().map(ImageMemory)
     }
 }
