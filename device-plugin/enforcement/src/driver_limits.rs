@@ -411,6 +411,7 @@ mod tests {
     fn drivers_count_is_compared_with_the_accounts() {
         let audit = AuditConfig {
             policy: bursar_config::AuditPolicy::Report,
+            kill_outsiders: false,
             tolerance: Bytes::mib(64),
             process_allowance: Bytes::mib(512),
             kill_after: 3,
