@@ -218,10 +218,11 @@ pub async fn run(
         };
         applied.send_if_modified(|before| {
             let changed = *before != after;
-            if changed {
+            // The generation changes with each pod of the node.
+            if before.quotas != after.quotas {
                 info!(quotas = ?after.quotas, "quota overrides applied");
-                *before = after;
             }
+            *before = after;
             changed
         });
     }

@@ -176,6 +176,12 @@ const CITED: &[Cited] = &[
         test: "covered_driver_files_are_enforced_or_reported",
     },
     Cited {
+        route: "a file of the driver that the node renames or removes while a pod has it mounted",
+        comes_to: "enforced, and no finding",
+        file: "device-plugin/enforcement/src/attestation/evaluate/tests.rs",
+        test: "drivers_file_that_the_node_renamed_or_removed_is_no_gap",
+    },
+    Cited {
         route: "any other mount over, above or inside our paths",
         comes_to: "detected (`Enforced` is False: MountedOver)",
         file: "device-plugin/enforcement/src/attestation/evaluate/tests.rs",
