@@ -252,6 +252,11 @@ async fn pod_that_has_started_is_not_relocated() {
     .await;
     running.until_listed().await;
     let api = &running.api;
+    // The operator waits for its own write of the pods, which must be in its watch before the pause.
+    while api.get("gpunodes", "", "n")["spec"]["pods"].is_null() {
+        sleep(Duration::from_millis(20)).await;
+    }
+    sleep(Duration::from_secs(1)).await;
     api.set_watch_paused("gpunodes", true);
     api.put("gpunodes", gpu_node("n", &[("other", 12), ("owner", 4)]));
     sleep(Duration::from_secs(12)).await;
