@@ -236,6 +236,8 @@ mod tests {
             history.record_eviction("p", &unanswered, at(second));
         }
         assert_eq!(history.refused_for("p", at(61)), Some(at(61)));
+        // A relocation without an answer is tried again.
+        assert!(!history.was_blocked("p"));
     }
 
     #[test]
@@ -244,7 +246,7 @@ mod tests {
         history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(1));
         assert_eq!(history.refused_for("p", at(20)), Some(at(19)));
         assert_eq!(history.refused_for("p", at(7200)), None);
-        assert!(history.was_refused("p"));
+        assert!(history.was_blocked("p"));
         history.record_eviction("p", &Ok(EvictionResult::BlockedByPdb), at(7200));
         assert_eq!(history.refused_for("p", at(7201)), Some(at(1)));
     }

@@ -22,16 +22,24 @@ pub(super) struct EvictionAttempt {
     pub(super) last: Uptime,
     /// Since when PodDisruptionBudgets have refused it, or the API server has not answered.
     pub(super) refused: Option<Uptime>,
-    /// The API server accepted it.
-    pub(super) accepted: bool,
+    /// None if the API server gave no answer.
+    pub(super) result: Option<EvictionResult>,
+}
+
+impl EvictionAttempt {
+    /// Whether the API server accepted it.
+    pub(super) fn is_accepted(&self) -> bool {
+        self.result == Some(EvictionResult::Accepted)
+    }
 }
 
 impl History {
     /// Whether the API server has accepted the eviction and the watch may not show it yet.
     pub(in super::super) fn eviction_accepted(&self, pod: &str, now: Uptime) -> bool {
         let attempt = self.evictions.get(pod);
-        attempt
-            .is_some_and(|attempt| attempt.accepted && now.saturating_sub(attempt.last) < WATCH_LAG)
+        attempt.is_some_and(|attempt| {
+            attempt.is_accepted() && now.saturating_sub(attempt.last) < WATCH_LAG
+        })
     }
 
     /// Whether the eviction of a pod may be requested now.
@@ -49,10 +57,10 @@ impl History {
         Some(now.saturating_sub(since))
     }
 
-    /// Whether the last eviction of a pod was refused or not answered.
-    pub(in super::super) fn was_refused(&self, pod: &str) -> bool {
+    /// Whether a PodDisruptionBudget refused the last eviction of a pod.
+    pub(in super::super) fn was_blocked(&self, pod: &str) -> bool {
         let attempt = self.evictions.get(pod);
-        attempt.is_some_and(|attempt| attempt.refused.is_some())
+        attempt.and_then(|attempt| attempt.result) == Some(EvictionResult::BlockedByPdb)
     }
 
     /// Records the answer to an eviction request.
@@ -64,15 +72,15 @@ impl History {
     ) {
         let refused = self.refused_for(pod, now);
         let refused = refused.map(|lasted| now.saturating_sub(lasted));
-        let accepted = matches!(answer, Ok(EvictionResult::Accepted));
+        let result = answer.as_ref().ok().copied();
         let attempt = EvictionAttempt {
             last: now,
-            refused: match accepted {
-                true => None,
-                false if is_obstructed(answer) => Some(refused.unwrap_or(now)),
-                false => refused,
+            refused: match result {
+                Some(EvictionResult::Accepted) => None,
+                _ if is_obstructed(answer) => Some(refused.unwrap_or(now)),
+                _ => refused,
             },
-            accepted,
+            result,
         };
         self.evictions.insert(pod.to_owned(), attempt);
     }

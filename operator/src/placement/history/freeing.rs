@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use super::evictions::EvictionAttempt;
 use super::{History, RESERVATION_TIMEOUT, Uptime};
 use crate::cluster::placement_index::node::Gpu;
 use crate::cluster::placement_index::snapshot::Snapshot;
@@ -85,7 +86,7 @@ impl History {
         let attempt = self
             .evictions
             .get(pod)
-            .is_some_and(|attempt| attempt.accepted);
+            .is_some_and(EvictionAttempt::is_accepted);
         let expected = if attempt || *reserved {
             RESERVATION_TIMEOUT
         } else {

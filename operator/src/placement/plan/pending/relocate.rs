@@ -27,7 +27,7 @@ impl<'a> Planner<'a> {
     ) -> Option<(&'a str, &'a str, &'a str)> {
         let (at, uid) = (pending.node?, &pending.pod.uid);
         let owner = pending.pod.owner.relocatable_uid()?;
-        let refused = self.history.was_refused(uid);
+        let refused = self.history.was_blocked(uid);
         let too_often = self.history.next_relocation(owner).is_none();
         let started = self
             .snapshot
