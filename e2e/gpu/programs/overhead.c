@@ -4,12 +4,15 @@
 // start, which a process can do once.
 #include <cuda.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #define BLOCKS 301
+#define THREADS 8
+#define THREAD_PAIRS 200
 
 static double now(void) {
     struct timespec time;
@@ -58,6 +61,7 @@ static struct calls calls_of(void *library) {
                           named(library, "cuMemFreeAsync"), named(library, "cuLaunchKernel")};
 }
 
+static CUcontext context;
 static CUstream stream;
 static CUfunction function;
 
@@ -71,6 +75,27 @@ static void linear_pair(const struct calls *calls) {
     CUdeviceptr pointer;
     CHECK(calls->alloc(&pointer, 2 << 20));
     CHECK(calls->free(pointer));
+}
+
+// A piece that shares the driver's chunk with one that stays.
+static void small_pair(const struct calls *calls) {
+    CUdeviceptr pointer;
+    CHECK(calls->alloc(&pointer, 64 << 10));
+    CHECK(calls->free(pointer));
+}
+
+static void *small_pairs(void *calls) {
+    CHECK(cuCtxSetCurrent(context));
+    for (int i = 0; i < THREAD_PAIRS; i++) small_pair(calls);
+    return 0;
+}
+
+static void small_pairs_in_threads(const struct calls *calls) {
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        if (pthread_create(&threads[i], 0, small_pairs, (void *)calls)) exit(1);
+    }
+    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], 0);
 }
 
 static void launch(const struct calls *calls) {
@@ -114,7 +139,6 @@ static int start(const char *path) {
     void *library = open_library(path);
     __typeof__(&cuInit) init = named(library, "cuInit");
     __typeof__(&cuDevicePrimaryCtxRetain) retain = named(library, "cuDevicePrimaryCtxRetain");
-    CUcontext context;
     double begun = now();
     CHECK(init(0));
     CHECK(retain(&context, 0));
@@ -129,7 +153,7 @@ int main(int count, char **words) {
         fprintf(stderr, "usage: overhead start LIBRARY | overhead calls REAL SHIM CUBIN\n");
         return 2;
     }
-    CUcontext context;
+    CUdeviceptr kept;
     CUmodule module;
     CUmemoryPool pool;
     cuuint64_t keep = ~0ull;
@@ -146,6 +170,9 @@ int main(int count, char **words) {
     compare("async", async_pair, 1000, &real, &shim);
     compare("linear", linear_pair, 20, &real, &shim);
     compare("launch", launch, 200, &real, &shim);
+    CHECK(cuMemAlloc(&kept, 64 << 10));
+    compare("small", small_pair, 200, &real, &shim);
+    compare("threads", small_pairs_in_threads, 1, &real, &shim);
     printf("\"blocks\":%d}\n", BLOCKS);
     return 0;
 }
