@@ -59,8 +59,6 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TRIPLE")]
         target: Option<String>,
     },
-    /// Write the pictures of the README, with the figures of docs/benchmarks.md.
-    Pictures,
     /// Build, sign and publish the images, the chart, the archives and their bills of materials.
     Release(ReleaseArgs),
     /// Take a cluster down.

@@ -15,7 +15,6 @@ use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::pack;
-use bursar_e2e::pictures;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::release::{self, ReleaseOptions};
 use bursar_e2e::verify;
@@ -78,7 +77,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
                 to.join(cli_archive::MANIFEST).display()
             ));
         }
-        Command::Pictures => pictures::write()?,
         Command::Release(args) => make_release(&args.options(), &progress)?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {

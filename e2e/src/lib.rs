@@ -15,7 +15,6 @@ pub mod kube;
 pub mod node;
 pub mod pack;
 pub mod paths;
-pub mod pictures;
 pub mod pods;
 pub mod progress;
 pub mod raw_api;

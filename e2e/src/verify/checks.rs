@@ -12,7 +12,6 @@ use super::{
 use crate::cargo;
 use crate::kube::{self, KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::paths;
-use crate::pictures;
 use crate::progress::Progress;
 use crate::tools;
 use crate::workspace;
@@ -184,11 +183,6 @@ const CHECKS: &[Check] = &[
         name: "main/docs",
         promise: "paths, checks and links that the documentation names exist; the architecture page has every crate, and a check for each concept",
         runner: Runner::Function(docs::check),
-    },
-    Check {
-        name: "main/pictures",
-        promise: "the README's pictures show the figures of docs/benchmarks.md",
-        runner: Runner::Function(|| Ok(pictures::check()?)),
     },
     Check {
         name: "main/layers",

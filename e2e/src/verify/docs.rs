@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use super::{checks, style};
 use crate::paths;
 
+#[cfg(test)]
+mod picture_tests;
+
 /// The maximum number of lines of `docs/architecture.md`.
 const MAX_ARCHITECTURE_LINES: usize = 150;
 
