@@ -306,8 +306,7 @@ const CHECKS: &[Check] = &[
     test_check(
         "cli/unit",
         "kubectl bursar prints the recorded tables, explains planted causes, finds planted ills, \
-         converts the peers' manifests, and patches only what it should, with an admin's and a \
-         tenant's rights",
+         and patches only what it should, with an admin's and a tenant's rights",
         &["--test", "cli"],
     ),
     Check {

@@ -474,29 +474,6 @@ async fn gpu_is_drained_and_undrained(context: &TrialContext, node: &str) -> Res
 }
 
 async fn commands_without_a_cluster_work(context: &TrialContext) -> Result<(), Failed> {
-    let manifest = |limit: &str| {
-        format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{ name: p }}\nspec:\n  schedulerName: hami-scheduler\n  \
-             containers: [{{ name: c, image: i, resources: {{ limits: {{ nvidia.com/gpu: 1, {limit} }} }} }}]\n"
-        )
-    };
-    let converted =
-        run_with_input(context, "convert", &manifest("nvidia.com/gpumem: 8000")).await?;
-    converted.has(0, &["bursar.dev/gpu-memory-gib: 8"])?;
-    // The API server accepts the rewritten pod.
-    let mut kubectl = Command::new(context.toolbox().program("kubectl"));
-    kubectl.args([
-        "create",
-        "--dry-run=server",
-        "--filename=-",
-        "--namespace",
-        TEAMS[0],
-    ]);
-    output_of(kubectl, context, &converted.out)
-        .await?
-        .has(0, &["pod/p created"])?;
-    let refused = run_with_input(context, "convert", &manifest("nvidia.com/gpucores: 30")).await?;
-    refused.has(2, &["nvidia.com/gpucores"])?;
     for shell in ["bash", "zsh", "fish"] {
         run(context, &format!("completion {shell}"))
             .await?

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use bursar_crds::quantity::parse_bytes;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use crate::amounts::parse_duration;
@@ -185,8 +184,6 @@ pub enum Command {
         #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
         since: Option<i64>,
     },
-    /// Rewrite manifests of HAMi, KAI, or NVIDIA's time-slicing and MPS
-    Convert(ConvertArgs),
     /// Write an archive for a bug report
     Support {
         /// The archive; - writes only the list of its files
@@ -298,34 +295,6 @@ pub struct DrainArgs {
     pub timeout: i64,
 }
 
-/// Arguments of `convert`.
-#[derive(Clone, Debug, Args)]
-pub struct ConvertArgs {
-    /// The manifests; - is standard input
-    #[arg(short, long, value_name = "FILE", default_value = "-")]
-    pub file: PathBuf,
-    /// Memory of one GPU, such as 80Gi: for shares of a GPU
-    #[arg(long, value_name = "AMOUNT", value_parser = parse_gpu_memory)]
-    pub gpu_memory: Option<u64>,
-    /// Replicas of each GPU in the time-slicing or MPS configuration
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1024))]
-    pub replicas: Option<u64>,
-    /// The cluster's quantum: 1Gi, 512Mi or 256Mi
-    #[arg(long, value_name = "SIZE", default_value = "1Gi")]
-    pub quantum: bursar_crds::Quantum,
-}
-
-/// Parses the memory of a GPU in bytes.
-fn parse_gpu_memory(text: &str) -> Result<u64, String> {
-    let bytes = parse_bytes(text).map_err(|error| error.to_string())?;
-    if bytes < 1 << 20 {
-        return Err(format!(
-            "no GPU has {bytes} bytes; write the unit, such as 80Gi"
-        ));
-    }
-    Ok(bytes)
-}
-
 /// The shells with completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CompletionShell {
@@ -398,20 +367,6 @@ mod tests {
         };
         assert!(parse(&["4Gi"]).is_ok());
         assert!(parse(&[]).is_err() && parse(&["--reset"]).is_err());
-    }
-
-    #[test]
-    fn memory_of_a_gpu_needs_its_unit() {
-        let parse = |amount: &str| {
-            Cli::try_parse_from(["kubectl-bursar", "convert", "--gpu-memory", amount])
-        };
-        for wrong in ["80", "0", "1023Ki"] {
-            let error = parse(wrong).unwrap_err().to_string();
-            assert!(error.contains("write the unit, such as 80Gi"), "{error}");
-        }
-        for right in ["1Mi", "80Gi"] {
-            assert!(parse(right).is_ok(), "{right}");
-        }
     }
 
     #[test]

@@ -9,7 +9,6 @@ pub mod amounts;
 pub mod args;
 pub mod completion;
 pub mod connect;
-pub mod convert;
 pub mod doctor;
 pub mod explain;
 pub mod objects;

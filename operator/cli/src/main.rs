@@ -4,7 +4,7 @@ use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use bursar_cli::args::{Cli, Command, Output};
-use bursar_cli::run::{self, FAILED, Session};
+use bursar_cli::run::{FAILED, Session};
 use bursar_cli::table::{Terminal, terminal_width};
 use bursar_cli::{completion, connect, read, version};
 use clap::Parser as _;
@@ -30,7 +30,6 @@ fn is_closed_pipe(failure: &anyhow::Error) -> bool {
 fn run(cli: &Cli) -> anyhow::Result<u8> {
     let mut out = std::io::stdout().lock();
     match &cli.command {
-        Command::Convert(arguments) => return run::convert::convert(arguments, &mut out),
         Command::Completion { shell } => {
             out.write_all(completion::script(*shell).as_bytes())?;
             return Ok(0);

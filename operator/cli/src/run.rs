@@ -1,7 +1,6 @@
 //! Runs a command: reads a snapshot, and prints what the pure functions make of it.
 
 mod change;
-pub mod convert;
 mod explain;
 mod installation;
 mod show;
@@ -144,7 +143,7 @@ impl<W: Write> Session<'_, W> {
             Command::Uninstall { notify: true, .. } => self.notify_of_uninstall().await,
             Command::Uninstall { .. } => self.uninstall().await,
             Command::Version { .. } => self.version().await,
-            Command::Convert(_) | Command::Completion { .. } | Command::Complete { .. } => {
+            Command::Completion { .. } | Command::Complete { .. } => {
                 bail!("this command needs no cluster")
             }
         }

@@ -1,4 +1,4 @@
-//! Runs the commands over recorded objects: tables, causes, ills, manifests, and API calls.
+//! Runs the commands over recorded objects: tables, causes, ills, and API calls.
 #![allow(
     clippy::unwrap_used,
     reason = "a failed `unwrap` is a failed test, with its place"
@@ -18,7 +18,5 @@ mod fake_api;
 mod fixtures;
 #[path = "cli/ills.rs"]
 mod ills;
-#[path = "cli/manifests.rs"]
-mod manifests;
 #[path = "cli/tables.rs"]
 mod tables;
