@@ -13,7 +13,6 @@
 //! | [`kill`] | kills a process, and never another one that reuses its pid |
 //! | [`namespace_usage`] | sums usage by namespace, for the budget's status: pure |
 //! | [`events`] | publishes Events about findings and denials |
-//! | [`eviction`] | decides whether managed memory may be moved to the host: pure |
 //! | `denials` | decides when denied allocations become an Event: pure |
 //! | `withheld` | decides how much memory of each GPU is withheld: pure |
 //! | [`task`] | runs an audit each second |
@@ -24,7 +23,6 @@ pub mod consecutive;
 mod denials;
 mod device_users;
 pub mod events;
-pub mod eviction;
 pub mod kill;
 mod listings;
 pub mod metrics;

@@ -79,6 +79,6 @@ fn gpu(index: u32) -> GpuReport {
         gpu,
         runtime: None,
         leftover: Bytes::ZERO,
-        eviction_risk: None,
+        has_managed_memory: false,
     }
 }

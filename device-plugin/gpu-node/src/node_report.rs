@@ -92,7 +92,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
     let gpu = |state: &GpuState| GpuReport {
         runtime: runtime_report(&state.gpu.uuid, &inputs.retained),
         leftover: leftover_on(&state.gpu.uuid, view, inputs),
-        eviction_risk: inputs.audited.eviction_risks.get(&state.gpu.uuid).cloned(),
+        has_managed_memory: inputs.audited.managed_gpus.contains(&state.gpu.uuid),
         ..gpu_report(state, view, generation_of(state, generations))
     };
     let pod_names = pod_names(snapshot);
@@ -236,7 +236,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
         memory,
         runtime: None,
         leftover: Bytes::ZERO,
-        eviction_risk: None,
+        has_managed_memory: false,
     }
 }
 

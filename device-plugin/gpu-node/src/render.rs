@@ -251,7 +251,7 @@ fn gpu_status(
         memory: in_ledger,
         runtime,
         leftover,
-        eviction_risk: _,
+        has_managed_memory: _,
     } = report;
     let Gpu {
         uuid,

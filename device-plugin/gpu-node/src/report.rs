@@ -7,7 +7,6 @@ use bursar_crds::conditions::ConditionUpdate;
 use bursar_crds::gpu_node::{
     EnforcementGap, GpuContainer, GpuState, NamespaceUse, PendingContainer, RetainedLease,
 };
-use bursar_enforcement::audit::eviction::EvictionRisk;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
@@ -90,8 +89,8 @@ pub struct GpuReport {
     pub runtime: Option<(RuntimeReport, Bytes)>,
     /// The memory of pods that have ended and whose processes run on.
     pub leftover: Bytes,
-    /// Why the agent proves nothing free beside the GPU's managed memory.
-    pub eviction_risk: Option<EvictionRisk>,
+    /// Whether managed memory on the GPU may hide that other memory is free.
+    pub has_managed_memory: bool,
 }
 
 impl GpuReport {

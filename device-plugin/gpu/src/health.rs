@@ -32,8 +32,7 @@ pub enum UnhealthyReason {
     Lost,
     /// NVML lists the GPU and cannot read it, or a call about it hangs.
     NoAnswer,
-    /// The provisioner of its retained memory, or the process of a balloon, hangs in the driver and
-    /// cannot be killed.
+    /// The provisioner of its retained memory hangs in the driver and cannot be killed.
     ProvisionerHung,
     /// CUDA has refused the GPU at each start of its provisioner for a while.
     CudaRefused,

@@ -3,7 +3,6 @@
 pub mod checkpoint;
 pub mod clock;
 pub mod driver_files;
-pub mod host_memory;
 pub mod pod_cgroups;
 pub mod pod_namespaces;
 pub mod procfs;

@@ -5,15 +5,12 @@
 //! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
 //! scrub check, a process of another kind. It creates a context, lets the agent measure that and
 //! checks whether freed memory comes back cleared. Then it prints the verdict and exits.
-//! `bursar-provisioner balloon --gpu UUID --bytes N` holds memory for a moment, without a context.
 //! `bursar-provisioner check-quota --bytes N` runs in a pod of the chart's `helm test`.
 //!
-//! * `balloon` holds memory for a moment
 //! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check
 //! * `server` answers the agent
 
-mod balloon;
 mod quota_check;
 mod scrub_check;
 mod server;
@@ -21,7 +18,6 @@ mod server;
 use std::io::Write as _;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use bursar_runtime::driver::GpuUuid;
@@ -46,17 +42,6 @@ enum Command {
         #[arg(long, default_value_t = scrub_check::MAX_BYTES,
               value_parser = clap::value_parser!(u64).range(scrub_check::MIN_BYTES..))]
         bytes: u64,
-    },
-    /// Holds memory until standard input is closed, for seconds at most; prints lines of JSON.
-    Balloon {
-        #[command(flatten)]
-        gpu: Gpu,
-        /// The most memory in bytes.
-        #[arg(long)]
-        bytes: u64,
-        /// The most time for allocations in milliseconds: the driver may move managed memory first.
-        #[arg(long)]
-        milliseconds: u64,
     },
     /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
     CheckQuota {
@@ -92,15 +77,6 @@ fn main() -> anyhow::Result<()> {
             });
             print_line(&verdict)
         }
-        Args {
-            command:
-                Some(Command::Balloon {
-                    gpu: Gpu { gpu },
-                    bytes,
-                    milliseconds,
-                }),
-            ..
-        } => balloon::hold(gpu, bytes, Duration::from_millis(milliseconds)),
         Args {
             command: Some(Command::CheckQuota { bytes }),
             ..

@@ -3,7 +3,7 @@
 //!
 //! A provisioner that SIGKILL does not end hangs in the driver. Its GPU is
 //! [`unfit`](Provisioners::unfit) and gets no request until the process has exited. A GPU that CUDA
-//! refuses at each start is unfit too, and one on which the process of a balloon hangs.
+//! refuses at each start is unfit too.
 //!
 //! Each GPU has its own thread, so a hung one delays no other.
 
@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,7 +28,6 @@ use bursar_sessions::lease_handle::REQUEST_TIMEOUT;
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
-mod balloon;
 mod process;
 
 use self::process::ProcessSupervisor;
@@ -183,8 +182,6 @@ pub struct Provisioners {
     program: Program,
     threads: Mutex<Threads>,
     records: Records,
-    /// The process of each GPU's last balloon.
-    balloons: Mutex<BTreeMap<GpuUuid, Child>>,
 }
 
 /// The records of all runtimes, which their threads share.
@@ -194,8 +191,6 @@ struct Records {
     unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
     refused: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
     without_concurrent_access: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
-    /// The GPUs on which the process of a balloon hangs in the driver.
-    hung_balloons: Arc<Mutex<BTreeSet<GpuUuid>>>,
 }
 
 impl Records {
@@ -209,39 +204,22 @@ impl Records {
             let before = record.clone();
             result = Some(change(record));
             // A GPU that has been tried takes pods, unless it is known before as refused.
-            self.publish_record(gpu, Some(record));
+            self.publish_record(gpu, record);
             *record != before
         });
         result
     }
 
-    /// Notes whether the process of a balloon hangs in the driver.
-    fn set_balloon_hung(&self, gpu: &GpuUuid, hangs: bool) {
-        match hangs {
-            true => self.hung_balloons().insert(gpu.clone()),
-            false => self.hung_balloons().remove(gpu),
-        };
-        self.publish_fitness(gpu);
-    }
-
-    fn publish_fitness(&self, gpu: &GpuUuid) {
-        let runtimes = self.runtimes.borrow();
-        self.publish_record(gpu, runtimes.get(gpu));
-    }
-
     /// Publishes what follows from a GPU's record.
-    fn publish_record(&self, gpu: &GpuUuid, record: Option<&RuntimeRecord>) {
-        self.unfit.send_if_modified(|unfit| {
-            let reason = record.and_then(RuntimeRecord::unfit_reason);
-            let hangs = self.hung_balloons().contains(gpu);
-            match reason.or(hangs.then_some(UnhealthyReason::ProvisionerHung)) {
+    fn publish_record(&self, gpu: &GpuUuid, record: &RuntimeRecord) {
+        self.unfit
+            .send_if_modified(|unfit| match record.unfit_reason() {
                 Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
                 None => unfit.remove(gpu).is_some(),
-            }
-        });
+            });
         let publish = |set: &watch::Sender<BTreeSet<GpuUuid>>,
                        holds: fn(&RuntimeRecord) -> bool| {
-            set.send_if_modified(|gpus| match record.is_some_and(holds) {
+            set.send_if_modified(|gpus| match holds(record) {
                 true => gpus.insert(gpu.clone()),
                 false => gpus.remove(gpu),
             });
@@ -251,11 +229,6 @@ impl Records {
             &self.without_concurrent_access,
             RuntimeRecord::lacks_concurrent_access,
         );
-    }
-
-    fn hung_balloons(&self) -> MutexGuard<'_, BTreeSet<GpuUuid>> {
-        let hung = self.hung_balloons.lock();
-        hung.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -270,9 +243,7 @@ impl Provisioners {
                 unfit: Arc::default(),
                 refused: Arc::default(),
                 without_concurrent_access: Arc::default(),
-                hung_balloons: Arc::default(),
             },
-            balloons: Mutex::default(),
         }
     }
 
@@ -401,9 +372,9 @@ impl Provisioners {
         self.threads().drained.contains(gpu)
     }
 
-    /// Whether a GPU may have a provisioner, or the process of a balloon.
+    /// Whether a GPU may have a provisioner.
     pub(crate) fn may_hold(&self, gpu: &GpuUuid) -> bool {
-        self.has_balloon(gpu) || self.threads().may_hold(gpu)
+        self.threads().may_hold(gpu)
     }
 
     fn threads(&self) -> MutexGuard<'_, Threads> {

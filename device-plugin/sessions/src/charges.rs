@@ -51,6 +51,14 @@ impl Sessions {
             .collect()
     }
 
+    /// Tells the processes of all containers with a GPU how much managed memory the driver moves
+    /// away there for device memory.
+    pub fn set_evictable(&self, gpu: &GpuUuid, bytes: Bytes) {
+        for running in lock(&self.shared.containers).values() {
+            lock(&running.container).set_evictable(gpu, bytes);
+        }
+    }
+
     /// The pids of exited processes whose memory the accounts still charge.
     pub fn exited_pids(&self) -> BTreeSet<u32> {
         let running = lock(&self.shared.containers);

@@ -15,7 +15,6 @@ use tokio_util::sync::CancellationToken;
 use super::container::denials::SharedLogLimiter;
 use super::container::{Admission, Container};
 use super::fault_notifier::FaultNotifier;
-use super::grants::Grants;
 use super::pidfd::ProcessExit;
 use super::rate_limit::{self, RateLimiter};
 use super::stream::PeerStream;
@@ -60,7 +59,6 @@ pub(super) struct Connection {
     fault_notifier: FaultNotifier,
     /// `None` where the node has no retained memory.
     lease_service: Option<LeaseHandle>,
-    grants: Arc<Grants>,
     log_limiter: SharedLogLimiter,
 }
 
@@ -79,7 +77,6 @@ impl Connection {
         rate_limiter: Arc<Mutex<RateLimiter>>,
         fault_notifier: FaultNotifier,
         lease_service: Option<LeaseHandle>,
-        grants: Arc<Grants>,
         log_limiter: SharedLogLimiter,
     ) -> Connection {
         Connection {
@@ -88,7 +85,6 @@ impl Connection {
             rate_limiter,
             fault_notifier,
             lease_service,
-            grants,
             log_limiter,
         }
     }
@@ -188,9 +184,6 @@ impl Connection {
         self.wait_turn().await;
         // An exec keeps the pid that the kernel log names.
         self.fault_notifier.wait_kmsg_drained().await;
-        // A process may be admitted with memory that it has already.
-        let gpus = lock(&self.container).gpus();
-        let permits = self.grants.begin_all(&gpus).await;
         // A process that no longer waits goes on with its former page.
         if stream.has_hung_up() {
             return Err(ConnectionError::HungUp);
@@ -199,7 +192,6 @@ impl Connection {
             let resolver = self.resolver.as_ref();
             lock(&self.container).handle_hello(process, image, version, holdings, resolver)
         });
-        drop(permits);
         match admitted {
             Ok(admitted) => Ok(admitted),
             Err(reason) => reject(stream, reason).await,

@@ -4,8 +4,7 @@
 //! Sessions -- one task per allocation (listener) -- one task per process (connection)
 //!                      |                                        |
 //!                      +-- Container: accounts (pure), pages, processes --+
-//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure),
-//!              beside managed memory by a balloon, while grants wait
+//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure)
 //! ```
 //!
 //! The agent knows a process from its first hello until its pidfd reports the exit. Closing the
@@ -18,7 +17,6 @@
 //! agent.
 
 mod accounts;
-mod balloon;
 mod charges;
 mod checkpoint;
 mod closer;
@@ -28,10 +26,8 @@ mod container;
 mod context_size;
 mod fault_notifier;
 mod faults;
-mod grants;
 pub mod lease_handle;
 mod listener;
-mod managed;
 mod options;
 mod orphan_bound;
 mod peer;
@@ -63,15 +59,10 @@ use container::drain::GpuHolder;
 use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;
-use grants::Grants;
-use managed::ManagedMemory;
 use reclaim::Unreclaimed;
 use shared_samples::SharedSampler;
 
 pub(crate) use accounts::CreditAccounts;
-pub use balloon::{Balloon, BalloonError};
-pub use grants::GrantPermit;
-pub use managed::BalloonState;
 pub use peer::{CgroupResolver, ContainerResolver, ImageMemory, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
@@ -213,14 +204,6 @@ struct Shared {
     orphans_changed: watch::Sender<()>,
     /// The leases whose memory the fd store has; `None` where the node has no retained memory.
     live_leases: Option<watch::Receiver<LiveLeases>>,
-    /// `None` where the agent proves nothing free beside managed memory.
-    balloon: Option<Arc<dyn Balloon>>,
-    /// The memory of each GPU that no balloon takes, because it is for programs outside of pods.
-    reserved: Bytes,
-    grants: Arc<Grants>,
-    /// Locked while a GPU has a balloon: two could fill the host memory, or that of a pod.
-    balloon_turn: Arc<tokio::sync::Mutex<()>>,
-    managed: Mutex<BTreeMap<GpuUuid, ManagedMemory>>,
 }
 
 struct RunningContainer {
@@ -274,11 +257,6 @@ impl Sessions {
                 gpus_with_task: Mutex::default(),
                 orphans_changed: watch::Sender::default(),
                 live_leases: None,
-                balloon: None,
-                reserved: Bytes::ZERO,
-                grants: Arc::default(),
-                balloon_turn: Arc::default(),
-                managed: Mutex::default(),
             }),
             resolver,
             connection_limit: ConnectionLimit::from_rlimit(),
@@ -337,7 +315,6 @@ impl Sessions {
         if let Some(sizes) = &self.context_sizes {
             sizes.retain_gpus(gpus);
         }
-        lock(&self.shared.managed).retain(|gpu, _| gpus.contains(gpu));
     }
 
     /// Removes the context sizes that were measured with another version of the driver.
@@ -360,22 +337,6 @@ impl Sessions {
         }
         self.lease_service = Some(lease_service);
         self
-    }
-
-    /// Proves memory free beside managed memory by `balloon`, which leaves `reserved` bytes of each
-    /// GPU. The caller does this before the first [`serve`](Self::serve).
-    #[must_use]
-    pub fn with_balloon(mut self, balloon: Arc<dyn Balloon>, reserved: Bytes) -> Sessions {
-        if let Some(shared) = Arc::get_mut(&mut self.shared) {
-            shared.balloon = Some(balloon);
-            shared.reserved = reserved;
-        }
-        self
-    }
-
-    /// Begins a grant of a GPU's memory, which no balloon may take. Waits a few seconds at most.
-    pub async fn begin_grant(&self, gpu: &GpuUuid) -> GrantPermit {
-        self.shared.grants.begin(gpu).await
     }
 
     /// Serves at most `peers` processes of the node at the same time.

@@ -15,7 +15,6 @@ use super::connection_limit::{ConnectionLimit, ConnectionPermit};
 use super::container::denials::SharedLogLimiter;
 use super::container::{Container, RestoredProcess};
 use super::fault_notifier::FaultNotifier;
-use super::grants::Grants;
 use super::rate_limit::{self, RateLimiter};
 use super::shared_samples::SharedSampler;
 use super::stream::{Listener, PeerStream};
@@ -47,7 +46,6 @@ pub(super) struct ListenerTask {
     pub(super) connection_limit: ConnectionLimit,
     pub(super) fault_notifier: FaultNotifier,
     pub(super) lease_service: Option<LeaseHandle>,
-    pub(super) grants: Arc<Grants>,
     pub(super) closer: Arc<SocketCloser>,
     pub(super) log_limiter: SharedLogLimiter,
 }
@@ -127,7 +125,6 @@ impl ListenerTask {
             messages,
             self.fault_notifier.clone(),
             self.lease_service.clone(),
-            Arc::clone(&self.grants),
             self.log_limiter.clone(),
         );
         async move {

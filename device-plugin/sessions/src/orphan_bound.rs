@@ -18,10 +18,8 @@
 //! moves meanwhile, such as that of a context that is torn down, then counts as orphaned. Bytes
 //! stay hidden only if a process hides them in every sample.
 //!
-//! Managed memory on a GPU is charged to no process either, so it counts as orphaned. A balloon of
-//! the agent ([`super::balloon`]) displaces it, and no orphaned memory. While the balloon is held,
-//! all else in use is the used memory without the balloon. The bound never subtracts managed
-//! memory: the balloon has the bytes that were evicted for it, and they would count twice.
+//! Managed memory on a GPU is charged to no process either, so it counts as orphaned. The bound
+//! never subtracts it, because no figure separates it from memory that a descriptor holds.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -113,14 +111,13 @@ impl<T> Default for SampleWindow<T> {
 
 impl<T> SampleWindow<T> {
     /// Adds a sample. The caller read `candidates` and the own memory of live processes before the
-    /// sample. The leases existed before and after it, and so did the `balloon`.
+    /// sample. The leases existed before and after it.
     pub(super) fn push(
         &mut self,
         candidates: T,
         sample: &GpuMemorySample,
         own: &BTreeMap<u32, OwnMemory>,
         leases: &BTreeMap<LeaseId, Bytes>,
-        balloon: Bytes,
     ) {
         let own_part =
             |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.own_part(bytes?).0));
@@ -129,7 +126,7 @@ impl<T> SampleWindow<T> {
             (bytes > 0).then_some((*pid, (own.allocation, bytes)))
         };
         let sample = Sample {
-            used: sample.most_used().0.saturating_sub(balloon.0),
+            used: sample.most_used().0,
             exported: own.iter().filter_map(unlisted).collect(),
             own: sample.charges.iter().filter_map(own_part).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
@@ -138,11 +135,6 @@ impl<T> SampleWindow<T> {
         if self.0.len() > WINDOW {
             self.0.pop_front();
         }
-    }
-
-    /// How many samples it has, at most [`WINDOW`].
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
     }
 
     /// Forgets all samples.
@@ -195,7 +187,6 @@ impl<T> SampleWindow<T> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::balloon::{Granted, balloon_size};
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -231,7 +222,7 @@ mod tests {
         let none = BTreeMap::new();
         samples
             .into_iter()
-            .for_each(|sample| all.push((), &sample, own, &none, Bytes::ZERO));
+            .for_each(|sample| all.push((), &sample, own, &none));
         all.bound().map(|(_, bound)| bound.for_container(None))
     }
 
@@ -301,9 +292,9 @@ mod tests {
         let bound_with = |last: BTreeMap<LeaseId, Bytes>| {
             let mut samples = SampleWindow::default();
             for _ in 1..WINDOW {
-                samples.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]), Bytes::ZERO);
+                samples.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
             }
-            samples.push((), &kept, &BTreeMap::new(), &last, Bytes::ZERO);
+            samples.push((), &kept, &BTreeMap::new(), &last);
             samples.bound().map(|(_, bound)| bound.for_container(None))
         };
         assert_eq!(bound_with(leases(&[1, 2])), Some(Bytes::gib(1)));
@@ -332,7 +323,7 @@ mod tests {
         let own = living_exporter();
         samples
             .into_iter()
-            .for_each(|sample| all.push((), &sample, &own, &BTreeMap::new(), Bytes::ZERO));
+            .for_each(|sample| all.push((), &sample, &own, &BTreeMap::new()));
         let (_, held) = all.bound().unwrap();
         held.for_container(Some(&AllocationId::from_bits(container)))
     }
@@ -413,9 +404,6 @@ mod tests {
         /// Managed memory of live processes becomes resident, or is evicted: this amount is on the
         /// GPU now, which the driver charges to no process.
         Managed(u64),
-        /// The agent's balloon gets at most this amount of its size where it displaces managed
-        /// memory, and nothing that is held; zero ends it.
-        Balloon(u64),
         Look,
     }
 
@@ -429,7 +417,6 @@ mod tests {
             1 => bytes.clone().prop_map(Step::Parked),
             1 => of_process().prop_map(|(pid, bytes)| Step::Mapped(pid, bytes)),
             2 => (0..256_u64).prop_map(|chunks| Step::Managed(chunks * 2 * MIB)),
-            1 => (0..4_096_u64).prop_map(|pieces| Step::Balloon(pieces * 2 * MIB)),
             24 => Just(Step::Look),
         ]
     }
@@ -464,7 +451,6 @@ mod tests {
         /// The bytes that only descriptors hold, by exited exporter.
         parked: Vec<u64>,
         managed: u64,
-        balloon: u64,
     }
 
     impl Gpu {
@@ -477,10 +463,7 @@ mod tests {
             let listed = self.live.iter().map(|(pid, of)| (*pid, of.listed()));
             GpuMemorySample {
                 capacity: Bytes(CAPACITY),
-                ..sample_of(
-                    self.pinned() + self.managed + self.balloon,
-                    &listed.collect::<Vec<_>>(),
-                )
+                ..sample_of(self.pinned() + self.managed, &listed.collect::<Vec<_>>())
             }
         }
 
@@ -512,20 +495,9 @@ mod tests {
                     }
                 }
                 Step::Managed(bytes) => self.managed = bytes,
-                Step::Balloon(bytes) => {
-                    let granted = self.live.iter().map(|(pid, process)| {
-                        let own = process.own(*pid);
-                        let (bytes, margin) = (own.charged, own.uncharged_margin);
-                        (*pid, Granted { bytes, margin })
-                    });
-                    self.balloon = 0;
-                    let size = balloon_size(&self.sample(), &granted.collect(), Bytes::ZERO);
-                    self.balloon = size.map_or(0, |size| size.0.min(bytes));
-                }
                 Step::Look => {}
             }
-            self.balloon = self.balloon.min(CAPACITY - self.pinned());
-            self.managed = self.managed.min(CAPACITY - self.pinned() - self.balloon);
+            self.managed = self.managed.min(CAPACITY - self.pinned());
         }
 
         /// Adds a sample, whose candidates are the exporters that have exited.
@@ -537,7 +509,6 @@ mod tests {
                 &self.sample(),
                 &own.collect(),
                 &BTreeMap::new(),
-                Bytes(self.balloon),
             );
         }
 
@@ -553,8 +524,8 @@ mod tests {
     proptest! {
         /// Holders of orphaned exports only become fewer, as no process can start to hold them. The
         /// bound never falls below the bytes that the candidates left, but for noise, whatever
-        /// managed memory comes and goes, and whatever of it a balloon evicts. It reaches zero once
-        /// all holders have exited and a balloon has displaced the managed memory.
+        /// managed memory comes and goes. It reaches zero once all holders have exited and the
+        /// managed memory has left.
         #[test]
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let mut gpu = Gpu { parked: vec![256 * MIB], ..Gpu::default() };
@@ -576,7 +547,6 @@ mod tests {
             gpu.parked.fill(0);
             gpu.live.values_mut().for_each(|process| process.mapped.clear());
             gpu.managed = 0;
-            gpu.balloon = CAPACITY - gpu.pinned();
             for _ in 0..WINDOW {
                 gpu.look(&mut samples);
             }

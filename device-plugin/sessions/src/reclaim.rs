@@ -3,30 +3,22 @@
 //! ```text
 //!   every SAMPLE_INTERVAL, while there are candidates, and until no container uses the GPU:
 //!   candidates (containers, ended pods) --> own memory of live processes --> sample --> bound
-//!
-//!   now and then, while managed memory hides whether they are free:
-//!   grants wait --> idle credit is taken back --> balloon --> WINDOW samples --> bound
 //! ```
 //!
 //! The order matters: memory of a process that exits, exports or allocates after it was read is in
-//! the sample, and counts as orphaned. Without idle credit a balloon can displace more.
-
-mod balloon;
+//! the sample, and counts as orphaned. So does managed memory, because the driver charges it to no
+//! process: while it is on the GPU, so much stays unproven.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bursar_gpu::memory_sample::GpuMemorySample;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
-use tokio::task::JoinHandle;
 
 use super::accounts::AmountsByPid;
-use super::balloon::Schedule;
 use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
-
-pub(super) use balloon::{Attempt, BalloonTurn, prove_by_balloon};
 
 /// The time from one sample to the next: [`WINDOW`](super::orphan_bound::WINDOW) of them take half
 /// a second.
@@ -42,22 +34,10 @@ pub(super) struct Unreclaimed {
 }
 
 /// The orphaned memory that a sample can prove free.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug)]
 struct Candidates {
     orphaned: BTreeMap<AllocationId, AmountsByPid>,
     unreclaimed: Option<u64>,
-}
-
-impl Candidates {
-    /// Whether a bound leaves any of them unproven.
-    fn are_unproven(&self, bound: &OrphanBound) -> bool {
-        let is_held = |container| bound.for_container(container) > Bytes::ZERO;
-        self.unreclaimed.is_some() && is_held(None)
-            || self
-                .orphaned
-                .keys()
-                .any(|container| is_held(Some(container)))
-    }
 }
 
 /// A sample, with the figures that were read before it.
@@ -90,14 +70,8 @@ impl Look {
         })
     }
 
-    fn add_to(self, window: &mut SampleWindow<Candidates>, balloon: Bytes) {
-        window.push(
-            self.candidates,
-            &self.sample,
-            &self.own,
-            &self.leases,
-            balloon,
-        );
+    fn add_to(self, window: &mut SampleWindow<Candidates>) {
+        window.push(self.candidates, &self.sample, &self.own, &self.leases);
     }
 }
 
@@ -107,25 +81,17 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     let mut every = tokio::time::interval(SAMPLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut window = SampleWindow::default();
-    let (mut schedule, mut before) = (Schedule::default(), Candidates::default());
-    let mut hung: Option<JoinHandle<Attempt>> = None;
     let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
         exports.mark_unchanged();
         let Some(candidates) = collect_candidates(&shared, &gpu) else {
             window.clear();
-            schedule.observe(false, Instant::now());
-            before = Candidates::default();
             if shared.release_unused_gpu(&gpu) || exports.changed().await.is_err() {
                 return;
             }
             continue;
         };
-        if candidates != before {
-            schedule.restart();
-            before = candidates.clone();
-        }
         let (sampled, driver) = (gpu.clone(), Arc::clone(&shared));
         let look = move || {
             let sample = || driver.sampler.sample(&sampled);
@@ -134,37 +100,14 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
         let Ok(Some(look)) = tokio::task::spawn_blocking(look).await else {
             continue;
         };
-        look.add_to(&mut window, Bytes::ZERO);
+        look.add_to(&mut window);
         let Some((candidates, bound)) = window.bound() else {
             continue;
         };
-        schedule.observe(candidates.are_unproven(&bound), Instant::now());
         if apply_bound(&shared, &gpu, candidates, &bound) {
             // A process that exits with the same exports as an earlier one is a new candidate.
             window.clear();
         }
-        let hangs = hung.as_ref().is_some_and(|last| !last.is_finished());
-        if hangs || !schedule.is_due(Instant::now()) {
-            continue;
-        }
-        let Some(turn) = BalloonTurn::take(&shared, &gpu) else {
-            continue;
-        };
-        let Some(pause) = shared.grants.pause(&gpu).await else {
-            tracing::info!(%gpu, "grants did not end in time for a balloon");
-            schedule.postpone(Instant::now());
-            continue;
-        };
-        let attempt = prove_by_balloon(turn, pause).await;
-        match attempt {
-            Attempt::NotBegun => schedule.postpone(Instant::now()),
-            Attempt::Partial(held) => schedule.begin_partial(held, Instant::now()),
-            Attempt::Ended | Attempt::Hung(_) => schedule.begin(Instant::now()),
-        }
-        if let Attempt::Hung(thread) = attempt {
-            hung = Some(thread);
-        }
-        window.clear();
     }
 }
 

@@ -65,7 +65,6 @@ impl Sessions {
             connection_limit: self.connection_limit.clone(),
             fault_notifier: self.fault_notifier.clone(),
             lease_service: self.lease_service.clone(),
-            grants: Arc::clone(&self.shared.grants),
             closer,
             log_limiter: self.log_limiter.clone(),
         };

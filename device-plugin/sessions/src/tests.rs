@@ -17,7 +17,6 @@ use bursar_gpu::memory_sample::GpuMemorySample;
 use super::fault_notifier::KmsgBarrier;
 use super::*;
 
-mod balloon;
 mod handshake;
 mod hostile;
 mod passed;

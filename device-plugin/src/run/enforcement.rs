@@ -49,7 +49,6 @@ impl Agent {
         let provisioners = Arc::new(Provisioners::new(program.clone()));
         let sampler = Arc::new(gpus.nvml.clone());
         let sessions = Sessions::new(paths.run_dir.clone(), sampler, resolver.clone())
-            .with_balloon(provisioners.clone(), self.config.resources.reserved)
             .with_leases(leases.clone(), live_leases)
             .with_default_policy(RecoveryPolicy::with_action(
                 self.config.default_context_action,

@@ -12,7 +12,6 @@ use crate::findings::{count_findings, metric_value, wait_for_value};
 use crate::honest::check_no_findings;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 use crate::programs::start_client;
-use crate::proof::{BALLOON_LIMIT, Fixture};
 
 const GIB: u64 = 1 << 30;
 const MANAGED: &str = "bursar.dev/managed-memory-gib";
@@ -74,42 +73,32 @@ pub(crate) async fn wait_for_quota(program: &mut Container, gib: u64) -> u64 {
     }
 }
 
-/// A pod's managed memory fills the GPU, and a neighbour allocates its whole quota. Meanwhile the
-/// agent proves free what an exited program has exported.
+/// A pod's managed memory fills the GPU, and a neighbour allocates its whole quota.
 async fn run_beside_neighbour(rounds: u64) {
-    let mut fixture = Fixture::new(4, 3 * GIB).await;
-    let neighbour_pod = fixture.machine.admit("neighbour", 11).await;
-    let mut neighbour = start_client(&fixture.machine, &mut fixture.devices, &neighbour_pod).await;
-    let quota = wait_for_quota(&mut neighbour, 11).await;
-    let mut next = Container::start(&fixture.machine, &fixture.exporter, PLAIN).await;
-    next.ok("open libcuda.so.1");
-    fixture.parked = None;
-    fixture.permit_balloons();
-    let (mut round, mut proven_by, start) = (0, None, Instant::now());
-    while round < rounds || proven_by.is_none() {
-        let part = fixture.managed + round % 16 * 4 * GIB;
-        fixture.owner.ok(&format!("touch {part} {}", 4 * GIB));
+    let machine = machine_with(|_| {}).await;
+    let mut devices = DeviceCgroups::v1(&machine);
+    let (_owner_pod, mut owner) = start_owner(&machine, &mut devices, 64).await;
+    let managed = owner.number(&format!("managed {}", 64 * GIB));
+    owner.ok(&format!("touch {managed} {}", 16 * GIB));
+    let neighbour_pod = machine.admit("neighbour", 15).await;
+    let mut neighbour = start_client(&machine, &mut devices, &neighbour_pod).await;
+    let quota = wait_for_quota(&mut neighbour, 15).await;
+    for round in 0..rounds {
+        let part = managed + round % 16 * 4 * GIB;
+        owner.ok(&format!("touch {part} {}", 4 * GIB));
         let answer = neighbour.call(&format!("alloc {quota}"));
         let pointer = answer.strip_prefix("ok ");
         let pointer = pointer.unwrap_or_else(|| panic!("round {round}: {answer}"));
         neighbour.ok(&format!("free {pointer}"));
-        if proven_by.is_none() {
-            assert!(start.elapsed() < BALLOON_LIMIT, "not proven free");
-            let is_free = next.call(&format!("alloc {GIB}")) == "ok";
-            proven_by = is_free.then_some(round);
-        }
-        round += 1;
     }
-    println!("{round} rounds, proven free in round {proven_by:?}");
-    assert!(fixture.balloons() > 0);
     // The GPU is full of managed memory, and the neighbour may have all of its quota.
-    fixture.touch();
+    owner.ok(&format!("touch {managed} {}", 16 * GIB));
     let start = Instant::now();
     while free(&mut neighbour) < quota {
         assert!(start.elapsed() < AUDITS, "less than {quota} is free");
         tokio::time::sleep(PAUSE).await;
     }
-    check_no_findings_in_audits(&fixture.machine).await;
+    check_no_findings_in_audits(&machine).await;
 }
 
 /// Checks that some more audits have no finding: unaccounted memory is one after 10 audits.

@@ -38,7 +38,7 @@ pub(crate) fn park(program: &mut Container) -> ParkedProcess {
 }
 
 /// Waits until this much memory of both GPUs is in a state.
-async fn wait_for_bytes_in_state(machine: &Machine, state: &str, bytes: u64) {
+pub(crate) async fn wait_for_bytes_in_state(machine: &Machine, state: &str, bytes: u64) {
     let start = Instant::now();
     while bytes_in_state(machine, state).await < bytes as i64 {
         assert!(

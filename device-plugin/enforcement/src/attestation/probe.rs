@@ -25,7 +25,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_config::{Config, DriverConfig, PathsConfig};
-use bursar_host::host_memory::container_room;
 use bursar_host::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use bursar_host::procfs::{self, Bounds, Stat};
 use bursar_ledger::units::{AllocationId, PodUid};
@@ -127,9 +126,6 @@ impl PodAttestor {
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
             let mut attested = self.attest_container(pod, &folder, &processes, host, &mut room);
-            if let Some(attested) = &mut attested {
-                attested.host_room = container_room(&folder, cgroup);
-            }
             if let Some(attested) = attested.as_mut().filter(|_| !all) {
                 let why = format!("it has more than {MAX_PROCESSES} processes");
                 attested

@@ -71,7 +71,7 @@ use attribution::{Attribution, allocation_of, attribute, is_allowed, untracked_f
 use managed::{MANAGED_CACHE, known_managed};
 
 pub use finding::Finding;
-pub(crate) use managed::{UNMANAGED_MAPPING, update_managed_gpus};
+pub(crate) use managed::update_managed_gpus;
 
 /// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,17 +91,6 @@ pub struct GpuSample {
     pub importers: Vec<ListedProcess>,
     /// Whether the driver reported all holders of memory.
     pub has_all_holders: bool,
-}
-
-impl GpuSample {
-    /// Excludes the agent's balloon of at most `bytes`. It may have less, so the memory that is
-    /// charged to no process is unknown: with a known amount held memory would seem gone.
-    pub(super) fn exclude_balloon(&mut self, bytes: Bytes) {
-        self.unattributed = None;
-        let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
-        let least = self.unattributed_signed.min(0);
-        self.unattributed_signed = self.unattributed_signed.saturating_sub(bytes).max(least);
-    }
 }
 
 /// A process that the driver lists on a GPU.

@@ -21,7 +21,6 @@ use bursar_config::{AuditConfig, Config};
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
-use bursar_host::host_memory::node_room;
 use bursar_host::pod_namespaces::namespace_of;
 use bursar_host::procfs::Stat;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
@@ -39,7 +38,6 @@ use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::device_users::DeviceUsers;
 use super::events;
-use super::eviction::{EvictionRisk, NodeState, check_eviction};
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::pod_attestations::PodAttestations;
@@ -58,8 +56,6 @@ const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 const NVML_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a GPU or a pod's probe may give no answer before that is reported.
 const STALE_AFTER: Duration = Duration::from_secs(5);
-/// How old a pod's attestation may be where managed memory is moved to the host.
-const UNREAD_AFTER: Duration = Duration::from_secs(2);
 
 /// How long the agent's start waits for the disk to read the counts of namespaces.
 const USAGE_READ_TIMEOUT: Duration = Duration::from_secs(1);
@@ -81,9 +77,8 @@ pub struct AuditStatus {
     pub histories: BTreeMap<AllocationId, ProcessHistory>,
     /// The state directory lacks the namespaces' counters for long.
     pub late_write: Option<LateWrite>,
-    /// Why the agent moves no managed memory of a GPU to the host, and so proves nothing free
-    /// beside it.
-    pub eviction_risks: BTreeMap<GpuUuid, EvictionRisk>,
+    /// The GPUs on which managed memory may hide whether other memory is free.
+    pub managed_gpus: BTreeSet<GpuUuid>,
 }
 
 /// The state of the audit task.
@@ -210,7 +205,7 @@ impl Auditor {
         let result = compare_accounts(samples, usage, known, &self.config);
         self.charge_untracked(usage, samples, &result);
         self.settle(usage, &result);
-        let eviction_risks = self.update_evictable(&readings, &result);
+        let managed_gpus = self.publish_evictable(&result);
         self.update_withheld(samples, &result, gpus);
         let stale = self.stale_gpus(gpus, samples, started_at);
         self.act_on_findings(&result.findings, &readings.silent_gpus(), containers);
@@ -230,7 +225,7 @@ impl Auditor {
                 .map(|container| (container.allocation, container.history()))
                 .collect(),
             late_write: self.usage_file.late_write(),
-            eviction_risks,
+            managed_gpus,
         };
         let figures = AuditFigures {
             result,
@@ -244,46 +239,17 @@ impl Auditor {
         self.publish(status);
     }
 
-    /// Tells the sessions which managed memory the driver may move to the host. Returns why it may
-    /// not on some GPUs.
-    fn update_evictable(
-        &self,
-        readings: &Readings,
-        result: &AuditResult,
-    ) -> BTreeMap<GpuUuid, EvictionRisk> {
-        let Readings {
-            started_at,
-            attested,
-            usage,
-            samples,
-            balloons,
-            ..
-        } = readings;
-        let node = NodeState {
-            room: node_room(&self.proc),
-            unread: &self.pods.without_answer_for(UNREAD_AFTER, *started_at),
-        };
-        let mut risks = BTreeMap::new();
-        for sample in samples {
-            let safe = check_eviction(sample, usage, attested, &node);
-            // A balloon moves memory to the host that these figures do not have.
-            let may_evict = safe.is_ok() && balloons.is_empty();
-            let mut evictable = result
-                .evictable
-                .get(&sample.gpu)
-                .copied()
-                .unwrap_or_default();
-            match balloons.contains_key(&sample.gpu) {
-                true => evictable = self.sessions.evictable(&sample.gpu),
-                false => self
-                    .sessions
-                    .set_evictable(&sample.gpu, evictable, may_evict),
-            }
-            if let Some(risk) = safe.err().filter(|_| evictable > Bytes::ZERO) {
-                risks.insert(sample.gpu.clone(), risk);
-            }
+    /// Passes on how much managed memory of each GPU the driver moves away for device memory.
+    /// Returns the GPUs that have some.
+    fn publish_evictable(&self, result: &AuditResult) -> BTreeSet<GpuUuid> {
+        for (gpu, bytes) in &result.evictable {
+            self.sessions.set_evictable(gpu, *bytes);
         }
-        risks
+        let has_some = result
+            .evictable
+            .iter()
+            .filter(|(_, bytes)| **bytes > Bytes::ZERO);
+        has_some.map(|(gpu, _)| gpu.clone()).collect()
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
@@ -443,9 +409,6 @@ impl Auditor {
     }
 
     fn publish(&self, status: AuditStatus) {
-        if self.audited.borrow().eviction_risks != status.eviction_risks {
-            info!(risks = ?status.eviction_risks, "risks of moving managed memory to the host changed");
-        }
         self.audited.send_if_modified(|before| {
             let changed = *before != status;
             *before = status;

@@ -193,12 +193,6 @@ mod tests {
         }
         let silent = withheld.observe(&[], &AuditResult::default(), &gpus);
         assert_eq!(silent, [(gpu(), Bytes(GIB))].into());
-        let mut with_balloon = [sample()];
-        with_balloon[0].exclude_balloon(Bytes::gib(60));
-        for _ in 0..10 {
-            let held = withheld.observe(&with_balloon, &result(0), &gpus);
-            assert_eq!(held, [(gpu(), Bytes(GIB))].into(), "beside a balloon");
-        }
         let after_removal = withheld.observe(&[], &AuditResult::default(), &BTreeSet::new());
         assert_eq!(after_removal, BTreeMap::new());
     }

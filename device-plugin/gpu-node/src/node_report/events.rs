@@ -41,10 +41,11 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
         let leaked = report.memory.leaked;
         if leaked > Bytes::ZERO && old.is_none_or(|old| old.memory.leaked == Bytes::ZERO) {
             let given = format!("of {gpu} {leaked} that ended pods had exported");
-            let message = match &report.eviction_risk {
-                None => format!("{given} are held by others, and not given to pods"),
-                Some(why) => format!(
-                    "{given} are not given to pods: the agent cannot prove them free beside managed memory: {why}"
+            let message = match report.has_managed_memory {
+                false => format!("{given} are held by others, and not given to pods"),
+                true => format!(
+                    "{given} are not given to pods: the agent cannot prove them free while managed memory is on the GPU; \
+                     end the pods with managed memory there, or drain the GPU"
                 ),
             };
             events.push((Reason::MemoryLeaked, message));

@@ -6,7 +6,6 @@ use bursar_apiserver::Reason;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
-use bursar_enforcement::audit::eviction::EvictionRisk;
 use bursar_enforcement::driver_limits::{LimitState, LimitUse};
 use bursar_gpu::health::PersistedHealth as GpuMemory;
 use bursar_gpu::uvm::UvmModule;
@@ -521,10 +520,9 @@ fn event_of_leaked_memory_says_why_nothing_is_proven() {
     };
     assert!(leak_message(&inputs()).ends_with("are held by others, and not given to pods"));
     let mut inputs = inputs();
-    let risk = EvictionRisk::PodRoom("pod-1".parse().unwrap());
-    inputs.audited.eviction_risks.insert(uuid(), risk);
+    inputs.audited.managed_gpus.insert(uuid());
     let message = leak_message(&inputs);
-    assert!(message.ends_with("raise its limits.memory"), "{message}");
+    assert!(message.ends_with("or drain the GPU"), "{message}");
 }
 
 #[test]

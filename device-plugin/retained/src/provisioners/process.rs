@@ -418,7 +418,6 @@ mod tests {
                 unfit: Arc::default(),
                 refused: Arc::default(),
                 without_concurrent_access: Arc::default(),
-                hung_balloons: Arc::default(),
             };
             records.runtimes.send_modify(|all| {
                 all.insert(gpu.clone(), RuntimeRecord::default());

@@ -72,13 +72,6 @@ impl Connection {
                     process,
                 };
                 // The lease service charges the container before it creates memory.
-                let gpu = match &request {
-                    RetainedRequest::Open { bytes: 0, .. } => None,
-                    request => request
-                        .account()
-                        .and_then(|account| account.device_uuid()?.parse().ok()),
-                };
-                let _permits = self.grants.begin_all(gpu.as_slice()).await;
                 let reply = lease_service.request(caller, request).await;
                 (Response::Retained(reply.response), reply.fd)
             }

@@ -103,11 +103,8 @@ impl Connection {
         })
     }
 
-    /// Answers a request for credit, with a permit of the account's GPU until the checkpoint holds
-    /// the grant.
+    /// Answers a request for credit once the checkpoint holds the grant.
     async fn grant_credit(&self, pid: u32, account: u8, units: Units) -> Option<Response> {
-        let gpu = lock(&self.container).account_gpu(account);
-        let _permits = self.grants.begin_all(gpu.as_slice()).await;
         let (change, answered) =
             self.run_charged(|| lock(&self.container).request_credit(pid, account, units));
         self.wait_recorded(Some(change)).await;

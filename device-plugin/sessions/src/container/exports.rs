@@ -8,7 +8,6 @@ use bursar_protocol::units::Units;
 
 use super::super::Account;
 use super::super::accounts::AmountsByPid;
-use super::super::balloon::Granted;
 use super::super::orphan_bound::OwnMemory;
 use super::{Container, ProcessState};
 
@@ -16,11 +15,6 @@ impl Container {
     pub(super) fn account_index(&self, gpu: &GpuUuid) -> Option<usize> {
         let is_it = |account: &Account| matches!(account, Account::Gpu(other) if other == gpu);
         self.accounts.iter().position(is_it)
-    }
-
-    /// The GPU of the account with this index. `None` for managed memory.
-    pub(in super::super) fn account_gpu(&self, account: u8) -> Option<GpuUuid> {
-        self.gpus().into_iter().nth(usize::from(account))
     }
 
     /// The orphaned exports of this GPU that are not proven free.
@@ -39,19 +33,6 @@ impl Container {
         members
             .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
             .collect()
-    }
-
-    /// The memory of a GPU that each live process may allocate without a further request.
-    pub(in super::super) fn granted_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, Granted> {
-        let Some(index) = self.account_index(gpu) else {
-            return BTreeMap::new();
-        };
-        let granted = |pid: &u32| Granted {
-            bytes: Bytes(self.credit.granted_to(*pid, index).bytes()),
-            margin: self.uncharged_margin(),
-        };
-        let pids = self.processes.keys();
-        pids.map(|pid| (*pid, granted(pid))).collect()
     }
 
     /// Caps the orphaned exports of a GPU by a proven bound for those in `query`.

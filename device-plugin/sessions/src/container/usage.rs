@@ -212,18 +212,6 @@ impl Container {
         self.write_checkpoint();
     }
 
-    /// Reclaims all idle credit of a GPU. Processes request it again when they need it.
-    pub(in super::super) fn reclaim_all_idle(&mut self, gpu: &GpuUuid) {
-        let Some(index) = self.account_index(gpu) else {
-            return;
-        };
-        let before = self.credit.granted(index);
-        self.reclaim_idle(NO_PID, index, Units::MAX);
-        if self.credit.granted(index) != before {
-            self.note_change();
-        }
-    }
-
     /// Reclaims idle credit beyond the quota: after the quota was lowered, freed bytes must not be
     /// used again.
     pub(in super::super) fn reclaim_excess(&mut self) {

@@ -56,7 +56,6 @@ impl FakeAgent {
             Arc::clone(&self.limiter),
             self.notifier.clone(),
             None,
-            Arc::default(),
             SharedLogLimiter::default(),
         );
         connection.run(self.listener.accept().await.unwrap()).await;

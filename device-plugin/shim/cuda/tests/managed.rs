@@ -172,7 +172,7 @@ impl FullGpu {
     /// Tells the programs how much managed memory the agent has found on the GPU.
     fn set_evictable(&self, bytes: u64) {
         let sessions = self.container.sessions();
-        sessions.set_evictable(&GPU.parse().unwrap(), Bytes(bytes), true);
+        sessions.set_evictable(&GPU.parse().unwrap(), Bytes(bytes));
     }
 
     /// Checks the numbers of refusals and of denials that the agent counts. The shim does not wait

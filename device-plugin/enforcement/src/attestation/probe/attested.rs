@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use bursar_host::host_memory::ContainerRoom;
 use bursar_ledger::units::{AllocationId, PodUid};
 
 use super::super::evaluate::EnforcementGap;
@@ -32,8 +31,6 @@ pub(crate) struct AttestedContainer {
     pub gap: Option<EnforcementGap>,
     /// The container's processes, by pid.
     pub processes: BTreeMap<u32, AttestedProcess>,
-    /// The host memory that the container can still have; none where its limits are unknown.
-    pub host_room: Option<ContainerRoom>,
 }
 
 impl AttestedContainer {
@@ -45,7 +42,6 @@ impl AttestedContainer {
             cgroup,
             gap: None,
             processes: BTreeMap::new(),
-            host_room: None,
         }
     }
 }
@@ -63,6 +59,4 @@ pub struct AttestedProcess {
     pub device_mappings: BTreeSet<u64>,
     /// The bytes of its mappings of managed memory, which no process can have more of.
     pub managed_mapped: u64,
-    /// Whether the process has changed since its mappings were read.
-    pub is_stale: bool,
 }

@@ -90,7 +90,6 @@ impl PodAttestor {
                         has_shim: uses.has_shim,
                         device_mappings: uses.device_mappings.clone(),
                         managed_mapped: uses.managed_mapped,
-                        is_stale: waiting_since.is_some(),
                     };
                     running.insert(*pid, process);
                     gap = gap.or_else(|| uses.gap.clone());

@@ -14,7 +14,7 @@ pub(super) const MANAGED_CACHE: Bytes = Bytes::mib(128);
 
 /// The mappings of the driver's node of managed memory in a process that uses no managed memory. A
 /// context has 2 MiB.
-pub(crate) const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
+const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
 
 /// The mappings of managed memory of a container's processes.
 struct ManagedMappings {

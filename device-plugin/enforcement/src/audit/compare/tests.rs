@@ -107,7 +107,6 @@ fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>
             has_shim: shim,
             device_mappings: devices.iter().copied().collect(),
             managed_mapped: 0,
-            is_stale: false,
         };
         (pid, (AllocationId::from_bits(number), running))
     };

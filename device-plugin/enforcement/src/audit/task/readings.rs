@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bursar_config::Config;
 use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
 use bursar_node::allocator::BoundContainer;
-use bursar_sessions::{BalloonState, ContainerUsage};
+use bursar_sessions::ContainerUsage;
 use tokio::time::Instant;
 
 use super::super::collect::{identify, is_running};
@@ -25,8 +25,6 @@ pub(super) struct Readings {
     pub(super) hanging: BTreeSet<PodUid>,
     pub(super) usage: Vec<ContainerUsage>,
     pub(super) samples: Vec<GpuSample>,
-    /// The GPUs that had a balloon about the time of their sample, each with its bytes.
-    pub(super) balloons: BTreeMap<GpuUuid, Bytes>,
     pub(super) known: AttestedState,
 }
 
@@ -34,8 +32,11 @@ impl Readings {
     /// The GPUs without a usable answer of NVML.
     pub(super) fn silent_gpus(&self) -> BTreeSet<GpuUuid> {
         let answered = |gpu: &GpuUuid| self.samples.iter().any(|sample| sample.gpu == *gpu);
-        let is_silent = |gpu: &&GpuUuid| !answered(gpu) || self.balloons.contains_key(*gpu);
-        self.gpus.iter().filter(is_silent).cloned().collect()
+        self.gpus
+            .iter()
+            .filter(|gpu| !answered(gpu))
+            .cloned()
+            .collect()
     }
 }
 
@@ -46,7 +47,6 @@ impl Auditor {
         let started_at = Instant::now();
         let (gpus, healthy, containers) = self.audited_parts();
         let exited = self.sessions.exited_pids();
-        let balloons = self.sessions.balloons();
         let nvml = self.nvml.clone();
         let answers = self
             .sample_requests
@@ -65,13 +65,6 @@ impl Auditor {
             let listings = self.sample_requests.listings.entry(gpu.clone());
             let (proc, allowed) = (&self.proc, &self.host_programs);
             samples.push(identify(gpu, answer, proc, allowed, listings.or_default()));
-        }
-        // A balloon may have begun or ended about the time of the sample.
-        let balloons = balloons_between(&balloons, &self.sessions.balloons());
-        for sample in &mut samples {
-            if let Some(bytes) = balloons.get(&sample.gpu) {
-                sample.exclude_balloon(*bytes);
-            }
         }
         self.add_unreclaimed(&mut samples);
         let mut known = attested_state(&attested, exited, self.agent_start);
@@ -95,7 +88,6 @@ impl Auditor {
             hanging,
             usage,
             samples,
-            balloons,
             known,
         }
     }
@@ -121,20 +113,6 @@ impl Auditor {
             });
         }
     }
-}
-
-/// The GPUs that had a balloon at any time between two states, each with the most that it had at
-/// either.
-fn balloons_between(
-    before: &BTreeMap<GpuUuid, BalloonState>,
-    after: &BTreeMap<GpuUuid, BalloonState>,
-) -> BTreeMap<GpuUuid, Bytes> {
-    let balloons = after.iter().filter_map(|(gpu, now)| {
-        let before = before.get(gpu).copied().unwrap_or_default();
-        let most = now.bytes.max(before.bytes);
-        now.was_held_since(before).then(|| (gpu.clone(), most))
-    });
-    balloons.collect()
 }
 
 fn attested_state(

@@ -148,7 +148,6 @@ impl Machine {
             has_shim: shim,
             device_mappings: Default::default(),
             managed_mapped: 0,
-            is_stale: false,
         };
         let containers = AttestedState {
             allocations: [(home, ALLOCATION)].into(),

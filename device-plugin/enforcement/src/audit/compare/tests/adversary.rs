@@ -336,7 +336,6 @@ impl FakeNode {
                 has_shim: true,
                 device_mappings: process.mapped.into_iter().collect(),
                 managed_mapped: 0,
-                is_stale: false,
             };
             state.processes.insert(*pid, (of, running));
         }

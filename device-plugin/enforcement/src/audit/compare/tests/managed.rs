@@ -199,19 +199,3 @@ proptest! {
         prop_assert_eq!(!findings(resident + managed_cache + held, &usage, &known).is_empty(), beyond);
     }
 }
-
-#[test]
-fn balloon_of_the_agent_is_no_finding() {
-    let mut sample = GpuSample {
-        unattributed_signed: 4 << 30,
-        unattributed: Some(Bytes::gib(4)),
-        ..sample(Vec::new())
-    };
-    sample.exclude_balloon(Bytes::gib(3));
-    assert_eq!(sample.unattributed, None, "it may hold less than its size");
-    assert_eq!(sample.unattributed_signed, 1 << 30);
-    sample.exclude_balloon(Bytes::gib(3));
-    assert_eq!(sample.unattributed_signed, 0);
-    let result = compare_accounts(&[sample], &[], &AttestedState::default(), &LIMITS);
-    assert_eq!(result.findings, []);
-}
