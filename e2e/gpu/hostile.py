@@ -34,7 +34,7 @@ def ended(cluster, name, answer, found_within=FOUND_WITHIN, ended_within=ENDED_W
         return f"no end: {answer}", str(answer)
     found = cluster.findings(name)
     first = found[0][0] - answer["held_at"] if found else None
-    shown = f"found {first:.2f} s, ended {answer['ended_s']} s, {', '.join(reason for _, reason, _ in found)}" if found else "not found"
+    shown = f"found {first:.2f} s, ended {answer['ended_s']} s, {', '.join(reason for _, reason, _ in found)}" if found else f"not found: {answer}"
     if first is None or first > found_within:
         return f"found after {first} s, goal {found_within}", shown
     if answer["signal"] != 9 or answer["ended_s"] > ended_within:

@@ -50,8 +50,9 @@ def suites(options, programs):
         command = pytest(options, "-c", f"{cupy}/pyproject.toml", "-m", "'not slow'", tests)
         yield Suite(f"cupy {part}", module_version("cupy"), f"cd /tmp && {command}", tests)
     tests = f"{numba}/testing"
-    # A class's tests stay together, as the suite demands.
-    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, '--dist', 'loadscope')}"
+    # A class's tests stay together, as the suite demands. It makes errors of warnings, and NumPy 2.5 has a new one.
+    new = '"ignore:The \'generic\' unit for NumPy timedelta:DeprecationWarning"'
+    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, '--dist', 'loadscope', '-W', new)}"
     yield Suite("numba-cuda", module_version("numba_cuda"), command, tests)
     tests = f"{rmm}/python/rmm/rmm/tests"
     yield Suite("rmm", module_version("rmm"), f"cd /tmp && {pytest(options, tests)}", tests)
@@ -135,7 +136,7 @@ class Runner:
     def _in_pod(self, command, variables):
         name = f"suite-{self.number}"
         manifest = pod(name, QUOTA_GIB, command, f"{self.scratch}/programs", variables.items())
-        for number, path in enumerate((self.options.folder, f"{self.scratch}/reports")):
+        for number, path in enumerate((self.options.folder, f"{self.scratch}/reports", f"{self.scratch}/programs")):
             mount = {"name": f"suite-{number}", "mountPath": path}
             manifest["spec"]["containers"][0]["volumeMounts"].append(mount)
             manifest["spec"]["volumes"].append({"name": mount["name"], "hostPath": {"path": path, "type": "Directory"}})

@@ -270,11 +270,12 @@ static volatile pid_t *heir;
 // Takes memory, forks a child that only keeps the driver's files, and ends.
 static void take_and_fork(size_t mib) {
     take_past_shim(mib);
-    *heir = fork();
-    if (!*heir) {
+    pid_t forked = fork();
+    if (!forked) {
         prctl(PR_SET_PDEATHSIG, 0);
         for (;;) pause();
     }
+    *heir = forked;
 }
 
 static void forked(size_t mib) {
