@@ -481,5 +481,5 @@ fn f25_first_use_of_the_heap_takes_its_limit() {
     let machine = SimMachine::new(H200).unwrap();
     let mut client = spawn_client_with_context(&machine);
     client.request("launch heap").unwrap();
-    assert_eq!(client.request_number("info"), CONTEXT + 8 * MIB);
+    assert_eq!(client.request_number("info"), CONTEXT + 148 * MIB);
 }
