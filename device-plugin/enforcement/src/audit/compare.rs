@@ -289,13 +289,13 @@ impl AuditResult {
         let known = usage
             .iter()
             .map(|container| known_unattributed(container, gpu, processes, containers, limits))
-            .fold(left.0, u64::saturating_add)
-            .saturating_add(limits.tolerance.0);
+            .fold(left.0, u64::saturating_add);
         let managed_cache = match containers.managed_gpus.contains(gpu) {
             true => MANAGED_CACHE.0,
             false => 0,
         };
-        let known = known.saturating_add(managed_cache);
+        let slack = limits.tolerance.0.saturating_add(managed_cache);
+        let (least_known, known) = (known, known.saturating_add(slack));
         let managed = usage.iter().filter_map(|container| {
             let (_, account) = account_of(container, gpu)?;
             Some(known_managed(container, account, containers))
@@ -316,7 +316,8 @@ impl AuditResult {
         let explained = self.over_managed(gpu, Bytes(bytes.0 - known), usage, containers);
         let excess = bytes.0 - known;
         if excess > explained {
-            self.unaccounted(sample, bytes, Bytes(excess), usage, containers);
+            let most = Bytes((bytes.0 - least_known).saturating_add(slack));
+            self.unaccounted(sample, bytes, most, usage, containers);
         }
     }
 

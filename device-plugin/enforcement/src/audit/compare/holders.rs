@@ -14,12 +14,13 @@ use super::{
 use crate::attestation::AttestedProcess;
 
 impl AuditResult {
-    /// Finds processes that may hold unaccounted memory.
+    /// Finds processes that may hold unaccounted memory, of which the driver's figures leave at most
+    /// `most_unaccounted`.
     pub(super) fn unaccounted(
         &mut self,
         sample: &GpuSample,
         bytes: Bytes,
-        excess: Bytes,
+        most_unaccounted: Bytes,
         usage: &[ContainerUsage],
         containers: &AttestedState,
     ) {
@@ -42,7 +43,7 @@ impl AuditResult {
             only_container: only,
         });
         let mut suspects = suspects(sample, &users, usage, containers);
-        suspects.extend(importers(sample, excess, usage, containers));
+        suspects.extend(importers(sample, most_unaccounted, usage, containers));
         let mut pods = suspects.iter().map(|suspect| &suspect.pod);
         let first = pods.next();
         let is_only_suspect = pods.all(|pod| Some(pod) == first);
@@ -128,7 +129,7 @@ fn suspects(
 /// imported all of it twice, while as much is unaccounted.
 fn importers(
     sample: &GpuSample,
-    excess: Bytes,
+    most_unaccounted: Bytes,
     usage: &[ContainerUsage],
     containers: &AttestedState,
 ) -> Vec<Suspect> {
@@ -153,7 +154,7 @@ fn importers(
         };
         let imported = listed.bytes?;
         let beyond = imported.0.saturating_sub(exported);
-        if beyond <= exported || beyond == 0 || beyond > excess.0 {
+        if beyond <= exported || beyond == 0 || beyond > most_unaccounted.0 {
             return None;
         }
         Some(Suspect {

@@ -570,7 +570,10 @@ fn importer_is_a_holder_when_it_imports_more_than_anybody_exported() {
         };
         holders(sample, &all, &AttestedState::default())
     };
-    assert_eq!(found(0, &[(1, 5, 59_000)]), [(5, true)]);
+    // The figures of the driver differ a little from each other.
+    for imported in [59_000, 60_000, 60_005] {
+        assert_eq!(found(0, &[(1, 5, imported)]), [(5, true)]);
+    }
     assert_eq!(found(0, &[(1, 5, 70_000)]), [], "more than is unaccounted");
     let both = [(1, 5, 30_000), (2, 6, 30_000)];
     assert_eq!(found(0, &both), [(5, false), (6, false)]);
