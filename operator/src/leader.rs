@@ -293,88 +293,27 @@ fn taken(written: kube::Result<Lease>) -> kube::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
-    use std::sync::{Arc, Mutex};
-
-    use axum::body::Body;
-    use axum::http::{Method, Request, Response, StatusCode};
+    use bursar_sim_api::SimApiServer;
     use k8s_openapi::jiff::Timestamp;
     use serde_json::{Value, json};
-    use tower::service_fn;
 
     use super::*;
 
-    /// An API server with one Lease.
-    #[derive(Clone, Default)]
-    struct FakeLeases {
-        lease: Arc<Mutex<Option<Value>>>,
-        refuses: Arc<Mutex<bool>>,
+    fn candidate(api: &SimApiServer, identity: &str) -> Candidate {
+        let lease = "system/operator".parse().unwrap();
+        let identity = identity.to_owned();
+        let election = Election { lease, identity };
+        Candidate::new(api.client(), election, Timestamp::now)
     }
 
-    impl FakeLeases {
-        fn candidate(&self, identity: &str) -> Candidate {
-            let fake = self.clone();
-            let service = service_fn(move |request: Request<kube::client::Body>| {
-                let fake = fake.clone();
-                async move {
-                    let (parts, body) = request.into_parts();
-                    let bytes = body.collect_bytes().await.unwrap();
-                    Ok::<_, Infallible>(fake.answer(&parts.method, &bytes))
-                }
-            });
-            let lease = "system/operator".parse().unwrap();
-            let identity = identity.to_owned();
-            let election = Election { lease, identity };
-            Candidate::new(Client::new(service, "default"), election, Timestamp::now)
-        }
-
-        fn answer(&self, method: &Method, body: &[u8]) -> Response<Body> {
-            let error = |code: StatusCode| {
-                let reason = code.canonical_reason().unwrap_or_default().replace(' ', "");
-                let status = json!({ "kind": "Status", "status": "Failure", "code": code.as_u16(),
-                    "reason": reason, "message": "" });
-                response(code, &status)
-            };
-            if *self.refuses.lock().unwrap() {
-                return error(StatusCode::INTERNAL_SERVER_ERROR);
-            }
-            let mut stored = self.lease.lock().unwrap();
-            let version = |lease: &Value| lease["metadata"]["resourceVersion"].clone();
-            match (method, stored.as_ref()) {
-                (&Method::GET, Some(lease)) => return response(StatusCode::OK, lease),
-                (&Method::GET, None) => return error(StatusCode::NOT_FOUND),
-                (&Method::POST, Some(_)) => return error(StatusCode::CONFLICT),
-                _ => {}
-            }
-            let mut sent: Value = serde_json::from_slice(body).unwrap();
-            let before = stored.as_ref().map_or(Value::Null, version);
-            if version(&sent) != before {
-                return error(StatusCode::CONFLICT);
-            }
-            let next = before
-                .as_str()
-                .map_or(1, |text| text.parse::<u64>().unwrap() + 1);
-            sent["metadata"]["resourceVersion"] = json!(next.to_string());
-            response(StatusCode::OK, stored.insert(sent))
-        }
-
-        fn holder(&self) -> Value {
-            let lease = self.lease.lock().unwrap();
-            lease
-                .as_ref()
-                .map_or(Value::Null, |lease| lease["spec"]["holderIdentity"].clone())
-        }
-    }
-
-    fn response(code: StatusCode, body: &Value) -> Response<Body> {
-        let response = Response::builder().status(code);
-        response.body(Body::from(body.to_string())).unwrap()
+    fn holder(api: &SimApiServer) -> Value {
+        api.get("leases", "system", "operator")["spec"]["holderIdentity"].clone()
     }
 
     #[tokio::test(start_paused = true)]
     async fn second_replica_waits_until_the_first_gives_up() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        let (first, second) = (api.candidate("a"), api.candidate("b"));
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        let (first, second) = (candidate(&api, "a"), candidate(&api, "b"));
         assert!(first.acquire(&never).await);
         let stop = CancellationToken::new();
         let work = async {
@@ -382,21 +321,21 @@ mod tests {
                 () = first.hold(&never) => panic!("the first replica lost the Lease"),
                 () = sleep(Duration::from_mins(2)) => {}
             }
-            assert_eq!(api.holder(), "a");
+            assert_eq!(holder(&api), "a");
             first.release().await;
             Instant::now()
         };
         let (given_up, taken) = tokio::join!(work, second.acquire(&stop));
         assert!(taken && given_up.elapsed() <= INTERVAL);
-        assert_eq!(api.holder(), "b");
+        assert_eq!(holder(&api), "b");
     }
 
     #[tokio::test(start_paused = true)]
     async fn dead_replicas_lease_is_taken_after_its_duration() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        assert!(api.candidate("a").acquire(&never).await);
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        assert!(candidate(&api, "a").acquire(&never).await);
         let start = Instant::now();
-        assert!(api.candidate("b").acquire(&never).await);
+        assert!(candidate(&api, "b").acquire(&never).await);
         let took = start.elapsed();
         assert!(
             took >= LEASE_DURATION && took <= LEASE_DURATION + INTERVAL,
@@ -406,19 +345,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn restarted_container_takes_its_pods_lease_at_once() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        assert!(api.candidate("a").acquire(&never).await);
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        assert!(candidate(&api, "a").acquire(&never).await);
         let start = Instant::now();
-        assert!(api.candidate("a").acquire(&never).await);
+        assert!(candidate(&api, "a").acquire(&never).await);
         assert!(start.elapsed() < INTERVAL);
     }
 
     #[tokio::test(start_paused = true)]
     async fn holder_stops_before_another_may_take_the_lease() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        let first = api.candidate("a");
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        let first = candidate(&api, "a");
         assert!(first.acquire(&never).await);
-        *api.refuses.lock().unwrap() = true;
+        api.set_unavailable(true);
         let start = Instant::now();
         first.hold(&never).await;
         let took = start.elapsed();
@@ -428,31 +367,33 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn holder_stops_when_another_has_the_lease() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        let first = api.candidate("a");
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        let first = candidate(&api, "a");
         assert!(first.acquire(&never).await);
-        api.lease.lock().unwrap().as_mut().unwrap()["spec"]["holderIdentity"] = json!("b");
+        let mut lease = api.get("leases", "system", "operator");
+        lease["spec"]["holderIdentity"] = json!("b");
+        api.put("leases", lease);
         let start = Instant::now();
         first.hold(&never).await;
         assert!(start.elapsed() <= INTERVAL + Duration::from_secs(1));
         first.release().await;
-        assert_eq!(api.holder(), "b", "a replica gives up only its own Lease");
+        assert_eq!(holder(&api), "b", "a replica gives up only its own Lease");
     }
 
     #[tokio::test(start_paused = true)]
     async fn shutdown_ends_the_wait() {
-        let (api, never) = (FakeLeases::default(), CancellationToken::new());
-        assert!(api.candidate("a").acquire(&never).await);
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        assert!(candidate(&api, "a").acquire(&never).await);
         let stop = CancellationToken::new();
         stop.cancel();
-        assert!(!api.candidate("b").acquire(&stop).await);
+        assert!(!candidate(&api, "b").acquire(&stop).await);
     }
 
     #[tokio::test(start_paused = true)]
     async fn failure_is_news_when_a_timeout_precedes_it() {
-        let api = FakeLeases::default();
-        *api.refuses.lock().unwrap() = true;
-        let candidate = api.candidate("a");
+        let api = SimApiServer::start();
+        api.set_unavailable(true);
+        let candidate = candidate(&api, "a");
         let silent = timeout(TIMEOUT, std::future::pending::<kube::Result<bool>>()).await;
         let refused = || async { Ok(candidate.try_acquire(&mut None).await) };
         let mut failing = None;

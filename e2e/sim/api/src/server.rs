@@ -455,7 +455,18 @@ impl SimApiServer {
         self.store_and_respond(kind, object)
     }
 
-    /// Creates a cluster-scoped object.
+    /// Replaces an object of the version that the client sends.
+    fn replace(&self, kind: &str, object: Value) -> Response {
+        let Some(before) = self.stored(kind, &object_key(&object)) else {
+            return error_response(StatusCode::NOT_FOUND);
+        };
+        if before["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+            return error_response(StatusCode::CONFLICT);
+        }
+        json_body(&self.store_object(kind, object, None))
+    }
+
+    /// Creates an object.
     fn create(&self, kind: &str, mut object: Value) -> Response {
         let at = object_key(&object);
         if self.stored(kind, &at).is_some() {
@@ -528,6 +539,12 @@ impl SimApiServer {
                 self.apply_status("gpunodes", &format!("/{name}"), body)
             }
             (&Method::POST, [.., "gpunodes"]) => self.create("gpunodes", body.clone()),
+            (&Method::POST, [.., "namespaces", namespace, "leases"]) => {
+                let mut lease = body.clone();
+                lease["metadata"]["namespace"] = json!(namespace);
+                self.create("leases", lease)
+            }
+            (&Method::PUT, [.., "leases", _]) => self.replace("leases", body.clone()),
             (&Method::PATCH, [.., "nodes", name]) => {
                 self.merge_patch("nodes", &format!("/{name}"), body)
             }
@@ -732,18 +749,23 @@ async fn route_request(api: &SimApiServer, parts: &http::request::Parts, body: &
     let selected = Selector::from_query(query);
     if parts.method == Method::GET {
         let kind = segments.last().copied().unwrap_or_default();
-        if let [.., "namespaces", namespace, "pods", name] = segments.as_slice() {
-            let pod = api.stored("pods", &format!("{namespace}/{name}"));
-            return pod.map_or_else(
+        let object = match segments.as_slice() {
+            [
+                ..,
+                "namespaces",
+                namespace,
+                kind @ ("pods" | "leases"),
+                name,
+            ] => Some(api.stored(kind, &format!("{namespace}/{name}"))),
+            [.., kind @ ("gpunodes" | "nodes"), name] => {
+                Some(api.stored(kind, &format!("/{name}")))
+            }
+            _ => None,
+        };
+        if let Some(object) = object {
+            return object.map_or_else(
                 || error_response(StatusCode::NOT_FOUND),
-                |pod| json_body(&pod),
-            );
-        }
-        if let [.., kind @ ("gpunodes" | "nodes"), name] = segments.as_slice() {
-            let node = api.stored(kind, &format!("/{name}"));
-            return node.map_or_else(
-                || error_response(StatusCode::NOT_FOUND),
-                |node| json_body(&node),
+                |object| json_body(&object),
             );
         }
         return if query.contains("watch=true") {
