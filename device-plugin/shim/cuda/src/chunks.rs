@@ -12,6 +12,8 @@
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
+use foldhash::fast::FixedState;
+
 use crate::accounting::{self, ALLOC_TABLE, Account, Denied, PendingCharge};
 use crate::alloc_table::{Charge, ShareState};
 use crate::curesult::{self, CuResult};
@@ -34,27 +36,18 @@ struct Chunk<C> {
 
 /// The chunks with their charges, by number: the address divided by the size of a chunk.
 #[derive(Clone, Debug)]
-struct Chunks<C>(HashMap<u32, Chunk<C>>);
+struct Chunks<C>(HashMap<u32, Chunk<C>, FixedState>);
 
 impl<C> Default for Chunks<C> {
     fn default() -> Chunks<C> {
-        Chunks(HashMap::new())
+        Chunks(HashMap::default())
     }
 }
 
 static CHUNKS: ForkLocal<Chunks<Charge>> = ForkLocal::new();
 
 /// Read while a call allocates, and written while one looks for a hole without a charge.
-struct Gate(&'static RwLock<()>);
-
-impl Default for Gate {
-    fn default() -> Gate {
-        // A forked child makes its own: one for each process image.
-        Gate(Box::leak(Box::default()))
-    }
-}
-
-static GATE: ForkLocal<Gate> = ForkLocal::new();
+static GATE: ForkLocal<(), RwLock<()>> = ForkLocal::new();
 
 /// Serializes exports, so that one marks a chunk, and the next sees the mark.
 static EXPORT: ForkLocal<()> = ForkLocal::new();
@@ -109,7 +102,7 @@ pub(crate) fn allocate(
 ) -> CuResult {
     // The state comes first, because it resets the gate in a forked child.
     let _ = state();
-    let gate = GATE.lock().0;
+    let gate = GATE.inner();
     let shared = gate.read().unwrap_or_else(PoisonError::into_inner);
     let placed = match accounting::charge_unreported(account, CHUNK) {
         Ok(pending) => place(account, Some(pending), call, free),

@@ -3,37 +3,25 @@
 //! A child has none of its parent's device memory, and the thread that held the lock does not exist
 //! in the child.
 
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// A value that each process creates at its first use and never drops.
+/// A value behind a lock, which each process creates at its first use and never drops.
 #[derive(Debug)]
-pub(crate) struct ForkLocal<T>(AtomicPtr<Mutex<T>>);
+pub(crate) struct ForkLocal<T, L = Mutex<T>>(AtomicPtr<L>, PhantomData<fn() -> T>);
 
-impl<T: Default + 'static> ForkLocal<T> {
+impl<T, L: Default + 'static> ForkLocal<T, L> {
     /// Creates a cell without a value.
-    pub(crate) const fn new() -> ForkLocal<T> {
-        ForkLocal(AtomicPtr::new(std::ptr::null_mut()))
+    pub(crate) const fn new() -> ForkLocal<T, L> {
+        ForkLocal(AtomicPtr::new(std::ptr::null_mut()), PhantomData)
     }
 
-    /// Locks the value. A panic of another thread leaves the value usable.
-    pub(crate) fn lock(&self) -> MutexGuard<'static, T> {
-        self.mutex().lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Locks the value unless another thread holds the lock.
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'static, T>> {
-        match self.mutex().try_lock() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
-    }
-
-    fn mutex(&self) -> &'static Mutex<T> {
+    /// Returns the lock.
+    pub(crate) fn inner(&self) -> &'static L {
         // SAFETY: the pointer is null or a leaked value.
         match unsafe { self.0.load(Ordering::Acquire).as_ref() } {
-            Some(mutex) => mutex,
+            Some(lock) => lock,
             None => self.init(),
         }
     }
@@ -43,8 +31,8 @@ impl<T: Default + 'static> ForkLocal<T> {
         self.0.store(std::ptr::null_mut(), Ordering::Release);
     }
 
-    fn init(&self) -> &'static Mutex<T> {
-        let value = Box::into_raw(Box::<Mutex<T>>::default());
+    fn init(&self) -> &'static L {
+        let value = Box::into_raw(Box::<L>::default());
         let first = self.0.compare_exchange(
             std::ptr::null_mut(),
             value,
@@ -62,6 +50,22 @@ impl<T: Default + 'static> ForkLocal<T> {
                     &*other
                 }
             }
+        }
+    }
+}
+
+impl<T: Default + 'static> ForkLocal<T> {
+    /// Locks the value. A panic of another thread leaves the value usable.
+    pub(crate) fn lock(&self) -> MutexGuard<'static, T> {
+        self.inner().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the value unless another thread holds the lock.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'static, T>> {
+        match self.inner().try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
         }
     }
 }
