@@ -1,6 +1,5 @@
 //! Publishes status, events, metrics and readiness from the node's snapshots.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bursar_apiserver::Events;
@@ -13,7 +12,6 @@ use bursar_gpu_node::NodeReport;
 use bursar_gpu_node::node_report::{ReportInputs, late_write, node_report, transition_events};
 use bursar_gpu_node::quota_overrides::AppliedSpec;
 use bursar_kubelet::lifecycle::Registration;
-use bursar_ledger::units::PodUid;
 use bursar_node::actor::Snapshot;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
@@ -43,7 +41,6 @@ pub(crate) struct StatusPublisher {
     pub(crate) limits: watch::Receiver<Limits>,
     pub(crate) ordered: watch::Receiver<AppliedSpec>,
     pub(crate) faults: watch::Receiver<Vec<FaultReport>>,
-    pub(crate) leftovers: watch::Receiver<BTreeSet<PodUid>>,
     pub(crate) retained: watch::Receiver<RetainedStatus>,
     pub(crate) owners: watch::Receiver<GpuOwners>,
     pub(crate) token_key: NodePublicKey,
@@ -98,7 +95,6 @@ impl StatusPublisher {
                 Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
-                Ok(()) = self.leftovers.changed() => drop(self.leftovers.borrow_and_update()),
                 Ok(()) = self.retained.changed() => drop(self.retained.borrow_and_update()),
                 Ok(()) = self.owners.changed() => drop(self.owners.borrow_and_update()),
                 (problem, pause) = &mut runtime_check => {
@@ -121,7 +117,6 @@ impl StatusPublisher {
             limits: self.limits.borrow().clone(),
             overrides: self.ordered.borrow().clone(),
             faults: self.faults.borrow().clone(),
-            leftovers: self.leftovers.borrow().clone(),
             retained: self.retained.borrow().clone(),
             owners: self.owners.borrow().clone(),
             token_key: self.token_key,

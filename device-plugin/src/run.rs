@@ -171,7 +171,6 @@ pub async fn run(
     let limits = agent.start_driver_limits(&gpus, &tenants, &node);
     let audited = agent.start_audit(&gpus, &tenants, &node, &limits, withheld_sender)?;
     let faults = agent.start_faults(&gpus, &tenants, &node, disconnected_since);
-    let leftovers = agent.start_leftovers(&node);
     let ordered = agent.start_quota_overrides(&tenants, &node);
     let registration = agent.register(handle, updates);
     agent.start_supervision(&gpus, &tenants, &registration);
@@ -184,7 +183,6 @@ pub async fn run(
         limits,
         ordered,
         faults,
-        leftovers,
         retained: tenants.retained,
         owners,
         token_key: tenants.token_key,

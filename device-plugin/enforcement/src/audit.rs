@@ -34,4 +34,4 @@ mod settle;
 pub mod task;
 mod withheld;
 
-pub use task::{AuditStatus, Auditor};
+pub use task::{AuditInputs, AuditStatus, Auditor};

@@ -80,7 +80,7 @@ pub enum LimitUse {
 /// A pod's memory on a GPU by its accounts: what its processes have, and how many they are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct PodUse {
-    bytes: u64,
+    bytes: Bytes,
     processes: u64,
 }
 
@@ -93,23 +93,19 @@ impl PodUse {
         usage: &[ContainerUsage],
     ) -> Self {
         let usage = by_allocation(usage);
-        let of_pod = containers
-            .iter()
-            .filter(|container| container.cgroup.as_ref() == Some(cgroup));
+        let account = Account::Gpu(gpu.clone());
         let mut sum = PodUse::default();
-        for usage in of_pod.filter_map(|container| usage.get(&container.allocation)) {
-            let account = Account::Gpu(gpu.clone());
-            for balance in usage
-                .accounts
-                .iter()
-                .filter(|balance| balance.account == account)
-            {
-                let amounts = [balance.used, balance.exited, balance.untracked];
-                sum.bytes = amounts
-                    .iter()
-                    .fold(sum.bytes, |sum, bytes| sum.saturating_add(bytes.0));
+        for container in containers {
+            let usage = usage.get(&container.allocation);
+            let is_of_pod = container.cgroup.as_ref() == Some(cgroup);
+            if let Some(usage) = usage.filter(|_| is_of_pod) {
+                let balances = usage.accounts.iter();
+                let balances = balances.filter(|balance| balance.account == account);
+                let bytes =
+                    balances.map(|balance| balance.used + balance.exited + balance.untracked);
+                sum.bytes = sum.bytes + bytes.sum();
+                sum.processes += usage.processes.len() as u64;
             }
-            sum.processes += usage.processes.len() as u64;
         }
         sum
     }
@@ -125,22 +121,17 @@ fn compare_use(
     uncounted_polls: u32,
     audit: &AuditConfig,
 ) -> LimitUse {
-    let tolerance = audit.tolerance.0;
-    let allowance = audit
-        .process_allowance
-        .0
-        .saturating_mul(accounts.processes.max(1));
-    let may_have = |bytes: u64| counted.0 <= bytes.saturating_add(tolerance);
+    let processes = accounts.processes.max(1);
+    let allowance = Bytes(audit.process_allowance.0.saturating_mul(processes));
+    let may_have = |bytes: Bytes| counted <= bytes + audit.tolerance;
     match counted {
-        Bytes::ZERO if accounts.bytes > 0 && uncounted_polls >= UNCOUNTED_AFTER => {
-            LimitUse::Uncounted(Bytes(accounts.bytes))
+        Bytes::ZERO if accounts.bytes > Bytes::ZERO && uncounted_polls >= UNCOUNTED_AFTER => {
+            LimitUse::Uncounted(accounts.bytes)
         }
         Bytes::ZERO => LimitUse::Unused,
         // The pod keeps what it had when its limit was lowered.
-        counted if !may_have(limit.0.max(accounts.bytes)) => LimitUse::Exceeded(counted),
-        counted if !may_have(accounts.bytes.saturating_add(allowance)) => {
-            LimitUse::Unexplained(counted)
-        }
+        counted if !may_have(limit.max(accounts.bytes)) => LimitUse::Exceeded(counted),
+        counted if !may_have(accounts.bytes + allowance) => LimitUse::Unexplained(counted),
         _ => LimitUse::Counted,
     }
 }
@@ -167,9 +158,9 @@ pub(crate) fn desired_limits(
         }
     }
     let mut desired: BTreeMap<LimitKey, Bytes> = BTreeMap::new();
-    for ((key, _), Bytes(bytes)) in claims {
+    for ((key, _), bytes) in claims {
         let sum = desired.entry(key).or_default();
-        sum.0 = sum.0.saturating_add(bytes);
+        *sum = *sum + bytes;
     }
     desired
 }
@@ -197,13 +188,10 @@ pub(crate) fn is_limited(
     usage.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));
-        matches!(
-            limit,
-            Some(LimitState::Set(
-                _,
-                LimitUse::Counted | LimitUse::Unused | LimitUse::Unexplained(_)
-            ))
-        )
+        let LimitState::Set(_, found) = limit.unwrap_or(&LimitState::Unsupported) else {
+            return false;
+        };
+        !matches!(found, LimitUse::Uncounted(_) | LimitUse::Exceeded(_))
     })
 }
 
@@ -243,19 +231,17 @@ pub async fn run(
             let Some(answer) = stop.run_until_cancelled(request).await else {
                 return;
             };
-            let limit = answer.map_or_else(
-                |refused| refused,
-                |used| {
-                    let accounts = PodUse::of(&key, &containers, &usage);
-                    let polls = uncounted.entry(key.clone()).or_default();
-                    *polls = match used.0 == 0 && accounts.bytes > 0 {
-                        true => polls.saturating_add(1),
-                        false => 0,
-                    };
-                    let found = compare_use(bytes, used, accounts, *polls, &audit);
-                    LimitState::Set(bytes, found)
-                },
-            );
+            let limit = answer.map_or_else(std::convert::identity, |used| {
+                let accounts = PodUse::of(&key, &containers, &usage);
+                let polls = uncounted.entry(key.clone()).or_default();
+                let is_uncounted = used == Bytes::ZERO && accounts.bytes > Bytes::ZERO;
+                *polls = if is_uncounted {
+                    polls.saturating_add(1)
+                } else {
+                    0
+                };
+                LimitState::Set(bytes, compare_use(bytes, used, accounts, *polls, &audit))
+            });
             log_change(&key, &limit, published.borrow().get(&key));
             limits.insert(key, limit);
         }
@@ -279,22 +265,17 @@ async fn request_limit(
         return Err(LimitState::Unsupported);
     }
     let answer = nvml.request_limit(gpu, cgroup, hard).await;
-    let refused = |why| Err(LimitState::Failed { bytes, why });
-    match answer {
-        Ok(Ok(limit)) if limit.hard.0.abs_diff(bytes.0) < MAX_ROUNDING => Ok(limit.used),
-        Ok(Ok(limit)) => refused(format!("it reads back as {}", limit.hard)),
-        Ok(Err(QueryError::Nvml {
-            source: CallError::Unsupported,
-            ..
-        })) => Err(LimitState::Unsupported),
-        Ok(Err(QueryError::Nvml {
-            source: CallError::Nvml(why),
-            ..
-        })) => refused(why),
-        Ok(Err(error @ QueryError::NotAvailable)) => refused(error.to_string()),
-        // The process of the GPU has ended, or the GPU has none at present.
-        Err(_) => refused(QueryError::NotAvailable.to_string()),
-    }
+    // The channel closes where the GPU's process has ended, or there is none at present.
+    let why = match answer.unwrap_or(Err(QueryError::NotAvailable)) {
+        Ok(limit) if limit.hard.0.abs_diff(bytes.0) < MAX_ROUNDING => return Ok(limit.used),
+        Ok(limit) => format!("it reads back as {}", limit.hard),
+        Err(QueryError::Nvml { source, .. }) => match source {
+            CallError::Unsupported => return Err(LimitState::Unsupported),
+            CallError::Nvml(why) => why,
+        },
+        Err(error @ QueryError::NotAvailable) => error.to_string(),
+    };
+    Err(LimitState::Failed { bytes, why })
 }
 
 fn log_change((cgroup, gpu): &LimitKey, limit: &LimitState, before: Option<&LimitState>) {
@@ -418,7 +399,7 @@ mod tests {
         };
         let compare = |counted, accounts: u64, polls| {
             let accounts = PodUse {
-                bytes: accounts << 20,
+                bytes: Bytes::mib(accounts),
                 processes: 1,
             };
             compare_use(Bytes::gib(4), Bytes::mib(counted), accounts, polls, &audit)
@@ -461,7 +442,7 @@ mod tests {
         let usage = [of_first, of_second, of_other];
         assert_eq!(
             PodUse::of(&limit_key("GPU-a"), &containers, &usage).bytes,
-            39
+            Bytes(39)
         );
     }
 

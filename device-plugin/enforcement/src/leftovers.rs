@@ -6,27 +6,23 @@
 //! pod; the agent measures the time by its own clock.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bursar_apiserver::{Events, ParsedSpec, Reason};
 use bursar_crds::gpu_node::PodSettings;
 use bursar_host::pod_cgroups::{container_cgroups, list_processes};
-use bursar_host::procfs::{self, ProcessOwner, Stat};
+use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::PodUid;
-use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::Process;
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval};
-use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::audit::events::publish as publish_of;
+use super::audit::collect::find_live;
+use super::audit::compare::LiveProcess;
+use super::audit::events::publish as publish_on_pod;
 use super::audit::kill::kill;
-
-/// How often the agent looks at the pods that should have ended.
-const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// For how long a pod may have processes after its grace period, or after it is gone from the API.
 /// The kubelet kills a container at the end of the grace period, and takes seconds for that.
@@ -70,83 +66,71 @@ impl PodEnds {
     }
 }
 
-/// The inputs of the task.
-pub struct LeftoverInputs {
-    /// The host's `/proc`.
-    pub proc: PathBuf,
-    /// The containers with device memory.
-    pub snapshots: watch::Receiver<Snapshot>,
+/// The pods that should have ended, and those of them that have not.
+#[derive(Debug)]
+pub(crate) struct Leftovers {
     /// The spec of the node's `GpuNode`; none before the API server has sent the object.
-    pub spec: watch::Receiver<Option<ParsedSpec>>,
-    /// Where the agent publishes Events.
-    pub events: Events,
+    spec: watch::Receiver<Option<ParsedSpec>>,
+    ends: PodEnds,
+    found: BTreeSet<PodUid>,
 }
 
-/// Ends leftover processes until `stop`. `leftovers` has the pods with some.
-pub async fn run(
-    inputs: LeftoverInputs,
-    leftovers: watch::Sender<BTreeSet<PodUid>>,
-    stop: CancellationToken,
-) {
-    let mut ends = PodEnds::default();
-    let mut ticks = interval(POLL_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-        // An object that was deleted lists no pods, and says nothing of them.
-        let spec = inputs.spec.borrow().clone();
-        let Some(ParsedSpec { pods: listed, .. }) = spec.filter(|spec| spec.generation.is_some())
-        else {
-            continue;
-        };
-        let containers = inputs.snapshots.borrow().containers.clone();
-        let bound = containers.iter().map(|container| &container.pod).collect();
-        let mut found = BTreeSet::new();
-        for pod in ends.update(&bound, &listed, Instant::now()) {
-            let processes = processes_of(&containers, &pod, &inputs.proc);
-            if processes.is_empty() {
-                continue;
-            }
-            if !leftovers.borrow().contains(&pod) {
-                publish(&inputs.events, &containers, &pod, processes.len());
-            }
-            for process in processes {
-                if let Err(error) = kill(&inputs.proc, process) {
-                    warn!(%pod, pid = process.pid, %error, "failed to kill a leftover process");
-                }
-            }
-            found.insert(pod);
+impl Leftovers {
+    /// Expects the end of the pods of which `spec` says so.
+    pub(crate) fn new(spec: watch::Receiver<Option<ParsedSpec>>) -> Self {
+        Self {
+            spec,
+            ends: PodEnds::default(),
+            found: BTreeSet::new(),
         }
-        leftovers.send_if_modified(|before| {
-            let changed = *before != found;
-            *before = found;
-            changed
-        });
+    }
+
+    /// Ends the leftover processes. Returns the pods with some.
+    pub(crate) fn end(
+        &mut self,
+        proc: &Path,
+        containers: &[BoundContainer],
+        events: &Events,
+    ) -> BTreeSet<PodUid> {
+        let spec = self.spec.borrow().clone();
+        // A deleted object lists no pods, and does not show which pods have ended.
+        if let Some(spec) = spec.filter(|spec| spec.generation.is_some()) {
+            let bound = containers.iter().map(|container| &container.pod).collect();
+            let mut found = BTreeSet::new();
+            for pod in self.ends.update(&bound, &spec.pods, Instant::now()) {
+                let processes = processes_of(containers, &pod, proc);
+                if processes.is_empty() {
+                    continue;
+                }
+                if !self.found.contains(&pod) {
+                    publish(events, containers, &pod, processes.len());
+                }
+                for process in processes {
+                    if let Err(error) = kill(proc, process) {
+                        warn!(%pod, pid = process.pid, %error, "failed to kill a leftover process");
+                    }
+                }
+                found.insert(pod);
+            }
+            self.found = found;
+        }
+        self.found.clone()
     }
 }
 
 /// The live processes of a pod's containers, by the pod's cgroup and each process's own.
 fn processes_of(containers: &[BoundContainer], pod: &PodUid, proc: &Path) -> Vec<Process> {
-    let of_pod = containers.iter().filter(|container| container.pod == *pod);
-    let Some(cgroup) = of_pod
-        .filter_map(|container| container.cgroup.as_deref())
-        .next()
-    else {
+    let mut of_pod = containers.iter().filter(|container| container.pod == *pod);
+    let Some(cgroup) = of_pod.find_map(|container| container.cgroup.as_deref()) else {
         return Vec::new();
     };
-    let containers = container_cgroups(cgroup);
-    let pids = containers
-        .iter()
-        .flat_map(|container| list_processes(container).0);
-    let process = |pid: u32| {
-        let folder = proc.join(pid.to_string());
-        let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
-        // The pid may have been taken again since the list.
-        let owner = ProcessOwner::parse(&procfs::read_small(&folder.join("cgroup")).ok()?);
+    let containers = container_cgroups(cgroup).into_iter();
+    let pids = containers.flat_map(|container| list_processes(&container).0);
+    let process = |pid| {
+        // Another process may have got the pid since the list.
+        let LiveProcess { start, owner } = find_live(proc, pid, u64::MAX)?;
         let is_own = matches!(&owner, ProcessOwner::Container { pod: owner, .. } if owner == pod);
-        is_own.then_some(Process {
-            pid,
-            start: stat.start_ticks,
-        })
+        is_own.then_some(Process { pid, start })
     };
     pids.filter_map(process).collect()
 }
@@ -159,8 +143,8 @@ fn publish(events: &Events, containers: &[BoundContainer], pod: &PodUid, process
     );
     warn!(%pod, processes, "killing processes that have outlived their pod");
     let of_pod = containers.iter().find(|container| container.pod == *pod);
-    let allocation = of_pod.map(|container| &container.allocation);
-    publish_of(events, Reason::OutlivedPod, message, allocation, containers);
+    let allocation = of_pod.map(|container| container.allocation);
+    publish_on_pod(events, Reason::OutlivedPod, message, allocation, containers);
 }
 
 #[cfg(test)]

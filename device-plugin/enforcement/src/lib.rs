@@ -7,11 +7,11 @@
 //! | [`drain`] | ends every use of the GPUs that are drained |
 //! | [`driver_limits`] | sets the driver's own memory limit of each pod |
 //! | [`faults`] | acts on faults of contexts by each container's policy |
-//! | [`leftovers`] | ends processes that outlive their pod |
+//! | `leftovers` | ends processes that outlive their pod |
 
 pub mod attestation;
 pub mod audit;
 pub mod drain;
 pub mod driver_limits;
 pub mod faults;
-pub mod leftovers;
+mod leftovers;

@@ -4,7 +4,7 @@ mod conditions;
 mod containers;
 mod events;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use bursar_config::ResourcesConfig;
 use bursar_crds::context_policy::FaultAction;
@@ -66,8 +66,6 @@ pub struct ReportInputs {
     pub overrides: AppliedSpec,
     /// The open faults.
     pub faults: Vec<FaultReport>,
-    /// The pods that have ended and whose processes run on.
-    pub leftovers: BTreeSet<PodUid>,
     /// The state of retained memory.
     pub retained: RetainedStatus,
     /// The owners of the GPUs.
@@ -156,7 +154,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
 fn leftover_on(gpu: &GpuUuid, view: &LedgerView, inputs: &ReportInputs) -> Bytes {
     let on_gpu = view.gpus.iter().filter(|view| view.uuid == *gpu);
     let pods = on_gpu.flat_map(|view| &view.pods);
-    let leftover = pods.filter(|(pod, _)| inputs.leftovers.contains(*pod));
+    let leftover = pods.filter(|(pod, _)| inputs.audited.leftovers.contains(*pod));
     let quanta: Quanta = leftover.map(|(_, quanta)| *quanta).sum();
     quanta.bytes(inputs.config.quantum)
 }

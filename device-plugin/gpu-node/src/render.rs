@@ -291,7 +291,7 @@ fn gpu_status(
         .find(|old| old.uuid == uuid.as_str() && old.health.status == status)
         .and_then(|old| old.health.since.clone())
         .unwrap_or_else(|| now.clone());
-    let kept = Bytes(leaked.0.saturating_add(leftover.0));
+    let kept = *leaked + *leftover;
     GpuStatus {
         uuid: uuid.as_str().to_owned(),
         index: i32::try_from(*minor).unwrap_or(i32::MAX),

@@ -91,6 +91,11 @@ const PF_FORKNOEXEC: u64 = 0x40;
 const PF_EXITING: u64 = 0x4;
 
 impl Stat {
+    /// Reads the file of a process below `proc`; `None` where there is no such process.
+    pub fn read(proc: &Path, pid: u32) -> Option<Self> {
+        Self::parse(&read_small(&proc.join(pid.to_string()).join("stat")).ok()?)
+    }
+
     /// Parses the file's text; `None` where the text is malformed.
     pub fn parse(text: &str) -> Option<Self> {
         // The second field, the name, may contain anything: the others follow its last parenthesis.
@@ -133,6 +138,12 @@ impl Stat {
         // The kernel shows ticks of 10 ms on every machine (`USER_HZ`).
         Duration::from_millis(self.start_ticks.saturating_mul(10))
     }
+}
+
+/// The pids of the processes below `proc`.
+pub fn pids(proc: &Path) -> impl Iterator<Item = u32> {
+    let entries = std::fs::read_dir(proc).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
 /// The folder below `proc` with the files of a process that lives: of another thread where the first

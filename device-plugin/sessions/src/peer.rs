@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 
-use bursar_host::procfs;
+use bursar_host::procfs::{self, Stat};
 use bursar_ledger::BootTime;
 use bursar_ledger::units::PodUid;
 
@@ -96,11 +96,8 @@ impl CgroupResolver {
 
 impl ContainerResolver for CgroupResolver {
     fn process(&self, pid: u32) -> Option<Process> {
-        let stat = procfs::read_small(&self.proc.join(pid.to_string()).join("stat")).ok()?;
-        Some(Process {
-            pid,
-            start: parse_start_time(&stat)?,
-        })
+        let start = Stat::read(&self.proc, pid)?.start_ticks;
+        Some(Process { pid, start })
     }
 
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
@@ -179,13 +176,6 @@ fn parse_parent(status: &str) -> Option<u32> {
     line.trim().parse().ok()
 }
 
-/// Parses field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may contain
-/// anything, so parsing starts after the last parenthesis.
-fn parse_start_time(stat: &str) -> Option<u64> {
-    let (_, rest) = stat.rsplit_once(')')?;
-    rest.split_whitespace().nth(19)?.parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
@@ -253,14 +243,6 @@ mod tests {
         ] {
             assert_eq!(container(cgroup), None, "{cgroup}");
         }
-    }
-
-    #[test]
-    fn start_time_is_parsed_when_the_name_has_parentheses() {
-        let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
-        let stat = format!("7 (a) R 1 (b) {}", fields.join(" "));
-        assert_eq!(parse_start_time(&stat), Some(22));
-        assert_eq!(parse_start_time("7 (a"), None);
     }
 
     #[test]

@@ -75,11 +75,9 @@ pub struct DeniedAllocation {
 
 impl ContainerUsage {
     /// Whether a process has a session of the container.
-    pub fn has_session(&self, pid: u32, start: u64) -> bool {
-        let process = Process { pid, start };
-        self.processes
-            .iter()
-            .any(|member| member.process == process)
+    pub fn has_session(&self, process: Process) -> bool {
+        let mut members = self.processes.iter();
+        members.any(|member| member.process == process)
     }
 
     /// The generation of the container's processes, their restarts and their last fault.
@@ -142,18 +140,7 @@ pub struct AccountBalance {
 impl AccountBalance {
     /// The bytes that count as used.
     pub fn in_use(&self) -> Bytes {
-        let amounts = [
-            self.used,
-            self.exited,
-            self.leased,
-            self.managed,
-            self.untracked,
-            self.overhead,
-        ];
-        let sum = amounts
-            .iter()
-            .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
-        Bytes(sum)
+        self.used + self.exited + self.leased + self.managed + self.untracked + self.overhead
     }
 }
 

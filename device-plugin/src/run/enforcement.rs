@@ -1,21 +1,20 @@
 //! Starts the tasks that hold tenants to their quotas, and the service for retained memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use bursar_enforcement::audit::{AuditStatus, Auditor};
+use bursar_enforcement::audit::{AuditInputs, AuditStatus, Auditor};
 use bursar_enforcement::drain::{self, DrainInputs};
 use bursar_enforcement::driver_limits::{self, Limits};
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_enforcement::faults::{self, FaultInputs};
-use bursar_enforcement::leftovers::{self, LeftoverInputs};
 use bursar_gpu::drain::DrainState;
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
 use bursar_host::checkpoint::Checkpoint;
 use bursar_kubelet::lifecycle::Registration;
-use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_retained::fdstore_client;
 use bursar_retained::lease_ids::LeaseIds;
 use bursar_retained::provisioners::{Program, Provisioners};
@@ -191,18 +190,19 @@ impl Agent {
         limits: &watch::Receiver<Limits>,
         withheld: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
     ) -> Result<watch::Receiver<AuditStatus>, AgentError> {
-        let (auditor, audited) = Auditor::new(
-            &self.config,
-            gpus.nvml.clone(),
-            tenants.sessions.clone(),
-            node.snapshots.clone(),
-            limits.clone(),
-            self.events.clone(),
-            self.metrics.audit.clone(),
-        )
-        .map_err(AgentError::Thread)?;
-        let auditor = auditor.with_withheld(withheld);
-        self.spawn("audit", auditor.run(self.config.clone(), self.stop.clone()));
+        let inputs = AuditInputs {
+            config: self.config.clone(),
+            nvml: gpus.nvml.clone(),
+            sessions: tenants.sessions.clone(),
+            snapshots: node.snapshots.clone(),
+            limits: limits.clone(),
+            spec: self.spec.clone(),
+            withhold: withheld,
+            events: self.events.clone(),
+            metrics: self.metrics.audit.clone(),
+        };
+        let (auditor, audited) = Auditor::new(inputs).map_err(AgentError::Thread)?;
+        self.spawn("audit", auditor.run(self.stop.clone()));
         Ok(audited)
     }
 
@@ -227,25 +227,6 @@ impl Agent {
         let (sender, open) = watch::channel(Vec::new());
         self.spawn("faults", faults::run(inputs, sender, self.stop.clone()));
         open
-    }
-
-    /// Starts the task that ends processes of ended pods. The channel has the pods with some.
-    pub(super) fn start_leftovers(
-        &mut self,
-        node: &NodeState,
-    ) -> watch::Receiver<BTreeSet<PodUid>> {
-        let inputs = LeftoverInputs {
-            proc: self.config.paths.proc.clone(),
-            snapshots: node.snapshots.clone(),
-            spec: self.spec.clone(),
-            events: self.events.clone(),
-        };
-        let (sender, leftovers) = watch::channel(BTreeSet::new());
-        self.spawn(
-            "leftovers",
-            leftovers::run(inputs, sender, self.stop.clone()),
-        );
-        leftovers
     }
 
     pub(super) fn start_quota_overrides(

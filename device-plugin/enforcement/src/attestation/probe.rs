@@ -34,7 +34,6 @@ use super::evaluate::{self, EnforcementGap};
 use grant::ContainerGrant;
 use processes::ProcessRecord;
 use rights::{DeviceCheck, RightsRecord};
-use view::ContainerView;
 
 pub use attested::AttestedProcess;
 pub(crate) use attested::{AttestationTarget, AttestedContainer};
@@ -86,6 +85,20 @@ struct ContainerRecord {
     read_at: Instant,
 }
 
+/// A container's cgroup in its pod, with the processes in it, the oldest first.
+struct FoundContainer<'a> {
+    pod: &'a PodUid,
+    folder: &'a Path,
+    processes: &'a [(u32, Stat)],
+}
+
+impl FoundContainer<'_> {
+    /// The container with an allocation, of which nothing else is known.
+    fn with_allocation(&self, allocation: AllocationId) -> AttestedContainer {
+        AttestedContainer::new(allocation, self.pod, self.folder)
+    }
+}
+
 /// The findings of an earlier probe about a container.
 struct KnownContainer {
     allocation: Option<AllocationId>,
@@ -125,12 +138,16 @@ impl PodAttestor {
             let (processes, all) = self.processes_of(&folder);
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
-            let mut attested = self.attest_container(pod, &folder, &processes, host, &mut room);
+            let container = FoundContainer {
+                pod,
+                folder: &folder,
+                processes: &processes,
+            };
+            let mut attested = self.attest_container(&container, host, &mut room);
             if let Some(attested) = attested.as_mut().filter(|_| !all) {
                 let why = format!("it has more than {MAX_PROCESSES} processes");
-                attested
-                    .gap
-                    .get_or_insert(EnforcementGap::not_attested(why));
+                let gap = || EnforcementGap::not_attested(why);
+                attested.gap.get_or_insert_with(gap);
             }
             found.extend(attested);
         }
@@ -149,23 +166,23 @@ impl PodAttestor {
     /// The processes of a cgroup, the oldest first, and whether the list is complete.
     fn processes_of(&self, folder: &Path) -> (Vec<(u32, Stat)>, bool) {
         let (pids, all) = list_processes(folder);
-        let stat = |pid: u32| Stat::parse(&self.read_text(pid, "stat").ok()?);
-        let mut stats: Vec<_> = pids
-            .into_iter()
-            .filter_map(|pid| Some((pid, stat(pid)?)))
-            .collect();
+        let stat = |pid| Some((pid, Stat::read(&self.paths.proc, pid)?));
+        let mut stats: Vec<_> = pids.into_iter().filter_map(stat).collect();
         stats.sort_unstable_by_key(|(pid, stat)| (stat.start_ticks, *pid));
         (stats, all)
     }
 
     fn attest_container(
         &mut self,
-        pod: &PodUid,
-        folder: &Path,
-        processes: &[(u32, Stat)],
+        container: &FoundContainer<'_>,
         host: &HostView,
         room: &mut u64,
     ) -> Option<AttestedContainer> {
+        let FoundContainer {
+            pod: _,
+            folder,
+            processes,
+        } = *container;
         let &(first, stat) = processes.first()?;
         let KnownContainer {
             allocation,
@@ -176,15 +193,10 @@ impl PodAttestor {
             return None;
         }
         let Some(view) = self.read_view(processes) else {
-            return self.attest_hidden(pod, folder, processes, host, room);
+            return self.attest_hidden(container, host, room);
         };
         self.hidden_since.remove(folder);
-        let ContainerView {
-            folder: reader,
-            namespace,
-            mounts,
-            are_complete,
-        } = &view;
+        let mounts = &view.mounts;
         // A container that hides the identifying mount later keeps its allocation.
         let allocation = allocation.or_else(|| self.allocation_of(mounts, &host.own_mounts));
         let grant = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
@@ -195,8 +207,7 @@ impl PodAttestor {
             Some(rights) => rights,
             None => {
                 let check = |grant| {
-                    let view = (reader.as_path(), mounts);
-                    self.check_rights(folder, (first, stat), view, grant, device_check, host)
+                    self.check_rights(folder, (first, stat), &view, grant, device_check, host)
                 };
                 let rights = checked_grant.map(check).unwrap_or_default();
                 let container = ContainerRecord {
@@ -210,18 +221,18 @@ impl PodAttestor {
                 rights
             }
         };
-        let of_mounts = match are_complete {
+        let of_mounts = match view.are_complete {
             true => checked_grant.and_then(|grant| evaluate::check_mounts(&grant.mounts, mounts)),
             false => checked_grant
                 .map(|_| EnforcementGap::not_attested("it has too many mounts to be read")),
         };
         let allocation = grant.and(allocation)?;
-        let (running, uses) = self.probe_processes(processes, (namespace, mounts), host, room);
+        let (running, uses) = self.probe_processes(processes, Some(&view), host, room);
         let RightsRecord { gap, minor_gap, .. } = rights;
         Some(AttestedContainer {
             gap: gap.or(of_mounts).or(uses).or(minor_gap),
             processes: running,
-            ..AttestedContainer::new(allocation, pod, file_name(folder))
+            ..container.with_allocation(allocation)
         })
     }
 

@@ -105,26 +105,22 @@ pub(crate) fn identify(
         })
     };
     let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(&mut listed).collect();
-    let contextless = sample
-        .contextless
-        .iter()
-        .map(|(pid, bytes)| (*pid, Some(*bytes)));
-    let contextless: Vec<_> = contextless
-        .filter_map(&mut listed)
-        .filter(is_in_pod)
-        .collect();
-    let contextless_bytes = contextless.iter().filter_map(|listed| listed.bytes);
-    let contextless_bytes =
-        contextless_bytes.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    // Contextless memory of others stays unattributed, because the driver's own services have some,
+    // and that of an exited process has another holder.
+    let is_meant = |listed: &ListedProcess| listed.live.as_ref().is_some_and(is_in_pod);
+    let mut in_pods = |amounts: &BTreeMap<u32, Bytes>| -> Vec<ListedProcess> {
+        let amounts = amounts.iter().map(|(pid, bytes)| (*pid, Some(*bytes)));
+        amounts.filter_map(&mut listed).filter(is_meant).collect()
+    };
+    let contextless = in_pods(&sample.contextless);
+    let importers = in_pods(&sample.imported);
+    let contextless_bytes = contextless.iter().filter_map(|listed| listed.bytes).sum();
     processes.extend(contextless);
-    let imported = sample.imported.iter();
-    let imported = imported.map(|(pid, bytes)| (*pid, Some(*bytes)));
-    let importers = imported.filter_map(&mut listed).filter(is_in_pod).collect();
-    let unlisted = sample.unattributed().0.saturating_sub(contextless_bytes);
+    let unlisted = sample.unattributed().saturating_sub(contextless_bytes);
     GpuSample {
         gpu,
         unattributed_signed: sample.unattributed_signed(),
-        unattributed: sample.charges.has_all_amounts().then_some(Bytes(unlisted)),
+        unattributed: sample.charges.has_all_amounts().then_some(unlisted),
         unreclaimed_or_retained: Bytes::ZERO,
         processes,
         importers,
@@ -132,17 +128,13 @@ pub(crate) fn identify(
     }
 }
 
-/// Whether a process lives in a pod. Contextless memory of others stays unattributed: the driver's
-/// own services have some, and that of an exited process has another holder.
-fn is_in_pod(listed: &ListedProcess) -> bool {
-    let alive = listed.live.as_ref();
-    alive.is_some_and(|alive| matches!(alive.owner, ProcessOwner::Container { .. }))
+/// Whether a process lives in a pod.
+pub(super) fn is_in_pod(live: &LiveProcess) -> bool {
+    matches!(live.owner, ProcessOwner::Container { .. })
 }
 
 fn is_agent_child(proc: &Path, pid: u32) -> bool {
-    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
-    let stat = stat.ok().and_then(|text| Stat::parse(&text));
-    stat.is_some_and(|stat| stat.parent == std::process::id())
+    Stat::read(proc, pid).is_some_and(|stat| stat.parent == std::process::id())
 }
 
 /// Tells an allowed program of the host from others. A process of a pod is never allowed so,
@@ -162,9 +154,8 @@ fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -
 }
 
 /// The process with a pid, if it lives and started before `requested_at`.
-pub(super) fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
-    let text = procfs::read_small(&proc.join(pid.to_string()).join("stat")).ok()?;
-    let stat = Stat::parse(&text)?;
+pub(crate) fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<LiveProcess> {
+    let stat = Stat::read(proc, pid)?;
     // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
     let folder = procfs::living_folder(proc, pid, &stat)?;
     let cgroup = procfs::read_small(&folder.join("cgroup")).ok()?;
@@ -173,9 +164,7 @@ pub(super) fn find_live(proc: &Path, pid: u32, requested_at: u64) -> Option<Live
 
 /// Whether a process that was observed earlier still runs.
 pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
-    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
-    let stat = stat.ok().and_then(|text| Stat::parse(&text));
-    stat.is_some_and(|stat| stat.start_ticks == start && !stat.has_exited())
+    Stat::read(proc, pid).is_some_and(|stat| stat.start_ticks == start && !stat.has_exited())
 }
 
 /// None for a process that has ended, and for one that started after the request to the driver at

@@ -6,14 +6,14 @@
 //! gone; one that lives has a session there if it ever connected.
 //!
 //! The driver may list a container with more than its quota, since kernels' code and the device's
-//! own heaps are charged to no quota. [`allowance_of`] bounds this for all processes of the
+//! own heaps are charged to no quota. [`GpuFigures::allowance_of`] bounds this for all processes of the
 //! container together. Contexts have no allowance, for the accounts charge each: a container with
 //! more processes than its quota has contexts for is over its quota.
 //!
 //! The driver lists some memory for no process. A container's accounts explain what its processes
 //! exported, what exited ones left, its leases, and the grants of processes that the driver does
 //! not list. A process within `cuInit` or its exit is not listed, and holds memory.
-//! [`known_unattributed`] bounds the sum by what the container has and the driver does not list for
+//! [`GpuFigures::known_unattributed`] bounds the sum by what the container has and the driver does not list for
 //! it. Listed memory cannot be unlisted as well, whatever a process says that it exported.
 //!
 //! The kernel module reports memory that a process of a pod owns without a context
@@ -64,11 +64,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_config::AuditConfig;
 use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
-use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process, ProcessCredit};
+use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process};
 
 use crate::attestation::AttestedProcess;
-use attribution::{Attribution, allocation_of, attribute, is_allowed, untracked_finding};
-use managed::{MANAGED_CACHE, known_managed};
+use attribution::Attribution;
+use managed::MANAGED_CACHE;
 
 pub use finding::Finding;
 pub(crate) use managed::update_managed_gpus;
@@ -108,24 +108,24 @@ pub struct ListedProcess {
     pub is_gone: bool,
 }
 
-/// A listed process that lives.
+impl ListedProcess {
+    /// The process, if it lives.
+    fn process(&self) -> Option<Process> {
+        let LiveProcess { start, .. } = *self.live.as_ref()?;
+        Some(Process {
+            pid: self.pid,
+            start,
+        })
+    }
+}
+
+/// A process that lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveProcess {
     /// The start time (`/proc/<pid>/stat`, field 22).
     pub start: u64,
     /// The pod or host to which the process belongs.
     pub owner: ProcessOwner,
-}
-
-/// A process of a pod outside of attested containers that has device nodes of the driver mapped.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeviceUser {
-    /// The start time (`/proc/<pid>/stat`, field 22).
-    pub start: u64,
-    /// The pod.
-    pub pod: PodUid,
-    /// The name of the container's cgroup.
-    pub cgroup: String,
 }
 
 /// The containers and processes that the attestation knows.
@@ -141,7 +141,7 @@ pub struct AttestedState {
     pub managed_gpus: BTreeSet<GpuUuid>,
     /// The processes of pods outside of attested containers that have device nodes of the driver
     /// mapped; none where the audit needs none.
-    pub device_users: BTreeMap<u32, DeviceUser>,
+    pub device_users: BTreeMap<u32, LiveProcess>,
     /// The agent's start in clock ticks since boot: the sessions of older processes may be lost.
     pub agent_start: u64,
 }
@@ -171,6 +171,26 @@ pub struct AuditResult {
     pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
 
+/// The figures of one GPU that are compared.
+#[derive(Clone)]
+struct GpuFigures<'a> {
+    sample: &'a GpuSample,
+    usage: &'a [ContainerUsage],
+    /// The accounts of the GPU.
+    accounts: Vec<GpuAccount<'a>>,
+    containers: &'a AttestedState,
+    limits: &'a AuditConfig,
+}
+
+/// A container's account of the GPU.
+#[derive(Clone, Copy)]
+struct GpuAccount<'a> {
+    container: &'a ContainerUsage,
+    /// The place in each list with one amount per account.
+    index: usize,
+    balance: &'a AccountBalance,
+}
+
 /// Compares the GPUs in `samples` with `usage`, which were read afterwards.
 pub fn compare_accounts(
     samples: &[GpuSample],
@@ -180,88 +200,88 @@ pub fn compare_accounts(
 ) -> AuditResult {
     let mut result = AuditResult::default();
     for sample in samples {
-        result.compare_gpu(sample, usage, containers, limits);
+        let account = |container| GpuAccount::of(container, &sample.gpu);
+        result.compare_gpu(&GpuFigures {
+            sample,
+            usage,
+            accounts: usage.iter().filter_map(account).collect(),
+            containers,
+            limits,
+        });
     }
     for container in usage {
+        let allocation = container.allocation;
         let forged = container.processes.iter().filter(|member| member.tampered);
-        let finding = |process| Finding::TamperedPage {
-            allocation: container.allocation,
-            process,
-        };
-        let found = forged.map(|member| finding(member.process));
+        let found = forged.map(|member| Finding::TamperedPage {
+            allocation,
+            process: member.process,
+        });
         result.findings.extend(found);
     }
     result
 }
 
 impl AuditResult {
-    fn compare_gpu(
-        &mut self,
-        sample: &GpuSample,
-        usage: &[ContainerUsage],
-        containers: &AttestedState,
-        limits: &AuditConfig,
-    ) {
-        let gpu = &sample.gpu;
-        let (mut charged, exited) = self.attribute_processes(sample, usage, containers, limits);
-        for container in usage {
-            let listed = charged.remove(&container.allocation).unwrap_or_default();
-            self.compare_container(gpu, container, &listed, limits);
+    fn compare_gpu(&mut self, figures: &GpuFigures<'_>) {
+        let (sample, gpu) = (figures.sample, &figures.sample.gpu);
+        let (charged, exited) = self.attribute_processes(figures);
+        for account in &figures.accounts {
+            let listed = charged.get(&account.container.allocation);
+            self.compare_container(figures, *account, listed.map_or(&[], Vec::as_slice));
         }
         self.unattributed_signed
             .insert(gpu.clone(), sample.unattributed_signed);
         if !sample.has_all_holders {
             self.holders_unknown.insert(gpu.clone());
         }
-        self.compare_unlisted(sample, exited, usage, containers, limits);
+        self.compare_unlisted(figures, exited);
     }
 
     /// Attributes the listed processes to containers. Returns those of each container, and the
     /// bytes of processes that have exited.
     fn attribute_processes<'a>(
         &mut self,
-        sample: &'a GpuSample,
-        usage: &[ContainerUsage],
-        containers: &AttestedState,
-        limits: &AuditConfig,
+        figures: &GpuFigures<'a>,
     ) -> (BTreeMap<AllocationId, Vec<&'a ListedProcess>>, ExitedBytes) {
-        let gpu = &sample.gpu;
+        let gpu = &figures.sample.gpu;
         let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
         let (mut not_allowed, mut exited) = (0, ExitedBytes::default());
-        let mut left = exited_room(gpu, usage, limits);
-        for listed in &sample.processes {
+        let mut left = figures.exited_room();
+        for listed in &figures.sample.processes {
             let bytes = listed.bytes.unwrap_or_default();
-            let untracked = match attribute(listed, gpu, usage, containers, limits) {
+            let untracked = match figures.attribute(listed) {
                 Attribution::Tracked(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
                     if listed.live.is_none() {
                         let left = left.entry(allocation).or_default();
-                        exited.add(listed, bytes.0.saturating_sub(*left));
-                        *left = left.saturating_sub(bytes.0);
+                        exited.add(listed, bytes.saturating_sub(*left));
+                        *left = left.saturating_sub(bytes);
                     }
                     continue;
                 }
                 Attribution::Exited => {
-                    exited.add(listed, bytes.0);
+                    exited.add(listed, bytes);
                     continue;
                 }
                 Attribution::SessionLost(allocation) => Some(allocation),
-                Attribution::Untracked(allocation) => {
-                    not_allowed += usize::from(!is_allowed(listed));
-                    self.findings
-                        .extend(untracked_finding(gpu, listed, allocation));
+                Attribution::Untracked(owner, allocation) => {
+                    not_allowed += usize::from(*owner != ProcessOwner::AllowedHost);
+                    let found = listed.process().map(|process| Finding::UntrackedProcess {
+                        gpu: gpu.clone(),
+                        process,
+                        bytes: listed.bytes,
+                        owner: owner.clone(),
+                        allocation,
+                    });
+                    self.findings.extend(found);
                     allocation
                 }
             };
-            let Some(allocation) = untracked else {
-                continue;
-            };
-            charged.entry(allocation).or_default().push(listed);
-            let untracked = self
-                .untracked_memory
-                .entry((allocation, gpu.clone()))
-                .or_default();
-            untracked.insert(listed.pid, bytes);
+            if let Some(allocation) = untracked {
+                charged.entry(allocation).or_default().push(listed);
+                let untracked = self.untracked_memory.entry((allocation, gpu.clone()));
+                untracked.or_default().insert(listed.pid, bytes);
+            }
         }
         self.untracked_processes.insert(gpu.clone(), not_allowed);
         (charged, exited)
@@ -269,55 +289,34 @@ impl AuditResult {
 
     /// Compares the memory that is listed for no process, or for exited ones, with what the accounts
     /// explain.
-    fn compare_unlisted(
-        &mut self,
-        sample: &GpuSample,
-        exited: ExitedBytes,
-        usage: &[ContainerUsage],
-        containers: &AttestedState,
-        limits: &AuditConfig,
-    ) {
-        let GpuSample {
-            gpu,
-            unattributed_signed: _,
-            unattributed: unlisted,
-            unreclaimed_or_retained: left,
-            processes,
-            importers: _,
-            has_all_holders: _,
-        } = sample;
-        let known = usage
-            .iter()
-            .map(|container| known_unattributed(container, gpu, processes, containers, limits))
-            .fold(left.0, u64::saturating_add);
-        let managed_cache = match containers.managed_gpus.contains(gpu) {
-            true => MANAGED_CACHE.0,
-            false => 0,
+    fn compare_unlisted(&mut self, figures: &GpuFigures<'_>, exited: ExitedBytes) {
+        let (gpu, unlisted) = (&figures.sample.gpu, figures.sample.unattributed);
+        let managed_cache = match figures.containers.managed_gpus.contains(gpu) {
+            true => MANAGED_CACHE,
+            false => Bytes::ZERO,
         };
-        let slack = limits.tolerance.0.saturating_add(managed_cache);
-        let (least_known, known) = (known, known.saturating_add(slack));
-        let managed = usage.iter().filter_map(|container| {
-            let (_, account) = account_of(container, gpu)?;
-            Some(known_managed(container, account, containers))
-        });
-        let evictable = managed.fold(managed_cache, u64::saturating_add);
-        let evictable = Bytes(unlisted.unwrap_or_default().0.min(evictable));
-        self.evictable.insert(gpu.clone(), evictable);
+        let accounts = || figures.accounts.iter();
+        let known = accounts().map(|account| figures.known_unattributed(account));
+        let least_known = known.sum::<Bytes>() + figures.sample.unreclaimed_or_retained;
+        let slack = figures.limits.tolerance + managed_cache;
+        let known = least_known + slack;
+        let managed = accounts().map(|account| account.known_managed(figures.containers));
+        let evictable = managed.sum::<Bytes>() + managed_cache;
+        self.evictable
+            .insert(gpu.clone(), unlisted.unwrap_or_default().min(evictable));
         // The driver lists an exited process while another has its open files. Most such processes
         // are just ending, so their memory is a finding only if it stays.
-        let unlisted_or_exited = unlisted.map(|bytes| bytes.0.saturating_add(exited.all));
-        let unaccounted = unlisted_or_exited.map(|bytes| Bytes(bytes.saturating_sub(known)));
+        let unaccounted = unlisted.map(|bytes| (bytes + exited.all).saturating_sub(known));
         self.unaccounted
             .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
-        let held = unlisted.map(|bytes| Bytes(bytes.0.saturating_add(exited.gone)));
-        let Some(bytes) = held.filter(|bytes| bytes.0 > known) else {
+        let held = unlisted.map(|bytes| bytes + exited.gone);
+        let Some(bytes) = held.filter(|bytes| *bytes > known) else {
             return;
         };
-        let explained = self.over_managed(gpu, Bytes(bytes.0 - known), usage, containers);
-        let excess = bytes.0 - known;
-        if excess > explained {
-            let most = Bytes((bytes.0 - least_known).saturating_add(slack));
-            self.unaccounted(sample, bytes, most, usage, containers);
+        let excess = bytes.saturating_sub(known);
+        if excess > self.over_managed(figures, excess) {
+            let most_unaccounted = bytes.saturating_sub(least_known) + slack;
+            self.unaccounted(figures, bytes, most_unaccounted);
         }
     }
 
@@ -325,61 +324,47 @@ impl AuditResult {
     /// includes its context.
     fn compare_container(
         &mut self,
-        gpu: &GpuUuid,
-        container: &ContainerUsage,
+        figures: &GpuFigures<'_>,
+        account: GpuAccount<'_>,
         listed: &[&ListedProcess],
-        limits: &AuditConfig,
     ) {
-        let Some((index, account)) = account_of(container, gpu) else {
-            return;
-        };
-        let AccountBalance {
-            quota,
-            granted,
-            used,
-            exited,
-            ..
+        let (gpu, limits) = (&figures.sample.gpu, figures.limits);
+        let GpuAccount {
+            container,
+            index,
+            balance,
         } = account;
-        let sum = |is_live: bool| {
+        let sum = |is_live: bool| -> Bytes {
             let listed = listed
                 .iter()
                 .filter(|listed| listed.live.is_some() == is_live);
-            let bytes = listed.filter_map(|listed| listed.bytes);
-            bytes.fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0))
+            listed.filter_map(|listed| listed.bytes).sum()
         };
-        // What is listed for the pids of exited processes may be another's beyond their charge.
-        let charged = sum(true).saturating_add(sum(false).min(exited.0));
-        let known = used.0.saturating_add(exited.0);
+        // The driver may list for an exited process's pid what another process has left.
+        let charged = sum(true) + sum(false).min(balance.exited);
+        let known = balance.used + balance.exited;
         let key = (container.allocation, gpu.clone());
         let percents = listed.iter().filter_map(|listed| listed.sm_percent);
         let percent = percents.reduce(|sum, percent| sum.saturating_add(percent).min(100));
         self.sm_percents
             .extend(percent.map(|percent| (key.clone(), percent)));
-        self.drift.insert(key, signed_difference(charged, known));
-        let allowance = allowance_of(listed.len(), *quota, limits);
+        self.drift
+            .insert(key, signed_difference(charged.0, known.0));
         // A lowered quota applies once frees have caught up.
-        let allowed = quota.0.max(granted.0.saturating_add(exited.0));
-        let allowed = allowed
-            .saturating_add(limits.tolerance.0)
-            .saturating_add(allowance);
+        let allowed = balance.quota.max(balance.granted + balance.exited)
+            + limits.tolerance
+            + figures.allowance_of(listed.len(), balance.quota);
         if charged <= allowed {
             return;
         }
-        let process = |listed: &&ListedProcess| {
-            let start = listed.live.as_ref()?.start;
-            let pid = listed.pid;
-            Some(Process { pid, start })
-        };
         let at_fault = |listed: &&&ListedProcess| {
-            let member = |member: &&ProcessCredit| member.process.pid == listed.pid;
-            let member = container.processes.iter().find(member);
+            let mut members = container.processes.iter();
+            let member = members.find(|member| member.process.pid == listed.pid);
             let granted = member.and_then(|member| member.granted.get(index).copied());
-            let own = granted
-                .unwrap_or_default()
-                .0
-                .saturating_add(limits.process_allowance.0);
-            listed.bytes.is_some_and(|bytes| bytes.0 > own)
+            let own = granted.unwrap_or_default() + limits.process_allowance;
+            listed.bytes.is_some_and(|bytes| bytes > own)
         };
+        let process = |listed: &&ListedProcess| listed.process();
         let mut processes: Vec<_> = listed.iter().filter(at_fault).filter_map(process).collect();
         if processes.is_empty() {
             processes = listed.iter().filter_map(process).collect();
@@ -387,8 +372,8 @@ impl AuditResult {
         self.findings.push(Finding::OverQuota {
             allocation: container.allocation,
             gpu: gpu.clone(),
-            quota: *quota,
-            charged: Bytes(charged),
+            quota: balance.quota,
+            charged,
             processes,
         });
     }
@@ -397,92 +382,89 @@ impl AuditResult {
 /// The bytes that the driver lists for exited processes which no account charges.
 #[derive(Clone, Copy, Default)]
 struct ExitedBytes {
-    all: u64,
+    all: Bytes,
     /// The part of processes that are long gone.
-    gone: u64,
+    gone: Bytes,
 }
 
 impl ExitedBytes {
-    fn add(&mut self, listed: &ListedProcess, bytes: u64) {
-        self.all = self.all.saturating_add(bytes);
+    fn add(&mut self, listed: &ListedProcess, bytes: Bytes) {
+        self.all = self.all + bytes;
         if listed.is_gone {
-            self.gone = self.gone.saturating_add(bytes);
+            self.gone = self.gone + bytes;
         }
     }
 }
 
-/// The bytes that exited processes of each container may have left. Another process may have had
-/// their pids since, and have left memory too.
-fn exited_room(
-    gpu: &GpuUuid,
-    usage: &[ContainerUsage],
-    limits: &AuditConfig,
-) -> BTreeMap<AllocationId, u64> {
-    let room = |container: &ContainerUsage| {
-        let (_, account) = account_of(container, gpu)?;
-        let allowance = allowance_of(container.exited_pids.len(), account.quota, limits);
-        let room = account.exited.0.saturating_add(allowance);
-        Some((container.allocation, room))
-    };
-    usage.iter().filter_map(room).collect()
+impl<'a> GpuAccount<'a> {
+    fn of(container: &'a ContainerUsage, gpu: &GpuUuid) -> Option<Self> {
+        let mut accounts = container.accounts.iter().enumerate();
+        let is_of_gpu = |balance: &AccountBalance| match &balance.account {
+            Account::Gpu(uuid) => uuid == gpu,
+            Account::Managed => false,
+        };
+        let (index, balance) = accounts.find(|(_, balance)| is_of_gpu(balance))?;
+        Some(Self {
+            container,
+            index,
+            balance,
+        })
+    }
 }
 
-/// The account of a GPU, and its index in the container's accounts.
-fn account_of<'a>(
-    container: &'a ContainerUsage,
-    gpu: &GpuUuid,
-) -> Option<(usize, &'a AccountBalance)> {
-    let mut accounts = container.accounts.iter().enumerate();
-    accounts.find(|(_, balance)| matches!(&balance.account, Account::Gpu(uuid) if uuid == gpu))
-}
+impl<'a> GpuFigures<'a> {
+    /// The first container with an account of the GPU that meets a condition.
+    fn find(&self, mut is_meant: impl FnMut(&ContainerUsage) -> bool) -> Option<GpuAccount<'a>> {
+        let mut accounts = self.accounts.iter();
+        accounts
+            .find(|account| is_meant(account.container))
+            .copied()
+    }
 
-/// The bytes that this number of processes may have besides their container's quota. Each has an
-/// allowance, and all together have at most one allowance and a tenth of the quota.
-fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
-    let each = limits.process_allowance.0.saturating_mul(processes as u64);
-    let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
-    each.min(most)
-}
+    /// The bytes that exited processes of each container may have left. Another process may have had
+    /// their pids since, and have left memory too.
+    fn exited_room(&self) -> BTreeMap<AllocationId, Bytes> {
+        let room = |GpuAccount {
+                        container, balance, ..
+                    }: &GpuAccount<'_>| {
+            let allowance = self.allowance_of(container.exited_pids.len(), balance.quota);
+            (container.allocation, balance.exited + allowance)
+        };
+        self.accounts.iter().map(room).collect()
+    }
 
-/// The most that a container's accounts explain of the memory that the driver lists for no process.
-fn known_unattributed(
-    container: &ContainerUsage,
-    gpu: &GpuUuid,
-    listed: &[ListedProcess],
-    containers: &AttestedState,
-    limits: &AuditConfig,
-) -> u64 {
-    let Some((index, account)) = account_of(container, gpu) else {
-        return 0;
-    };
-    let own_listed = |listed: &&ListedProcess| match &listed.live {
-        Some(LiveProcess { start, .. }) => container.has_session(listed.pid, *start),
-        None => container.exited_pids.contains(&listed.pid),
-    };
-    let own_listed: Vec<&ListedProcess> = listed.iter().filter(own_listed).collect();
-    let charged = own_listed.iter().filter_map(|listed| listed.bytes);
-    let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
-    let is_listed = |member: &&ProcessCredit| {
-        let mut listed = own_listed.iter();
-        listed.any(|listed| listed.pid == member.process.pid)
-    };
-    let unlisted = container
-        .processes
-        .iter()
-        .filter(|member| !is_listed(member));
-    let unlisted = unlisted.filter_map(|member| member.granted.get(index));
-    let unlisted = unlisted.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
-    let exited_bytes = account.exited.0.saturating_add(account.leased.0);
-    let may_be_unlisted = exited_bytes
-        .saturating_add(account.exported.0)
-        .saturating_add(unlisted);
-    let may_have = exited_bytes
-        .saturating_add(account.used.0)
-        .saturating_add(allowance_of(own_listed.len(), account.quota, limits));
-    let managed = known_managed(container, account, containers);
-    may_be_unlisted
-        .min(may_have.saturating_sub(charged))
-        .saturating_add(managed)
+    /// The bytes that this number of processes may have besides their container's quota. Each has an
+    /// allowance, and all together have at most one allowance and a tenth of the quota.
+    fn allowance_of(&self, processes: usize, quota: Bytes) -> Bytes {
+        let one = self.limits.process_allowance;
+        let each = Bytes(one.0.saturating_mul(processes as u64));
+        each.min(one + Bytes(quota.0 / 10))
+    }
+
+    /// The most that a container's account explains of the memory that the driver lists for no
+    /// process.
+    fn known_unattributed(&self, account: &GpuAccount<'_>) -> Bytes {
+        let GpuAccount {
+            container,
+            index,
+            balance,
+        } = *account;
+        let is_own = |listed: &&ListedProcess| match listed.process() {
+            Some(process) => container.has_session(process),
+            None => container.exited_pids.contains(&listed.pid),
+        };
+        let listed: Vec<_> = self.sample.processes.iter().filter(is_own).collect();
+        let charged: Bytes = listed.iter().filter_map(|listed| listed.bytes).sum();
+        let is_listed = |pid: u32| listed.iter().any(|listed| listed.pid == pid);
+        let members = container.processes.iter();
+        let unlisted = members.filter(|member| !is_listed(member.process.pid));
+        let unlisted = unlisted.filter_map(|member| member.granted.get(index).copied());
+        let exited = balance.exited + balance.leased;
+        let may_be_unlisted = exited + balance.exported + unlisted.sum();
+        let may_have = exited + balance.used + self.allowance_of(listed.len(), balance.quota);
+        may_be_unlisted.min(may_have.saturating_sub(charged))
+            + account.known_managed(self.containers)
+    }
 }
 
 fn signed_difference(a: u64, b: u64) -> i64 {

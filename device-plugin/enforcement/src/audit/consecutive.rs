@@ -3,59 +3,51 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_ledger::units::{AllocationId, GpuUuid};
+use bursar_sessions::Process;
 
 use super::compare::Finding;
 
 /// Identifies a finding from one audit to the next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum FindingKey {
-    OverQuota(AllocationId, GpuUuid),
-    UntrackedProcess(GpuUuid, u32, u64),
-    TamperedPage(AllocationId, u32, u64),
-    Holder(GpuUuid, u32, u64),
-    OverManaged(AllocationId, GpuUuid),
-    Unaccounted(GpuUuid),
+struct FindingKey {
+    kind: &'static str,
+    gpu: Option<GpuUuid>,
+    subject: Subject,
+    /// The number of audits after which an absent finding starts over.
+    window: u32,
+}
+
+/// Whom a finding is about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    Container(AllocationId),
+    Process(Process),
+    Gpu,
 }
 
 impl FindingKey {
     fn of(finding: &Finding) -> Self {
-        match finding {
+        let (gpu, subject, window) = match finding {
             Finding::OverQuota {
-                allocation, gpu, ..
-            } => Self::OverQuota(*allocation, gpu.clone()),
-            Finding::UntrackedProcess { gpu, process, .. } => {
-                Self::UntrackedProcess(gpu.clone(), process.pid, process.start)
-            }
-            Finding::TamperedPage {
-                allocation,
-                process,
-            } => Self::TamperedPage(*allocation, process.pid, process.start),
-            Finding::Holder { gpu, process, .. } => {
-                Self::Holder(gpu.clone(), process.pid, process.start)
-            }
+                gpu, allocation, ..
+            } => (Some(gpu), Subject::Container(*allocation), 1),
+            Finding::UntrackedProcess { gpu, process, .. }
+            | Finding::Holder { gpu, process, .. } => (Some(gpu), Subject::Process(*process), 1),
+            Finding::TamperedPage { process, .. } => (None, Subject::Process(*process), 1),
             Finding::OverManaged {
-                allocation, gpu, ..
-            } => Self::OverManaged(*allocation, gpu.clone()),
-            Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
-        }
-    }
-
-    /// The number of audits after which an absent finding starts over.
-    fn window(&self) -> u32 {
-        match self {
-            Self::OverManaged(..) | Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
-            _ => 1,
-        }
-    }
-
-    fn gpu(&self) -> Option<&GpuUuid> {
-        match self {
-            Self::OverQuota(_, gpu)
-            | Self::UntrackedProcess(gpu, ..)
-            | Self::Holder(gpu, ..)
-            | Self::OverManaged(_, gpu)
-            | Self::Unaccounted(gpu) => Some(gpu),
-            Self::TamperedPage(..) => None,
+                gpu, allocation, ..
+            } => (
+                Some(gpu),
+                Subject::Container(*allocation),
+                UNACCOUNTED_WINDOW,
+            ),
+            Finding::Unaccounted { gpu, .. } => (Some(gpu), Subject::Gpu, UNACCOUNTED_WINDOW),
+        };
+        Self {
+            kind: finding.kind(),
+            gpu: gpu.cloned(),
+            subject,
+            window,
         }
     }
 }
@@ -105,9 +97,9 @@ impl ConsecutiveFindings {
     pub(crate) fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
         let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
         let present: BTreeSet<&FindingKey> = keys.iter().collect();
-        let is_silent = |key: &FindingKey| key.gpu().is_some_and(|gpu| silent.contains(gpu));
+        let is_silent = |key: &FindingKey| key.gpu.as_ref().is_some_and(|gpu| silent.contains(gpu));
         self.0.retain(|key, before| {
-            is_silent(key) || before.shift(present.contains(key), key.window())
+            is_silent(key) || before.shift(present.contains(key), key.window)
         });
         let mut strikes = BTreeMap::new();
         for key in present {
@@ -115,7 +107,7 @@ impl ConsecutiveFindings {
                 recent_audits: 1,
                 most_counted: 0,
             });
-            strikes.insert(key, found.count_new(key.window()));
+            strikes.insert(key, found.count_new(key.window));
         }
         let strikes_of = |key: &FindingKey| strikes.get(key).copied();
         keys.iter().filter_map(strikes_of).collect()
@@ -125,7 +117,6 @@ impl ConsecutiveFindings {
 #[cfg(test)]
 mod tests {
     use bursar_ledger::units::Bytes;
-    use bursar_sessions::Process;
 
     use super::*;
 

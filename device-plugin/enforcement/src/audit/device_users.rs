@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bursar_host::procfs::{self, Bounds, ProcessOwner, Stat};
+use bursar_host::procfs::{self, Bounds, Stat};
 use bursar_ledger::units::AllocationId;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
-use super::collect::{find_live, is_running};
-use super::compare::{DeviceUser, GpuSample, LiveProcess};
+use super::collect::{find_live, is_in_pod, is_running};
+use super::compare::{GpuSample, LiveProcess};
 use crate::attestation::{AttestedProcess, maps};
 
 /// The most processes of the node to read, and bytes of their memory maps. What is not read is no
@@ -39,8 +39,8 @@ const TIMEOUT: Duration = Duration::from_millis(200);
 /// The last search for processes.
 #[derive(Debug, Default)]
 pub(super) struct DeviceUsers {
-    found: Option<(Instant, BTreeMap<u32, DeviceUser>)>,
-    search: Option<JoinHandle<BTreeMap<u32, DeviceUser>>>,
+    found: Option<(Instant, BTreeMap<u32, LiveProcess>)>,
+    search: Option<JoinHandle<BTreeMap<u32, LiveProcess>>>,
 }
 
 impl DeviceUsers {
@@ -51,7 +51,7 @@ impl DeviceUsers {
         proc: &Path,
         samples: &[GpuSample],
         attested: &BTreeMap<u32, (AllocationId, AttestedProcess)>,
-    ) -> BTreeMap<u32, DeviceUser> {
+    ) -> BTreeMap<u32, LiveProcess> {
         let mut listed = samples.iter().flat_map(|sample| &sample.processes);
         if !listed.any(|listed| listed.is_gone) {
             self.found = None;
@@ -76,27 +76,20 @@ impl DeviceUsers {
     }
 }
 
-fn search_processes(proc: &Path, attested: &BTreeSet<u32>) -> BTreeMap<u32, DeviceUser> {
-    let entries = std::fs::read_dir(proc).into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let others = pids.filter(|pid| !attested.contains(pid));
+fn search_processes(proc: &Path, attested: &BTreeSet<u32>) -> BTreeMap<u32, LiveProcess> {
+    let others = procfs::pids(proc).filter(|pid| !attested.contains(pid));
     let mut left = MAX_BYTES;
     let user = |pid| {
-        let LiveProcess { start, owner } = find_live(proc, pid, u64::MAX)?;
-        let ProcessOwner::Container { pod, cgroup } = owner else {
-            return None;
-        };
-        let user = DeviceUser { start, pod, cgroup };
-        has_device_mapped(proc, pid, &mut left).then_some((pid, user))
+        let live = find_live(proc, pid, u64::MAX)?;
+        let is_meant = is_in_pod(&live) && has_device_mapped(proc, pid, &mut left);
+        is_meant.then_some((pid, live))
     };
     others.take(MAX_PROCESSES).filter_map(user).collect()
 }
 
 fn has_device_mapped(proc: &Path, pid: u32, left: &mut u64) -> bool {
-    let text = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
-    let stat = text.ok().and_then(|text| Stat::parse(&text));
-    let folder = stat.and_then(|stat| procfs::living_folder(proc, pid, &stat));
-    let Some(folder) = folder.filter(|_| *left > 0) else {
+    let stat = Stat::read(proc, pid).filter(|_| *left > 0);
+    let Some(folder) = stat.and_then(|stat| procfs::living_folder(proc, pid, &stat)) else {
         return false;
     };
     let mut devices = BTreeSet::new();

@@ -12,42 +12,20 @@ use crate::attestation::EnforcementGap;
 
 /// Publishes a finding.
 pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
-    let (reason, allocation) = match finding {
-        Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
-        Finding::UntrackedProcess { allocation, .. } => {
-            (Reason::UntrackedProcess, allocation.as_ref())
-        }
-        Finding::TamperedPage { allocation, .. } => (Reason::TamperedPage, Some(allocation)),
-        // Of several suspects one may be innocent, so none is named on its own pod.
-        Finding::Holder {
-            allocation,
-            is_only_suspect,
-            ..
-        } => {
-            let allocation = allocation.as_ref().filter(|_| *is_only_suspect);
-            (Reason::UntrackedProcess, allocation)
-        }
-        Finding::OverManaged { allocation, .. } => (Reason::OverQuota, Some(allocation)),
-        Finding::Unaccounted {
-            only_container: only,
-            ..
-        } => (Reason::Unaccounted, only.as_ref()),
+    let reason = match finding {
+        Finding::OverQuota { .. } | Finding::OverManaged { .. } => Reason::OverQuota,
+        Finding::UntrackedProcess { .. } | Finding::Holder { .. } => Reason::UntrackedProcess,
+        Finding::TamperedPage { .. } => Reason::TamperedPage,
+        Finding::Unaccounted { .. } => Reason::Unaccounted,
     };
+    let allocation = finding.allocation();
     publish(events, reason, message(finding), allocation, containers);
 }
 
 /// Publishes that a process was killed for a finding.
 pub(crate) fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
-    let allocation = match finding {
-        Finding::OverQuota { allocation, .. } | Finding::TamperedPage { allocation, .. } => {
-            Some(allocation)
-        }
-        Finding::UntrackedProcess { allocation, .. } | Finding::Holder { allocation, .. } => {
-            allocation.as_ref()
-        }
-        Finding::OverManaged { .. } | Finding::Unaccounted { .. } => None,
-    };
     let message = format!("a process was killed: {}", message(finding));
+    let allocation = finding.allocation();
     publish(events, Reason::Killed, message, allocation, containers);
 }
 
@@ -61,21 +39,15 @@ pub(crate) fn publish_enforcement(
         Some(gap) => (Reason::NotEnforced, gap.to_string()),
         None => (Reason::Enforced, "under enforcement again".to_owned()),
     };
-    let allocation = Some(&container.allocation);
-    publish(
-        events,
-        reason,
-        message,
-        allocation,
-        std::slice::from_ref(container),
-    );
+    let (allocation, all) = (container.allocation, std::slice::from_ref(container));
+    publish(events, reason, message, Some(allocation), all);
 }
 
 /// Publishes that allocations of a container were denied.
 pub(crate) fn publish_denials(
     events: &Events,
     message: String,
-    allocation: &AllocationId,
+    allocation: AllocationId,
     containers: &[BoundContainer],
 ) {
     let reason = Reason::MemoryDenied;
@@ -168,35 +140,27 @@ fn whole_mib(Bytes(bytes): Bytes) -> Bytes {
     Bytes(bytes & !((1 << 20) - 1))
 }
 
-/// Publishes on the pod if its name is known, otherwise on the node with the pod's UID.
-/// Publishes on the pod of the allocation's container, or on the node where no name is known.
+/// Publishes on the pod of the allocation's container. Publishes on the node, with the pod's UID,
+/// where the pod's name is unknown.
 pub(crate) fn publish(
     events: &Events,
     reason: Reason,
     message: String,
-    allocation: Option<&AllocationId>,
+    allocation: Option<AllocationId>,
     containers: &[BoundContainer],
 ) {
-    let container = allocation.and_then(|allocation| {
-        let mut all = containers.iter();
-        all.find(|container| container.allocation == *allocation)
-    });
+    let mut all = containers.iter();
+    let container = all.find(|container| Some(container.allocation) == allocation);
     let Some(container) = container else {
         return events.on_node(reason, message);
     };
-    let name = container
-        .name
-        .as_ref()
-        .map(|holder| holder.container.as_str());
-    let message = match name.filter(|name| !name.is_empty()) {
-        Some(name) => format!("container {name}: {message}"),
+    let holder = container.name.as_ref();
+    let named = holder.filter(|holder| !holder.container.is_empty());
+    let message = match named {
+        Some(holder) => format!("container {}: {message}", holder.container),
         None => message,
     };
-    let pod = container
-        .name
-        .as_ref()
-        .and_then(|holder| holder.pod.clone());
-    match pod {
+    match holder.and_then(|holder| holder.pod.clone()) {
         Some(pod) => {
             let pod = PodRef {
                 namespace: pod.namespace,

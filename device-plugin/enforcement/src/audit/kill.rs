@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use bursar_host::procfs::{self, Stat};
+use bursar_host::procfs::Stat;
 use bursar_sessions::Process;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -19,11 +19,7 @@ pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
         pinned => pinned?,
     };
     // The pidfd pins the pid, so this is the start time of the pinned process, or it has ended.
-    let stat = procfs::read_small(&proc.join(process.pid.to_string()).join("stat"));
-    let start = stat
-        .ok()
-        .and_then(|text| Stat::parse(&text))
-        .map(|stat| stat.start_ticks);
+    let start = Stat::read(proc, process.pid).map(|stat| stat.start_ticks);
     if start != Some(process.start) {
         return Ok(false);
     }

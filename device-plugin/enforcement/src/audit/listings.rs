@@ -50,24 +50,19 @@ impl Listings {
             answered_at,
         } = times;
         let is_prompt = answered_at.saturating_sub(asked_at) < PROMPT_ANSWER;
-        let Listing {
+        let first_at = if is_prompt { asked_at } else { answered_at };
+        let mut listing = before.0.get(&pid).copied().unwrap_or(Listing {
             first_at,
-            gone_since,
-        } = before.0.get(&pid).copied().unwrap_or(Listing {
-            first_at: if is_prompt { asked_at } else { answered_at },
             gone_since: None,
         });
-        let live = find(first_at.min(asked_at));
-        let gone_since = match live {
+        let live = find(listing.first_at.min(asked_at));
+        listing.gone_since = match live {
             Some(_) => None,
-            None => Some(gone_since.unwrap_or(asked_at)),
-        };
-        let listing = Listing {
-            first_at,
-            gone_since,
+            None => listing.gone_since.or(Some(asked_at)),
         };
         self.0.insert(pid, listing);
-        let is_gone = gone_since.is_some_and(|since| asked_at.saturating_sub(since) >= GONE_AFTER);
+        let gone_for = |since| asked_at.saturating_sub(since);
+        let is_gone = listing.gone_since.map(gone_for) >= Some(GONE_AFTER);
         (live, is_gone)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::context_policy::FaultAction;
-use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, gauge_value,
     seconds_histogram,
@@ -213,10 +213,7 @@ impl AuditFigures {
                     ("quota", account.quota),
                     ("granted", account.granted),
                     // The series of managed memory is a part of the used memory.
-                    (
-                        "used",
-                        Bytes(account.used.0.saturating_add(account.managed.0)),
-                    ),
+                    ("used", account.used + account.managed),
                     ("exited", account.exited),
                     ("leased", account.leased),
                     ("managed", account.managed),

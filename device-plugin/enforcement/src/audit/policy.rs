@@ -60,37 +60,27 @@ pub fn action(
             ..
         } => return Action::default(),
         Finding::OverQuota { processes, .. } => (1, processes.clone()),
-        Finding::UntrackedProcess {
-            process,
-            allocation: Some(_),
-            ..
+        Finding::UntrackedProcess { process, .. } | Finding::TamperedPage { process, .. } => {
+            (1, vec![*process])
         }
-        | Finding::TamperedPage { process, .. } => (1, vec![*process]),
-        Finding::UntrackedProcess { process, .. } => (1, vec![*process]),
         Finding::Holder {
             process,
-            is_only_suspect,
+            is_only_suspect: true,
             ..
-        } => (
-            HOLDER_AFTER,
-            is_only_suspect.then_some(*process).into_iter().collect(),
-        ),
+        } => (HOLDER_AFTER, vec![*process]),
+        Finding::Holder { .. } => (HOLDER_AFTER, Vec::new()),
         Finding::OverManaged { .. } | Finding::Unaccounted { .. } => {
             (UNACCOUNTED_AFTER, Vec::new())
         }
     };
     let kills = match config.policy {
         AuditPolicy::Report => false,
-        // A kill may fail, so it is repeated after as many audits.
+        // A kill may fail, so the agent repeats it after as many audits.
         AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
     };
-    let has_memory = match finding {
-        Finding::UntrackedProcess { allocation, .. } | Finding::Holder { allocation, .. } => {
-            allocation.is_some()
-        }
-        _ => true,
-    };
-    let kills = kills && (has_memory || outsider(finding, config).is_some_and(may_end));
+    let may_kill =
+        || finding.allocation().is_some() || outsider(finding, config).is_some_and(may_end);
+    let kills = kills && may_kill();
     Action {
         publish_event: strikes == publish_at,
         kill: if kills { at_fault } else { Vec::new() },

@@ -13,7 +13,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid};
-use bursar_sessions::ContainerUsage;
+use bursar_sessions::{ContainerUsage, by_allocation};
 
 use super::compare::AuditResult;
 
@@ -33,17 +33,21 @@ impl Overheads {
         usage: &[ContainerUsage],
         result: &AuditResult,
     ) -> BTreeMap<(AllocationId, GpuUuid), Bytes> {
-        self.0.retain(|(allocation, _), _| {
-            let mut served = usage.iter();
-            served.any(|container| container.allocation == *allocation)
-        });
+        let served = by_allocation(usage);
+        self.0
+            .retain(|(allocation, _), _| served.contains_key(allocation));
         let mut overheads = BTreeMap::new();
         for (account, drift) in &result.drift {
             // Processes without a session are charged apart.
             let untracked = result.untracked_memory.get(account);
-            let untracked = untracked.into_iter().flat_map(BTreeMap::values);
-            let untracked = untracked.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
-            let beyond = u64::try_from(*drift).unwrap_or(0).saturating_sub(untracked);
+            let untracked: Bytes = untracked
+                .into_iter()
+                .flat_map(BTreeMap::values)
+                .copied()
+                .sum();
+            let beyond = u64::try_from(*drift)
+                .unwrap_or(0)
+                .saturating_sub(untracked.0);
             let drifts = self.0.entry(account.clone()).or_default();
             drifts.push_back(beyond);
             if drifts.len() > WINDOW {

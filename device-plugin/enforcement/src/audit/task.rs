@@ -12,12 +12,12 @@
 mod readings;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_apiserver::Events;
-use bursar_config::{AuditConfig, Config};
+use bursar_apiserver::{Events, ParsedSpec};
+use bursar_config::Config;
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
@@ -48,6 +48,7 @@ use crate::attestation::{AttestedContainer, EnforcementGap, GapReason};
 use crate::audit::metrics::{AuditFigures, AuditMetrics};
 use crate::audit::namespace_usage::NamespaceReport;
 use crate::driver_limits::{self, Limits};
+use crate::leftovers::Leftovers;
 use readings::Readings;
 
 /// The time from one audit to the next.
@@ -69,6 +70,8 @@ pub struct AuditStatus {
     pub stale_gpus: BTreeSet<GpuUuid>,
     /// The pods whose probe has not ended for a while.
     pub hanging_pods: BTreeSet<PodUid>,
+    /// The pods that have ended and whose processes run on.
+    pub leftovers: BTreeSet<PodUid>,
     /// The containers that are not under enforcement.
     pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
     /// The usage and the counts of each namespace.
@@ -81,20 +84,31 @@ pub struct AuditStatus {
     pub managed_gpus: BTreeSet<GpuUuid>,
 }
 
+/// The inputs of the audit, and the channels that it fills.
+pub struct AuditInputs {
+    /// The agent's configuration.
+    pub config: Config,
+    /// The processes that ask NVML.
+    pub nvml: NvmlHandle,
+    /// The accounts.
+    pub sessions: Arc<Sessions>,
+    /// The containers and GPUs of the node.
+    pub snapshots: watch::Receiver<Snapshot>,
+    /// The driver's own limits.
+    pub limits: watch::Receiver<Limits>,
+    /// The spec of the node's `GpuNode`; none before the API server has sent the object.
+    pub spec: watch::Receiver<Option<ParsedSpec>>,
+    /// The memory of each GPU that must not be bound.
+    pub withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
+    /// Where the agent publishes Events.
+    pub events: Events,
+    /// The audit's metrics.
+    pub metrics: AuditMetrics,
+}
+
 /// The state of the audit task.
 pub struct Auditor {
-    config: AuditConfig,
-    host_programs: BTreeSet<String>,
-    /// The namespaces whose pods may use GPUs without GPU memory.
-    exempt_namespaces: BTreeSet<String>,
-    proc: PathBuf,
-    nvml: NvmlHandle,
-    sessions: Arc<Sessions>,
-    snapshots: watch::Receiver<Snapshot>,
-    limits: watch::Receiver<Limits>,
-    withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
-    events: Events,
-    metrics: AuditMetrics,
+    inputs: AuditInputs,
     audited: watch::Sender<AuditStatus>,
     sample_requests: SampleRequests,
     device_users: DeviceUsers,
@@ -111,6 +125,7 @@ pub struct Auditor {
     /// The last published gap of each running container.
     last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
     denials: DenialEvents,
+    leftovers: Leftovers,
     usage: NamespaceUsage,
     usage_file: WriteBehindFile<PersistedUsage>,
 }
@@ -120,15 +135,8 @@ impl Auditor {
     ///
     /// # Errors
     /// When the system starts no thread.
-    pub fn new(
-        config: &Config,
-        nvml: NvmlHandle,
-        sessions: Arc<Sessions>,
-        snapshots: watch::Receiver<Snapshot>,
-        limits: watch::Receiver<Limits>,
-        events: Events,
-        metrics: AuditMetrics,
-    ) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
+    pub fn new(inputs: AuditInputs) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
+        let config = &inputs.config;
         let (audited, status) = watch::channel(AuditStatus::default());
         let usage_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
         let usage_file: WriteBehindFile<PersistedUsage> =
@@ -137,18 +145,10 @@ impl Auditor {
         if persisted.is_none() {
             warn!("failed to read the counts of namespaces from the disk; they start at zero");
         }
+        let quantum = config.resources.quantum;
         let auditor = Self {
-            config: config.audit,
-            host_programs: config.host_programs.clone(),
-            exempt_namespaces: config.exempt_namespaces.clone(),
-            proc: config.paths.proc.clone(),
-            nvml,
-            sessions,
-            snapshots,
-            limits,
-            withhold: watch::channel(BTreeMap::new()).0,
-            events,
-            metrics,
+            leftovers: Leftovers::new(inputs.spec.clone()),
+            inputs,
             audited,
             sample_requests: SampleRequests::default(),
             device_users: DeviceUsers::default(),
@@ -161,36 +161,25 @@ impl Auditor {
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
             denials: DenialEvents::default(),
-            usage: NamespaceUsage::new(config.resources.quantum, persisted.unwrap_or_default()),
+            usage: NamespaceUsage::new(quantum, persisted.unwrap_or_default()),
             usage_file,
         };
         Ok((auditor, status))
     }
 
-    /// Sets the channel for the memory of each GPU that must not be bound.
-    #[must_use]
-    pub fn with_withheld(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
-        self.withhold = withhold;
-        self
-    }
-
     /// Audits until `stop`.
-    pub async fn run(mut self, config: Config, stop: CancellationToken) {
+    pub async fn run(mut self, stop: CancellationToken) {
         let mut ticker = interval(AUDIT_INTERVAL);
         ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while stop.run_until_cancelled(ticker.tick()).await.is_some() {
-            if stop
-                .run_until_cancelled(self.audit(&config))
-                .await
-                .is_none()
-            {
+            if stop.run_until_cancelled(self.audit()).await.is_none() {
                 return;
             }
         }
     }
 
-    async fn audit(&mut self, config: &Config) {
-        let readings = self.read(config).await;
+    async fn audit(&mut self) {
+        let readings = self.read().await;
         let Readings {
             started_at,
             gpus,
@@ -202,9 +191,13 @@ impl Auditor {
             ..
         } = &readings;
         let started_at = *started_at;
-        let result = compare_accounts(samples, usage, known, &self.config);
+        let result = compare_accounts(samples, usage, known, &self.inputs.config.audit);
         self.charge_untracked(usage, samples, &result);
-        self.settle(usage, &result);
+        for ((allocation, gpu), overhead) in self.overheads.observe(usage, &result) {
+            self.inputs
+                .sessions
+                .set_overhead(&allocation, &gpu, overhead);
+        }
         let managed_gpus = self.publish_evictable(&result);
         self.update_withheld(samples, &result, gpus);
         let stale = self.stale_gpus(gpus, samples, started_at);
@@ -212,12 +205,17 @@ impl Auditor {
         let not_enforced = self.publish_transitions(containers, attested);
         self.count_usage(containers, usage, started_at);
         for (allocation, message) in self.denials.due(usage, started_at) {
-            events::publish_denials(&self.events, message, &allocation, containers);
+            events::publish_denials(&self.inputs.events, message, allocation, containers);
         }
         let status = AuditStatus {
             has_run: true,
             stale_gpus: stale.intersection(&readings.healthy).cloned().collect(),
             hanging_pods: readings.hanging.clone(),
+            leftovers: self.leftovers.end(
+                &self.inputs.config.paths.proc,
+                containers,
+                &self.inputs.events,
+            ),
             not_enforced,
             namespaces: self.usage.report(),
             histories: usage
@@ -234,8 +232,8 @@ impl Auditor {
             hanging: readings.hanging,
             ..self.container_figures(readings.containers, readings.usage, &readings.attested)
         };
-        self.metrics.set_audit(figures);
-        self.metrics.observe_audit(started_at.elapsed());
+        self.inputs.metrics.set_audit(figures);
+        self.inputs.metrics.observe_audit(started_at.elapsed());
         self.publish(status);
     }
 
@@ -243,7 +241,7 @@ impl Auditor {
     /// Returns the GPUs that have some.
     fn publish_evictable(&self, result: &AuditResult) -> BTreeSet<GpuUuid> {
         for (gpu, bytes) in &result.evictable {
-            self.sessions.set_evictable(gpu, *bytes);
+            self.inputs.sessions.set_evictable(gpu, *bytes);
         }
         let has_some = result
             .evictable
@@ -259,31 +257,24 @@ impl Auditor {
         samples: &[GpuSample],
         result: &AuditResult,
     ) {
-        for GpuSample { gpu, .. } in samples {
-            for container in usage {
+        for container in usage {
+            for balance in &container.accounts {
+                let Account::Gpu(gpu) = &balance.account else {
+                    continue;
+                };
+                let is_sampled = samples.iter().any(|sample| sample.gpu == *gpu);
                 let untracked = result
                     .untracked_memory
                     .get(&(container.allocation, gpu.clone()));
-                let account = Account::Gpu(gpu.clone());
-                let balance = container
-                    .accounts
-                    .iter()
-                    .find(|balance| balance.account == account);
-                if balance
-                    .is_some_and(|balance| balance.untracked > Bytes::ZERO || untracked.is_some())
-                {
+                if is_sampled && (balance.untracked > Bytes::ZERO || untracked.is_some()) {
                     let charged = untracked.cloned().unwrap_or_default();
-                    self.sessions
-                        .set_untracked(&container.allocation, &account, charged);
+                    self.inputs.sessions.set_untracked(
+                        &container.allocation,
+                        &balance.account,
+                        charged,
+                    );
                 }
             }
-        }
-    }
-
-    /// Charges what the driver takes beyond the accounts to each account.
-    fn settle(&mut self, usage: &[ContainerUsage], result: &AuditResult) {
-        for ((allocation, gpu), overhead) in self.overheads.observe(usage, result) {
-            self.sessions.set_overhead(&allocation, &gpu, overhead);
         }
     }
 
@@ -295,7 +286,7 @@ impl Auditor {
         gpus: &BTreeSet<GpuUuid>,
     ) {
         let after = self.withheld.observe(samples, result, gpus);
-        self.withhold.send_if_modified(|before| {
+        self.inputs.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
                 info!(withheld = ?after, "withheld memory changed");
@@ -341,7 +332,7 @@ impl Auditor {
         }
         let usage = usage.into_iter().map(|usage| (usage.allocation, usage));
         let usage: BTreeMap<_, _> = usage.collect();
-        let limits = self.limits.borrow();
+        let limits = self.inputs.limits.borrow();
         let limited = containers.iter().filter(|container| {
             let usage = usage.get(&container.allocation);
             usage.is_some_and(|usage| driver_limits::is_limited(&limits, container, usage))
@@ -363,22 +354,24 @@ impl Auditor {
     ) {
         let strikes = self.consecutive.count(findings, silent);
         for (finding, strikes) in findings.iter().zip(strikes) {
-            let action = action(finding, strikes, &self.config, |pod| self.may_end(pod));
+            let action = action(finding, strikes, &self.inputs.config.audit, |pod| {
+                self.may_end(pod)
+            });
             if action.publish_event {
                 warn!(?finding, "audit finding");
-                self.metrics.count_finding(finding);
-                events::publish_finding(&self.events, finding, containers);
+                self.inputs.metrics.count_finding(finding);
+                events::publish_finding(&self.inputs.events, finding, containers);
             }
             for process in action.kill {
-                match kill(&self.proc, process) {
+                match kill(&self.inputs.config.paths.proc, process) {
                     Ok(true) => {
                         warn!(
                             pid = process.pid,
                             kind = finding.kind(),
                             "killed a process for a finding"
                         );
-                        self.metrics.count_kill();
-                        events::publish_kill(&self.events, finding, containers);
+                        self.inputs.metrics.count_kill();
+                        events::publish_kill(&self.inputs.events, finding, containers);
                     }
                     Ok(false) => {}
                     Err(error) => warn!(pid = process.pid, %error, "failed to kill a process"),
@@ -390,8 +383,9 @@ impl Auditor {
     /// Whether the agent may end a process of a pod without GPU memory. It spares a pod whose
     /// namespace it does not know.
     fn may_end(&self, pod: &PodUid) -> bool {
-        let namespace = namespace_of(&self.proc.join("1/root"), pod);
-        namespace.is_some_and(|namespace| !self.exempt_namespaces.contains(&namespace))
+        let namespace = namespace_of(&self.inputs.config.paths.proc.join("1/root"), pod);
+        namespace
+            .is_some_and(|namespace| !self.inputs.config.exempt_namespaces.contains(&namespace))
     }
 
     fn count_usage(
@@ -441,7 +435,7 @@ impl Auditor {
                 .flatten();
             if before != reason {
                 info!(pod = %container.pod, gap = gap.map(ToString::to_string), "enforcement changed");
-                events::publish_enforcement(&self.events, container, *gap);
+                events::publish_enforcement(&self.inputs.events, container, *gap);
             }
             if let Some(gap) = gap {
                 not_enforced.push((container.clone(), (*gap).clone()));
@@ -453,6 +447,5 @@ impl Auditor {
 
 /// Zero where the start time is unknown: then no process counts as older.
 fn agent_start_ticks() -> u64 {
-    let text = bursar_host::procfs::read_small(Path::new("/proc/self/stat")).unwrap_or_default();
-    Stat::parse(&text).map_or(0, |stat| stat.start_ticks)
+    Stat::read(Path::new("/proc"), std::process::id()).map_or(0, |stat| stat.start_ticks)
 }

@@ -71,7 +71,7 @@ fn uncharged(gpu: &GpuUuid, result: &AuditResult) -> u64 {
         } if on == gpu => *bytes,
         _ => None,
     });
-    untracked.fold(unlisted.0, |sum, bytes| sum.saturating_add(bytes.0))
+    (unlisted + untracked.sum()).0
 }
 
 /// The amount that nearly all samples show; none before there are enough samples.

@@ -99,13 +99,11 @@ fn is_device(path: &Path) -> bool {
 }
 
 fn read_stats(proc: &Path) -> BTreeMap<u32, Stat> {
-    let entries = fs::read_dir(proc).into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let stat = |pid: u32| {
-        let text = procfs::read_small(&proc.join(pid.to_string()).join("stat")).ok()?;
-        Some((pid, Stat::parse(&text)?))
-    };
-    pids.take(MAX_PROCESSES).filter_map(stat).collect()
+    let stat = |pid| Some((pid, Stat::read(proc, pid)?));
+    procfs::pids(proc)
+        .take(MAX_PROCESSES)
+        .filter_map(stat)
+        .collect()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -119,7 +119,6 @@ fn inputs() -> ReportInputs {
             ..AppliedSpec::default()
         },
         faults: Vec::new(),
-        leftovers: BTreeSet::new(),
         retained: RetainedStatus {
             enabled: true,
             is_store_connected: true,
@@ -491,14 +490,9 @@ fn memory_of_a_pod_with_leftover_processes_is_reported_as_leaked() {
     let mut snapshot = snapshot();
     let (pod, other) = ("pod-1".parse().unwrap(), "pod-2".parse().unwrap());
     snapshot.view.gpus[0].pods = [(pod, Quanta(3)), (other, Quanta(4))].into();
-    let leftovers = ["pod-1".parse().unwrap()].into();
-    let report = node_report(
-        &snapshot,
-        &ReportInputs {
-            leftovers,
-            ..inputs()
-        },
-    );
+    let mut leftover = inputs();
+    leftover.audited.leftovers = ["pod-1".parse().unwrap()].into();
+    let report = node_report(&snapshot, &leftover);
     assert_eq!(report.gpus[0].leftover, Bytes::gib(3));
     assert_eq!(
         node_report(&snapshot, &inputs()).gpus[0].leftover,

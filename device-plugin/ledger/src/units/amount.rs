@@ -27,9 +27,31 @@ impl Bytes {
         Self(n << 30)
     }
 
+    /// `self - other`, or zero where `other` is more.
+    #[must_use]
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+
     /// The whole quanta of the amount. No pod gets the rest.
     pub fn whole_quanta(self, quantum: Quantum) -> Quanta {
         Quanta(u32::try_from(quantum.floor(self.0)).unwrap_or(u32::MAX))
+    }
+}
+
+/// A sum that overflows becomes `u64::MAX`. Tenants shape some amounts, and a sum that wrapped to a
+/// small number would hide memory.
+impl std::ops::Add for Bytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(self.0.saturating_add(other.0))
+    }
+}
+
+impl Sum for Bytes {
+    fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
+        amounts.fold(Self::ZERO, |sum, amount| sum + amount)
     }
 }
 

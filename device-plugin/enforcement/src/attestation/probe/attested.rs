@@ -1,11 +1,12 @@
 //! Describes what the attestation knows of a container and its processes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use bursar_ledger::units::{AllocationId, PodUid};
 
 use super::super::evaluate::EnforcementGap;
+use super::file_name;
 
 /// A pod with containers that have GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,11 +36,11 @@ pub(crate) struct AttestedContainer {
 
 impl AttestedContainer {
     /// A container of which nothing else is known.
-    pub(super) fn new(allocation: AllocationId, pod: &PodUid, cgroup: String) -> Self {
+    pub(super) fn new(allocation: AllocationId, pod: &PodUid, cgroup: &Path) -> Self {
         Self {
             allocation,
             pod: pod.clone(),
-            cgroup,
+            cgroup: file_name(cgroup),
             gap: None,
             processes: BTreeMap::new(),
         }

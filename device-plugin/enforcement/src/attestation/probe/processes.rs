@@ -2,14 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bursar_host::procfs::{self, Stat};
 
 use super::host_view::HostView;
+use super::view::ContainerView;
 use super::{AttestedProcess, MAPS_BOUNDS, MAX_AGE, MOUNTS_BOUNDS, PodAttestor};
-use crate::attestation::evaluate::{self, DriverUse, EnforcementGap, InstalledShim};
+use crate::attestation::evaluate::{self, DriverUse, EnforcementGap};
 use crate::attestation::maps::{self, DriverFiles};
 use crate::attestation::mounts::MountTable;
 
@@ -26,12 +27,12 @@ pub(super) struct ProcessRecord {
 }
 
 impl PodAttestor {
-    /// Probes each process of a container, and returns the first gap. `first` is the mount
-    /// namespace of the container's first process.
+    /// Probes each process of a container, and returns the first gap. Processes of the mount
+    /// namespace of `view` have its mounts.
     pub(super) fn probe_processes(
         &mut self,
         processes: &[(u32, Stat)],
-        first: (&Option<PathBuf>, &MountTable),
+        view: Option<&ContainerView>,
         host: &HostView,
         room: &mut u64,
     ) -> (BTreeMap<u32, AttestedProcess>, Option<EnforcementGap>) {
@@ -50,8 +51,8 @@ impl PodAttestor {
                 break;
             }
             self.waiting_since.remove(&pid);
-            let (uses, read) = match self.probe_process(pid, &stat, first, host) {
-                Ok(Some((uses, read))) => (Some(uses), read),
+            let (driver_use, read) = match self.probe_process(pid, &stat, view, host) {
+                Ok(Some((driver_use, read))) => (Some(driver_use), read),
                 Ok(None) => continue,
                 Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS_BOUNDS.bytes),
                 Err(_) => {
@@ -60,22 +61,19 @@ impl PodAttestor {
                 }
             };
             *room = room.saturating_sub(read);
-            let at = host.now;
-            self.processes.insert(
-                pid,
-                ProcessRecord {
-                    stat,
-                    driver_use: uses,
-                    read_at: at,
-                },
-            );
+            let record = ProcessRecord {
+                stat,
+                driver_use,
+                read_at: host.now,
+            };
+            self.processes.insert(pid, record);
         }
         let (mut running, mut gap) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
             let waiting_since = self.waiting_since.get(pid);
             if waiting_since.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
-                gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
+                gap.get_or_insert_with(|| EnforcementGap::not_attested(why));
             }
             let record = self.processes.get(pid);
             let Some(record) = record.filter(|record| record.stat.start_ticks == stat.start_ticks)
@@ -96,7 +94,7 @@ impl PodAttestor {
                 }
                 None => {
                     let why = "a process has more mapped than can be read";
-                    gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
+                    gap.get_or_insert_with(|| EnforcementGap::not_attested(why));
                 }
             }
         }
@@ -124,7 +122,7 @@ impl PodAttestor {
         &self,
         pid: u32,
         stat: &Stat,
-        first: (&Option<PathBuf>, &MountTable),
+        view: Option<&ContainerView>,
         host: &HostView,
     ) -> io::Result<Option<(DriverUse, u64)>> {
         let folder = procfs::living_folder(&self.paths.proc, pid, stat);
@@ -137,34 +135,40 @@ impl PodAttestor {
             managed = managed.saturating_add(maps::managed_bytes(line).unwrap_or_default());
         })?;
         let files = files.get().ok_or(ErrorKind::FileTooLarge)?;
-        let of_process = |mounts: &MountTable, installed: &InstalledShim| DriverUse {
-            device_mappings: devices.clone(),
-            managed_mapped: managed,
-            ..evaluate::check_process(files, mounts, installed)
-        };
         if files.is_empty() {
             return Ok(Some((DriverUse::default(), read)));
         }
         let Some(installed) = host.shim.as_ref() else {
             return Ok(None);
         };
-        let (namespace, mounts) = first;
-        if namespace.is_some() && std::fs::read_link(folder.join("ns/mnt")).ok() == *namespace {
-            return Ok(Some((of_process(mounts, installed), read)));
-        }
-        let mut own = MountTable::default();
-        let table = folder.join("mountinfo");
-        let more = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| own.add_line(line))?;
-        if own.resolve(Path::new("/")).is_none() {
-            // Its root hides its mounts, so whether it has the shim is unknown.
-            let hidden = DriverUse {
-                has_shim: true,
-                device_mappings: devices,
-                managed_mapped: managed,
-                gap: Some(EnforcementGap::not_attested("a process hides its mounts")),
-            };
-            return Ok(Some((hidden, read + more)));
-        }
-        Ok(Some((of_process(&own, installed), read + more)))
+        let namespace = std::fs::read_link(folder.join("ns/mnt")).ok();
+        let is_same = |view: &&ContainerView| namespace.is_some() && view.namespace == namespace;
+        let (checked, read) = match view.filter(is_same) {
+            Some(view) => (
+                evaluate::check_process(files, &view.mounts, installed),
+                read,
+            ),
+            None => {
+                let mut own = MountTable::default();
+                let table = folder.join("mountinfo");
+                let more = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| own.add_line(line))?;
+                let checked = match own.resolve(Path::new("/")) {
+                    Some(_) => evaluate::check_process(files, &own, installed),
+                    // Its root hides its mounts, so whether it has the shim is unknown.
+                    None => DriverUse {
+                        has_shim: true,
+                        gap: Some(EnforcementGap::not_attested("a process hides its mounts")),
+                        ..DriverUse::default()
+                    },
+                };
+                (checked, read + more)
+            }
+        };
+        let driver_use = DriverUse {
+            device_mappings: devices,
+            managed_mapped: managed,
+            ..checked
+        };
+        Ok(Some((driver_use, read)))
     }
 }

@@ -10,10 +10,10 @@ use tracing::warn;
 
 use super::grant::ContainerGrant;
 use super::host_view::HostView;
+use super::view::ContainerView;
 use super::{MAX_AGE, PodAttestor, file_name};
 use crate::attestation::device_access::{self, openable_nodes};
 use crate::attestation::evaluate::{self, EnforcementGap};
-use crate::attestation::mounts::MountTable;
 
 /// The most names in a container's `/dev`.
 const MAX_DEV_NAMES: usize = 16_384;
@@ -44,12 +44,11 @@ pub(super) struct DeviceCheck {
 
 impl PodAttestor {
     /// Checks the rights of a container's first process, which limit those of all its processes.
-    /// `view` is the folder of a process that shows the container's mounts, with these.
     pub(super) fn check_rights(
         &self,
         folder: &Path,
         first: (u32, Stat),
-        view: (&Path, &MountTable),
+        view: &ContainerView,
         grant: &ContainerGrant,
         before: Option<DeviceCheck>,
         host: &HostView,
@@ -154,16 +153,13 @@ impl PodAttestor {
     }
 
     /// The names of GPU nodes in a container's `/dev`; none where `/dev` has too many names.
-    fn visible_gpu_nodes(
-        &self,
-        (folder, mounts): (&Path, &MountTable),
-    ) -> Option<BTreeSet<String>> {
+    fn visible_gpu_nodes(&self, view: &ContainerView) -> Option<BTreeSet<String>> {
         let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
-        let dev = mounts.resolve(Path::new("/dev"));
+        let dev = view.mounts.resolve(Path::new("/dev"));
         if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.fs_type)) {
             return Some(BTreeSet::new());
         }
-        let entries = std::fs::read_dir(folder.join("root/dev"));
+        let entries = std::fs::read_dir(view.folder.join("root/dev"));
         let (mut count, mut found) = (0, BTreeSet::new());
         for entry in entries.into_iter().flatten().flatten() {
             count += 1;

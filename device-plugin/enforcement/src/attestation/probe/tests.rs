@@ -41,8 +41,7 @@ fn probe(
 ) -> (Vec<u32>, Option<GapReason>) {
     let host = HostView { now, ..host_view() };
     let stats: Vec<_> = pids.iter().map(|pid| (*pid, stat(1, false))).collect();
-    let first = (&None, &MountTable::default());
-    let (running, gap) = attestor.probe_processes(&stats, first, &host, &mut room);
+    let (running, gap) = attestor.probe_processes(&stats, None, &host, &mut room);
     let read = running.into_keys().collect();
     (read, gap.map(|gap| gap.reason))
 }

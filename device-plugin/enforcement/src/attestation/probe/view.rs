@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use bursar_host::procfs::{self, Stat};
 use bursar_ledger::units::{AllocationId, PodUid};
 
-use super::{AttestedContainer, HostView, MOUNTS_BOUNDS, PodAttestor, file_name};
+use super::{AttestedContainer, FoundContainer, HostView, MOUNTS_BOUNDS, PodAttestor};
 use crate::attestation::evaluate::EnforcementGap;
 use crate::attestation::mounts::MountTable;
 
@@ -83,14 +83,17 @@ impl PodAttestor {
     /// Attests a container whose mounts no process shows; none while its allocation is unknown.
     pub(super) fn attest_hidden(
         &mut self,
-        pod: &PodUid,
-        folder: &Path,
-        processes: &[(u32, Stat)],
+        container: &FoundContainer<'_>,
         host: &HostView,
         room: &mut u64,
     ) -> Option<AttestedContainer> {
+        let FoundContainer {
+            pod: _,
+            folder,
+            processes,
+        } = *container;
         // A process that has just ended shows none either.
-        let now = |(pid, _): &(u32, Stat)| Stat::parse(&self.read_text(pid, "stat").ok()?);
+        let now = |(pid, _): &(u32, Stat)| Stat::read(&self.paths.proc, *pid);
         let stats: Vec<Stat> = processes.iter().filter_map(now).collect();
         if stats.iter().all(Stat::has_exited) {
             self.hidden_since.remove(folder);
@@ -100,12 +103,11 @@ impl PodAttestor {
         let since = self.hidden_since.entry(folder.to_owned());
         let is_late = host.now.duration_since(*since.or_insert(host.now)) >= HIDDEN_AFTER;
         let allocation = self.containers.get(folder)?.allocation?;
-        let no_mounts = (&None, &MountTable::default());
-        let (processes, _) = self.probe_processes(processes, no_mounts, host, room);
+        let (processes, _) = self.probe_processes(processes, None, host, room);
         Some(AttestedContainer {
             processes,
             gap: (is_late || !is_ending).then(hidden_gap),
-            ..AttestedContainer::new(allocation, pod, file_name(folder))
+            ..container.with_allocation(allocation)
         })
     }
 
@@ -125,15 +127,13 @@ impl PodAttestor {
             let known = self.containers.get(*folder);
             known.is_none_or(|known| known.allocation.is_none())
         });
+        let unknown = || allocations.difference(&attested);
         let of_container = |(folder, _): (&PathBuf, &Instant)| {
-            let unknown: Vec<_> = allocations.difference(&attested).copied().collect();
-            let container = file_name(folder);
-            unknown
-                .into_iter()
-                .map(move |allocation| AttestedContainer {
-                    gap: Some(hidden_gap()),
-                    ..AttestedContainer::new(allocation, pod, container.clone())
-                })
+            let may_have = |allocation: &AllocationId| AttestedContainer {
+                gap: Some(hidden_gap()),
+                ..AttestedContainer::new(*allocation, pod, folder)
+            };
+            unknown().map(may_have).collect::<Vec<_>>()
         };
         hidden.flat_map(of_container).collect()
     }

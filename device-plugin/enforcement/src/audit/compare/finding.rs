@@ -94,6 +94,23 @@ impl Finding {
         "unaccounted",
     ];
 
+    /// The allocation whose container the finding names. Of several suspects one may be innocent, so
+    /// the finding names none of them.
+    pub fn allocation(&self) -> Option<AllocationId> {
+        match self {
+            Self::OverQuota { allocation, .. }
+            | Self::TamperedPage { allocation, .. }
+            | Self::OverManaged { allocation, .. } => Some(*allocation),
+            Self::UntrackedProcess { allocation, .. } => *allocation,
+            Self::Holder {
+                allocation,
+                is_only_suspect,
+                ..
+            } => allocation.filter(|_| *is_only_suspect),
+            Self::Unaccounted { only_container, .. } => *only_container,
+        }
+    }
+
     /// The kind of the finding, for metrics.
     pub fn kind(&self) -> &'static str {
         let [

@@ -3,14 +3,11 @@
 use std::collections::BTreeMap;
 
 use bursar_host::procfs::ProcessOwner;
-use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
-use bursar_sessions::{AccountBalance, ContainerUsage, Process};
+use bursar_ledger::units::{AllocationId, Bytes, PodUid};
+use bursar_sessions::{ContainerUsage, Process};
 
 use super::finding::Finding;
-use super::{
-    AttestedState, AuditResult, DeviceUser, GpuSample, ListedProcess, LiveProcess, account_of,
-    allocation_of,
-};
+use super::{AttestedState, AuditResult, GpuFigures, LiveProcess};
 use crate::attestation::AttestedProcess;
 
 impl AuditResult {
@@ -18,52 +15,39 @@ impl AuditResult {
     /// `most_unaccounted`.
     pub(super) fn unaccounted(
         &mut self,
-        sample: &GpuSample,
+        figures: &GpuFigures<'_>,
         bytes: Bytes,
         most_unaccounted: Bytes,
-        usage: &[ContainerUsage],
-        containers: &AttestedState,
     ) {
-        let gpu = &sample.gpu;
-        let users = driver_users(gpu, usage, containers);
+        let gpu = &figures.sample.gpu;
+        let users = figures.driver_users();
         // A process that only has a descriptor shows no use of the driver, so the container is known
         // only if no other has memory of the GPU.
-        let has_gpu = |container: &&ContainerUsage| account_of(container, gpu).is_some();
-        let mut owners = usage.iter().filter(has_gpu);
-        let only = owners.next().filter(|_| owners.next().is_none());
-        let only = only.map(|container| container.allocation);
-        let uses = |allocation: &AllocationId| {
-            let mut users = users.iter();
-            users.any(|(container, ..)| container.allocation == *allocation)
+        let only_container = match &figures.accounts[..] {
+            [only] => Some(only.container.allocation),
+            _ => None,
         };
-        let only = only.filter(uses);
+        let uses = |only: &AllocationId| users.iter().any(|(of, ..)| of.allocation == *only);
         self.findings.push(Finding::Unaccounted {
             gpu: gpu.clone(),
             bytes,
-            only_container: only,
+            only_container: only_container.filter(uses),
         });
-        let mut suspects = suspects(sample, &users, usage, containers);
-        suspects.extend(importers(sample, most_unaccounted, usage, containers));
+        let mut suspects = figures.suspects(&users);
+        suspects.extend(figures.importers(most_unaccounted));
         let mut pods = suspects.iter().map(|suspect| &suspect.pod);
         let first = pods.next();
         let is_only_suspect = pods.all(|pod| Some(pod) == first);
-        for suspect in suspects {
-            let Suspect {
-                process,
-                pod,
-                allocation,
-                imported,
-            } = suspect;
-            self.findings.push(Finding::Holder {
-                gpu: gpu.clone(),
-                process,
-                bytes,
-                pod,
-                allocation,
-                imported,
-                is_only_suspect,
-            });
-        }
+        let holder = |suspect: Suspect| Finding::Holder {
+            gpu: gpu.clone(),
+            process: suspect.process,
+            bytes,
+            pod: suspect.pod,
+            allocation: suspect.allocation,
+            imported: suspect.imported,
+            is_only_suspect,
+        };
+        self.findings.extend(suspects.into_iter().map(holder));
     }
 }
 
@@ -77,131 +61,97 @@ struct Suspect {
     imported: Option<Bytes>,
 }
 
-/// The processes without a session that have device nodes of the driver mapped.
-fn suspects(
-    sample: &GpuSample,
-    users: &[(&ContainerUsage, u32, &AttestedProcess)],
-    usage: &[ContainerUsage],
-    containers: &AttestedState,
-) -> Vec<Suspect> {
-    let listed = sample
-        .processes
-        .iter()
-        .filter(|listed| listed.live.is_some());
-    let is_listed = |pid: u32| listed.clone().any(|listed| listed.pid == pid);
-    let is_old = |start: u64, has_shim: bool| has_shim && start < containers.agent_start;
-    let is_mapped = |(container, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
-        !is_listed(*pid)
-            && !is_old(running.start, running.has_shim)
-            && !container.has_session(*pid, running.start)
-            && !is_forked_copy(running, container, containers)
-    };
-    let mut suspects: BTreeMap<u32, Suspect> = BTreeMap::new();
-    for (container, pid, running) in users.iter().filter(is_mapped) {
-        let suspect = Suspect {
-            process: Process {
-                pid: *pid,
-                start: running.start,
-            },
-            pod: container.pod.clone(),
-            allocation: Some(container.allocation),
-            imported: None,
-        };
-        suspects.insert(*pid, suspect);
-    }
-    for (pid, user) in &containers.device_users {
-        if is_listed(*pid) || may_have_session(*pid, user, usage, containers) {
-            continue;
-        }
-        let DeviceUser { start, pod, cgroup } = user;
-        let (pid, start) = (*pid, *start);
-        suspects.entry(pid).or_insert_with(|| Suspect {
-            process: Process { pid, start },
-            pod: pod.clone(),
-            allocation: allocation_of(pod, cgroup, &sample.gpu, usage, containers),
-            imported: None,
-        });
-    }
-    suspects.into_values().collect()
-}
+/// A process that uses the driver, with its container's usage.
+type DriverUser<'a> = (&'a ContainerUsage, Process, &'a AttestedProcess);
 
-/// The processes that have imported more than anybody is known to have exported, even if each
-/// imported all of it twice, while as much is unaccounted.
-fn importers(
-    sample: &GpuSample,
-    most_unaccounted: Bytes,
-    usage: &[ContainerUsage],
-    containers: &AttestedState,
-) -> Vec<Suspect> {
-    let accounts = usage
-        .iter()
-        .filter_map(|container| account_of(container, &sample.gpu));
-    let exported = accounts.flat_map(|(_, account)| {
-        let AccountBalance {
-            exported,
-            exited,
-            leased,
-            ..
-        } = account;
-        [exported.0, exited.0, leased.0]
-    });
-    let left = sample.unreclaimed_or_retained.0;
-    let exported = exported.fold(left, u64::saturating_add);
-    let suspect = |listed: &ListedProcess| {
-        let LiveProcess { start, owner } = listed.live.as_ref()?;
-        let ProcessOwner::Container { pod, cgroup } = owner else {
-            return None;
-        };
-        let imported = listed.bytes?;
-        let beyond = imported.0.saturating_sub(exported);
-        if beyond <= exported || beyond == 0 || beyond > most_unaccounted.0 {
-            return None;
+impl<'a> GpuFigures<'a> {
+    /// The processes without a session that have device nodes of the driver mapped.
+    fn suspects(&self, users: &[DriverUser<'_>]) -> Vec<Suspect> {
+        let mut suspects = BTreeMap::new();
+        for (pid, user) in &self.containers.device_users {
+            let suspect = self.suspect(*pid, user, None);
+            let is_meant = |suspect: &Suspect| !self.may_have_session(suspect.process, user);
+            suspects.extend(suspect.filter(is_meant).map(|suspect| (*pid, suspect)));
         }
-        Some(Suspect {
-            process: Process {
-                pid: listed.pid,
-                start: *start,
-            },
-            pod: pod.clone(),
-            allocation: allocation_of(pod, cgroup, &sample.gpu, usage, containers),
-            imported: Some(imported),
+        for (container, process, running) in users {
+            let is_old = running.has_shim && running.start < self.containers.agent_start;
+            if is_old
+                || container.has_session(*process)
+                || is_forked_copy(running, container, self.containers)
+            {
+                continue;
+            }
+            let suspect = Suspect {
+                process: *process,
+                pod: container.pod.clone(),
+                allocation: Some(container.allocation),
+                imported: None,
+            };
+            suspects.insert(process.pid, suspect);
+        }
+        let live = self.sample.processes.iter();
+        for listed in live.filter(|listed| listed.live.is_some()) {
+            suspects.remove(&listed.pid);
+        }
+        suspects.into_values().collect()
+    }
+
+    /// The processes that have imported more than anybody is known to have exported, even if each
+    /// imported all of it twice, while as much is unaccounted.
+    fn importers(&self, most_unaccounted: Bytes) -> impl Iterator<Item = Suspect> {
+        let accounts = self.accounts.iter().map(|account| account.balance);
+        let exported = accounts.map(|account| account.exported + account.exited + account.leased);
+        let exported = exported.sum::<Bytes>() + self.sample.unreclaimed_or_retained;
+        self.sample.importers.iter().filter_map(move |listed| {
+            let imported = listed.bytes?;
+            let beyond = imported.saturating_sub(exported);
+            let is_meant = beyond > exported && beyond <= most_unaccounted;
+            let suspect = self.suspect(listed.pid, listed.live.as_ref()?, Some(imported));
+            suspect.filter(|_| is_meant)
         })
-    };
-    sample.importers.iter().filter_map(suspect).collect()
-}
+    }
 
-/// Whether a process outside of the attested ones may have the mappings of a session: its own, or
-/// one whose record is lost. One that the attestation has not read yet counts so.
-fn may_have_session(
-    pid: u32,
-    user: &DeviceUser,
-    usage: &[ContainerUsage],
-    containers: &AttestedState,
-) -> bool {
-    let DeviceUser { start, pod, cgroup } = user;
-    let mut all = usage.iter();
-    *start < containers.agent_start
-        || all.any(|container| container.has_session(pid, *start))
-        || containers
-            .allocations
-            .contains_key(&(pod.clone(), cgroup.clone()))
-}
+    /// Suspects a process of a pod; none of the host.
+    fn suspect(&self, pid: u32, live: &LiveProcess, imported: Option<Bytes>) -> Option<Suspect> {
+        let LiveProcess { start, owner } = live;
+        let ProcessOwner::Container { pod, .. } = owner else {
+            return None;
+        };
+        Some(Suspect {
+            process: Process { pid, start: *start },
+            pod: pod.clone(),
+            allocation: self.allocation_of(owner),
+            imported,
+        })
+    }
 
-/// The processes that use the driver, of containers with this GPU, each with its container's usage.
-fn driver_users<'a>(
-    gpu: &GpuUuid,
-    usage: &'a [ContainerUsage],
-    containers: &'a AttestedState,
-) -> Vec<(&'a ContainerUsage, u32, &'a AttestedProcess)> {
-    let processes = containers.processes.iter();
-    let uses_gpu = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
-        let container = usage
-            .iter()
-            .find(|container| container.allocation == *allocation)?;
-        let uses_gpu = !running.device_mappings.is_empty() && account_of(container, gpu).is_some();
-        uses_gpu.then_some((container, *pid, running))
-    };
-    processes.filter_map(uses_gpu).collect()
+    /// Whether a process outside of the attested ones may have the mappings of a session: its own,
+    /// or one whose record is lost. One that the attestation has not read yet counts so.
+    fn may_have_session(&self, process: Process, LiveProcess { owner, .. }: &LiveProcess) -> bool {
+        let is_attested = match owner {
+            ProcessOwner::Container { pod, cgroup } => {
+                let container = (pod.clone(), cgroup.clone());
+                self.containers.allocations.contains_key(&container)
+            }
+            ProcessOwner::Host | ProcessOwner::AllowedHost => false,
+        };
+        let mut usage = self.usage.iter();
+        process.start < self.containers.agent_start
+            || is_attested
+            || usage.any(|container| container.has_session(process))
+    }
+
+    /// The processes that use the driver, of containers with this GPU.
+    fn driver_users(&self) -> Vec<DriverUser<'a>> {
+        let processes = self.containers.processes.iter();
+        let processes = processes.filter(|(_, (_, running))| !running.device_mappings.is_empty());
+        let user = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
+            let account = self.find(|container| container.allocation == *allocation)?;
+            let (pid, start) = (*pid, running.start);
+            Some((account.container, Process { pid, start }, running))
+        };
+        processes.filter_map(user).collect()
+    }
 }
 
 /// Whether all driver mappings of a process come from a fork of a process with a session. The

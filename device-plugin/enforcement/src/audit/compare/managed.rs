@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 
 use bursar_ledger::units::{Bytes, GpuUuid};
-use bursar_sessions::{Account, AccountBalance, ContainerUsage, ProcessCredit};
+use bursar_sessions::{Account, ContainerUsage, ProcessCredit};
 
 use super::finding::Finding;
-use super::{AttestedState, AuditResult, GpuSample, account_of};
+use super::{AttestedState, AuditResult, GpuAccount, GpuFigures, GpuSample};
 
 /// The free memory that the driver keeps on a GPU once managed memory was there. It takes 64 chunks
 /// of 2 MiB at a time, and has them until the GPU's last context ends.
@@ -19,53 +19,47 @@ const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
 /// The mappings of managed memory of a container's processes.
 struct ManagedMappings {
     /// Their bytes.
-    sum: u64,
+    sum: Bytes,
     /// The part that is no managed memory.
-    slack: u64,
+    slack: Bytes,
     /// Whether the mappings of all processes with a session are known.
     is_complete: bool,
 }
 
 fn managed_mapped(container: &ContainerUsage, containers: &AttestedState) -> ManagedMappings {
-    let processes = containers.processes.iter();
-    let attested = processes.filter(|(_, (allocation, _))| *allocation == container.allocation);
-    let (mut sum, mut slack) = (0_u64, 0_u64);
-    for (_, (_, running)) in attested {
-        sum = sum.saturating_add(running.managed_mapped);
-        slack = slack.saturating_add(UNMANAGED_MAPPING.0);
-    }
+    let processes = containers.processes.values();
+    let of_container = processes.filter(|(allocation, _)| *allocation == container.allocation);
+    let mapped = of_container.map(|(_, running)| running.managed_mapped);
+    let mapped: Vec<u64> = mapped.collect();
     let is_known = |member: &ProcessCredit| {
         let known = containers.processes.get(&member.process.pid);
         known.is_some_and(|(_, running)| running.start == member.process.start)
     };
     ManagedMappings {
-        sum,
-        slack,
+        sum: mapped.iter().copied().map(Bytes).sum(),
+        slack: Bytes(UNMANAGED_MAPPING.0.saturating_mul(mapped.len() as u64)),
         is_complete: container.processes.iter().all(is_known),
     }
 }
 
-/// The managed memory that a container was charged, whether the quota of the GPU covers it or not.
-fn managed_charge(container: &ContainerUsage, gpu_account: &AccountBalance) -> u64 {
-    let managed = container.accounts.iter();
-    let managed = managed.filter(|account| account.account == Account::Managed);
-    managed.fold(gpu_account.managed.0, |sum, managed| {
-        sum.saturating_add(managed.used.0)
-    })
-}
+impl GpuAccount<'_> {
+    /// The managed memory that the container was charged, whether the quota of the GPU covers it or
+    /// not.
+    fn managed_charge(&self) -> Bytes {
+        let managed = self.container.accounts.iter();
+        let managed = managed.filter(|account| account.account == Account::Managed);
+        self.balance.managed + managed.map(|managed| managed.used).sum()
+    }
 
-/// The most managed memory of a GPU that a container's accounts explain: what it was charged, and
-/// its processes have mapped.
-pub(super) fn known_managed(
-    container: &ContainerUsage,
-    gpu_account: &AccountBalance,
-    containers: &AttestedState,
-) -> u64 {
-    let charged = managed_charge(container, gpu_account);
-    let mapped = managed_mapped(container, containers);
-    match mapped.is_complete {
-        true => charged.min(mapped.sum),
-        false => charged,
+    /// The most managed memory of the GPU that the container's accounts explain: what it was
+    /// charged, and its processes have mapped.
+    pub(super) fn known_managed(&self, containers: &AttestedState) -> Bytes {
+        let charged = self.managed_charge();
+        let mapped = managed_mapped(self.container, containers);
+        match mapped.is_complete {
+            true => charged.min(mapped.sum),
+            false => charged,
+        }
     }
 }
 
@@ -102,32 +96,20 @@ pub(crate) fn update_managed_gpus(
 impl AuditResult {
     /// Finds containers that may have `excess` bytes of a GPU as managed memory beyond their
     /// charges. Returns the bytes that they may have together.
-    pub(super) fn over_managed(
-        &mut self,
-        gpu: &GpuUuid,
-        excess: Bytes,
-        usage: &[ContainerUsage],
-        containers: &AttestedState,
-    ) -> u64 {
-        let mut explained = 0_u64;
-        for container in usage {
-            let Some((_, account)) = account_of(container, gpu) else {
-                continue;
-            };
-            let charged = managed_charge(container, account);
-            let mapped = managed_mapped(container, containers);
-            let beyond = mapped
-                .sum
-                .saturating_sub(charged)
-                .saturating_sub(mapped.slack);
-            if beyond > 0 {
-                explained = explained.saturating_add(beyond);
+    pub(super) fn over_managed(&mut self, figures: &GpuFigures<'_>, excess: Bytes) -> Bytes {
+        let mut explained = Bytes::ZERO;
+        for account in &figures.accounts {
+            let charged = account.managed_charge();
+            let mapped = managed_mapped(account.container, figures.containers);
+            let beyond = mapped.sum.saturating_sub(charged + mapped.slack);
+            if beyond > Bytes::ZERO {
+                explained = explained + beyond;
                 self.findings.push(Finding::OverManaged {
-                    allocation: container.allocation,
-                    gpu: gpu.clone(),
-                    charged: Bytes(charged),
-                    mapped: Bytes(mapped.sum),
-                    bytes: Bytes(excess.0.min(beyond)),
+                    allocation: account.container.allocation,
+                    gpu: figures.sample.gpu.clone(),
+                    charged,
+                    mapped: mapped.sum,
+                    bytes: excess.min(beyond),
                 });
             }
         }

@@ -502,13 +502,14 @@ fn memory_of_a_listed_ended_process_is_unaccounted_once_it_stays() {
 
 /// Processes outside of attested containers with device nodes mapped, each with its pod and
 /// container.
-fn device_users(users: &[(u64, u32, &str)]) -> BTreeMap<u32, DeviceUser> {
+fn device_users(users: &[(u64, u32, &str)]) -> BTreeMap<u32, LiveProcess> {
     let user = |(number, pid, cgroup): &(u64, u32, &str)| {
-        let user = DeviceUser {
-            start: process(*pid).start,
+        let owner = ProcessOwner::Container {
             pod: pod(*number),
             cgroup: (*cgroup).to_owned(),
         };
+        let start = process(*pid).start;
+        let user = LiveProcess { start, owner };
         (*pid, user)
     };
     users.iter().map(user).collect()

@@ -3,8 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use bursar_config::Config;
-use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{GpuUuid, PodUid};
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::ContainerUsage;
 use tokio::time::Instant;
@@ -43,11 +42,11 @@ impl Readings {
 impl Auditor {
     /// Reads the driver's figures, the containers' processes and the accounts, in the order that
     /// [`compare`](super::super::compare) requires.
-    pub(super) async fn read(&mut self, config: &Config) -> Readings {
+    pub(super) async fn read(&mut self) -> Readings {
         let started_at = Instant::now();
         let (gpus, healthy, containers) = self.audited_parts();
-        let exited = self.sessions.exited_pids();
-        let nvml = self.nvml.clone();
+        let exited = self.inputs.sessions.exited_pids();
+        let nvml = self.inputs.nvml.clone();
         let answers = self
             .sample_requests
             .collect(
@@ -56,15 +55,17 @@ impl Auditor {
                 started_at + NVML_TIMEOUT,
             )
             .await;
-        self.pods.attest(config, &containers).await;
+        self.pods.attest(&self.inputs.config, &containers).await;
         let attested = self.pods.attested();
         let hanging = self.pods.without_answer_for(STALE_AFTER, started_at);
-        let usage = self.sessions.container_usage();
+        let usage = self.inputs.sessions.container_usage();
+        let config = &self.inputs.config;
+        let proc = &config.paths.proc;
         let mut samples = Vec::new();
         for (gpu, answer) in answers {
             let listings = self.sample_requests.listings.entry(gpu.clone());
-            let (proc, allowed) = (&self.proc, &self.host_programs);
-            samples.push(identify(gpu, answer, proc, allowed, listings.or_default()));
+            let (allowed, listings) = (&config.host_programs, listings.or_default());
+            samples.push(identify(gpu, answer, proc, allowed, listings));
         }
         self.add_unreclaimed(&mut samples);
         let mut known = attested_state(&attested, exited, self.agent_start);
@@ -72,10 +73,8 @@ impl Auditor {
         // sessions.
         known
             .processes
-            .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
-        let users = self
-            .device_users
-            .find(&self.proc, &samples, &known.processes);
+            .retain(|pid, (_, process)| is_running(proc, *pid, process.start));
+        let users = self.device_users.find(proc, &samples, &known.processes);
         known.device_users = users.await;
         update_managed_gpus(&mut self.managed_gpus, &samples, &usage, &known);
         known.managed_gpus = self.managed_gpus.clone();
@@ -94,7 +93,7 @@ impl Auditor {
 
     /// The node's GPUs, those of them that are healthy, and the containers with device memory.
     fn audited_parts(&self) -> (BTreeSet<GpuUuid>, BTreeSet<GpuUuid>, Arc<[BoundContainer]>) {
-        let snapshot = self.snapshots.borrow();
+        let snapshot = self.inputs.snapshots.borrow();
         let states = || snapshot.inventory.gpus().iter();
         let gpus = states().map(|state| state.gpu.uuid.clone()).collect();
         let healthy = states().filter(|state| state.health.is_healthy());
@@ -105,11 +104,10 @@ impl Auditor {
     /// Adds the bytes of ended pods and of leases without an owner to the samples. The agent reads
     /// these after the accounts, so that memory of an ending pod is in one of both.
     fn add_unreclaimed(&self, samples: &mut [GpuSample]) {
-        for gpu in &self.snapshots.borrow().view.gpus {
+        for gpu in &self.inputs.snapshots.borrow().view.gpus {
             let sampled = samples.iter_mut().find(|sample| sample.gpu == gpu.uuid);
             sampled.into_iter().for_each(|sample| {
-                sample.unreclaimed_or_retained =
-                    Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
+                sample.unreclaimed_or_retained = gpu.unreclaimed + gpu.orphaned_leases;
             });
         }
     }

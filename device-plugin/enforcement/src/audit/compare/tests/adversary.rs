@@ -316,11 +316,12 @@ impl FakeNode {
         };
         for (pid, process) in &self.processes {
             if self.hidden.contains(&process.pod) || process.cgroup != "c" {
-                let user = DeviceUser {
-                    start: process.start,
+                let owner = ProcessOwner::Container {
                     pod: pod(process.pod),
                     cgroup: process.cgroup.to_owned(),
                 };
+                let start = process.start;
+                let user = LiveProcess { start, owner };
                 if process.mapped.is_some() {
                     state.device_users.insert(*pid, user);
                 }
