@@ -69,9 +69,7 @@ impl PendingCharge {
             context,
             share: ShareState::Private,
         };
-        if let Some(before) = ALLOC_TABLE.insert(pointer, charge).map_err(|()| Denied)? {
-            discharge(before);
-        }
+        record(pointer, charge)?;
         self.committed = true;
         Ok(())
     }
@@ -222,6 +220,16 @@ pub(crate) fn grantable(account: u8) -> Units {
 pub(crate) fn is_sole_process(account: u8) -> bool {
     let slot = session_state::state().and_then(|state| slot(state, account));
     slot.is_some_and(|slot| slot.siblings() == 0)
+}
+
+/// Records a charge until `pointer` is freed. Discharges what was recorded for it before.
+///
+/// # Errors
+/// There is no room for it.
+pub(crate) fn record(pointer: u64, charge: Charge) -> Result<(), Denied> {
+    let before = ALLOC_TABLE.insert(pointer, charge).map_err(|()| Denied)?;
+    before.into_iter().for_each(discharge);
+    Ok(())
 }
 
 /// Discharges a freed allocation.

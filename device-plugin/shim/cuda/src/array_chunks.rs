@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::accounting::{self, ALLOC_TABLE, Account, Denied};
+use crate::accounting::{self, Account, Denied};
 use crate::alloc_table::{Charge, ShareState};
 use crate::chunks::CHUNK;
 use crate::curesult::{self, CuResult};
@@ -33,28 +33,17 @@ pub(crate) fn reset() {
 }
 
 impl Class {
-    /// Returns the most chunks that the arrays can lie in.
-    fn chunks(&self, pieces: u32) -> usize {
-        let most = self.peak.div_ceil(u64::from(pieces.max(1))).min(self.live);
+    /// Changes the number of arrays. Returns the most chunks that they can lie in.
+    fn set_live(&mut self, live: u64, pieces: u32) -> usize {
+        self.live = live;
+        self.peak = self.peak.max(live);
+        let most = self.peak.div_ceil(u64::from(pieces.max(1))).min(live);
         usize::try_from(most).unwrap_or(usize::MAX)
     }
+}
 
-    /// Counts an array more, and returns whether that needs another chunk.
-    fn add(&mut self, pieces: u32) -> bool {
-        self.live += 1;
-        self.peak = self.peak.max(self.live);
-        self.chunks(pieces) > self.charges.len()
-    }
-
-    /// Counts an array less, and returns the charges of chunks that have none any more.
-    fn remove(&mut self, pieces: u32) -> Vec<Charge> {
-        self.live -= 1;
-        if self.live == 0 {
-            self.peak = 0;
-        }
-        let kept = self.chunks(pieces).min(self.charges.len());
-        self.charges.split_off(kept)
-    }
+fn key(array: Charge) -> Key {
+    (array.account, array.context, array.units)
 }
 
 /// Charges and creates an array by `call`; `pieces` of its size fill a chunk.
@@ -68,14 +57,14 @@ pub(crate) fn allocate(
     let Some(slot) = accounting::account_index(account) else {
         return curesult::OUT_OF_MEMORY;
     };
-    let context = contexts::current_id();
     let array = Charge {
         account: slot,
         units: pieces,
-        context,
+        context: contexts::current_id(),
         share: ShareState::OfArrays,
     };
-    if reserve(account, (slot, context, pieces)).is_err() {
+    if reserve(account, array).is_err() {
+        release(array);
         accounting::report_denial(slot, CHUNK, function);
         return curesult::OUT_OF_MEMORY;
     }
@@ -86,48 +75,38 @@ pub(crate) fn allocate(
             return code;
         }
     };
-    match ALLOC_TABLE.insert(handle, array) {
-        Ok(before) => {
-            before.into_iter().for_each(accounting::discharge);
-            curesult::SUCCESS
-        }
-        Err(()) => {
-            let _ = free(handle);
-            release(array);
-            curesult::OUT_OF_MEMORY
-        }
+    if accounting::record(handle, array).is_err() {
+        let _ = free(handle);
+        release(array);
+        return curesult::OUT_OF_MEMORY;
     }
+    curesult::SUCCESS
 }
 
 /// Counts an array, and charges the chunk that it may need. The lock is held over a request to the
 /// agent, for seconds at most.
-fn reserve(account: Account, key: Key) -> Result<(), Denied> {
+fn reserve(account: Account, array: Charge) -> Result<(), Denied> {
     let mut classes = CLASSES.lock();
-    let class = classes.entry(key).or_default();
-    if class.add(key.2) {
-        match accounting::charge_unreported(account, CHUNK) {
-            Ok(charge) => class.charges.push(charge.into_charge()),
-            Err(Denied) => {
-                drop(classes);
-                release_key(key);
-                return Err(Denied);
-            }
-        }
+    let class = classes.entry(key(array)).or_default();
+    if class.set_live(class.live + 1, array.units) > class.charges.len() {
+        let charge = accounting::charge_unreported(account, CHUNK)?;
+        class.charges.push(charge.into_charge());
     }
     Ok(())
 }
 
-/// Takes an array that the driver has freed out of its class.
+/// Takes an array that the driver has freed out of its class, and discharges the chunks that have
+/// none any more.
 pub(crate) fn release(array: Charge) {
-    release_key((array.account, array.context, array.units));
-}
-
-fn release_key(key: Key) {
     let mut classes = CLASSES.lock();
-    let freed = classes.get_mut(&key).map(|class| class.remove(key.2));
-    if classes.get(&key).is_some_and(|class| class.live == 0) {
-        classes.remove(&key);
+    let Some(class) = classes.get_mut(&key(array)) else {
+        return;
+    };
+    let kept = class.set_live(class.live - 1, array.units);
+    let freed = class.charges.split_off(kept.min(class.charges.len()));
+    if class.live == 0 {
+        classes.remove(&key(array));
     }
     drop(classes);
-    freed.into_iter().flatten().for_each(accounting::discharge);
+    freed.into_iter().for_each(accounting::discharge);
 }

@@ -14,7 +14,7 @@ use std::sync::{PoisonError, RwLock};
 
 use foldhash::fast::FixedState;
 
-use crate::accounting::{self, ALLOC_TABLE, Account, Denied, PendingCharge};
+use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::{Charge, ShareState};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::captures;
@@ -67,11 +67,11 @@ impl<C> Chunks<C> {
             known.live += 1;
             return true;
         }
-        let charge = charge();
-        let is_charged = charge.is_some();
-        let added = charge.map(|charge| (chunk, Chunk { charge, live: 1 }));
-        self.0.extend(added);
-        is_charged
+        let Some(charge) = charge() else {
+            return false;
+        };
+        self.0.insert(chunk, Chunk { charge, live: 1 });
+        true
     }
 
     /// Takes a piece away. Returns the charge of its chunk if that was the last piece.
@@ -106,7 +106,7 @@ pub(crate) fn allocate(
     let shared = gate.read().unwrap_or_else(PoisonError::into_inner);
     let placed = match accounting::charge_unreported(account, CHUNK) {
         Ok(pending) => place(account, Some(pending), call, free),
-        Err(Denied) if captures::may_be_active() => Ok(Err(Denied)),
+        Err(Denied) if captures::may_be_active() => Err(Denied),
         Err(Denied) => {
             drop(shared);
             let _alone = gate.write().unwrap_or_else(PoisonError::into_inner);
@@ -115,27 +115,26 @@ pub(crate) fn allocate(
             place(account, pending, call, free)
         }
     };
-    match placed {
-        Ok(Ok(())) => curesult::SUCCESS,
-        Err(code) => code,
-        Ok(Err(Denied)) => {
-            if let Some(account) = accounting::account_index(account) {
-                accounting::report_denial(account, CHUNK, function);
-            }
-            curesult::OUT_OF_MEMORY
+    placed.unwrap_or_else(|Denied| {
+        if let Some(account) = accounting::account_index(account) {
+            accounting::report_denial(account, CHUNK, function);
         }
-    }
+        curesult::OUT_OF_MEMORY
+    })
 }
 
-/// Allocates a piece and counts it in its chunk; returns the driver's error, or whether the charge
-/// is denied. Without a charge the caller is alone.
+/// Allocates a piece and counts it in its chunk. Returns the driver's code, unless the charge is
+/// denied. Without a charge the caller is alone.
 fn place(
     account: Account,
     pending: Option<PendingCharge>,
     call: impl FnOnce() -> Result<(u64, u64), CuResult>,
     free: fn(u64) -> CuResult,
-) -> Result<Result<(), Denied>, CuResult> {
-    let (pointer, bytes) = call()?;
+) -> Result<CuResult, Denied> {
+    let (pointer, bytes) = match call() {
+        Ok(piece) => piece,
+        Err(code) => return Ok(code),
+    };
     let context = contexts::current_id();
     let recorded = match chunk_of(pointer, bytes) {
         Some(chunk) => count(account, pending, chunk, pointer, context),
@@ -147,7 +146,7 @@ fn place(
     if recorded.is_err() {
         let _ = free(pointer);
     }
-    Ok(recorded)
+    recorded.map(|()| curesult::SUCCESS)
 }
 
 /// Counts a piece in its chunk, and records it.
@@ -173,24 +172,13 @@ fn count(
         context,
         share: ShareState::OfChunk,
     };
-    match ALLOC_TABLE.insert(pointer, piece) {
-        Ok(before) => {
-            before.into_iter().for_each(accounting::discharge);
-            Ok(())
-        }
-        Err(()) => {
-            release(chunk);
-            Err(Denied)
-        }
-    }
+    accounting::record(pointer, piece).inspect_err(|Denied| release(chunk))
 }
 
 /// Takes a piece that the driver has freed out of its chunk.
 pub(crate) fn release(chunk: u32) {
     let ended = CHUNKS.lock().remove(chunk);
-    if let Some(charge) = ended {
-        accounting::discharge(charge);
-    }
+    ended.into_iter().for_each(accounting::discharge);
 }
 
 /// Makes a call that shares a piece, and so its chunk, and marks the chunk as exported before

@@ -8,11 +8,9 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::accounting::{self, Account, Denied};
-use crate::alloc_table::Charge;
-use crate::chunks::CHUNK;
 use crate::curesult::{self, CuResult};
 use crate::fork_local::ForkLocal;
+use crate::hooks::context_registry;
 use crate::session_state::state;
 
 /// What a chain of nodes takes, and what each node takes beside it, as the driver does at most for
@@ -37,53 +35,16 @@ impl NodeCounts {
     }
 }
 
-/// The memory of a context's graphs.
-#[derive(Default)]
-struct Memory {
-    used: u64,
-    charges: Vec<Charge>,
-    charged: u64,
-}
-
-#[derive(Default)]
-struct Registry {
-    contexts: BTreeMap<u64, Memory>,
-    /// The context of each executable graph, and what its nodes take there.
-    execs: BTreeMap<u64, (u64, u64)>,
-}
-
-static REGISTRY: ForkLocal<Registry> = ForkLocal::new();
+/// The context of each executable graph, and what its nodes take there.
+static EXECS: ForkLocal<BTreeMap<u64, (u64, u64)>> = ForkLocal::new();
 
 /// Whether there ever was an executable graph whose nodes take memory.
 static MAY_HAVE_NODES: AtomicBool = AtomicBool::new(false);
 
 /// Forgets the parent's graphs, in a forked child.
 pub(crate) fn reset() {
-    REGISTRY.reset();
+    EXECS.reset();
     MAY_HAVE_NODES.store(false, Ordering::Relaxed);
-}
-
-impl Registry {
-    /// Counts a graph's memory, and charges what no earlier graph has taken.
-    fn reserve(&mut self, device: i32, context: u64, bytes: u64) -> Result<(), Denied> {
-        let memory = self.contexts.entry(context).or_default();
-        let used = memory.used.saturating_add(bytes);
-        let needed = used.checked_next_multiple_of(CHUNK).ok_or(Denied)?;
-        let growth = needed.saturating_sub(memory.charged);
-        if growth > 0 {
-            let charge = accounting::charge_unreported(Account::Device(device), growth)?;
-            memory.charges.push(charge.into_charge());
-            memory.charged += growth;
-        }
-        memory.used = used;
-        Ok(())
-    }
-
-    fn release(&mut self, context: u64, bytes: u64) {
-        if let Some(memory) = self.contexts.get_mut(&context) {
-            memory.used = memory.used.saturating_sub(bytes);
-        }
-    }
 }
 
 /// Makes a call that instantiates a graph, and charges its nodes before. `executable` returns the
@@ -99,43 +60,33 @@ pub(crate) fn instantiate(
     if bytes == 0 || context == 0 || state().is_none() {
         return call();
     }
-    let reserved = REGISTRY.lock().reserve(device, context, bytes);
-    if reserved.is_err() {
-        if let Some(account) = accounting::account_index(Account::Device(device)) {
-            accounting::report_denial(account, bytes, function);
-        }
+    if context_registry::charge_graph((device, context), bytes, function).is_err() {
         return curesult::OUT_OF_MEMORY;
     }
     let answer = call();
-    let mut registry = REGISTRY.lock();
-    let before = match answer {
+    let ended = match answer {
         curesult::SUCCESS => {
             MAY_HAVE_NODES.store(true, Ordering::Relaxed);
-            registry.execs.insert(executable(), (context, bytes))
+            EXECS.lock().insert(executable(), (context, bytes))
         }
         _ => Some((context, bytes)),
     };
-    if let Some((context, bytes)) = before {
-        registry.release(context, bytes);
+    if let Some((context, bytes)) = ended {
+        context_registry::graph_ended(context, bytes);
     }
     answer
 }
 
 /// Forgets an executable graph that is about to be destroyed. Its context keeps the memory.
 pub(crate) fn destroyed(executable: u64) {
-    if MAY_HAVE_NODES.load(Ordering::Relaxed) {
-        let mut registry = REGISTRY.lock();
-        if let Some((context, bytes)) = registry.execs.remove(&executable) {
-            registry.release(context, bytes);
-        }
+    if MAY_HAVE_NODES.load(Ordering::Relaxed)
+        && let Some((context, bytes)) = EXECS.lock().remove(&executable)
+    {
+        context_registry::graph_ended(context, bytes);
     }
 }
 
-/// Discharges the memory of a destroyed context's graphs.
+/// Forgets the executable graphs of a destroyed context.
 pub(crate) fn end_context(context: u64) {
-    let mut registry = REGISTRY.lock();
-    registry.execs.retain(|_, (of, _)| *of != context);
-    let ended = registry.contexts.remove(&context).unwrap_or_default();
-    drop(registry);
-    ended.charges.into_iter().for_each(accounting::discharge);
+    EXECS.lock().retain(|_, (of, _)| *of != context);
 }

@@ -1,4 +1,5 @@
-//! Records the contexts of this process, and what each is charged for itself and for its stacks.
+//! Records the contexts of this process, and what each is charged for itself, its stacks, its heap
+//! and the nodes of its graphs.
 //!
 //! The driver keeps a stack for every thread that can be resident. Its size is the limit that a
 //! program sets, or the largest kernel's local memory if that is more. Measured on an H200, the
@@ -17,6 +18,7 @@ use bursar_protocol::units::Units;
 
 use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::Charge;
+use crate::chunks::CHUNK;
 use crate::curesult;
 use crate::driver_calls::driver;
 use crate::fork_local::ForkLocal;
@@ -46,12 +48,22 @@ pub(crate) struct Context {
     id: u64,
     device: c_int,
     charges: Vec<Charge>,
-    /// The part of the charges that is for stacks, in units.
-    stack: Units,
-    /// The limit that the program set, in bytes a thread.
+    /// What of the charges is for each [`Part`], in units.
+    parts: [Units; 3],
+    /// The limit of a stack that the program set, in bytes a thread.
     limit: u64,
-    /// The charge of the heap of device-side malloc.
-    heap: Option<Charge>,
+    /// What the nodes of the executable graphs take now, in bytes.
+    graphs: u64,
+}
+
+/// What a context takes beside itself.
+#[derive(Clone, Copy)]
+enum Part {
+    Stacks,
+    /// The heap of device-side malloc.
+    Heap,
+    /// The most that the nodes of executable graphs took at a time.
+    Graphs,
 }
 
 struct ContextRegistry {
@@ -145,29 +157,43 @@ pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
 pub(crate) fn charge_heap(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
     let mut known = registry();
     let context = known.get_or_insert(name, device);
-    let needed = Units::holding(heap_bytes(bytes)).ok_or(Denied)?;
-    let charged = Units(context.heap.map_or(0, |charge| charge.units));
-    let missing = needed.saturating_sub(charged);
-    if missing > Units::ZERO {
-        let account = Account::Device(device);
-        let more = accounting::charge(account, missing.bytes(), "cuCtxSetLimit")?.into_charge();
-        let heap = context.heap.get_or_insert(Charge { units: 0, ..more });
-        heap.units = heap.units.saturating_add(more.units);
-    }
-    Ok(())
+    let wanted = Units::holding(heap_bytes(bytes)).ok_or(Denied)?;
+    context.raise(Part::Heap, wanted, "cuCtxSetLimit")
 }
 
 /// Records that the driver's limit of the heap is `bytes`, and discharges the rest.
 pub(crate) fn heap_set(name: u64, device: c_int, bytes: u64) {
+    let wanted = Units::holding(heap_bytes(bytes)).unwrap_or(Units::MAX);
     let mut known = registry();
-    if let Some(heap) = &mut known.get_or_insert(name, device).heap {
-        let needed = Units::holding(heap_bytes(bytes)).map_or(u32::MAX, |units| units.0);
-        let excess = heap.units.saturating_sub(needed);
-        heap.units -= excess;
-        accounting::discharge(Charge {
-            units: excess,
-            ..*heap
-        });
+    known.get_or_insert(name, device).lower(Part::Heap, wanted);
+}
+
+/// Charges a context for the nodes of a graph before it is instantiated, as far as no earlier graph
+/// has taken their memory.
+///
+/// # Errors
+/// The quota does not allow it.
+pub(crate) fn charge_graph(
+    (device, name): (c_int, u64),
+    bytes: u64,
+    function: &str,
+) -> Result<(), Denied> {
+    let mut known = registry();
+    let context = known.get_or_insert(name, device);
+    let graphs = context.graphs.saturating_add(bytes);
+    let wanted = graphs.checked_next_multiple_of(CHUNK);
+    let wanted = wanted.and_then(Units::holding).ok_or(Denied)?;
+    context.raise(Part::Graphs, wanted, function)?;
+    context.graphs = graphs;
+    Ok(())
+}
+
+/// Records that the nodes of a graph take no memory any more. The context keeps it for others.
+pub(crate) fn graph_ended(name: u64, bytes: u64) {
+    let mut known = registry();
+    let mut contexts = known.contexts.iter_mut();
+    if let Some(context) = contexts.find(|context| context.id == name) {
+        context.graphs = context.graphs.saturating_sub(bytes);
     }
 }
 
@@ -184,12 +210,12 @@ pub(crate) fn kernels_loaded(needed: &BTreeMap<c_int, u64>, function: &str) -> R
         let Some(bytes) = larger.get(&context.device) else {
             continue;
         };
-        let before = context.stack;
+        let before = context.parts[Part::Stacks as usize];
         let charged = context.adjust_stack_charge(context.limit.max(*bytes), function);
         raised.push((context, before));
         if charged.is_err() {
             for (context, before) in raised {
-                context.lower_stack_charge(before);
+                context.lower(Part::Stacks, before);
             }
             return charged;
         }
@@ -229,9 +255,9 @@ impl Context {
             id: name,
             device,
             charges: Vec::new(),
-            stack: Units::ZERO,
+            parts: [Units::ZERO; 3],
             limit: DEFAULT_STACK,
-            heap: None,
+            graphs: 0,
         }
     }
 
@@ -239,21 +265,29 @@ impl Context {
     fn adjust_stack_charge(&mut self, bytes: u64, function: &str) -> Result<(), Denied> {
         let wanted = stack_bytes(resident_threads(self.device), bytes).ok_or(Denied)?;
         let wanted = Units::holding(wanted).ok_or(Denied)?;
-        let missing = wanted.saturating_sub(self.stack);
-        if missing > Units::ZERO {
-            let pending =
-                accounting::charge(Account::Device(self.device), missing.bytes(), function)?;
-            self.charges.push(pending.into_charge());
-        }
-        self.lower_stack_charge(wanted);
-        self.stack = wanted;
+        self.raise(Part::Stacks, wanted, function)?;
+        self.lower(Part::Stacks, wanted);
         Ok(())
     }
 
-    /// Discharges what the stacks are charged beyond `wanted`.
-    fn lower_stack_charge(&mut self, wanted: Units) {
-        let mut units = self.stack.saturating_sub(wanted);
-        self.stack = self.stack.min(wanted);
+    /// Charges what a part is charged less than `wanted`.
+    fn raise(&mut self, part: Part, wanted: Units, function: &str) -> Result<(), Denied> {
+        let charged = &mut self.parts[part as usize];
+        let missing = wanted.saturating_sub(*charged);
+        if missing > Units::ZERO {
+            let account = Account::Device(self.device);
+            let pending = accounting::charge(account, missing.bytes(), function)?;
+            self.charges.push(pending.into_charge());
+            *charged = wanted;
+        }
+        Ok(())
+    }
+
+    /// Discharges what a part is charged beyond `wanted`.
+    fn lower(&mut self, part: Part, wanted: Units) {
+        let charged = &mut self.parts[part as usize];
+        let mut units = charged.saturating_sub(wanted);
+        *charged = wanted.min(*charged);
         for charge in &mut self.charges {
             let part = units.min(Units(charge.units));
             accounting::discharge(Charge {
@@ -268,8 +302,7 @@ impl Context {
 
     /// Discharges all that a destroyed context was charged.
     pub(crate) fn discharge(self) {
-        let charges = self.charges.into_iter().chain(self.heap);
-        charges.for_each(accounting::discharge);
+        self.charges.into_iter().for_each(accounting::discharge);
     }
 }
 
