@@ -26,6 +26,11 @@ pub enum QueryError {
     },
 }
 
+/// The channel of an answer.
+pub(super) type Answer<T> = oneshot::Sender<Result<T, QueryError>>;
+/// The receiver of an answer.
+pub(super) type Answered<T> = oneshot::Receiver<Result<T, QueryError>>;
+
 /// Sends requests to NVML; the watcher ends when the last handle is dropped.
 #[derive(Debug, Clone)]
 pub struct NvmlHandle {
@@ -41,27 +46,16 @@ impl MemorySampler for NvmlHandle {
 impl NvmlHandle {
     /// Requests a GPU's memory and processes, with their SM utilization. The channel closes without
     /// an answer if the GPU's NVML process is absent, ends, or exceeds [`ANSWER`](super::ANSWER).
-    pub fn request_sample(
-        &self,
-        gpu: &GpuUuid,
-    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
+    pub fn request_sample(&self, gpu: &GpuUuid) -> Answered<GpuMemorySample> {
         self.request(gpu, true)
     }
 
-    fn request(
-        &self,
-        gpu: &GpuUuid,
-        with_utilization: bool,
-    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
-        let (answer, answered) = oneshot::channel();
+    fn request(&self, gpu: &GpuUuid, with_utilization: bool) -> Answered<GpuMemorySample> {
         let request = Request::Sample {
             gpu: gpu.clone(),
             with_utilization,
         };
-        let job = Job::Sample(request, answer);
-        // After the watcher's end the receiver reports the closed channel.
-        let _ = self.requests.send((gpu.clone(), job));
-        answered
+        self.send(gpu, request, Job::Sample)
     }
 
     /// Requests the driver's limit for the processes in `cgroup`, after `hard` was set if given. The
@@ -71,16 +65,24 @@ impl NvmlHandle {
         gpu: &GpuUuid,
         cgroup: &Path,
         hard: Option<Bytes>,
-    ) -> oneshot::Receiver<Result<CgroupLimit, QueryError>> {
-        let (answer, answered) = oneshot::channel();
+    ) -> Answered<CgroupLimit> {
         let request = Request::Limit {
             gpu: gpu.clone(),
             cgroup: cgroup.to_owned(),
             hard,
         };
-        let _ = self
-            .requests
-            .send((gpu.clone(), Job::Limit(request, answer)));
+        self.send(gpu, request, Job::Limit)
+    }
+
+    fn send<T>(
+        &self,
+        gpu: &GpuUuid,
+        request: Request,
+        job: fn(Request, Answer<T>) -> Job,
+    ) -> Answered<T> {
+        let (answer, answered) = oneshot::channel();
+        // After the watcher's end the receiver reports the closed channel.
+        let _ = self.requests.send((gpu.clone(), job(request, answer)));
         answered
     }
 }

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::calls;
+use super::handle::Answer;
 use super::protocol::{CallError, Request, Response, Scope};
 use super::{ANSWER, FIRST_ANSWER, QueryError};
 use crate::cgroup_limit::CgroupLimit;
@@ -30,11 +31,8 @@ pub(super) type ProcessNumber = u64;
 #[derive(Debug)]
 pub(super) enum Job {
     Probe,
-    Sample(
-        Request,
-        oneshot::Sender<Result<GpuMemorySample, QueryError>>,
-    ),
-    Limit(Request, oneshot::Sender<Result<CgroupLimit, QueryError>>),
+    Sample(Request, Answer<GpuMemorySample>),
+    Limit(Request, Answer<CgroupLimit>),
 }
 
 /// A report of a process's task.
