@@ -29,6 +29,16 @@ const DRAIN_MANAGER: &str = "bursar-operator-drain";
 /// The field manager of `spec.pods`.
 const POD_SETTINGS_MANAGER: &str = "bursar-operator-pods";
 
+/// Fields of a GpuNode's spec with a field manager of their own.
+pub enum SpecFields<'a> {
+    /// The node's context policies and restart requests.
+    ContextPolicies(&'a [ContextPolicyEntry], &'a [RestartRequest]),
+    /// The GPUs that the operator drains. GPUs of other field managers stay.
+    Drain(&'a [String]),
+    /// What the node's agent must know of its pods.
+    Pods(&'a [PodSettings]),
+}
+
 /// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionResult {
@@ -155,63 +165,32 @@ impl ApiWriter {
         .await
     }
 
-    /// Applies a node's context policies and restart requests. Fails when the object is gone or was
-    /// recreated.
-    pub async fn apply_context_policies(
+    /// Applies fields of a GpuNode's spec. Fails when the object is gone or was recreated.
+    pub async fn apply_spec(
         &self,
         node: &str,
         uid: &str,
-        orders: &[ContextPolicyEntry],
-        restarts: &[RestartRequest],
+        fields: SpecFields<'_>,
     ) -> Result<(), ApiError> {
-        let spec = json!({ "contextPolicies": orders, "restarts": restarts });
-        let object = format!("the context policies of GpuNode {node}");
-        let target = (node, uid, CONTEXT_POLICIES_MANAGER);
-        self.apply_orders(WriteKind::ContextPolicies, object, target, spec)
-            .await
-    }
-
-    /// Applies the GPUs that the operator drains on a node. Fails when the object is gone or was
-    /// recreated. GPUs of other field managers stay.
-    pub async fn apply_drain(
-        &self,
-        node: &str,
-        uid: &str,
-        gpus: &[String],
-    ) -> Result<(), ApiError> {
-        let object = format!("the drain of GpuNode {node}");
-        let target = (node, uid, DRAIN_MANAGER);
-        self.apply_orders(WriteKind::Drain, object, target, json!({ "drain": gpus }))
-            .await
-    }
-
-    /// Applies what a node's agent must know of its pods. Fails when the object is gone or was
-    /// recreated.
-    pub async fn apply_pod_settings(
-        &self,
-        node: &str,
-        uid: &str,
-        pods: &[PodSettings],
-    ) -> Result<(), ApiError> {
-        let object = format!("the settings of pods in GpuNode {node}");
-        let target = (node, uid, POD_SETTINGS_MANAGER);
-        self.apply_orders(
-            WriteKind::PodSettings,
-            object,
-            target,
-            json!({ "pods": pods }),
-        )
-        .await
-    }
-
-    /// Applies fields of a GpuNode's spec as one field manager.
-    async fn apply_orders(
-        &self,
-        kind: WriteKind,
-        object: String,
-        (node, uid, manager): (&str, &str, &str),
-        spec: Value,
-    ) -> Result<(), ApiError> {
+        let (kind, what, manager, spec) = match fields {
+            SpecFields::ContextPolicies(policies, restarts) => (
+                WriteKind::ContextPolicies,
+                "the context policies of",
+                CONTEXT_POLICIES_MANAGER,
+                json!({ "contextPolicies": policies, "restarts": restarts }),
+            ),
+            SpecFields::Drain(gpus) => {
+                let spec = json!({ "drain": gpus });
+                (WriteKind::Drain, "the drain of", DRAIN_MANAGER, spec)
+            }
+            SpecFields::Pods(pods) => (
+                WriteKind::PodSettings,
+                "the settings of pods in",
+                POD_SETTINGS_MANAGER,
+                json!({ "pods": pods }),
+            ),
+        };
+        let object = format!("{what} GpuNode {node}");
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),

@@ -16,7 +16,7 @@ mod node_orders;
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
-use super::pod_settings::{PodOnNode, PodSettingsIndex};
+use super::pod_settings::PodOnNode;
 use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary};
 use crate::budget::ObservedQuota;
 use crate::cluster::placement_index::snapshot::{PlacementEvent, PlacementIndex};
@@ -96,7 +96,7 @@ pub struct ClusterIndex {
     budgets: Cache<BudgetSummary>,
     budget_lists: u64,
     pods: Cache<PodRequest>,
-    pub(super) pod_settings: PodSettingsIndex,
+    pub(super) pods_on_nodes: Cache<PodOnNode>,
     pub(super) gpu_nodes: Cache<GpuNodeSummary>,
     nodes: Cache<NodeSummary>,
     liveness: NodeLiveness,
@@ -117,7 +117,7 @@ impl ClusterIndex {
             budgets: Cache::default(),
             budget_lists: 0,
             pods: Cache::default(),
-            pod_settings: PodSettingsIndex::default(),
+            pods_on_nodes: Cache::default(),
             gpu_nodes: Cache::default(),
             nodes: Cache::default(),
             liveness: NodeLiveness::default(),

@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
 use bursar_crds::resources::PREFIX;
-use kube::runtime::watcher::Event;
 
+use super::Cache;
 use super::index::ClusterIndex;
 use super::pod_request::{has_ended, mirrored_uid};
 use super::slim_pod::SlimPod;
-use super::{Cache, CacheEntry, Key};
 
 /// A pod on a node that requests a resource of Bursar.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,50 +49,23 @@ impl PodOnNode {
     }
 }
 
-/// The pods of all nodes.
-#[derive(Debug, Default)]
-pub(super) struct PodSettingsIndex {
-    pods: Cache<PodOnNode>,
-    by_node: BTreeMap<String, BTreeSet<Key>>,
-}
-
-impl PodSettingsIndex {
-    /// Applies one event.
-    pub(super) fn apply(&mut self, event: Event<CacheEntry<PodOnNode>>) {
-        for (key, before) in self.pods.apply(event) {
-            if let Some(before) = before
-                && let Some(keys) = self.by_node.get_mut(&before.node)
-            {
-                keys.remove(&key);
-                if keys.is_empty() {
-                    self.by_node.remove(&before.node);
-                }
-            }
-            if let Some(now) = self.pods.get(&key) {
-                self.by_node
-                    .entry(now.node.clone())
-                    .or_default()
-                    .insert(key);
-            }
-        }
-    }
-
-    /// The settings of the pods on a node, sorted by UID.
-    fn on_node(&self, node: &str) -> Vec<PodSettings> {
-        let keys = self.by_node.get(node).into_iter().flatten();
-        let pods = keys.filter_map(|key| self.pods.get(key));
-        let (mirrors, others): (Vec<_>, Vec<_>) = pods.partition(|pod| pod.is_mirror);
+/// The settings of the pods on each node, sorted by UID.
+fn by_node(pods: &Cache<PodOnNode>) -> BTreeMap<&str, Vec<PodSettings>> {
+    let mut nodes = BTreeMap::<&str, BTreeMap<&str, &PodOnNode>>::new();
+    for (_, pod) in pods.iter() {
+        let by_uid = nodes.entry(&pod.node).or_default();
+        let uid = pod.settings.pod_uid.as_str();
         // Any creator of a pod can write the UID of a mirror pod. It must not replace a real pod.
-        let mut by_uid = BTreeMap::new();
-        for PodOnNode { settings, .. } in others.into_iter().chain(mirrors) {
-            by_uid.entry(&settings.pod_uid).or_insert(settings);
+        if !(pod.is_mirror && by_uid.contains_key(uid)) {
+            by_uid.insert(uid, pod);
         }
-        by_uid
-            .into_values()
-            .take(MAX_POD_SETTINGS)
-            .cloned()
-            .collect()
     }
+    let settings = |by_uid: BTreeMap<&str, &PodOnNode>| {
+        let pods = by_uid.into_values().take(MAX_POD_SETTINGS);
+        pods.map(|pod| pod.settings.clone()).collect()
+    };
+    let nodes = nodes.into_iter();
+    nodes.map(|(node, pods)| (node, settings(pods))).collect()
 }
 
 impl ClusterIndex {
@@ -106,14 +78,15 @@ impl ClusterIndex {
         &self,
         applied: &mut BTreeMap<String, Vec<PodSettings>>,
     ) -> Vec<(String, String, Vec<PodSettings>)> {
-        if !self.pod_settings.pods.is_listed() || !self.gpu_nodes.is_listed() {
+        if !self.pods_on_nodes.is_listed() || !self.gpu_nodes.is_listed() {
             return Vec::new();
         }
         let uids: BTreeSet<&String> = self.gpu_nodes.iter().map(|(_, node)| &node.uid).collect();
         applied.retain(|uid, _| uids.contains(uid));
+        let mut by_node = by_node(&self.pods_on_nodes);
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let outdated = nodes.filter_map(|(key, node)| {
-            let pods = self.pod_settings.on_node(&key.name);
+            let pods = by_node.remove(key.name.as_str()).unwrap_or_default();
             let is_due = node.pods != pods && applied.get(&node.uid) != Some(&pods);
             is_due.then(|| (key.name.clone(), node.uid.clone(), pods))
         });
@@ -124,9 +97,10 @@ impl ClusterIndex {
 #[cfg(test)]
 mod tests {
     use bursar_crds::{GpuNode, Quantum};
+    use kube::runtime::watcher::Event;
     use serde_json::{Value, json};
 
-    use super::super::{GpuNodeSummary, WatchEvent};
+    use super::super::{CacheEntry, GpuNodeSummary, Key, WatchEvent};
     use super::*;
 
     fn pod(uid: &str, change: Value) -> Value {
@@ -162,9 +136,9 @@ mod tests {
     }
 
     fn on_node(pods: &[Value]) -> Vec<PodSettings> {
-        let mut index = PodSettingsIndex::default();
-        pods.iter().for_each(|pod| index.apply(event(pod)));
-        index.on_node("n")
+        let mut cache = Cache::default();
+        pods.iter().for_each(|pod| drop(cache.apply(event(pod))));
+        by_node(&cache).remove("n").unwrap_or_default()
     }
 
     /// The settings of the pod `name` of [`pod`], with this UID.

@@ -20,7 +20,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::api::write::ApiWriter;
+use crate::api::write::{ApiWriter, SpecFields};
 use crate::cluster::{ClusterIndex, NodeOrders};
 use crate::error::error_chain;
 
@@ -106,8 +106,8 @@ impl Writes {
         (policies, restarts): NodeOrders,
     ) -> bool {
         self.last.clone_from(&node);
-        let write = writer.apply_context_policies(&node, uid, &policies, &restarts);
-        if let Err(error) = write.await {
+        let fields = SpecFields::ContextPolicies(&policies, &restarts);
+        if let Err(error) = writer.apply_spec(&node, uid, fields).await {
             // A failed write may still have been applied, so the owner of the current entries is
             // unknown.
             self.applied.remove(&node);

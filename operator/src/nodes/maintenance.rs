@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::events::publish_on_node;
-use crate::api::write::ApiWriter;
+use crate::api::write::{ApiWriter, SpecFields};
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
@@ -53,7 +53,8 @@ pub async fn run(
             if shutdown.is_cancelled() {
                 return;
             }
-            match writer.apply_drain(&node, &uid, &gpus).await {
+            let fields = SpecFields::Drain(&gpus);
+            match writer.apply_spec(&node, &uid, fields).await {
                 Ok(()) => {
                     info!(node, ?gpus, "applied a drain for NVIDIA's operators");
                     let before = applied.insert(uid, gpus.clone());

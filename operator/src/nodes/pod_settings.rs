@@ -8,7 +8,6 @@
 //! write has all pods of a node, and nodes are written side by side.
 
 use std::collections::BTreeMap;
-use std::pin::pin;
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
@@ -17,7 +16,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::api::write::ApiWriter;
+use crate::api::write::{ApiWriter, SpecFields};
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
@@ -49,16 +48,15 @@ pub async fn run(
         let due = index
             .borrow_and_update()
             .outdated_pod_settings(&mut applied);
-        let due = stream::iter(due).take_until(shutdown.cancelled());
-        let writes = due
-            .map(async |(node, uid, pods)| {
-                let written = writer.apply_pod_settings(&node, &uid, &pods).await;
-                (uid, pods, written)
-            })
-            .buffer_unordered(CONCURRENT_WRITES);
-        let mut writes = pin!(writes);
+        let writes = stream::iter(due).take_until(shutdown.cancelled());
+        let writes = writes.map(async |(node, uid, pods)| {
+            let fields = SpecFields::Pods(&pods);
+            let written = writer.apply_spec(&node, &uid, fields).await;
+            (uid, pods, written)
+        });
+        let writes = writes.buffer_unordered(CONCURRENT_WRITES);
         let mut failed = false;
-        while let Some((uid, pods, written)) = writes.next().await {
+        for (uid, pods, written) in writes.collect::<Vec<_>>().await {
             match written {
                 Ok(()) => drop(applied.insert(uid, pods)),
                 Err(error) => {

@@ -1,6 +1,5 @@
 //! Checks nodes, GPUs, pods, budgets and clocks.
 
-use bursar_crds::Amount;
 use bursar_crds::budget::Overflow;
 use bursar_crds::conditions::{budget as budget_names, gpu_node as names};
 use bursar_crds::context_policy::ContextAction;
@@ -192,22 +191,18 @@ fn unowned(snapshot: &Snapshot) -> Vec<Finding> {
         );
         for gpu in node.status.iter().flat_map(|status| &status.gpus) {
             let gpu_name = format!("{}: GPU {}", name(node), gpus::index(node, gpu));
-            let mut note = |check, amount: &Option<Amount>, what| {
-                findings.extend(amount.as_ref().map(|amount| {
+            let ended = "that processes of ended pods keep";
+            let unowned = "in use that is charged to no pod, and withheld from all";
+            let kinds = [
+                ("LeakedMemory", &gpu.leaked, ended),
+                ("WithheldMemory", &gpu.withheld, unowned),
+            ];
+            for (check, amount, what) in kinds {
+                if let Some(amount) = amount {
                     let text = format!("{gpu_name} has {} {what}", memory(bytes(amount)));
-                    Finding::new(Level::Warn, check, text, events.clone())
-                }));
-            };
-            note(
-                "LeakedMemory",
-                &gpu.leaked,
-                "that processes of ended pods keep",
-            );
-            note(
-                "WithheldMemory",
-                &gpu.withheld,
-                "in use that is charged to no pod, and withheld from all",
-            );
+                    findings.push(Finding::new(Level::Warn, check, text, events.clone()));
+                }
+            }
         }
     }
     findings

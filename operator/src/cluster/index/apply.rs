@@ -41,7 +41,7 @@ impl ClusterIndex {
                 }
             }
             WatchEvent::PodOnNode(event) => {
-                self.pod_settings.apply(event);
+                self.pods_on_nodes.apply(event);
                 Affected::default()
             }
             WatchEvent::GpuNode(event) => self.apply_gpu_node(event),
