@@ -76,20 +76,15 @@ impl PodSettingsReader {
             return pending().await;
         };
         let mut was_there = false;
-        let has_ended = |spec: &Option<ParsedSpec>| {
-            let pods = pods_of(spec);
-            match pods.as_ref().map(|pods| pods.get(pod.as_str())) {
-                Some(Some(settings)) => {
-                    was_there = true;
-                    settings.deletion_grace().is_some()
+        loop {
+            if let Some(pods) = pods_of(&spec.borrow_and_update()) {
+                match pods.get(pod.as_str()) {
+                    Some(settings) if settings.deletion_grace().is_none() => was_there = true,
+                    None if !was_there => {}
+                    Some(_) | None => return,
                 }
-                Some(None) => was_there,
-                None => false,
             }
-        };
-        // The sender ends only with the agent.
-        if spec.wait_for(has_ended).await.is_err() {
-            pending().await
+            changed(&mut spec).await;
         }
     }
 

@@ -11,12 +11,6 @@ use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 /// another loses its owner, the memory of the first becomes unreclaimed.
 pub(super) type OrphanedLeases = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 
-fn total<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
-    bytes.fold(Bytes::ZERO, |sum, bytes| {
-        Bytes(sum.0.saturating_add(bytes.0))
-    })
-}
-
 impl Ledger {
     /// Replaces the leases that no bound container owns. True where this changed them. Leases that
     /// ended leave their memory unreclaimed. A crash of the agent and the fd store may have ended
@@ -30,7 +24,7 @@ impl Ledger {
                     .is_some_and(|gpu_leases| gpu_leases.contains_key(lease))
             };
             let ended = before.iter().filter(|(lease, _)| !stays(lease));
-            let ended = total(ended.map(|(_, bytes)| bytes));
+            let ended = ended.map(|(_, bytes)| *bytes).sum();
             self.add_unreclaimed(gpu, ended, now);
         }
         self.orphaned_leases = leases;
@@ -48,12 +42,8 @@ impl Ledger {
 
     /// The memory of leases without an owner on a GPU.
     pub(super) fn orphaned_leases_on(&self, gpu: &GpuUuid) -> Bytes {
-        total(
-            self.orphaned_leases
-                .get(gpu)
-                .into_iter()
-                .flat_map(BTreeMap::values),
-        )
+        let leases = self.orphaned_leases.get(gpu).into_iter();
+        leases.flat_map(BTreeMap::values).copied().sum()
     }
 
     /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner, or
@@ -68,19 +58,15 @@ impl Ledger {
     }
 
     fn unavailable_with(&self, gpu: &GpuUuid, unreclaimed: Bytes) -> Quanta {
-        let bytes = unreclaimed
-            .0
-            .saturating_add(self.orphaned_leases_on(gpu).0)
-            .saturating_add(self.withheld_on(gpu).0);
-        self.quanta_of(bytes)
+        self.quanta_of(unreclaimed + self.orphaned_leases_on(gpu) + self.withheld_on(gpu))
     }
 
     /// The withheld memory of a GPU.
     pub(super) fn withheld_quanta(&self, gpu: &GpuUuid) -> Quanta {
-        self.quanta_of(self.withheld_on(gpu).0)
+        self.quanta_of(self.withheld_on(gpu))
     }
 
-    fn quanta_of(&self, bytes: u64) -> Quanta {
+    fn quanta_of(&self, Bytes(bytes): Bytes) -> Quanta {
         let quanta = bytes.div_ceil(self.quantum.bytes());
         Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
     }

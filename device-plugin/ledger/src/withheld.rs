@@ -64,13 +64,9 @@ impl Ledger {
 
     /// The withheld memory of all healthy GPUs.
     pub(super) fn withheld_total(&self) -> Bytes {
-        let takes_claims = self
-            .gpus
-            .iter()
-            .filter(|(_, gpu)| gpu.health == Health::Healthy);
-        takes_claims.fold(Bytes::ZERO, |sum, (gpu, _)| {
-            Bytes(sum.0.saturating_add(self.withheld_on(gpu).0))
-        })
+        let gpus = self.gpus.iter();
+        let healthy = gpus.filter(|(_, gpu)| gpu.health == Health::Healthy);
+        healthy.map(|(gpu, _)| self.withheld_on(gpu)).sum()
     }
 }
 

@@ -113,12 +113,10 @@ pub(super) fn build_status(
         Verdict::Unknown(error) => Some(format!("the scrub check failed: {error}")),
     };
     let is_cleared = |gpu: &&GpuUuid| verdicts.get(gpu, &with(gpu)) == Some(&Verdict::Scrubbed);
-    let live = leases.live_leases().into_iter().map(|(gpu, leases)| {
-        let bytes = leases
-            .values()
-            .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
-        (gpu, (leases.len(), Bytes(bytes)))
-    });
+    let live = leases
+        .live_leases()
+        .into_iter()
+        .map(|(gpu, leases)| (gpu, (leases.len(), leases.values().copied().sum())));
     RetainedStatus {
         enabled,
         is_store_connected: leases.is_store_connected(),

@@ -92,13 +92,6 @@ struct FoundContainer<'a> {
     processes: &'a [(u32, Stat)],
 }
 
-impl FoundContainer<'_> {
-    /// The container with an allocation, of which nothing else is known.
-    fn with_allocation(&self, allocation: AllocationId) -> AttestedContainer {
-        AttestedContainer::new(allocation, self.pod, self.folder)
-    }
-}
-
 /// The findings of an earlier probe about a container.
 struct KnownContainer {
     allocation: Option<AllocationId>,
@@ -178,11 +171,7 @@ impl PodAttestor {
         host: &HostView,
         room: &mut u64,
     ) -> Option<AttestedContainer> {
-        let FoundContainer {
-            pod: _,
-            folder,
-            processes,
-        } = *container;
+        let (folder, processes) = (container.folder, container.processes);
         let &(first, stat) = processes.first()?;
         let KnownContainer {
             allocation,
@@ -232,7 +221,7 @@ impl PodAttestor {
         Some(AttestedContainer {
             gap: gap.or(of_mounts).or(uses).or(minor_gap),
             processes: running,
-            ..container.with_allocation(allocation)
+            ..AttestedContainer::new(allocation, container.pod, folder)
         })
     }
 

@@ -172,7 +172,6 @@ pub struct AuditResult {
 }
 
 /// The figures of one GPU that are compared.
-#[derive(Clone)]
 struct GpuFigures<'a> {
     sample: &'a GpuSample,
     usage: &'a [ContainerUsage],
@@ -424,11 +423,11 @@ impl<'a> GpuFigures<'a> {
     /// The bytes that exited processes of each container may have left. Another process may have had
     /// their pids since, and have left memory too.
     fn exited_room(&self) -> BTreeMap<AllocationId, Bytes> {
-        let room = |GpuAccount {
-                        container, balance, ..
-                    }: &GpuAccount<'_>| {
-            let allowance = self.allowance_of(container.exited_pids.len(), balance.quota);
-            (container.allocation, balance.exited + allowance)
+        let room = |account: &GpuAccount<'_>| {
+            let pids = account.container.exited_pids.len();
+            let allowance = self.allowance_of(pids, account.balance.quota);
+            let room = account.balance.exited + allowance;
+            (account.container.allocation, room)
         };
         self.accounts.iter().map(room).collect()
     }

@@ -22,23 +22,16 @@ pub struct Action {
     pub kill: Vec<Process>,
 }
 
-/// The pod without GPU memory that a finding is about, whose process the policy may kill. Memory
+/// The pod of a finding that names no allocation, if the policy may kill the pod's process. Memory
 /// within the tolerance may be that of a program that monitors GPUs.
-pub fn outsider<'a>(finding: &'a Finding, config: &AuditConfig) -> Option<&'a PodUid> {
+fn outsider<'a>(finding: &'a Finding, config: &AuditConfig) -> Option<&'a PodUid> {
     let (pod, bytes) = match finding {
         Finding::UntrackedProcess {
             owner: ProcessOwner::Container { pod, .. },
-            allocation: None,
             bytes,
             ..
         } => (pod, bytes.unwrap_or_default()),
-        Finding::Holder {
-            pod,
-            allocation: None,
-            is_only_suspect: true,
-            bytes,
-            ..
-        } => (pod, *bytes),
+        Finding::Holder { pod, bytes, .. } => (pod, *bytes),
         _ => return None,
     };
     let may_kill = config.policy == AuditPolicy::Kill && config.kill_outsiders;

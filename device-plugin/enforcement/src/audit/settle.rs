@@ -34,22 +34,15 @@ impl Overheads {
         result: &AuditResult,
     ) -> BTreeMap<(AllocationId, GpuUuid), Bytes> {
         let served = by_allocation(usage);
-        self.0
-            .retain(|(allocation, _), _| served.contains_key(allocation));
+        self.0.retain(|(of, _), _| served.contains_key(of));
         let mut overheads = BTreeMap::new();
         for (account, drift) in &result.drift {
             // Processes without a session are charged apart.
             let untracked = result.untracked_memory.get(account);
-            let untracked: Bytes = untracked
-                .into_iter()
-                .flat_map(BTreeMap::values)
-                .copied()
-                .sum();
-            let beyond = u64::try_from(*drift)
-                .unwrap_or(0)
-                .saturating_sub(untracked.0);
+            let untracked: Bytes = untracked.map_or(Bytes::ZERO, |of| of.values().copied().sum());
+            let drift = u64::try_from(*drift).unwrap_or(0);
             let drifts = self.0.entry(account.clone()).or_default();
-            drifts.push_back(beyond);
+            drifts.push_back(drift.saturating_sub(untracked.0));
             if drifts.len() > WINDOW {
                 drifts.pop_front();
             }

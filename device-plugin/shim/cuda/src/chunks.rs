@@ -29,22 +29,16 @@ pub(crate) const MAX_PIECE: u64 = 1 << 20;
 
 /// A chunk with at least one live piece.
 #[derive(Clone, Debug)]
-struct Chunk<C> {
-    charge: C,
+struct Chunk {
+    charge: Charge,
     live: u64,
 }
 
 /// The chunks with their charges, by number: the address divided by the size of a chunk.
-#[derive(Clone, Debug)]
-struct Chunks<C>(HashMap<u32, Chunk<C>, FixedState>);
+#[derive(Clone, Debug, Default)]
+struct Chunks(HashMap<u32, Chunk, FixedState>);
 
-impl<C> Default for Chunks<C> {
-    fn default() -> Chunks<C> {
-        Chunks(HashMap::default())
-    }
-}
-
-static CHUNKS: ForkLocal<Chunks<Charge>> = ForkLocal::new();
+static CHUNKS: ForkLocal<Chunks> = ForkLocal::new();
 
 /// Read while a call allocates, and written while one looks for a hole without a charge.
 static GATE: ForkLocal<(), RwLock<()>> = ForkLocal::new();
@@ -59,10 +53,10 @@ pub(crate) fn reset() {
     EXPORT.reset();
 }
 
-impl<C> Chunks<C> {
+impl Chunks {
     /// Counts a piece, and takes a charge for a chunk that is not known. Returns whether the chunk
     /// is charged now.
-    fn add(&mut self, chunk: u32, charge: impl FnOnce() -> Option<C>) -> bool {
+    fn add(&mut self, chunk: u32, charge: impl FnOnce() -> Option<Charge>) -> bool {
         if let Some(known) = self.0.get_mut(&chunk) {
             known.live += 1;
             return true;
@@ -75,7 +69,7 @@ impl<C> Chunks<C> {
     }
 
     /// Takes a piece away. Returns the charge of its chunk if that was the last piece.
-    fn remove(&mut self, chunk: u32) -> Option<C> {
+    fn remove(&mut self, chunk: u32) -> Option<Charge> {
         let known = self.0.get_mut(&chunk)?;
         known.live -= 1;
         match known.live {
@@ -245,10 +239,10 @@ mod tests {
     struct Model {
         /// The pieces that the driver has in each of its chunks.
         driver: Vec<u64>,
-        chunks: Chunks<u64>,
+        chunks: Chunks,
         charged: u64,
         /// Each thread's next step, the chunk of its piece, and its own charge.
-        threads: Vec<(Step, u32, Option<u64>)>,
+        threads: Vec<(Step, u32, Option<Charge>)>,
         /// The threads that free their piece.
         frees: Vec<bool>,
     }
@@ -274,7 +268,12 @@ mod tests {
             *step = match step {
                 Step::Charge => {
                     self.charged += 1;
-                    *pending = Some(1);
+                    *pending = Some(Charge {
+                        account: 0,
+                        units: 1,
+                        context: 1,
+                        share: ShareState::Private,
+                    });
                     Step::Allocate
                 }
                 Step::Allocate => {
@@ -288,7 +287,7 @@ mod tests {
                 }
                 Step::Count => {
                     assert!(self.chunks.add(*chunk, || pending.take()));
-                    self.charged -= pending.take().unwrap_or(0);
+                    self.charged -= u64::from(pending.take().is_some());
                     match self.frees[place] {
                         true => Step::Free,
                         false => Step::End,
@@ -299,7 +298,7 @@ mod tests {
                     Step::Release
                 }
                 Step::Release => {
-                    self.charged -= self.chunks.remove(*chunk).unwrap_or(0);
+                    self.charged -= u64::from(self.chunks.remove(*chunk).is_some());
                     Step::End
                 }
                 Step::End => unreachable!(),

@@ -88,7 +88,7 @@ impl PodAttestor {
         room: &mut u64,
     ) -> Option<AttestedContainer> {
         let FoundContainer {
-            pod: _,
+            pod,
             folder,
             processes,
         } = *container;
@@ -107,7 +107,7 @@ impl PodAttestor {
         Some(AttestedContainer {
             processes,
             gap: (is_late || !is_ending).then(hidden_gap),
-            ..container.with_allocation(allocation)
+            ..AttestedContainer::new(allocation, pod, folder)
         })
     }
 
@@ -121,21 +121,20 @@ impl PodAttestor {
         now: Instant,
     ) -> Vec<AttestedContainer> {
         let attested: BTreeSet<_> = found.iter().map(|found| found.allocation).collect();
-        let is_late = |since: &Instant| now.duration_since(*since) >= HIDDEN_AFTER;
-        let hidden = self.hidden_since.iter().filter(|(_, since)| is_late(since));
-        let hidden = hidden.filter(|(folder, _)| {
-            let known = self.containers.get(*folder);
-            known.is_none_or(|known| known.allocation.is_none())
-        });
-        let unknown = || allocations.difference(&attested);
-        let of_container = |(folder, _): (&PathBuf, &Instant)| {
+        let mut hidden = Vec::new();
+        for (folder, since) in &self.hidden_since {
+            let known = self.containers.get(folder);
+            let is_known = known.is_some_and(|known| known.allocation.is_some());
+            if is_known || now.duration_since(*since) < HIDDEN_AFTER {
+                continue;
+            }
             let may_have = |allocation: &AllocationId| AttestedContainer {
                 gap: Some(hidden_gap()),
                 ..AttestedContainer::new(*allocation, pod, folder)
             };
-            unknown().map(may_have).collect::<Vec<_>>()
-        };
-        hidden.flat_map(of_container).collect()
+            hidden.extend(allocations.difference(&attested).map(may_have));
+        }
+        hidden
     }
 }
 

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::{AllocationId, Bytes, PodUid};
-use bursar_sessions::{ContainerUsage, Process};
+use bursar_sessions::{ContainerUsage, Process, ProcessCredit};
 
 use super::finding::Finding;
-use super::{AttestedState, AuditResult, GpuFigures, LiveProcess};
+use super::{AuditResult, GpuFigures, LiveProcess};
 use crate::attestation::AttestedProcess;
 
 impl AuditResult {
@@ -75,9 +75,7 @@ impl<'a> GpuFigures<'a> {
         }
         for (container, process, running) in users {
             let is_old = running.has_shim && running.start < self.containers.agent_start;
-            if is_old
-                || container.has_session(*process)
-                || is_forked_copy(running, container, self.containers)
+            if is_old || container.has_session(*process) || self.is_forked_copy(running, container)
             {
                 continue;
             }
@@ -152,26 +150,20 @@ impl<'a> GpuFigures<'a> {
         };
         processes.filter_map(user).collect()
     }
-}
 
-/// Whether all driver mappings of a process come from a fork of a process with a session. The
-/// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
-/// the parent has exited, a comparison is impossible; its memory stays charged as long as the child
-/// holds it.
-fn is_forked_copy(
-    running: &AttestedProcess,
-    container: &ContainerUsage,
-    containers: &AttestedState,
-) -> bool {
-    if running.forked && !container.exited_pids.is_empty() {
-        return true;
+    /// Whether all driver mappings of a process come from a fork of a process with a session. The
+    /// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
+    /// the parent has exited, a comparison is impossible; its memory stays charged as long as the
+    /// child holds it.
+    fn is_forked_copy(&self, running: &AttestedProcess, container: &ContainerUsage) -> bool {
+        let mut members = container.processes.iter();
+        let is_copy_of = |member: &ProcessCredit| {
+            let attested = self.containers.processes.get(&member.process.pid);
+            attested.is_some_and(|(_, parent)| {
+                parent.start == member.process.start
+                    && running.device_mappings.is_subset(&parent.device_mappings)
+            })
+        };
+        (running.forked && !container.exited_pids.is_empty()) || members.any(is_copy_of)
     }
-    let mut members = container.processes.iter();
-    members.any(|member| {
-        let attested = containers.processes.get(&member.process.pid);
-        attested.is_some_and(|(_, parent)| {
-            parent.start == member.process.start
-                && running.device_mappings.is_subset(&parent.device_mappings)
-        })
-    })
 }

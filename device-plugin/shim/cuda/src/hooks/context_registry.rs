@@ -58,7 +58,8 @@ pub(crate) struct Context {
 
 /// What a context takes beside itself.
 #[derive(Clone, Copy)]
-enum Part {
+pub(crate) enum Part {
+    /// The stacks of all threads that can be resident.
     Stacks,
     /// The heap of device-side malloc.
     Heap,
@@ -123,49 +124,44 @@ pub(crate) fn reinsert(context: Context) {
     registry().contexts.push(context);
 }
 
-/// Charges a context for stacks of `bytes` a thread before the limit is set. [`limit_set`]
-/// discharges what a lower limit frees.
+/// Charges a context for its stacks, of `bytes` a thread, or for a heap of `bytes`, before the limit
+/// is set. [`limit_set`] discharges what a lower limit frees.
 ///
 /// # Errors
 /// The quota does not allow it.
-pub(crate) fn charge_limit(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
+pub(crate) fn charge_limit(
+    (device, name): (c_int, u64),
+    part: Part,
+    bytes: u64,
+) -> Result<(), Denied> {
     let mut known = registry();
     let locals = known.locals(device);
     let context = known.get_or_insert(name, device);
-    let bytes = bytes
-        .checked_next_multiple_of(LIMIT_GRANULARITY)
-        .ok_or(Denied)?;
-    let wanted = bytes.max(context.limit).max(locals);
-    context.adjust_stack_charge(wanted, "cuCtxSetLimit")
+    let wanted = match part {
+        Part::Stacks => {
+            let bytes = bytes.checked_next_multiple_of(LIMIT_GRANULARITY);
+            let bytes = bytes.ok_or(Denied)?.max(context.limit).max(locals);
+            context.stacks_of(bytes)?
+        }
+        Part::Heap | Part::Graphs => Units::holding(heap_bytes(bytes)).ok_or(Denied)?,
+    };
+    context.raise(part, wanted, "cuCtxSetLimit")
 }
 
-/// Records that a context's limit is now `bytes` a thread.
-pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
+/// Records that a context's limit is now `bytes`, of a heap or of each thread's stack.
+pub(crate) fn limit_set((device, name): (c_int, u64), part: Part, bytes: u64) {
     let mut known = registry();
     let locals = known.locals(device);
     let context = known.get_or_insert(name, device);
-    context.limit = bytes;
-    // The driver set more than the program asked for and the quota denies it: the audit finds the
-    // difference.
-    let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
-}
-
-/// Charges a context for a heap of `bytes` before the limit is set, if the heap is large.
-///
-/// # Errors
-/// The quota does not allow it.
-pub(crate) fn charge_heap(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
-    let mut known = registry();
-    let context = known.get_or_insert(name, device);
-    let wanted = Units::holding(heap_bytes(bytes)).ok_or(Denied)?;
-    context.raise(Part::Heap, wanted, "cuCtxSetLimit")
-}
-
-/// Records that the driver's limit of the heap is `bytes`, and discharges the rest.
-pub(crate) fn heap_set(name: u64, device: c_int, bytes: u64) {
-    let wanted = Units::holding(heap_bytes(bytes)).unwrap_or(Units::MAX);
-    let mut known = registry();
-    known.get_or_insert(name, device).lower(Part::Heap, wanted);
+    if let Part::Stacks = part {
+        context.limit = bytes;
+        // The driver set more than the program asked for and the quota denies it: the audit finds
+        // the difference.
+        let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
+    } else {
+        let wanted = Units::holding(heap_bytes(bytes)).unwrap_or(Units::MAX);
+        context.lower(part, wanted);
+    }
 }
 
 /// Charges a context for the nodes of a graph before it is instantiated, as far as no earlier graph
@@ -263,11 +259,16 @@ impl Context {
 
     /// Charges or discharges the difference to stacks of `bytes` a thread.
     fn adjust_stack_charge(&mut self, bytes: u64, function: &str) -> Result<(), Denied> {
-        let wanted = stack_bytes(resident_threads(self.device), bytes).ok_or(Denied)?;
-        let wanted = Units::holding(wanted).ok_or(Denied)?;
+        let wanted = self.stacks_of(bytes)?;
         self.raise(Part::Stacks, wanted, function)?;
         self.lower(Part::Stacks, wanted);
         Ok(())
+    }
+
+    /// Returns what stacks of `bytes` a thread take.
+    fn stacks_of(&self, bytes: u64) -> Result<Units, Denied> {
+        let stacks = stack_bytes(resident_threads(self.device), bytes);
+        stacks.and_then(Units::holding).ok_or(Denied)
     }
 
     /// Charges what a part is charged less than `wanted`.

@@ -7,7 +7,8 @@
 
 use std::ffi::c_int;
 
-use super::{context_registry, contexts, hooks};
+use super::context_registry::{self, Part};
+use super::{contexts, hooks};
 use crate::curesult;
 use crate::driver_calls::{current_device, driver};
 
@@ -19,27 +20,23 @@ const MALLOC_HEAP_SIZE: c_int = 2;
 hooks! {
     /// `cuCtxSetLimit` (CUDA 3.1).
     fn cuCtxSetLimit(limit: c_int, value: usize) = |driver_call| {
-        let (Ok(device), context) = (current_device(), contexts::current_id()) else {
+        let part = match limit {
+            STACK_SIZE => Part::Stacks,
+            MALLOC_HEAP_SIZE => Part::Heap,
+            _ => return driver_call(limit, value),
+        };
+        let (Ok(device), context @ 1..) = (current_device(), contexts::current_id()) else {
             return driver_call(limit, value);
         };
-        if ![STACK_SIZE, MALLOC_HEAP_SIZE].contains(&limit) || context == 0 {
-            return driver_call(limit, value);
-        }
-        let charged = match limit {
-            STACK_SIZE => context_registry::charge_limit(context, device, value as u64),
-            _ => context_registry::charge_heap(context, device, value as u64),
-        };
-        if charged.is_err() {
+        let context = (device, context);
+        if context_registry::charge_limit(context, part, value as u64).is_err() {
             return curesult::OUT_OF_MEMORY;
         }
         let answer = driver_call(limit, value);
         let mut now = 0;
         // The driver rounds the limit, and a refused call leaves the old one.
         if driver!(cuCtxGetLimit(&raw mut now => *mut usize, limit => c_int)) == curesult::SUCCESS {
-            match limit {
-                STACK_SIZE => context_registry::limit_set(context, device, now as u64),
-                _ => context_registry::heap_set(context, device, now as u64),
-            }
+            context_registry::limit_set(context, part, now as u64);
         }
         answer
     };

@@ -62,13 +62,7 @@ struct Takes {
     counts: NodeCounts,
 }
 
-/// Returns what a graph takes, with its child graphs.
-fn takes(graph: u64) -> Takes {
-    let mut takes = Takes::default();
-    add_nodes(graph, MAX_DEPTH, &mut takes);
-    takes
-}
-
+/// Adds what a graph takes, with its child graphs down to a depth.
 fn add_nodes(graph: u64, depth: usize, takes: &mut Takes) {
     takes.counts.roots += roots(graph);
     for node in nodes(graph) {
@@ -150,7 +144,9 @@ fn instantiate(
     if out.is_null() {
         return call();
     }
-    let Takes { needs, counts } = takes(graph);
+    let mut takes = Takes::default();
+    add_nodes(graph, MAX_DEPTH, &mut takes);
+    let Takes { needs, counts } = takes;
     // SAFETY: not null, and read only where the driver has written it.
     let executable = || unsafe { out.read() };
     let call = || match uploads && !needs.is_empty() {
