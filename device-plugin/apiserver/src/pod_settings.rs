@@ -1,8 +1,8 @@
 //! Waits for what the operator writes of a pod into the spec of the node's `GpuNode`.
 //!
 //! The agent asks the API server for no pod. The operator writes a pod's settings when the
-//! scheduler has bound the pod, while the kubelet creates its sandbox. So they are usually there at
-//! PreStartContainer.
+//! scheduler has bound the pod, while the kubelet creates its sandbox. So the settings are usually
+//! there when the kubelet calls PreStartContainer.
 
 use std::collections::BTreeMap;
 use std::future::pending;
@@ -27,8 +27,9 @@ pub(crate) type PodsByUid = Arc<BTreeMap<String, PodSettings>>;
 pub struct PodSettingsReader {
     /// None without an API server.
     spec: Option<watch::Receiver<Option<ParsedSpec>>>,
-    /// The pods at the end of the last wait that had no answer. The operator counts as silent
-    /// until it writes others, because no decision compares the clocks of two machines.
+    /// The pods in the spec at the end of the last wait without an answer. The operator counts as
+    /// silent until it writes other pods. The agent looks at no time of a write, because it would
+    /// compare the clocks of two machines.
     unanswered: Arc<Mutex<Option<PodsByUid>>>,
 }
 
@@ -88,8 +89,8 @@ impl PodSettingsReader {
         }
     }
 
-    /// Whether nothing shows that the operator writes. An agent that has not read the object yet
-    /// reads it within a short wait.
+    /// Whether nothing shows that the operator writes. While the agent has not read the object, a
+    /// short wait is enough, because the agent reads it within that time.
     fn is_silent(&self, pods: Option<&PodsByUid>) -> bool {
         pods.is_none() || self.unanswered().as_ref() == pods
     }

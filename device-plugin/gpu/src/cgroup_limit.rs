@@ -1,7 +1,7 @@
 //! Sets and reads the driver's own memory limit of a cgroup, for which nvml-wrapper has no calls.
 //!
-//! They are `nvmlDeviceSetMemoryLimits_v1` and `nvmlDeviceGetMemoryLimits_v1` (`nvml.h` of CUDA
-//! 13.4, driver r615).
+//! NVML's functions are `nvmlDeviceSetMemoryLimits_v1` and `nvmlDeviceGetMemoryLimits_v1` (`nvml.h`
+//! of CUDA 13.4, driver r615).
 
 use std::ffi::{CString, c_char, c_int, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -31,17 +31,18 @@ struct MemoryLimits {
     used: c_ulonglong,
 }
 
-/// `nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t, nvmlSetMemoryLimits_v1_t *)`, and the
-/// same of the getter. The code is an integer, since a newer driver may have more codes.
+/// `nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t, nvmlSetMemoryLimits_v1_t *)`; the
+/// getter has the same prototype. The code is an integer, because a newer driver may return other
+/// codes.
 type MemoryLimitsCall = unsafe extern "C" fn(*mut c_void, *mut MemoryLimits) -> c_int;
 
 const SET: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
 const GET: &[u8] = b"nvmlDeviceGetMemoryLimits_v1\0";
 
-/// Limits what processes in `cgroup` can allocate of `device` to `hard`, if given, and reads the
-/// limit. The soft limit stays zero, because the driver adds soft limits to every parent cgroup.
-/// They remain when the cgroup is removed without the driver (NVIDIA's "MPS v3 Memory
-/// Partitioning").
+/// Limits what processes in `cgroup` can allocate of `device` to `hard`, if `hard` is given.
+/// Returns the limit that the driver then has. The soft limit stays zero, because the driver adds
+/// soft limits to every parent cgroup, and these sums remain when the cgroup is removed without the
+/// driver (NVIDIA's "MPS v3 Memory Partitioning").
 pub(crate) fn memory_limit(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -82,7 +83,7 @@ fn call(
     nvml_try(code.unsigned_abs())
 }
 
-/// Whether this driver sets no limits: it is too old, or limits are switched off (`RmMemacctMode`).
+/// Whether this driver sets no limits, because it is too old or `RmMemacctMode` switches them off.
 pub(crate) fn is_unsupported(error: &NvmlError) -> bool {
     matches!(
         error,

@@ -146,9 +146,9 @@ pub fn pids(proc: &Path) -> impl Iterator<Item = u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// The folder below `proc` with the files of a process that lives: of another thread where the first
-/// one has ended, because the kernel shows no memory, mounts or cgroup of an ended one. None where
-/// no thread lives.
+/// The folder below `proc` with the files of a process that lives: of another thread where the
+/// first one has ended, because the kernel shows no memory, mounts or cgroup of an ended one. None
+/// where no thread lives.
 pub fn living_folder(proc: &Path, pid: u32, stat: &Stat) -> Option<PathBuf> {
     let folder = proc.join(pid.to_string());
     if !stat.has_zombie_leader() {

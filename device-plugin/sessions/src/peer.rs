@@ -76,7 +76,8 @@ impl ImageMemory {
     /// Whether the process has replaced its image since. A child that shares the memory (`vfork`)
     /// keeps it in use.
     pub fn is_replaced(&self) -> bool {
-        // A read of memory that nobody uses any more returns no bytes; of an exited process it fails.
+        // A read of memory that nobody uses any more returns no bytes; of an exited process it
+        // fails.
         matches!(self.0.read_at(&mut [0], 0), Ok(0))
     }
 }

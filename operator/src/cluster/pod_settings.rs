@@ -19,7 +19,7 @@ pub struct PodOnNode {
 }
 
 impl PodOnNode {
-    /// `None` for a pod without a node or without a request, and for one that has ended.
+    /// `None` for a pod without a node or without a request, and for a pod that has ended.
     pub fn of(pod: &SlimPod) -> Option<Self> {
         let (meta, spec) = (&pod.metadata, &pod.spec);
         let node = spec.node_name.clone().filter(|node| !node.is_empty())?;
@@ -55,7 +55,8 @@ fn by_node(pods: &Cache<PodOnNode>) -> BTreeMap<&str, Vec<PodSettings>> {
     for (_, pod) in pods.iter() {
         let by_uid = nodes.entry(&pod.node).or_default();
         let uid = pod.settings.pod_uid.as_str();
-        // Any creator of a pod can write the UID of a mirror pod. It must not replace a real pod.
+        // Whoever creates a mirror pod chooses its UID, so a mirror pod must not replace a real
+        // pod.
         if !(pod.is_mirror && by_uid.contains_key(uid)) {
             by_uid.insert(uid, pod);
         }
@@ -69,11 +70,11 @@ fn by_node(pods: &Cache<PodOnNode>) -> BTreeMap<&str, Vec<PodSettings>> {
 }
 
 impl ClusterIndex {
-    /// The GpuNodes whose settings of pods have to be written: name, UID and settings.
+    /// The GpuNodes to which the operator has to write settings of pods: name, UID and settings.
     ///
-    /// `applied` holds what the operator applied last, by UID. Drops the entries of deleted nodes.
-    /// Settings that the API server did not keep are not written again, because its schema may be
-    /// older.
+    /// `applied` holds what the operator applied last, by the UID of the GpuNode; the entries of
+    /// deleted ones are dropped. The operator does not write settings again that the API server did
+    /// not keep, because the server's schema may be older.
     pub fn outdated_pod_settings(
         &self,
         applied: &mut BTreeMap<String, Vec<PodSettings>>,

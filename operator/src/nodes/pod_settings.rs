@@ -4,8 +4,8 @@
 //!   pods by node --> index --> GpuNode.spec.pods --> PreStartContainer in the node's agent
 //! ```
 //!
-//! The agent waits for it when the container starts, so a write follows each change at once. One
-//! write has all pods of a node, and nodes are written side by side.
+//! The agent waits for the settings when a container starts, so the operator writes them soon after
+//! each change. One write has all pods of a node, and the operator writes several nodes at a time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,14 +20,14 @@ use crate::api::write::{ApiWriter, SpecFields};
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
-/// For how long changes are gathered before the writes. The kubelet takes longer to create a pod's
-/// sandbox.
+/// For how long the operator gathers changes before it writes. The kubelet takes longer to create a
+/// pod's sandbox.
 const GATHER: Duration = Duration::from_millis(20);
 
-/// The delay before a failed write is repeated.
+/// The delay before the operator repeats a failed write.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// How many writes are under way at a time.
+/// How many nodes the operator writes at a time.
 const CONCURRENT_WRITES: usize = 16;
 
 /// Keeps the settings up to date until `shutdown`.

@@ -1,8 +1,9 @@
 //! Asks NVML about every GPU, with a deadline, and identifies the listed processes.
 //!
-//! The audit reads the accounts in between. A process that lives afterwards is no session that
-//! ended meanwhile. A process that started after the request, or after its pid was first listed
-//! ([`super::listings`]), is not the one that NVML listed.
+//! The audit reads the accounts between NVML's answer and the identification. So a process that
+//! lives at its identification is no session that ended meanwhile. A process that started after the
+//! request is not the process that NVML listed, nor is one that started after NVML first listed its
+//! pid ([`super::listings`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -78,8 +79,8 @@ impl SampleRequests {
 }
 
 /// Identifies an answer's processes by the host's `/proc` at `proc`, and leaves out the agent's own
-/// children. The accounts must be read before. Programs of the host may use GPUs if `allowed` has
-/// their names.
+/// children. The caller has read the accounts before. Programs of the host may use GPUs if
+/// `allowed` has their names.
 pub(crate) fn identify(
     gpu: GpuUuid,
     answer: SampleAnswer,
@@ -137,8 +138,8 @@ fn is_agent_child(proc: &Path, pid: u32) -> bool {
     Stat::read(proc, pid).is_some_and(|stat| stat.parent == std::process::id())
 }
 
-/// Tells an allowed program of the host from others. A process of a pod is never allowed so,
-/// because a tenant chooses its name.
+/// Recognizes an allowed program of the host. The agent allows no process of a pod by its name,
+/// because a tenant chooses the name.
 fn allow(live: LiveProcess, proc: &Path, pid: u32, allowed: &BTreeSet<String>) -> LiveProcess {
     if allowed.is_empty() || live.owner != ProcessOwner::Host {
         return live;

@@ -6,15 +6,16 @@
 //! gone; one that lives has a session there if it ever connected.
 //!
 //! The driver may list a container with more than its quota, since kernels' code and the device's
-//! own heaps are charged to no quota. [`GpuFigures::allowance_of`] bounds this for all processes of the
-//! container together. Contexts have no allowance, for the accounts charge each: a container with
-//! more processes than its quota has contexts for is over its quota.
+//! own heaps are charged to no quota. [`GpuFigures::allowance_of`] bounds this for all processes of
+//! the container together. Contexts have no allowance, for the accounts charge each: a container
+//! with more processes than its quota has contexts for is over its quota.
 //!
 //! The driver lists some memory for no process. A container's accounts explain what its processes
 //! exported, what exited ones left, its leases, and the grants of processes that the driver does
 //! not list. A process within `cuInit` or its exit is not listed, and holds memory.
-//! [`GpuFigures::known_unattributed`] bounds the sum by what the container has and the driver does not list for
-//! it. Listed memory cannot be unlisted as well, whatever a process says that it exported.
+//! [`GpuFigures::known_unattributed`] bounds the sum by what the container has and the driver does
+//! not list for it. Listed memory cannot be unlisted as well, whatever a process says that it
+//! exported.
 //!
 //! The kernel module reports memory that a process of a pod owns without a context
 //! ([`bursar_gpu::holders`]). The audit treats that process as listed, so it is within its quota,
@@ -40,8 +41,8 @@
 //! A holder may be killed if no other pod has such a process. Of several one may be innocent, for
 //! example where a container has a shim from before this agent.
 //!
-//! The driver charges managed memory on a GPU to no process, and says neither whose it is nor on
-//! which GPU. A process cannot have more of it than it has mapped. So a container's accounts
+//! The driver charges managed memory on a GPU to no process, and reports neither its owner nor its
+//! GPU. A process cannot have more of it than it has mapped. So a container's accounts
 //! explain what it was charged and has mapped. A container with more mapped than charged is
 //! [`Finding::OverManaged`] while its GPU has unaccounted memory. Its module has variables in
 //! managed memory, or it allocated past the shim. Address ranges that a managed pool reserves are
@@ -286,8 +287,8 @@ impl AuditResult {
         (charged, exited)
     }
 
-    /// Compares the memory that is listed for no process, or for exited ones, with what the accounts
-    /// explain.
+    /// Compares the memory that is listed for no process, or for exited ones, with what the
+    /// accounts explain.
     fn compare_unlisted(&mut self, figures: &GpuFigures<'_>, exited: ExitedBytes) {
         let (gpu, unlisted) = (&figures.sample.gpu, figures.sample.unattributed);
         let managed_cache = match figures.containers.managed_gpus.contains(gpu) {
@@ -420,8 +421,8 @@ impl<'a> GpuFigures<'a> {
             .copied()
     }
 
-    /// The bytes that exited processes of each container may have left. Another process may have had
-    /// their pids since, and have left memory too.
+    /// The bytes that exited processes of each container may have left. Another process may have
+    /// had their pids since, and have left memory too.
     fn exited_room(&self) -> BTreeMap<AllocationId, Bytes> {
         let room = |account: &GpuAccount<'_>| {
             let pids = account.container.exited_pids.len();
@@ -432,8 +433,8 @@ impl<'a> GpuFigures<'a> {
         self.accounts.iter().map(room).collect()
     }
 
-    /// The bytes that this number of processes may have besides their container's quota. Each has an
-    /// allowance, and all together have at most one allowance and a tenth of the quota.
+    /// The bytes that this number of processes may have besides their container's quota. Each has
+    /// an allowance, and all together have at most one allowance and a tenth of the quota.
     fn allowance_of(&self, processes: usize, quota: Bytes) -> Bytes {
         let one = self.limits.process_allowance;
         let each = Bytes(one.0.saturating_mul(processes as u64));

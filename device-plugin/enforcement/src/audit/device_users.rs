@@ -1,10 +1,10 @@
 //! Finds processes of pods that have the driver's device nodes mapped, outside of attested
 //! containers.
 //!
-//! Memory that the driver lists for an ended process is held by a process that has the ended one's
-//! files open, as a forked child has, together with its mappings. The audit asks for such processes
-//! only while there is such memory. Open files alone make no suspect: NVML opens the same files as
-//! CUDA, and maps none of them.
+//! While the driver lists memory of an ended process, another process holds this memory, because it
+//! has the ended process's files open. A forked child has these files and the mappings. The audit
+//! searches for such processes only while the driver lists memory of an ended process. Open files
+//! alone make no suspect, because NVML opens the same files as CUDA and maps none of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,21 +19,21 @@ use super::collect::{find_live, is_in_pod, is_running};
 use super::compare::{GpuSample, LiveProcess};
 use crate::attestation::{AttestedProcess, maps};
 
-/// The most processes of the node to read, and bytes of their memory maps. What is not read is no
-/// suspect, and its memory stays withheld.
+/// The most processes of the node, and the most bytes of their memory maps, that the agent reads. A
+/// process that the agent has not read is no suspect, and its memory stays withheld.
 const MAX_PROCESSES: usize = 65_536;
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The largest memory map that is read.
+/// The largest memory map that the agent reads.
 const MAPS_BOUNDS: Bounds = Bounds {
     bytes: 4 << 20,
     lines: 1 << 16,
 };
 
-/// How long a result is used, since a tenant may keep the audit asking.
+/// For how long the audit uses a result, because a tenant can make each audit search.
 const MAX_AGE: Duration = Duration::from_secs(3);
 
-/// How long an audit waits for the search, which goes on afterwards.
+/// How long an audit waits for the search. A later audit takes the result of a longer search.
 const TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The last search for processes.

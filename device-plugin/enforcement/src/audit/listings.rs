@@ -1,19 +1,21 @@
 //! Remembers since when the driver lists each process: pure.
 //!
-//! The driver lists memory by the pid that made its client, and keeps that pid while anybody has the
-//! client's files. So a listed pid may belong to an ended process, and the kernel may give it to
-//! another one. Of a process that started after its pid was first listed the driver says nothing.
+//! The driver lists memory by the pid that made its client, and keeps that pid while anybody has
+//! the client's files. So a listed pid may belong to an ended process, and the kernel may give it
+//! to another one. A process that started after the driver first listed its pid is not the listed
+//! one.
 
 use std::collections::BTreeMap;
 
 use super::compare::LiveProcess;
 
-/// How long no process may have a listed pid, in clock ticks, before its memory counts as left by
-/// an ended one. The driver frees most memory of a process within two seconds of its end.
+/// For how long, in clock ticks, a listed pid has no process before the audit counts its memory as
+/// left by an ended process. The driver frees most memory of a process within two seconds of its
+/// end.
 const GONE_AFTER: u64 = 500;
 
-/// The longest time of an answer, in clock ticks, within which no process starts and is listed:
-/// `cuInit` takes 0.2 s.
+/// The driver lists no process that started while an answer took less than this, in clock ticks,
+/// because `cuInit` takes 0.2 s.
 const PROMPT_ANSWER: u64 = 20;
 
 /// The pids that the driver lists on one GPU without a gap.
@@ -22,9 +24,9 @@ pub(crate) struct Listings(BTreeMap<u32, Listing>);
 
 #[derive(Clone, Copy, Debug)]
 struct Listing {
-    /// A process that started later is not the listed one.
+    /// When the driver first listed the pid. A process that started later is not the listed one.
     first_at: u64,
-    /// Since when no process had the pid.
+    /// The time since which no process has had the pid; none while one has it.
     gone_since: Option<u64>,
 }
 
@@ -36,8 +38,9 @@ pub(crate) struct AnswerTimes {
 }
 
 impl Listings {
-    /// Adds a pid of the next answer, which follows `before`. `find` returns the process that has
-    /// the pid now, if it started before a time. Returns the process, and whether it is long gone.
+    /// Adds a pid of the driver's answer; `before` has those of the answer before. `find` returns
+    /// the process that has the pid now, if the process started before a time. Returns the listed
+    /// process, and whether it is long gone.
     pub(crate) fn add(
         &mut self,
         before: &Listings,

@@ -7,10 +7,12 @@ use bursar_sessions::Process;
 
 use super::compare::Finding;
 
-/// Unaccounted memory is usual while a process ends, so it is reported after this many audits.
+/// The agent reports unaccounted memory after this many audits, because a process that ends leaves
+/// some for a moment.
 const UNACCOUNTED_AFTER: u32 = 10;
 
-/// A program may be within `cuInit` at one audit, but not at two: `cuInit` takes 0.2 s.
+/// The agent reports a holder after this many audits. A program may be within `cuInit` at one
+/// audit, but not at two, because `cuInit` takes 0.2 s.
 const HOLDER_AFTER: u32 = 2;
 
 /// The agent's reaction to a finding.
@@ -39,8 +41,8 @@ fn outsider<'a>(finding: &'a Finding, config: &AuditConfig) -> Option<&'a PodUid
 }
 
 /// Decides about a finding that was present in `strikes` audits, for most kinds in a row. The agent
-/// kills processes of pods that it gave memory of the GPU, and of an [`outsider`] if the pod
-/// `may_end`; processes of the host are the administrator's.
+/// kills a process of a pod that it gave memory of the GPU. It kills a process of an [`outsider`]
+/// if that pod `may_end`. It kills no process of the host, because those are the administrator's.
 pub fn action(
     finding: &Finding,
     strikes: u32,

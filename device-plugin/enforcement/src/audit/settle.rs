@@ -1,14 +1,14 @@
 //! Decides what the driver takes of a container beyond its accounts: pure.
 //!
-//! The shim charges what calls take, and some of it by estimates: code, streams and parameters of
-//! kernels are charged by none. The driver lists the sum with the container's processes. What it
-//! lists beyond the accounts in ten audits in a row is the account's overhead: the agent grants so
-//! much less, and accuses no process for it. A single audit can be wrong, because the driver's
-//! figures and the accounts are read at different times.
+//! The shim charges what the driver's calls take, in part by estimates, and charges nothing for
+//! code, streams and parameters of kernels. The driver lists all of it with the container's
+//! processes. What the driver lists beyond the accounts in ten audits in a row is the account's
+//! overhead: the agent grants so much less, and accuses no process for it. A single audit can be
+//! wrong, because the agent reads the driver's figures and the accounts at different times.
 //!
-//! The driver lists exported memory for no process while a descriptor is open, and managed memory
-//! for none at all. So neither is overhead. A process that reports less use than it has raises only
-//! the overhead of its own account.
+//! The driver lists exported memory for no process while a descriptor is open, and it lists managed
+//! memory for no process at all. So neither is overhead. A process that reports less use than it
+//! has raises only the overhead of its own account.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -17,9 +17,9 @@ use bursar_sessions::{ContainerUsage, by_allocation};
 
 use super::compare::AuditResult;
 
-/// The number of audits, one a second, that decide.
+/// The number of audits, one a second, from which the agent takes an account's overhead.
 const WINDOW: usize = 10;
-/// Overhead is a multiple of this: the driver takes memory in such chunks.
+/// Overhead is a multiple of this, because the driver takes memory in chunks of this size.
 const STEP: u64 = 2 << 20;
 
 /// The last drifts of each account of a GPU.
@@ -37,7 +37,7 @@ impl Overheads {
         self.0.retain(|(of, _), _| served.contains_key(of));
         let mut overheads = BTreeMap::new();
         for (account, drift) in &result.drift {
-            // Processes without a session are charged apart.
+            // The audit charges processes without a session apart.
             let untracked = result.untracked_memory.get(account);
             let untracked: Bytes = untracked.map_or(Bytes::ZERO, |of| of.values().copied().sum());
             let drift = u64::try_from(*drift).unwrap_or(0);

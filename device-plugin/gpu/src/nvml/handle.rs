@@ -58,8 +58,8 @@ impl NvmlHandle {
         self.send(gpu, request, Job::Sample)
     }
 
-    /// Requests the driver's limit for the processes in `cgroup`, after `hard` was set if given. The
-    /// channel may close without an answer, as with [`request_sample`](Self::request_sample).
+    /// Requests the driver's limit for the processes in `cgroup`, after `hard` was set if given.
+    /// The channel may close without an answer, as with [`request_sample`](Self::request_sample).
     pub fn request_limit(
         &self,
         gpu: &GpuUuid,

@@ -12,12 +12,13 @@ use super::{GpuAccount, GpuFigures, ListedProcess, LiveProcess};
 pub(super) enum Attribution<'a> {
     /// A session of this container, or an exited process whose memory is still charged there.
     Tracked(AllocationId),
-    /// A process of this container that has the shim and is older than this agent. The record of
-    /// its session is lost; it connects again when it next needs the agent.
+    /// A process of this container that has the shim and is older than this agent. The agent has
+    /// lost the record of its session. The process connects again when it next needs the agent.
     SessionLost(AllocationId),
-    /// A process that lacks a session; with an allocation of its pod, if the agent gave it the GPU.
+    /// A process without a session, with its owner. The allocation is that of its container, or one
+    /// of its pod; none if the agent gave the pod no memory of the GPU.
     Untracked(&'a ProcessOwner, Option<AllocationId>),
-    /// The process has ended since the driver was asked.
+    /// The process has ended since the agent asked the driver.
     Exited,
 }
 
@@ -50,7 +51,8 @@ impl GpuFigures<'_> {
         let attested = self.containers.processes.get(&pid);
         // A process that the attestation has not probed yet counts as one with the shim.
         let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
-        // The shim connects before the driver lists the process, so only older sessions can be lost.
+        // The shim connects before the driver lists the process, so only older sessions can be
+        // lost.
         let may_be_lost = has_shim && *start < self.containers.agent_start;
         match self.find(|container| container.allocation == allocation) {
             Some(_) if may_be_lost => Attribution::SessionLost(allocation),

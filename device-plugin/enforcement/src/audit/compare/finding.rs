@@ -40,8 +40,8 @@ pub enum Finding {
         /// The process.
         process: Process,
     },
-    /// A process uses the driver past the shim, so that the driver does not list it: it has no
-    /// context, or the files of an ended process. Its GPU has unaccounted memory.
+    /// A process uses the driver past the shim. The driver does not list the process, because it
+    /// has no context, or has the files of an ended process. Its GPU has unaccounted memory.
     Holder {
         /// The GPU's UUID.
         gpu: GpuUuid,
@@ -51,7 +51,8 @@ pub enum Finding {
         bytes: Bytes,
         /// The pod of the process.
         pod: PodUid,
-        /// The allocation of its container, or of its pod, if the agent gave it the GPU.
+        /// The allocation of its container, or one of its pod, if the agent gave the pod memory of
+        /// the GPU.
         allocation: Option<AllocationId>,
         /// The bytes that it has imported, if they exceed what all accounts know to be exported.
         imported: Option<Bytes>,
@@ -94,8 +95,8 @@ impl Finding {
         "unaccounted",
     ];
 
-    /// The allocation whose container the finding names. Of several suspects one may be innocent, so
-    /// the finding names none of them.
+    /// The allocation whose container the finding names. Of several suspects one may be innocent,
+    /// so the finding names none of them.
     pub fn allocation(&self) -> Option<AllocationId> {
         match self {
             Self::OverQuota { allocation, .. }

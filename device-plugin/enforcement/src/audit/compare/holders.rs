@@ -21,8 +21,8 @@ impl AuditResult {
     ) {
         let gpu = &figures.sample.gpu;
         let users = figures.driver_users();
-        // A process that only has a descriptor shows no use of the driver, so the container is known
-        // only if no other has memory of the GPU.
+        // A process that only has a descriptor shows no use of the driver, so the audit knows the
+        // container only if no other container has memory of the GPU.
         let only_container = match &figures.accounts[..] {
             [only] => Some(only.container.allocation),
             _ => None,
@@ -55,9 +55,10 @@ impl AuditResult {
 struct Suspect {
     process: Process,
     pod: PodUid,
-    /// Its container's allocation, or one of its pod; none where the pod has none of the GPU.
+    /// The allocation of its container, or one of its pod; none if the agent gave the pod no memory
+    /// of the GPU.
     allocation: Option<AllocationId>,
-    /// What it has imported, if that makes it a suspect.
+    /// The bytes that the process has imported, if they make it a suspect.
     imported: Option<Bytes>,
 }
 
@@ -94,8 +95,8 @@ impl<'a> GpuFigures<'a> {
         suspects.into_values().collect()
     }
 
-    /// The processes that have imported more than anybody is known to have exported, even if each
-    /// imported all of it twice, while as much is unaccounted.
+    /// The processes that have imported more than twice what the accounts know to be exported. What
+    /// a process has imported beyond the exports is at most `most_unaccounted`.
     fn importers(&self, most_unaccounted: Bytes) -> impl Iterator<Item = Suspect> {
         let accounts = self.accounts.iter().map(|account| account.balance);
         let exported = accounts.map(|account| account.exported + account.exited + account.leased);
@@ -124,7 +125,7 @@ impl<'a> GpuFigures<'a> {
     }
 
     /// Whether a process outside of the attested ones may have the mappings of a session: its own,
-    /// or one whose record is lost. One that the attestation has not read yet counts so.
+    /// or one whose record is lost. So may a process that the attestation has not read yet.
     fn may_have_session(&self, process: Process, LiveProcess { owner, .. }: &LiveProcess) -> bool {
         let is_attested = match owner {
             ProcessOwner::Container { pod, cgroup } => {
@@ -152,9 +153,9 @@ impl<'a> GpuFigures<'a> {
     }
 
     /// Whether all driver mappings of a process come from a fork of a process with a session. The
-    /// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
-    /// the parent has exited, a comparison is impossible; its memory stays charged as long as the
-    /// child holds it.
+    /// driver refuses to work in a forked child, and a child's own mappings have other addresses.
+    /// If the parent has exited, a comparison is impossible; its memory stays charged as long as
+    /// the child holds it.
     fn is_forked_copy(&self, running: &AttestedProcess, container: &ContainerUsage) -> bool {
         let mut members = container.processes.iter();
         let is_copy_of = |member: &ProcessCredit| {

@@ -8,19 +8,19 @@ use bursar_sessions::{Account, ContainerUsage, ProcessCredit};
 use super::finding::Finding;
 use super::{AttestedState, AuditResult, GpuAccount, GpuFigures, GpuSample};
 
-/// The free memory that the driver keeps on a GPU once managed memory was there. It takes 64 chunks
-/// of 2 MiB at a time, and has them until the GPU's last context ends.
+/// The free memory that the driver keeps on a GPU once managed memory was there. The driver takes
+/// 64 chunks of 2 MiB at a time, and keeps them until the GPU's last context ends.
 pub(super) const MANAGED_CACHE: Bytes = Bytes::mib(128);
 
 /// The mappings of the driver's node of managed memory in a process that uses no managed memory. A
-/// context has 2 MiB.
+/// context maps 2 MiB.
 const UNMANAGED_MAPPING: Bytes = Bytes::mib(8);
 
 /// The mappings of managed memory of a container's processes.
 struct ManagedMappings {
-    /// Their bytes.
+    /// The bytes of these mappings.
     sum: Bytes,
-    /// The part that is no managed memory.
+    /// The bytes that the processes would have mapped without managed memory.
     slack: Bytes,
     /// Whether the mappings of all processes with a session are known.
     is_complete: bool,

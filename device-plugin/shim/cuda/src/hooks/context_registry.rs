@@ -124,8 +124,8 @@ pub(crate) fn reinsert(context: Context) {
     registry().contexts.push(context);
 }
 
-/// Charges a context for its stacks, of `bytes` a thread, or for a heap of `bytes`, before the limit
-/// is set. [`limit_set`] discharges what a lower limit frees.
+/// Charges a context for its stacks, of `bytes` a thread, or for a heap of `bytes`, before the
+/// limit is set. [`limit_set`] discharges what a lower limit frees.
 ///
 /// # Errors
 /// The quota does not allow it.
