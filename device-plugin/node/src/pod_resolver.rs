@@ -185,7 +185,7 @@ fn device_ids_of_pod(
 
 /// An entry of the one pod that has the kubelet's entries `held`.
 fn entry_of_one_pod(
-    held: &Vec<CheckpointEntry>,
+    held: &[CheckpointEntry],
     skipped: usize,
     device_ids: &DeviceIdSet,
 ) -> Result<CheckpointEntry, ResolveError> {

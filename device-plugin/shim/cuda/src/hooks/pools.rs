@@ -152,9 +152,9 @@ unsafe fn register_reported(
     location: *const MemLocation,
     kind: c_int,
 ) -> CuResult {
-    // SAFETY: the caller guarantees it where the call has succeeded.
     if answer == curesult::SUCCESS
         && state().is_some()
+        // SAFETY: the caller guarantees it where the call has succeeded.
         && let (Some(handle), Some(location)) = unsafe { (pool.as_ref(), location.as_ref()) }
     {
         POOLS.register(*handle, charge_to(kind, *location));
@@ -230,9 +230,9 @@ hooks! {
     /// `cuMemPoolCreate` (CUDA 11.2): takes no memory.
     fn cuMemPoolCreate(pool: *mut u64, properties: *const MemProperties) = |driver_call| {
         let answer = driver_call(pool, properties);
-        // SAFETY: null, or the driver has just written the handle and read the properties.
         if answer == curesult::SUCCESS
             && state().is_some()
+            // SAFETY: null, or the driver has just written the handle and read the properties.
             && let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) }
         {
             POOLS.created(*pool, properties.charge_to());
