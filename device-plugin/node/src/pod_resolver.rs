@@ -113,7 +113,7 @@ impl PodResolver {
             device_ids: device_ids.clone(),
             source,
         })?;
-        let held = checkpoint
+        let held: Vec<_> = checkpoint
             .entries_with(resource, device_ids)
             .cloned()
             .collect();
