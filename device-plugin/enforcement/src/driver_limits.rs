@@ -391,11 +391,8 @@ mod tests {
     #[test]
     fn drivers_count_is_compared_with_the_accounts() {
         let audit = AuditConfig {
-            policy: bursar_config::AuditPolicy::Report,
             kill_outsiders: false,
-            tolerance: Bytes::mib(64),
-            process_allowance: Bytes::mib(512),
-            kill_after: 3,
+            ..AuditConfig::default()
         };
         let compare = |counted, accounts: u64, polls| {
             let accounts = PodUse {

@@ -50,14 +50,14 @@ impl Agent {
         let sessions = Sessions::new(paths.run_dir.clone(), sampler, resolver.clone())
             .with_leases(leases.clone(), live_leases)
             .with_default_policy(RecoveryPolicy::with_action(
-                self.config.default_context_action,
+                self.config.context_policy.default,
             ))
             // Sizes measured by earlier versions of the agent came from tenants: they lie in the
             // state directory.
             .with_context_sizes(paths.run_dir.join("contexts.json"));
         let sessions = Arc::new(sessions);
         let (status, retained) = watch::channel(RetainedStatus::default());
-        let config = &self.config.retained;
+        let config = &self.config.retained_memory;
         let fdstore = config.enabled.then(|| config.fdstore_socket.clone());
         let secret = key::load_or_create(&paths.run_dir.join(key::FILE_NAME));
         let service = LeaseService {
@@ -87,7 +87,7 @@ impl Agent {
             unfit_for_cuda: service.provisioners.unfit(),
             refused_by_cuda: service.provisioners.refused(),
             without_concurrent_access: service.provisioners.without_concurrent_access(),
-            supervised: self.config.retained.enabled.then(|| Supervised {
+            supervised: self.config.retained_memory.enabled.then(|| Supervised {
                 provisioners: service.provisioners.clone(),
                 tried: watch::Sender::default(),
             }),
@@ -140,7 +140,7 @@ impl Agent {
             own.with_file_name("bursar-provisioner")
         };
         self.config
-            .retained
+            .retained_memory
             .provisioner
             .clone()
             .unwrap_or_else(beside_agent)
@@ -175,7 +175,7 @@ impl Agent {
             tenants.sessions.clone(),
             node.snapshots.clone(),
             limits,
-            self.config.audit,
+            self.config.audit.clone(),
             self.stop.clone(),
         );
         self.spawn("driver limits", task);
@@ -221,7 +221,7 @@ impl Agent {
             xids: gpus.xids.clone(),
             disconnected_since,
             events: self.events.clone(),
-            default_action: self.config.default_context_action,
+            default_action: self.config.context_policy.default,
             metrics: self.metrics.audit.clone(),
         };
         let (sender, open) = watch::channel(Vec::new());

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bursar_apiserver::PodSettingsReader;
-use bursar_config::Config;
+use bursar_config::{Config, SharingConfig};
 use bursar_gpu::generations::GpuGenerations;
 use bursar_host::clock;
 use bursar_host::pod_cgroups::PodCgroups;
@@ -83,7 +83,7 @@ impl Agent {
                 .set_started_gpus(tried, refused, clock::now())
                 .await;
         }
-        if !config.allow_unscrubbed {
+        if !config.sharing.allow_unscrubbed {
             allocator
                 .set_scrubbed_gpus(BTreeSet::new(), clock::now())
                 .await;
@@ -99,11 +99,10 @@ impl Agent {
         owners: &watch::Receiver<GpuOwners>,
         withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
     ) -> Inputs {
-        let Config {
-            refuse_beside_other_plugins: refuses,
+        let SharingConfig {
             allow_unscrubbed,
-            ..
-        } = self.config;
+            refuse_beside_other_plugins: refuses,
+        } = self.config.sharing;
         Inputs {
             inventory: gpus.inventory.clone(),
             owners: refuses.then(|| owners.clone()),
@@ -134,7 +133,7 @@ impl Agent {
         let (task, handle, updates, snapshots, heartbeat) = node_task(
             allocator,
             self.pod_resolver(),
-            self.config.bind_wait,
+            self.config.binding.wait,
             inputs,
             generations,
             observers,

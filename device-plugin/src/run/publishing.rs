@@ -82,7 +82,7 @@ impl Agent {
             health: Heartbeat(heartbeat),
             readiness,
         };
-        let listeners = Listeners::bind(self.config.http_listen, self.config.http_probes).await?;
+        let listeners = Listeners::bind(self.config.http.listen, self.config.http.probes).await?;
         let address = |listener: &TcpListener| listener.local_addr().ok();
         if let Some((address, probes)) = address(&listeners.metrics).zip(address(&listeners.probes))
         {

@@ -97,10 +97,8 @@ mod tests {
     fn config(policy: AuditPolicy) -> AuditConfig {
         AuditConfig {
             policy,
-            tolerance: Bytes::mib(64),
             process_allowance: Bytes::gib(1),
-            kill_after: 3,
-            kill_outsiders: true,
+            ..AuditConfig::default()
         }
     }
 
@@ -185,7 +183,7 @@ mod tests {
         assert_eq!(kills(&finding, &kill, &[&pod]), []);
         let off = AuditConfig {
             kill_outsiders: false,
-            ..kill
+            ..kill.clone()
         };
         assert_eq!(kills(&finding, &off, &[]), []);
         assert_eq!(kills(&finding, &config(AuditPolicy::Report), &[]), []);

@@ -384,8 +384,14 @@ impl Auditor {
     /// namespace it does not know.
     fn may_end(&self, pod: &PodUid) -> bool {
         let namespace = namespace_of(&self.inputs.config.paths.proc.join("1/root"), pod);
-        namespace
-            .is_some_and(|namespace| !self.inputs.config.exempt_namespaces.contains(&namespace))
+        namespace.is_some_and(|namespace| {
+            !self
+                .inputs
+                .config
+                .audit
+                .exempt_namespaces
+                .contains(&namespace)
+        })
     }
 
     fn count_usage(

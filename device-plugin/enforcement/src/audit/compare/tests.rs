@@ -15,6 +15,8 @@ const LIMITS: AuditConfig = AuditConfig {
     process_allowance: Bytes::gib(1),
     kill_after: 3,
     kill_outsiders: true,
+    exempt_namespaces: BTreeSet::new(),
+    host_programs: BTreeSet::new(),
 };
 
 fn gpu() -> GpuUuid {

@@ -64,7 +64,7 @@ impl Auditor {
         let mut samples = Vec::new();
         for (gpu, answer) in answers {
             let listings = self.sample_requests.listings.entry(gpu.clone());
-            let (allowed, listings) = (&config.host_programs, listings.or_default());
+            let (allowed, listings) = (&config.audit.host_programs, listings.or_default());
             samples.push(identify(gpu, answer, proc, allowed, listings));
         }
         self.add_unreclaimed(&mut samples);

@@ -37,6 +37,8 @@ const LIMITS: AuditConfig = AuditConfig {
     process_allowance: Bytes::mib(512),
     kill_after: 3,
     kill_outsiders: true,
+    exempt_namespaces: BTreeSet::new(),
+    host_programs: BTreeSet::new(),
 };
 
 /// The node.

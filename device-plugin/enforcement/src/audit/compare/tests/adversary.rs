@@ -14,6 +14,7 @@
 //! `BURSAR_ADVERSARY_STEPS=1000000` sets the number of steps, `BURSAR_ADVERSARY_SEED` the seed.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
 
 use bursar_config::AuditPolicy;
 use bursar_ledger::units::PodUid;
@@ -33,10 +34,10 @@ const HONEST: u64 = 3;
 /// The audits within which memory beyond the quotas has to be found.
 const FOUND_WITHIN: u32 = 20;
 
-const KILL: AuditConfig = AuditConfig {
+static KILL: LazyLock<AuditConfig> = LazyLock::new(|| AuditConfig {
     policy: AuditPolicy::Kill,
     ..LIMITS
-};
+});
 
 struct Random(u64);
 
