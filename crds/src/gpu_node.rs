@@ -191,8 +191,8 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 112), inner(length(min = 1, max = 96)), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub drain: Vec<String>,
-    /// What the agent must know of the pods on the node that request GPU memory. The operator has
-    /// not seen a pod there that is absent, or the pod has ended.
+    /// The settings of the pods on the node that request GPU memory, which the agent must know. The
+    /// operator has not seen a pod that is absent, or the pod has ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024), extend("default" = [], "x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<PodSettings>,

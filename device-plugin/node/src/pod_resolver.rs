@@ -1,9 +1,9 @@
 //! Resolves device ids to the container that the kubelet starts: PreStartContainer names ids only.
 //!
-//! The kubelet's device checkpoint maps device ids to a pod's UID and a container. The operator adds
-//! the pod's name, priority and GPU spread; without it PodResources has the name. Only the UID is
-//! necessary. The other data serve order and messages, so reading them is bounded in time and may
-//! fail.
+//! The kubelet's device checkpoint maps device ids to a pod's UID and a container. The operator
+//! adds the pod's name, priority and GPU spread; without it PodResources has the name. Only the UID
+//! is necessary. The other data serve order and messages, so reading them is bounded in time and
+//! may fail.
 
 use std::io;
 use std::path::PathBuf;

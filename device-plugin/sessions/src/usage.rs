@@ -131,7 +131,8 @@ pub struct AccountBalance {
     pub managed: Bytes,
     /// The bytes of untracked processes, as the driver reports them.
     pub untracked: Bytes,
-    /// What the driver takes beyond what processes are charged, as the audit has settled it.
+    /// The bytes that the driver takes beyond what processes are charged, as the audit has settled
+    /// them.
     pub overhead: Bytes,
     /// The largest sum of granted, exited and leased bytes so far.
     pub peak: Bytes,

@@ -347,8 +347,8 @@ async fn process_in_a_container_without_gpu_memory_is_its_pods() {
     .await;
 }
 
-/// A process takes memory past the shim, and exits before an audit sees it. Its forked child has its
-/// files. Honest neighbours have a session, and a forked worker.
+/// A process takes memory past the shim, and exits before an audit sees it. Its forked child has
+/// its files. Honest neighbours have a session, and a forked worker.
 #[tokio::test]
 async fn child_that_keeps_memory_of_an_ended_process_is_killed() {
     assert_within(Duration::from_secs(15), async || {

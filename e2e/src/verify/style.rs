@@ -37,8 +37,6 @@ const OLD_WORDS: &[&str] = &[
     "leaver",
     "leavers",
     "obedient",
-    "outsider",
-    "outsiders",
     "overstays",
     "residual",
     "roster",

@@ -71,7 +71,8 @@ pub(crate) fn clean(text: String) -> String {
     }
 }
 
-/// Control characters, and the Bidi_Control characters of Unicode's Bidirectional Algorithm (UAX 9).
+/// Control characters, and the Bidi_Control characters of Unicode's Bidirectional Algorithm (UAX
+/// 9).
 fn commands_terminal(letter: char) -> bool {
     letter.is_control()
         || matches!(letter, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

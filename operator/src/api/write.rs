@@ -35,7 +35,7 @@ pub enum SpecFields<'a> {
     ContextPolicies(&'a [ContextPolicyEntry], &'a [RestartRequest]),
     /// The GPUs that the operator drains. GPUs of other field managers stay.
     Drain(&'a [String]),
-    /// What the node's agent must know of its pods.
+    /// The settings of its pods that the node's agent must know.
     Pods(&'a [PodSettings]),
 }
 

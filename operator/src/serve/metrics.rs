@@ -96,7 +96,7 @@ pub enum WriteKind {
     ContextPolicies,
     /// The GPUs that the operator drains.
     Drain,
-    /// What a node's agent must know of its pods.
+    /// The settings of a node's pods that its agent must know.
     PodSettings,
 }
 

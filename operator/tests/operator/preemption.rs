@@ -252,7 +252,8 @@ async fn pod_that_has_started_is_not_relocated() {
     .await;
     running.until_listed().await;
     let api = &running.api;
-    // The operator waits for its own write of the pods, which must be in its watch before the pause.
+    // The operator waits for its own write of the pods, which must be in its watch before the
+    // pause.
     while api.get("gpunodes", "", "n")["spec"]["pods"].is_null() {
         sleep(Duration::from_millis(20)).await;
     }

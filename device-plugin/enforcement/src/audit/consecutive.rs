@@ -17,7 +17,7 @@ struct FindingKey {
     window: u32,
 }
 
-/// Whom a finding is about.
+/// The process, container or GPU that a finding is about.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Container(AllocationId),

@@ -75,7 +75,7 @@ impl Observers {
     }
 }
 
-/// What the Events of a container add that was bound without its pod's settings.
+/// The Events of a container that was bound without its pod's settings end so.
 const ASSUMED: &str =
     "; Bursar's operator did not answer: priority 0 and one GPU were assumed for the pod";
 

@@ -10,8 +10,8 @@ use crate::accounting::{self, Account, Denied};
 use crate::alloc_table::{Charge, ShareState};
 use crate::chunks::CHUNK;
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::context_ids;
 use crate::fork_local::ForkLocal;
-use crate::hooks::contexts;
 
 /// The arrays of a context of which the same number fill a chunk.
 #[derive(Default)]
@@ -60,7 +60,7 @@ pub(crate) fn allocate(
     let array = Charge {
         account: slot,
         units: pieces,
-        context: contexts::current_id(),
+        context: context_ids::current_id(),
         share: ShareState::OfArrays,
     };
     if reserve(account, array).is_err() {

@@ -17,9 +17,8 @@ use foldhash::fast::FixedState;
 use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::{Charge, ShareState};
 use crate::curesult::{self, CuResult};
-use crate::driver_calls::captures;
+use crate::driver_calls::{captures, context_ids};
 use crate::fork_local::ForkLocal;
-use crate::hooks::contexts;
 use crate::session_state::state;
 
 /// The size of a chunk. Chunks lie at multiples of it.
@@ -129,7 +128,7 @@ fn place(
         Ok(piece) => piece,
         Err(code) => return Ok(code),
     };
-    let context = contexts::current_id();
+    let context = context_ids::current_id();
     let recorded = match chunk_of(pointer, bytes) {
         Some(chunk) => count(account, pending, chunk, pointer, context),
         None => pending.ok_or(Denied).and_then(|mut pending| {
@@ -219,7 +218,7 @@ mod tests {
         assert_eq!(chunk_of(u64::MAX, 512), None);
     }
 
-    /// What a thread does next: it allocates a piece, and may free it.
+    /// The next step of a thread, which allocates a piece, and may free it.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     enum Step {
         /// Charges a chunk.

@@ -1,9 +1,11 @@
 //! Calls the real driver's functions, for the hooks and for every module below them.
 //!
 //! * [`captures`] keeps these calls from invalidating stream captures
+//! * [`context_ids`] finds ids of contexts
 //! * [`streams`] finds ids and devices of streams
 
 pub(crate) mod captures;
+pub(crate) mod context_ids;
 pub(crate) mod streams;
 
 use std::ffi::c_int;

@@ -13,8 +13,8 @@ use crate::fork_local::ForkLocal;
 use crate::hooks::context_registry;
 use crate::session_state::state;
 
-/// What a chain of nodes takes, and what each node takes beside it, as the driver does at most for
-/// kernels with small parameters (fact F24).
+/// A chain of nodes and each of its nodes take at most this, if their kernels have small parameters
+/// (fact F24).
 const CHAIN_BYTES: u64 = 112 << 10;
 const NODE_BYTES: u64 = 2688;
 

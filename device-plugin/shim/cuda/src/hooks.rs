@@ -147,7 +147,7 @@ pub(crate) fn allocate(
         Ok(pending) => pending,
         Err(Denied) => return curesult::OUT_OF_MEMORY,
     };
-    let context = contexts::current_id();
+    let context = crate::driver_calls::context_ids::current_id();
     let (pointer, size) = match call() {
         Ok(allocated) => allocated,
         Err(code) => return code,

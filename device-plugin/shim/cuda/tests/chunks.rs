@@ -140,7 +140,7 @@ fn chunks_are_discharged_with_their_context() {
 #[test]
 fn exported_pieces_chunks_stay_charged_after_their_exporter() {
     const CHUNKS: u64 = 400;
-    // What an importer can hide, and what the driver does not list of each process.
+    // An importer can hide so much, and the driver does not list so much of each process.
     const HIDDEN: u64 = 256 * MIB + 3 * 9 * MIB;
     let container = Container::charging_contexts(4 * GIB);
     let (mut exporter, mut importer) = (container.program(), container.program());

@@ -98,7 +98,7 @@ fn functions_with_outputs(folder: &str) -> Vec<String> {
 
 #[test]
 fn each_hook_with_an_output_has_a_row_of_null() {
-    /// What these take by a pointer is no output.
+    /// These take an input by a pointer.
     const INPUTS: &[&str] = &["cuStreamBeginCaptureToCig", "cuStreamBeginRecaptureToGraph"];
     let rows = include_str!("../../../../e2e/gpu/nulls.py");
     let mut hooks = functions_with_outputs("src/hooks");

@@ -22,8 +22,8 @@ const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 /// `CU_LIMIT_MALLOC_HEAP_SIZE`.
 const MALLOC_HEAP: i32 = 2;
 
-/// What the use of device-side malloc takes beside the heap (F25 in docs/facts.md). The load of its
-/// module takes most of it on a GPU, here the first launch takes all.
+/// The use of device-side malloc takes this beside the heap (F25 in docs/facts.md). On a GPU the
+/// load of its module takes most of it; here the first launch takes all.
 const BESIDE_HEAP: u64 = 140 << 20;
 
 impl Process {

@@ -80,7 +80,8 @@ fn null_outputs_get_the_codes_of_the_real_driver() {
         let [_, _, code, expected] = words[..] else {
             panic!("{row}");
         };
-        // A real driver that crashes is not imitated, and neither is a function that is missing here.
+        // A real driver that crashes is not imitated, and neither is a function that is missing
+        // here.
         let is_exempt = expected == "crash" || ["absent", "801"].contains(&code);
         assert!(is_exempt || code == expected, "{row}");
     }

@@ -151,7 +151,7 @@ fn create(
         0 => query_size(twin, device),
         _ => query_mipmapped_size(twin, levels, device),
     };
-    // What the driver states is padded to 64 KiB, and what it takes is not (fact F28).
+    // The driver states a size padded to 64 KiB, and takes one that is not (fact F28).
     let estimated = estimate(shape, levels);
     let size = match queried {
         Some(stated) if stated <= STATED_GRANULARITY => estimated.map(|bytes| bytes.min(stated)),

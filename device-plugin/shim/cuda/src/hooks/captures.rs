@@ -4,10 +4,10 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::contexts::id_of_stream;
 use super::hooks;
 use crate::curesult::CuResult;
 use crate::driver_calls::captures::{self, destroy_stream, end};
+use crate::driver_calls::context_ids::id_of_stream;
 use crate::driver_calls::streams::per_thread;
 
 hooks! {

@@ -30,7 +30,7 @@ const DEFAULT_STACK: u64 = 1024;
 /// A heap of device-side malloc with a limit up to this is not charged: few programs use one.
 const FREE_HEAP: u64 = 64 << 20;
 
-/// What the module of a kernel with device-side malloc takes beside the heap (fact F25: 140 MiB).
+/// A module whose kernel uses device-side malloc takes this beside the heap (fact F25).
 /// Nothing tells the shim that a module is one, but a program that sets a large limit loads one.
 const BESIDE_HEAP: u64 = 140 << 20;
 
@@ -48,15 +48,15 @@ pub(crate) struct Context {
     id: u64,
     device: c_int,
     charges: Vec<Charge>,
-    /// What of the charges is for each [`Part`], in units.
+    /// The units of the charges that are for each [`Part`].
     parts: [Units; 3],
     /// The limit of a stack that the program set, in bytes a thread.
     limit: u64,
-    /// What the nodes of the executable graphs take now, in bytes.
+    /// The bytes that the nodes of the executable graphs take now.
     graphs: u64,
 }
 
-/// What a context takes beside itself.
+/// A part of the memory that a context takes beside itself.
 #[derive(Clone, Copy)]
 pub(crate) enum Part {
     /// The stacks of all threads that can be resident.

@@ -8,9 +8,9 @@
 use std::ffi::c_int;
 
 use super::context_registry::{self, Part};
-use super::{contexts, hooks};
+use super::hooks;
 use crate::curesult;
-use crate::driver_calls::{current_device, driver};
+use crate::driver_calls::{context_ids, current_device, driver};
 
 /// `CU_LIMIT_STACK_SIZE`.
 const STACK_SIZE: c_int = 0;
@@ -25,7 +25,7 @@ hooks! {
             MALLOC_HEAP_SIZE => Part::Heap,
             _ => return driver_call(limit, value),
         };
-        let (Ok(device), context @ 1..) = (current_device(), contexts::current_id()) else {
+        let (Ok(device), context @ 1..) = (current_device(), context_ids::current_id()) else {
             return driver_call(limit, value);
         };
         let context = (device, context);

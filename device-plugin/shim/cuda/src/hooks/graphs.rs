@@ -3,10 +3,10 @@
 
 use std::ffi::{c_char, c_int};
 
-use super::{contexts, hooks};
+use super::hooks;
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::streams::per_thread;
-use crate::driver_calls::{current_device, driver};
+use crate::driver_calls::{context_ids, current_device, driver};
 use crate::graph_nodes::{self, NodeCounts};
 use crate::graphs::{self, Needs};
 
@@ -54,10 +54,10 @@ pub(crate) struct InstantiateParams {
     result: c_int,
 }
 
-/// What an executable graph takes.
+/// The memory that an executable graph takes.
 #[derive(Default)]
 struct Takes {
-    /// What its memory nodes allocate on each device.
+    /// The bytes that its memory nodes allocate on each device.
     needs: Needs,
     counts: NodeCounts,
 }
@@ -153,7 +153,7 @@ fn instantiate(
         true => graphs::charge_upload(&needs, function, call),
         false => call(),
     };
-    let place = (current_device().unwrap_or(0), contexts::current_id());
+    let place = (current_device().unwrap_or(0), context_ids::current_id());
     let answer = graph_nodes::instantiate(counts, place, function, call, executable);
     if answer == curesult::SUCCESS {
         graphs::instantiated(executable(), needs);

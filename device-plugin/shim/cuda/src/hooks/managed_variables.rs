@@ -1,19 +1,20 @@
 //! Charges variables (`__managed__`, `__device__`, `__constant__`) when the program looks them up.
 //!
 //! The driver allocates them when it loads the module (fact F26), and does not report their size
-//! then. The CUDA runtime looks up each of them after the load. A program that looks up none is found
-//! by the agent's audit, which reads the mappings of managed memory, or the agent settles them.
+//! then. The CUDA runtime looks up each of them after the load. A program that looks up none is
+//! found by the agent's audit, which reads the mappings of managed memory, or the agent settles
+//! them.
 //!
 //! The lock is held over requests to the agent, for seconds at most.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::{contexts, hooks, write_if_not_null};
+use super::{hooks, write_if_not_null};
 use crate::accounting::{self, Account, Denied};
 use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
-use crate::driver_calls::{current_device, driver};
+use crate::driver_calls::{context_ids, current_device, driver};
 use crate::fork_local::ForkLocal;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
@@ -71,8 +72,8 @@ fn charge(
     }
     let (account, context) = match (is_managed(pointer), current_device()) {
         (true, _) => (Account::Managed, context),
-        // It is of the current context, also where its library belongs to none.
-        (false, Ok(device)) => (Account::Device(device), contexts::current_id()),
+        // The variable is of the current context, also where its library belongs to none.
+        (false, Ok(device)) => (Account::Device(device), context_ids::current_id()),
         (false, Err(_)) => return Ok(()),
     };
     let mut known = VARIABLES.lock();
@@ -128,7 +129,7 @@ hooks! {
         if pointer.is_null() && bytes.is_null() {
             return driver_call(pointer, bytes, module, name);
         }
-        let context = contexts::current_id();
+        let context = context_ids::current_id();
         // SAFETY: by the prototype both are null or can be written.
         unsafe {
             look_up((module, context), pointer, bytes, "cuModuleGetGlobal_v2", |at, size| {

@@ -1,8 +1,8 @@
 //! Rounds a request of linear memory or of an array to the bytes that the driver takes for it.
 //!
-//! Requests above 1 MiB take whole multiples of 2 MiB (fact F22). Smaller ones are pieces of chunks,
-//! which `chunks` and `array_chunks` charge. Another driver may round differently, which the agent's
-//! audit notices (`docs/adr/0026-*`).
+//! Requests above 1 MiB take whole multiples of 2 MiB (fact F22). Smaller ones are pieces of
+//! chunks, which `chunks` and `array_chunks` charge. Another driver may round differently, which
+//! the agent's audit notices (`docs/adr/0026-*`).
 
 use crate::chunks::{CHUNK, MAX_PIECE};
 

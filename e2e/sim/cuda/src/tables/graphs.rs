@@ -57,7 +57,7 @@ pub(crate) struct Executable {
     pub(crate) launches: BTreeMap<u64, Option<Instant>>,
 }
 
-/// What a chain of kernel nodes takes, and each of its nodes (F24 in docs/facts.md).
+/// A chain of kernel nodes and each of its nodes take this (F24 in docs/facts.md).
 const CHAIN_BYTES: u64 = 110 << 10;
 const NODE_BYTES: u64 = 2560;
 
@@ -130,7 +130,7 @@ impl Graphs {
         Ok(graph)
     }
 
-    /// What the kernel nodes of a graph take, with those of its children.
+    /// The bytes that the kernel nodes of a graph take, with those of its children.
     pub(crate) fn node_bytes(&self, graph: u64) -> u64 {
         let nodes = self.graphs.get(&graph).into_iter().flatten();
         let kinds: Vec<Node> = nodes

@@ -1,15 +1,17 @@
 //! Runs random histories of hostile pods beside an honest one, and audits each second.
 //!
-//! A hostile pod takes memory past the shim with every way to hide whose it is: it changes its root,
-//! ends its main thread, forks after it took memory and exits, takes memory in a container without
-//! GPU memory, makes each client in a child that ends, or steers pids to those of its ended
+//! A hostile pod takes memory past the shim with every way to hide whose it is: it changes its
+//! root, ends its main thread, forks after it took memory and exits, takes memory in a container
+//! without GPU memory, makes each client in a child that ends, or steers pids to those of its ended
 //! processes. After each audit:
 //!
 //! | promise | evidence |
 //! |---|---|
 //! | nobody innocent is named, charged or ended | findings, charges and kills |
-//! | no finding names a process that started after its pid was first listed, unless it has the driver open without a session | findings |
-//! | granted <= quota, or found | pods with more than their quotas and allowances have a finding within 20 audits |
+//! | no finding names a process that started after its pid was first listed (`*`) | findings |
+//! | granted <= quota, or found | pods beyond quota and allowance are found within 20 audits |
+//!
+//! `*` unless the process has the driver open without a session
 //!
 //! `BURSAR_ADVERSARY_STEPS=1000000` sets the number of steps, `BURSAR_ADVERSARY_SEED` the seed.
 
@@ -224,7 +226,7 @@ impl FakeNode {
                     self.next_pid = if pid == 1 { PIDS } else { pid - 1 };
                 }
             }
-            // It unmaps the driver's nodes.
+            // The process unmaps the driver's nodes.
             10 => {
                 if let Some(process) = self.processes.get_mut(&pid) {
                     process.mapped = None;

@@ -4,7 +4,7 @@
 //! alloc BYTES     -> ok POINTER | err CODE
 //! free POINTER    -> ok | err CODE
 //! info            -> ok FREE TOTAL | err CODE
-//! info-free, info-total -> ok BYTES | err CODE (one output of the same call, with null for the other)
+//! info-free, info-total -> ok BYTES | err CODE (one output of the call, with null for the other)
 //! total           -> ok BYTES | err CODE
 //! managed BYTES   -> ok POINTER | err CODE
 //! host BYTES      -> ok POINTER            (ordinary host memory, which is never freed)
