@@ -139,7 +139,7 @@ exports! {
         let (base, found) = around.ok_or(Code::INVALID_VALUE)?;
         let object = current.process.convert_to_object(base, found)?.id;
         let offset = if is_piece(found.len) { base % CHUNK } else { 0 };
-        handle.set(IpcMemHandle { place: object | offset / PIECE << OFFSET_BITS, rest: [0; 7] })
+        handle.set(IpcMemHandle { place: object | ((offset / PIECE) << OFFSET_BITS), rest: [0; 7] })
     };
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, handle: IpcMemHandle, _flags: u32) = open_handle(&address, handle);
     fn cuIpcCloseMemHandle(address: u64) = {
