@@ -468,7 +468,7 @@ fn f23_exported_piece_shares_its_whole_chunk() {
     let handle = exporter.request(&format!("share {piece}")).unwrap();
     let there = importer.request_number(&format!("open {handle}"));
     assert_eq!(importer.request_number(&format!("read {there}")), 7);
-    let importers = u32::try_from(importer.pid()).unwrap();
+    let importers = importer.pid();
     exporter.kill();
     wait_for_nvml(
         &machine,
