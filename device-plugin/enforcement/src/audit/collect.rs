@@ -134,7 +134,8 @@ pub(super) fn is_in_pod(live: &LiveProcess) -> bool {
     matches!(live.owner, ProcessOwner::Container { .. })
 }
 
-fn is_agent_child(proc: &Path, pid: u32) -> bool {
+/// Whether a process is a runtime of the agent.
+pub(super) fn is_agent_child(proc: &Path, pid: u32) -> bool {
     Stat::read(proc, pid).is_some_and(|stat| stat.parent == std::process::id())
 }
 

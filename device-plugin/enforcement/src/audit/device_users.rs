@@ -15,7 +15,7 @@ use bursar_ledger::units::AllocationId;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
-use super::collect::{find_live, is_in_pod, is_running};
+use super::collect::{find_live, is_agent_child, is_in_pod, is_running};
 use super::compare::{GpuSample, LiveProcess};
 use crate::attestation::{AttestedProcess, maps};
 
@@ -76,12 +76,15 @@ impl DeviceUsers {
     }
 }
 
+/// The runtimes of the agent, which are its children, are no suspects.
 fn search_processes(proc: &Path, attested: &BTreeSet<u32>) -> BTreeMap<u32, LiveProcess> {
     let others = procfs::pids(proc).filter(|pid| !attested.contains(pid));
     let mut left = MAX_BYTES;
     let user = |pid| {
         let live = find_live(proc, pid, u64::MAX)?;
-        let is_meant = is_in_pod(&live) && has_device_mapped(proc, pid, &mut left);
+        let is_meant = is_in_pod(&live)
+            && !is_agent_child(proc, pid)
+            && has_device_mapped(proc, pid, &mut left);
         is_meant.then_some((pid, live))
     };
     others.take(MAX_PROCESSES).filter_map(user).collect()
@@ -98,4 +101,33 @@ fn has_device_mapped(proc: &Path, pid: u32, left: &mut u64) -> bool {
     });
     *left = left.saturating_sub(read.unwrap_or(MAPS_BOUNDS.bytes));
     !devices.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn child_of_the_agent_is_no_suspect() {
+        let proc = tempfile::tempdir().unwrap();
+        for (pid, parent) in [(10, 1), (11, std::process::id())] {
+            let folder = proc.path().join(pid.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            let rest = "1 ".repeat(40);
+            let cgroup = "0::/kubepods/pod6e0f1c52-7f6e-4a35-9d0f-0a4f3c1b2d3e/0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+            let files = [
+                ("stat", format!("{pid} (p) S {parent} {rest}")),
+                ("cgroup", format!("{cgroup}\n")),
+                (
+                    "maps",
+                    "7000-8000 rw-s 00000000 00:06 10 /dev/nvidia0\n".to_owned(),
+                ),
+            ];
+            for (name, text) in files {
+                std::fs::write(folder.join(name), text).unwrap();
+            }
+        }
+        let found = search_processes(proc.path(), &BTreeSet::new());
+        assert_eq!(found.into_keys().collect::<Vec<_>>(), [10]);
+    }
 }
