@@ -110,7 +110,7 @@ pub(super) fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
     }
 }
 
-/// The names of programs, none of which is empty or a path.
+/// Reads names of programs, and refuses an empty name and a path.
 pub(super) fn programs<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeSet<String>, D::Error> {

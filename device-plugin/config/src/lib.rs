@@ -222,8 +222,8 @@ impl Default for PathsConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct BindingConfig {
-    /// The time for which `PreStartContainer` waits for room. The kubelet retries a call that
-    /// fails.
+    /// `PreStartContainer` waits for room for this time, and then fails, because the kubelet
+    /// retries it.
     #[serde(deserialize_with = "fields::bind_wait")]
     pub wait: Duration,
 }

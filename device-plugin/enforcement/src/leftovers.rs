@@ -76,7 +76,7 @@ pub(crate) struct Leftovers {
 }
 
 impl Leftovers {
-    /// Expects the end of the pods of which `spec` says so.
+    /// Expects the end of each pod that the operator has marked as deleted in `spec`.
     pub(crate) fn new(spec: watch::Receiver<Option<ParsedSpec>>) -> Self {
         Self {
             spec,

@@ -55,8 +55,7 @@ fn by_node(pods: &Cache<PodOnNode>) -> BTreeMap<&str, Vec<PodSettings>> {
     for (_, pod) in pods.iter() {
         let by_uid = nodes.entry(&pod.node).or_default();
         let uid = pod.settings.pod_uid.as_str();
-        // Whoever creates a mirror pod chooses its UID, so a mirror pod must not replace a real
-        // pod.
+        // A mirror pod replaces no real pod with the same UID, because its creator chooses the UID.
         if !(pod.is_mirror && by_uid.contains_key(uid)) {
             by_uid.insert(uid, pod);
         }

@@ -45,6 +45,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::accounting::{self, Account, Denied};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::context_ids;
 use crate::poison;
 
 thread_local! {
@@ -147,7 +148,7 @@ pub(crate) fn allocate(
         Ok(pending) => pending,
         Err(Denied) => return curesult::OUT_OF_MEMORY,
     };
-    let context = crate::driver_calls::context_ids::current_id();
+    let context = context_ids::current_id();
     let (pointer, size) = match call() {
         Ok(allocated) => allocated,
         Err(code) => return code,

@@ -11,8 +11,8 @@ use super::{AuditResult, GpuFigures, LiveProcess};
 use crate::attestation::AttestedProcess;
 
 impl AuditResult {
-    /// Finds processes that may hold unaccounted memory, of which the driver's figures leave at
-    /// most `most_unaccounted`.
+    /// Finds processes that may hold unaccounted memory. The driver's figures are inexact, so at
+    /// most `most_unaccounted` is unaccounted.
     pub(super) fn unaccounted(
         &mut self,
         figures: &GpuFigures<'_>,
