@@ -47,6 +47,11 @@ impl PendingCharge {
         self.units.bytes()
     }
 
+    /// Returns the page's index of the charged account.
+    pub(crate) fn account(&self) -> u8 {
+        self.slot
+    }
+
     /// Charges more or discharges some, so that the charge covers `bytes`.
     pub(crate) fn adjust(&mut self, bytes: u64) -> Result<(), Denied> {
         let units = Units::holding(bytes).ok_or(Denied)?;

@@ -58,6 +58,19 @@ pub(crate) enum ShareState {
     OfArrays,
 }
 
+impl ShareState {
+    /// Returns the state of a number that was one.
+    pub(crate) fn from_bits(bits: u64) -> ShareState {
+        match bits {
+            0 => ShareState::Private,
+            1 => ShareState::IpcHandle,
+            2 => ShareState::Descriptor,
+            3 => ShareState::OfChunk,
+            _ => ShareState::OfArrays,
+        }
+    }
+}
+
 struct Table {
     /// Their number is a power of two.
     windows: Box<[Window]>,
@@ -233,13 +246,7 @@ impl Table {
             account: (value >> 32) as u8,
             units: value as u32,
             context: self.contexts[place].load(Ordering::Relaxed),
-            share: match value >> 40 {
-                0 => ShareState::Private,
-                1 => ShareState::IpcHandle,
-                2 => ShareState::Descriptor,
-                3 => ShareState::OfChunk,
-                _ => ShareState::OfArrays,
-            },
+            share: ShareState::from_bits(value >> 40),
         }
     }
 }

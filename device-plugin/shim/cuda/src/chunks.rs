@@ -9,13 +9,12 @@
 //! chunk, a call that is alone looks whether there is a hole: at most one chunk is uncharged
 //! meanwhile.
 
-use std::collections::HashMap;
-use std::sync::{PoisonError, RwLock};
-
-use foldhash::fast::FixedState;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::{Charge, ShareState};
+use crate::chunk_table::{Added, ChunkTable};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls::{captures, context_ids};
 use crate::fork_local::ForkLocal;
@@ -26,21 +25,10 @@ pub(crate) const CHUNK: u64 = 2 << 20;
 /// The largest request that shares a chunk with others.
 pub(crate) const MAX_PIECE: u64 = 1 << 20;
 
-/// A chunk with at least one live piece.
-#[derive(Clone, Debug)]
-struct Chunk {
-    charge: Charge,
-    live: u64,
-}
+/// The chunks by number: the address divided by the size of a chunk.
+static CHUNKS: ForkLocal<(), ChunkTable> = ForkLocal::new();
 
-/// The chunks with their charges, by number: the address divided by the size of a chunk.
-#[derive(Clone, Debug, Default)]
-struct Chunks(HashMap<u32, Chunk, FixedState>);
-
-static CHUNKS: ForkLocal<Chunks> = ForkLocal::new();
-
-/// Read while a call allocates, and written while one looks for a hole without a charge.
-static GATE: ForkLocal<(), RwLock<()>> = ForkLocal::new();
+static GATE: ForkLocal<(), Gate> = ForkLocal::new();
 
 /// Serializes exports, so that one marks a chunk, and the next sees the mark.
 static EXPORT: ForkLocal<()> = ForkLocal::new();
@@ -52,29 +40,31 @@ pub(crate) fn reset() {
     EXPORT.reset();
 }
 
-impl Chunks {
-    /// Counts a piece, and takes a charge for a chunk that is not known. Returns whether the chunk
-    /// is charged now.
-    fn add(&mut self, chunk: u32, charge: impl FnOnce() -> Option<Charge>) -> bool {
-        if let Some(known) = self.0.get_mut(&chunk) {
-            known.live += 1;
-            return true;
+/// Read while a call allocates, and written while one looks for a hole without a charge. A thread
+/// reads one lock of several, because threads that change one cache line wait for one another.
+#[derive(Default)]
+struct Gate([GatePart; 16]);
+
+#[derive(Default)]
+#[repr(align(64))]
+struct GatePart(RwLock<()>);
+
+impl Gate {
+    fn share(&self) -> RwLockReadGuard<'_, ()> {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        thread_local! {
+            static PART: usize = NEXT.fetch_add(1, Ordering::Relaxed);
         }
-        let Some(charge) = charge() else {
-            return false;
-        };
-        self.0.insert(chunk, Chunk { charge, live: 1 });
-        true
+        let part = PART.with(|part| part % self.0.len());
+        self.0[part]
+            .0
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a piece away. Returns the charge of its chunk if that was the last piece.
-    fn remove(&mut self, chunk: u32) -> Option<Charge> {
-        let known = self.0.get_mut(&chunk)?;
-        known.live -= 1;
-        match known.live {
-            0 => self.0.remove(&chunk).map(|chunk| chunk.charge),
-            _ => None,
-        }
+    fn close(&self) -> [RwLockWriteGuard<'_, ()>; 16] {
+        let all = self.0.each_ref();
+        all.map(|part| part.0.write().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -83,7 +73,8 @@ impl Chunks {
 fn chunk_of(pointer: u64, bytes: u64) -> Option<u32> {
     let last = pointer.checked_add(bytes.saturating_sub(1))?;
     let chunk = u32::try_from(pointer / CHUNK).ok();
-    chunk.filter(|_| bytes <= MAX_PIECE && pointer / CHUNK == last / CHUNK)
+    let is_piece = bytes <= MAX_PIECE && pointer / CHUNK == last / CHUNK;
+    chunk.filter(|_| is_piece && pointer / CHUNK < ChunkTable::LEN)
 }
 
 /// Charges and allocates a piece by `call`, which returns its pointer and its size.
@@ -96,13 +87,13 @@ pub(crate) fn allocate(
     // The state comes first, because it resets the gate in a forked child.
     let _ = state();
     let gate = GATE.inner();
-    let shared = gate.read().unwrap_or_else(PoisonError::into_inner);
+    let shared = gate.share();
     let placed = match accounting::charge_unreported(account, CHUNK) {
         Ok(pending) => place(account, Some(pending), call, free),
         Err(Denied) if captures::may_be_active() => Err(Denied),
         Err(Denied) => {
             drop(shared);
-            let _alone = gate.write().unwrap_or_else(PoisonError::into_inner);
+            let _alone = gate.close();
             // The calls that were running have given back what they did not need.
             let pending = accounting::charge_unreported(account, CHUNK).ok();
             place(account, pending, call, free)
@@ -150,11 +141,17 @@ fn count(
     pointer: u64,
     context: u64,
 ) -> Result<(), Denied> {
+    let table = CHUNKS.inner();
     let add = |pending: &mut Option<PendingCharge>| {
-        let charge = || pending.take().map(PendingCharge::into_charge);
-        CHUNKS.lock().add(chunk, charge)
+        let added = table
+            .chunk(chunk)
+            .add(pending.as_ref().map(PendingCharge::account));
+        if added == Added::Charged {
+            pending.take().map(PendingCharge::into_charge);
+        }
+        added
     };
-    if !add(&mut pending) {
+    if add(&mut pending) == Added::Uncharged {
         // A free may just have given back this chunk's charge.
         pending = Some(accounting::charge_unreported(account, CHUNK)?);
         add(&mut pending);
@@ -170,7 +167,7 @@ fn count(
 
 /// Takes a piece that the driver has freed out of its chunk.
 pub(crate) fn release(chunk: u32) {
-    let ended = CHUNKS.lock().remove(chunk);
+    let ended = CHUNKS.inner().chunk(chunk).remove();
     ended.into_iter().for_each(accounting::discharge);
 }
 
@@ -178,25 +175,19 @@ pub(crate) fn release(chunk: u32) {
 /// (fact F23). The caller keeps the piece from being freed meanwhile.
 pub(crate) fn share(chunk: u32, share: ShareState, call: impl FnOnce() -> CuResult) -> CuResult {
     let _alone = EXPORT.lock();
-    let set = |share: ShareState| {
-        let mut chunks = CHUNKS.lock();
-        let known = chunks.0.get_mut(&chunk)?;
-        let before = known.charge;
-        known.charge.share = share;
-        Some(before)
-    };
-    let Some(before) = set(share) else {
+    let chunk = CHUNKS.inner().chunk(chunk);
+    let Some(before) = chunk.charge() else {
         return call();
     };
-    set(before.share.max(share));
+    chunk.set_share(before.share.max(share));
     let is_new = before.share == ShareState::Private;
     if is_new && accounting::mark_exported(before).is_err() {
-        set(before.share);
+        chunk.set_share(before.share);
         return curesult::NOT_PERMITTED;
     }
     let answer = call();
     if answer != curesult::SUCCESS {
-        set(before.share);
+        chunk.set_share(before.share);
         if is_new {
             accounting::unmark_exported(before);
         }
@@ -216,120 +207,5 @@ mod tests {
         assert_eq!(chunk_of(4 * CHUNK - 512, 1024), None, "it straddles");
         assert_eq!(chunk_of(u64::MAX - 511, 512), None, "beyond the addresses");
         assert_eq!(chunk_of(u64::MAX, 512), None);
-    }
-
-    /// The next step of a thread, which allocates a piece, and may free it.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    enum Step {
-        /// Charges a chunk.
-        Charge,
-        /// The driver returns a piece.
-        Allocate,
-        /// Looks for the chunk, and keeps or gives back the charge.
-        Count,
-        /// The driver frees the piece.
-        Free,
-        Release,
-        End,
-    }
-
-    /// Chunks of two pieces, the driver's and the shim's state, and where each thread is.
-    #[derive(Clone)]
-    struct Model {
-        /// The pieces that the driver has in each of its chunks.
-        driver: Vec<u64>,
-        chunks: Chunks,
-        charged: u64,
-        /// Each thread's next step, the chunk of its piece, and its own charge.
-        threads: Vec<(Step, u32, Option<Charge>)>,
-        /// The threads that free their piece.
-        frees: Vec<bool>,
-    }
-
-    impl Model {
-        fn new(frees: &[bool]) -> Model {
-            Model {
-                driver: vec![0; 4],
-                chunks: Chunks::default(),
-                charged: 0,
-                threads: vec![(Step::Charge, 0, None); frees.len()],
-                frees: frees.to_vec(),
-            }
-        }
-
-        fn taken(&self) -> u64 {
-            self.driver.iter().filter(|pieces| **pieces > 0).count() as u64
-        }
-
-        /// Makes a thread's next step.
-        fn step(&mut self, place: usize) {
-            let (step, chunk, pending) = &mut self.threads[place];
-            *step = match step {
-                Step::Charge => {
-                    self.charged += 1;
-                    *pending = Some(Charge {
-                        account: 0,
-                        units: 1,
-                        context: 1,
-                        share: ShareState::Private,
-                    });
-                    Step::Allocate
-                }
-                Step::Allocate => {
-                    // Holes fill first, and a chunk that the driver gave back is used again.
-                    let hole = self.driver.iter().position(|pieces| *pieces == 1);
-                    let empty = self.driver.iter().position(|pieces| *pieces == 0);
-                    let found = hole.or(empty).unwrap();
-                    self.driver[found] += 1;
-                    *chunk = u32::try_from(found).unwrap();
-                    Step::Count
-                }
-                Step::Count => {
-                    assert!(self.chunks.add(*chunk, || pending.take()));
-                    self.charged -= u64::from(pending.take().is_some());
-                    match self.frees[place] {
-                        true => Step::Free,
-                        false => Step::End,
-                    }
-                }
-                Step::Free => {
-                    self.driver[*chunk as usize] -= 1;
-                    Step::Release
-                }
-                Step::Release => {
-                    self.charged -= u64::from(self.chunks.remove(*chunk).is_some());
-                    Step::End
-                }
-                Step::End => unreachable!(),
-            };
-        }
-
-        /// Runs every order of the remaining steps. Returns how many ends there were.
-        fn run_all(self) -> u64 {
-            assert!(self.charged >= self.taken(), "{:?}", self.threads);
-            let left = (0..self.threads.len()).filter(|place| self.threads[*place].0 != Step::End);
-            let left: Vec<usize> = left.collect();
-            if left.is_empty() {
-                assert_eq!(self.charged, self.taken());
-                assert_eq!(self.charged, self.chunks.0.len() as u64);
-                return 1;
-            }
-            let next = left.into_iter().map(|place| {
-                let mut next = self.clone();
-                next.step(place);
-                next.run_all()
-            });
-            next.sum()
-        }
-    }
-
-    #[test]
-    fn charge_covers_the_driver_in_each_interleaving() {
-        // Two calls in a new chunk; a free before the other call has looked; a last free against
-        // the use of its address again.
-        for frees in [&[false, false][..], &[true, false], &[true, true, false]] {
-            let ends = Model::new(frees).run_all();
-            assert!(ends > 1, "{frees:?}: {ends}");
-        }
     }
 }

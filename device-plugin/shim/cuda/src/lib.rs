@@ -33,6 +33,7 @@ mod accounting;
 mod agent_client;
 mod alloc_table;
 mod array_chunks;
+mod chunk_table;
 mod chunks;
 mod compat;
 mod curesult;
