@@ -31,17 +31,47 @@ pub use program::Client;
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
-/// Returns the UUID of a GPU by its number; [`GPU`] is the first.
+/// Returns the UUID of a GPU by its number; [`GPU`] is the first. A benchmark on a real GPU names it
+/// by the variable `BURSAR_GPU`.
 fn gpu(minor: usize) -> String {
-    format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1)
+    let simulated = || format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1);
+    std::env::var("BURSAR_GPU").unwrap_or_else(|_| simulated())
 }
 
-/// Returns the folder of this workspace's built libraries; builds them once.
+/// Returns the folder of this workspace's built libraries; builds them once. A benchmark on a
+/// machine without them names theirs by the variable `BURSAR_LIBRARIES`.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        bursar_sim_lab::build(&["bursar-sim-cuda", "bursar-shim"], &["--lib"]).unwrap()
+    BUILT.get_or_init(|| match std::env::var_os("BURSAR_LIBRARIES") {
+        Some(folder) => folder.into(),
+        None => bursar_sim_lab::build(&["bursar-sim-cuda", "bursar-shim"], &["--lib"]).unwrap(),
     })
+}
+
+/// Returns the CUDA driver under the programs: the simulated one, or that of the variable
+/// `BURSAR_DRIVER`.
+fn driver() -> PathBuf {
+    match std::env::var_os("BURSAR_DRIVER") {
+        Some(real) => real.into(),
+        None => built().join("libbursar_sim_cuda.so"),
+    }
+}
+
+/// Returns whether the driver is a real one.
+pub fn is_real() -> bool {
+    std::env::var_os("BURSAR_DRIVER").is_some()
+}
+
+/// Returns the program of the tests, which lies beside the libraries of a benchmark.
+fn client() -> PathBuf {
+    match std::env::var_os("BURSAR_LIBRARIES") {
+        Some(_) => built().join("quota-client"),
+        None => env!("CARGO_BIN_EXE_quota-client").into(),
+    }
+}
+
+fn shim() -> PathBuf {
+    built().join("libbursar_shim.so")
 }
 
 /// One container with quotas on simulated GPUs of 16 GiB.
@@ -247,7 +277,7 @@ impl Container {
 
     /// Starts a program in the container.
     pub fn program(&self) -> Client {
-        self.start("libbursar_shim.so", "/opt/bursar/drv/cuda.so.1", &[])
+        self.start(&shim(), "/opt/bursar/drv/cuda.so.1", &[])
     }
 
     /// Starts a program as the container's main process: the first of its pid namespace, with the
@@ -255,7 +285,7 @@ impl Container {
     pub fn main_program(&self) -> Client {
         let drv = "/opt/bursar/drv/cuda.so.1";
         let namespace = ["--pid", "--fork", "--kill-child", "--mount-proc"];
-        self.start("libbursar_shim.so", drv, &namespace)
+        self.start(&shim(), drv, &namespace)
     }
 
     /// Sets the policy for poisoned contexts.
@@ -310,10 +340,10 @@ impl Container {
     /// Starts a program on the bare driver, for benchmarks to compare with.
     #[allow(dead_code)]
     pub fn bare_program(&self) -> Client {
-        self.start("libbursar_sim_cuda.so", "/opt/bursar/drv/unused", &[])
+        self.start(&driver(), "/opt/bursar/drv/unused", &[])
     }
 
-    fn start(&self, library: &str, driver: &str, namespace: &[&str]) -> Client {
+    fn start(&self, library: &Path, place: &str, namespace: &[&str]) -> Client {
         // The program's own namespaces, which any user may create: its mounts are private.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
@@ -334,12 +364,12 @@ impl Container {
         };
         command
             .args(["sh", "-c", script])
-            .env("LIBRARY", built().join(library))
-            .env("DRIVER", driver)
-            .env("REAL", built().join("libbursar_sim_cuda.so"))
+            .env("LIBRARY", library)
+            .env("DRIVER", place)
+            .env("REAL", driver())
             .env("PRELOAD", preload)
             .env("ALLOC", self.alloc_dir())
-            .env("CLIENT", env!("CARGO_BIN_EXE_quota-client"))
+            .env("CLIENT", client())
             .env("BUSY", self.busy())
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
             .env("SIMGPU_DEV", sim.join("dev"))
