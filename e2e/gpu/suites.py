@@ -50,8 +50,9 @@ def suites(options, programs):
         command = pytest(options, "-c", f"{cupy}/pyproject.toml", "-m", "'not slow'", tests)
         yield Suite(f"cupy {part}", module_version("cupy"), f"cd /tmp && {command}", tests)
     tests = f"{numba}/testing"
-    # A class's tests stay together, as the suite demands. It makes an error of a warning of NumPy 2.5.
-    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, '--dist', 'loadscope')}"
+    # A class's tests stay together, as the suite demands. It makes an error of a warning of NumPy 2.5. Its conftest.py
+    # lies beside no test.
+    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, '-p', 'conftest', '--dist', 'loadscope')}"
     yield Suite("numba-cuda", module_version("numba_cuda"), command, tests)
     tests = f"{rmm}/python/rmm/rmm/tests"
     yield Suite("rmm", module_version("rmm"), f"cd /tmp && {pytest(options, tests)}", tests)
@@ -107,7 +108,8 @@ class Runner:
 
     def variables(self, report):
         path = os.pathsep.join(filter(None, [f"{self.options.folder}/site", os.environ.get("PYTHONPATH")]))
-        cache = f"/tmp/{os.path.basename(report)}-cache"
+        # One cache for all runs, because a run without one compiles for minutes.
+        cache = f"{self.scratch}/reports/cache"
         fixed = {"REPORT": report, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CUPY_CACHE_DIR": cache}
         return fixed | dict(pair.split("=", 1) for pair in self.options.environment)
 
