@@ -8,9 +8,10 @@ use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::Config;
 use bursar_enforcement::drain;
 use bursar_gpu::Inventory;
+use bursar_gpu::cuda_fitness::CudaFitnesses;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
-use bursar_gpu::health::{HealthThresholds, UnhealthyReason};
+use bursar_gpu::health::HealthThresholds;
 use bursar_gpu::nvml::{self, NvmlHandle, PollIntervals};
 use bursar_gpu::xid::RecentXids;
 use bursar_gpu_node::publish::{Publisher, Rate};
@@ -121,9 +122,6 @@ struct Tenants {
     leases: LeaseHandle,
     retained: watch::Receiver<RetainedStatus>,
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
-    unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
-    refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
-    without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
     /// `None` where retained memory is off.
     supervised: Option<Supervised>,
     live_leases: watch::Receiver<LiveLeases>,
@@ -133,8 +131,8 @@ struct Tenants {
 /// The provisioners that the agent keeps running.
 struct Supervised {
     provisioners: Arc<Provisioners>,
-    /// The GPUs on which CUDA was tried.
-    tried: watch::Sender<BTreeSet<GpuUuid>>,
+    /// What the starts have shown.
+    fitness: watch::Sender<CudaFitnesses>,
 }
 
 /// Runs the agent until `shutdown`.

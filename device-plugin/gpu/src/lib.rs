@@ -9,6 +9,7 @@
 //! | [`cgroup_limit`] | sets and reads the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`pci`] | parses a GPU's address on the PCI bus |
+//! | [`cuda_fitness`] | defines what the starts of allocator runtimes show of CUDA |
 //! | [`drain`] | decides and carries out the drain of GPUs |
 //! | [`generations`] | counts how often each GPU's memory was lost |
 //! | [`nvml`] | asks NVML, through a process for each GPU |
@@ -16,6 +17,7 @@
 //! | [`xid`] | lists the remedy of each XID: a table |
 
 pub mod cgroup_limit;
+pub mod cuda_fitness;
 pub mod drain;
 pub mod generations;
 pub mod health;
@@ -28,11 +30,12 @@ pub mod registry;
 pub mod uvm;
 pub mod xid;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use bursar_ledger::units::{Bytes, GpuUuid};
 use serde::{Deserialize, Serialize};
 
+use crate::cuda_fitness::{CudaFitnesses, CudaVerdict};
 use crate::drain::DrainState;
 use health::{Health, PersistedHealth, UnhealthyReason};
 use pci::PciAddress;
@@ -151,11 +154,12 @@ impl Inventory {
     /// Marks these GPUs unhealthy, since their provisioners show that CUDA does not work there.
     /// Other programs would hang or fail on such a GPU too, however well it answers NVML.
     #[must_use]
-    pub fn with_unfit_for_cuda(mut self, unfit: &BTreeMap<GpuUuid, UnhealthyReason>) -> Self {
+    pub fn with_unfit_for_cuda(mut self, fitnesses: &CudaFitnesses) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
             for state in gpus.iter_mut().filter(|state| state.health.is_healthy()) {
-                if let Some(reason) = unfit.get(&state.gpu.uuid) {
-                    state.health = Health::Unhealthy(*reason);
+                let fitness = fitnesses.get(&state.gpu.uuid);
+                if let Some(CudaVerdict::Unfit(reason)) = fitness.map(|fitness| fitness.verdict) {
+                    state.health = Health::Unhealthy(reason);
                 }
             }
         }

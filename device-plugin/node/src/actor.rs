@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_apiserver::ParsedSpec;
+use bursar_gpu::cuda_fitness::{CudaFitness, CudaFitnesses, CudaVerdict};
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
-use bursar_gpu::health::UnhealthyReason;
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::clock;
@@ -101,16 +101,8 @@ pub struct Snapshot {
 pub struct Inputs {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
-    /// The GPUs on which CUDA does not work, as their provisioners have found, and why.
-    pub unfit_for_cuda: watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>>,
-    /// The GPUs that CUDA refused at the last start of their provisioner.
-    pub refused_by_cuda: watch::Receiver<BTreeSet<GpuUuid>>,
-    /// The GPUs on which CUDA was tried; `None` where nothing tries it. A GPU is published as
-    /// refused, or as one without concurrent access, before it is published as tried.
-    pub tried_by_cuda: Option<watch::Receiver<BTreeSet<GpuUuid>>>,
-    /// The GPUs that cannot access managed memory at the same time as the host, as their
-    /// provisioners have found.
-    pub without_concurrent_access: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// What the starts of the allocator runtimes have shown; `None` where none is started.
+    pub cuda_fitness: Option<watch::Receiver<CudaFitnesses>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
     /// The owners of the GPUs; `None` where another owner is only reported.
@@ -127,7 +119,10 @@ pub struct Inputs {
 impl Inputs {
     fn effective_inventory(&self) -> Inventory {
         let inventory = self.inventory.borrow().clone();
-        let inventory = inventory.with_unfit_for_cuda(&self.unfit_for_cuda.borrow());
+        let inventory = match &self.cuda_fitness {
+            Some(fitnesses) => inventory.with_unfit_for_cuda(&fitnesses.borrow()),
+            None => inventory,
+        };
         let has_other = self
             .owners
             .as_ref()
@@ -195,7 +190,7 @@ pub fn node_task(
     let (heartbeat, heartbeats) = watch::channel(Instant::now());
     let resolver = Arc::new(resolver);
     let task = NodeTask {
-        awaits_first_starts: inputs.tried_by_cuda.is_some(),
+        awaits_first_starts: inputs.cuda_fitness.is_some(),
         allocator,
         own_commands: commands.downgrade(),
         commands: received,
@@ -248,13 +243,8 @@ impl NodeTask {
                     Err(_) => return,
                 },
                 // The tasks that send on the other channels end only with the agent.
-                Ok(()) = self.inputs.unfit_for_cuda.changed() => self.apply_inventory().await,
-                Ok(()) = self.inputs.refused_by_cuda.changed() => self.apply_starts().await,
-                Ok(()) = wait_if_present(&mut self.inputs.tried_by_cuda) => {
-                    self.apply_starts().await;
-                }
-                Ok(()) = self.inputs.without_concurrent_access.changed() => {
-                    self.read_uvm_module().await;
+                Ok(()) = wait_if_present(&mut self.inputs.cuda_fitness) => {
+                    self.apply_cuda_fitness().await;
                 }
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
                 Ok(()) = wait_if_present(&mut self.inputs.owners) => {
@@ -350,9 +340,8 @@ impl NodeTask {
     /// Advertises and publishes what follows from a change.
     async fn read_uvm_module(&mut self) {
         self.awaits_first_starts = self.awaits_first_starts && self.has_untried_gpu();
-        let not_concurrent = &mut self.inputs.without_concurrent_access;
         let module = UvmModule {
-            not_concurrent: not_concurrent.borrow_and_update().clone(),
+            not_concurrent: self.gpus_where(|fitness| fitness.lacks_concurrent_access),
             awaits_first_starts: self.awaits_first_starts,
             ..self.allocator.host_mut().uvm_module()
         };
@@ -369,11 +358,11 @@ impl NodeTask {
 
     /// Whether CUDA is still to be tried on a healthy GPU, or no GPU is known.
     fn has_untried_gpu(&self) -> bool {
-        let Some(tried) = &self.inputs.tried_by_cuda else {
+        if self.inputs.cuda_fitness.is_none() {
             return false;
-        };
+        }
         let inventory = self.inputs.effective_inventory();
-        let tried = tried.borrow();
+        let tried = self.gpus_where(|fitness| fitness.verdict != CudaVerdict::Untried);
         let is_untried = |state: &GpuState| {
             let gpu = &state.gpu.uuid;
             state.health.is_healthy() && !gpu.is_mig() && !tried.contains(gpu)
@@ -403,17 +392,26 @@ impl NodeTask {
         self.allocator.set_generations(self.generations.by_gpu());
     }
 
-    /// Applies the results of the provisioners' starts.
-    async fn apply_starts(&mut self) {
-        let tried = self.inputs.tried_by_cuda.as_mut();
-        // The tried GPUs are read first, because their refusals were published before.
-        let tried = tried.map(|tried| tried.borrow_and_update().clone());
-        let refused = self.inputs.refused_by_cuda.borrow_and_update().clone();
+    /// The GPUs of which the starts have shown this.
+    fn gpus_where(&self, holds: impl Fn(&CudaFitness) -> bool) -> BTreeSet<GpuUuid> {
+        let fitnesses = self.inputs.cuda_fitness.as_ref();
+        let fitnesses = fitnesses.map(|fitnesses| fitnesses.borrow());
+        let all = fitnesses.iter().flat_map(|fitnesses| fitnesses.iter());
+        all.filter(|(_, fitness)| holds(fitness))
+            .map(|(gpu, _)| gpu.clone())
+            .collect()
+    }
+
+    async fn apply_cuda_fitness(&mut self) {
+        let Some(fitnesses) = &mut self.inputs.cuda_fitness else {
+            return;
+        };
+        let fitnesses = fitnesses.borrow_and_update().clone();
         self.allocator
-            .set_started_gpus(tried, refused, clock::now())
+            .set_cuda_fitness(&fitnesses, clock::now())
             .await;
         self.read_uvm_module().await;
-        self.publish();
+        self.apply_inventory().await;
     }
 
     async fn apply_scrub_status(&mut self) {

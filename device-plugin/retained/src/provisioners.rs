@@ -2,8 +2,8 @@
 //! timeout.
 //!
 //! A provisioner that SIGKILL does not end hangs in the driver. Its GPU is
-//! [`unfit`](Provisioners::unfit) and gets no request until the process has exited. A GPU that CUDA
-//! refuses at each start is unfit too.
+//! unfit ([`CudaVerdict`](bursar_gpu::cuda_fitness::CudaVerdict)) and gets no request until the
+//! process has exited. A GPU that CUDA refuses at each start is unfit too.
 //!
 //! Each GPU has its own thread, so a hung one delays no other.
 
@@ -20,7 +20,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bursar_config::DriverConfig;
-use bursar_gpu::health::UnhealthyReason;
 use bursar_host::driver_files::{Driver, LIBCUDA};
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
@@ -188,9 +187,6 @@ pub struct Provisioners {
 #[derive(Clone)]
 struct Records {
     runtimes: Arc<watch::Sender<BTreeMap<GpuUuid, RuntimeRecord>>>,
-    unfit: Arc<watch::Sender<BTreeMap<GpuUuid, UnhealthyReason>>>,
-    refused: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
-    without_concurrent_access: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
 
 impl Records {
@@ -203,32 +199,9 @@ impl Records {
             };
             let before = record.clone();
             result = Some(change(record));
-            // A GPU that has been tried takes pods, unless it is known before as refused.
-            self.publish_record(gpu, record);
             *record != before
         });
         result
-    }
-
-    /// Publishes what follows from a GPU's record.
-    fn publish_record(&self, gpu: &GpuUuid, record: &RuntimeRecord) {
-        self.unfit
-            .send_if_modified(|unfit| match record.unfit_reason() {
-                Some(reason) => unfit.insert(gpu.clone(), reason) != Some(reason),
-                None => unfit.remove(gpu).is_some(),
-            });
-        let publish = |set: &watch::Sender<BTreeSet<GpuUuid>>,
-                       holds: fn(&RuntimeRecord) -> bool| {
-            set.send_if_modified(|gpus| match holds(record) {
-                true => gpus.insert(gpu.clone()),
-                false => gpus.remove(gpu),
-            });
-        };
-        publish(&self.refused, RuntimeRecord::is_refused);
-        publish(
-            &self.without_concurrent_access,
-            RuntimeRecord::lacks_concurrent_access,
-        );
     }
 }
 
@@ -240,30 +213,8 @@ impl Provisioners {
             threads: Mutex::default(),
             records: Records {
                 runtimes: Arc::default(),
-                unfit: Arc::default(),
-                refused: Arc::default(),
-                without_concurrent_access: Arc::default(),
             },
         }
-    }
-
-    /// The GPUs on which CUDA does not work: the provisioner hangs in the driver and cannot be
-    /// killed, or CUDA refuses each start.
-    pub fn unfit(&self) -> watch::Receiver<BTreeMap<GpuUuid, UnhealthyReason>> {
-        self.records.unfit.subscribe()
-    }
-
-    /// The GPUs that CUDA has refused since their last start that succeeded. A refusal is a known
-    /// code, a start that hung, or the third failed start in a row. A GPU that CUDA refuses for
-    /// long is [unfit](Self::unfit).
-    pub fn refused(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
-        self.records.refused.subscribe()
-    }
-
-    /// The GPUs that cannot access managed memory at the same time as the host. A GPU whose
-    /// provisioner has not started yet is none of them.
-    pub fn without_concurrent_access(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
-        self.records.without_concurrent_access.subscribe()
     }
 
     /// The provisioner of each GPU that has had one.
@@ -347,24 +298,11 @@ impl Provisioners {
     /// Kills the provisioners of all other GPUs: a new MIG instance has a new UUID.
     pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         self.threads().end_where(|gpu| !gpus.contains(gpu));
-        let records = &self.records;
-        records.runtimes.send_if_modified(|all| {
+        self.records.runtimes.send_if_modified(|all| {
             let before = all.len();
             all.retain(|gpu, _| gpus.contains(gpu));
             all.len() != before
         });
-        records.unfit.send_if_modified(|unfit| {
-            let before = unfit.len();
-            unfit.retain(|gpu, _| gpus.contains(gpu));
-            unfit.len() != before
-        });
-        for set in [&records.refused, &records.without_concurrent_access] {
-            set.send_if_modified(|set| {
-                let before = set.len();
-                set.retain(|gpu| gpus.contains(gpu));
-                set.len() != before
-            });
-        }
     }
 
     /// Whether a GPU must have no provisioner.
@@ -454,34 +392,6 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtimes::ManagedAccess;
-
-    #[test]
-    fn gpu_without_concurrent_access_is_reported_until_it_leaves() {
-        let folder = tempfile::tempdir().unwrap();
-        let provisioners = Provisioners::new(Program::without_driver(folder.path(), "none"));
-        let gpus = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse::<GpuUuid>().unwrap());
-        provisioners.records.runtimes.send_modify(|all| {
-            all.extend(gpus.clone().map(|gpu| (gpu, RuntimeRecord::default())));
-        });
-        let mut without_access = provisioners.without_concurrent_access();
-        let accesses = [ManagedAccess::Concurrent, ManagedAccess::Exclusive];
-        for (gpu, access) in gpus.iter().zip(accesses) {
-            let start = |record: &mut RuntimeRecord| record.succeed(access, Instant::now());
-            provisioners.records.update(gpu, start);
-        }
-        assert_eq!(
-            *without_access.borrow_and_update(),
-            [gpus[1].clone()].into()
-        );
-        provisioners.records.update(&gpus[1], RuntimeRecord::end);
-        assert!(
-            !without_access.has_changed().unwrap(),
-            "an ended runtime keeps its report"
-        );
-        provisioners.retain_gpus(&[gpus[0].clone()].into());
-        assert!(without_access.borrow().is_empty());
-    }
 
     #[tokio::test]
     async fn provisioner_threads_end_with_their_gpus() {

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use bursar_crds::gpu_node::RuntimeState;
+use bursar_gpu::cuda_fitness::{CudaFitness, CudaVerdict};
 use bursar_gpu::health::UnhealthyReason;
 use bursar_ledger::units::GpuUuid;
 
@@ -264,9 +265,18 @@ impl RuntimeRecord {
         self.is_tried
     }
 
-    /// Whether the GPU is known to access managed memory only while the host does not.
-    pub(crate) fn lacks_concurrent_access(&self) -> bool {
-        self.managed_access == ManagedAccess::Exclusive
+    /// What the starts show; `is_tried` holds also for a GPU that has waited long for a result. An
+    /// ended runtime keeps its report on managed memory.
+    pub(crate) fn fitness(&self, is_tried: bool) -> CudaFitness {
+        CudaFitness {
+            verdict: match self.unfit_reason() {
+                Some(reason) => CudaVerdict::Unfit(reason),
+                None if self.is_refused() => CudaVerdict::Refused,
+                None if is_tried => CudaVerdict::Works,
+                None => CudaVerdict::Untried,
+            },
+            lacks_concurrent_access: self.managed_access == ManagedAccess::Exclusive,
+        }
     }
 
     fn state(&self) -> RuntimeState {
@@ -520,18 +530,18 @@ mod tests {
     fn managed_access_is_known_from_the_first_start_on() {
         let mut fixture = Fixture::new();
         fixture.record.begin_start();
-        assert!(!fixture.record.lacks_concurrent_access());
+        assert!(!fixture.record.fitness(true).lacks_concurrent_access);
         fixture
             .record
             .succeed(ManagedAccess::Exclusive, fixture.start);
-        assert!(fixture.record.lacks_concurrent_access());
+        assert!(fixture.record.fitness(true).lacks_concurrent_access);
         fixture.fail(Duration::from_secs(1), FailureClass::Exit);
         fixture.record.end();
-        assert!(fixture.record.lacks_concurrent_access());
+        assert!(fixture.record.fitness(true).lacks_concurrent_access);
         fixture
             .record
             .succeed(ManagedAccess::Concurrent, fixture.start);
-        assert!(!fixture.record.lacks_concurrent_access());
+        assert!(!fixture.record.fitness(true).lacks_concurrent_access);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bursar_gpu::cuda_fitness::CudaFitnesses;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::health::{Health, UnhealthyReason};
 use bursar_gpu::{GpuState, Inventory};
@@ -173,6 +174,21 @@ impl Supervision {
     }
 }
 
+/// What the starts show of the GPUs with a runtime, and of those that count as tried.
+fn fitness_of_all(
+    runtimes: &BTreeMap<GpuUuid, RuntimeRecord>,
+    tried: BTreeSet<GpuUuid>,
+) -> CudaFitnesses {
+    let with_runtime = runtimes.iter();
+    let with_runtime = with_runtime.map(|(gpu, record)| (gpu.clone(), record.fitness(false)));
+    let mut fitnesses: CudaFitnesses = with_runtime.collect();
+    fitnesses.extend(tried.into_iter().map(|gpu| {
+        let record = runtimes.get(&gpu).cloned().unwrap_or_default();
+        (gpu, record.fitness(true))
+    }));
+    fitnesses
+}
+
 impl Plan {
     fn wake_by(&mut self, at: Instant) {
         self.wake_at = Some(self.wake_at.map_or(at, |before| before.min(at)));
@@ -190,8 +206,8 @@ pub struct Supervisor {
     pub drain: watch::Receiver<DrainState>,
     /// The leases of each GPU.
     pub live_leases: watch::Receiver<LiveLeases>,
-    /// The GPUs on which CUDA was tried, as the task finds them. Other GPUs take no new pods.
-    pub tried: watch::Sender<BTreeSet<GpuUuid>>,
+    /// What the starts show, as the task finds it. Untried GPUs take no new pods.
+    pub fitness: watch::Sender<CudaFitnesses>,
 }
 
 impl Supervisor {
@@ -209,7 +225,7 @@ impl Supervisor {
         let mut first_starts = FirstStarts::default();
         let mut runtimes = self.provisioners.runtimes();
         loop {
-            let (plan, tried) = {
+            let (plan, fitness) = {
                 let observed = Observed {
                     inventory: &self.inventory.borrow_and_update(),
                     drained: &self.drain.borrow_and_update().requested,
@@ -218,11 +234,11 @@ impl Supervisor {
                 };
                 let mut plan = supervision.plan(observed, now());
                 let tried = first_starts.tried(observed, now(), &mut plan);
-                (plan, tried)
+                (plan, fitness_of_all(observed.runtimes, tried))
             };
-            self.tried.send_if_modified(|before| {
-                let changed = *before != tried;
-                *before = tried;
+            self.fitness.send_if_modified(|before| {
+                let changed = *before != fitness;
+                *before = fitness;
                 changed
             });
             let wake_at = self.carry_out(plan, now());

@@ -84,12 +84,9 @@ impl Agent {
             leases,
             retained,
             released_gpus: service.released_gpus.subscribe(),
-            unfit_for_cuda: service.provisioners.unfit(),
-            refused_by_cuda: service.provisioners.refused(),
-            without_concurrent_access: service.provisioners.without_concurrent_access(),
             supervised: self.config.retained_memory.enabled.then(|| Supervised {
                 provisioners: service.provisioners.clone(),
-                tried: watch::Sender::default(),
+                fitness: watch::Sender::default(),
             }),
             live_leases: service.live_leases.subscribe(),
             token_key: service.key.public(),
@@ -108,7 +105,7 @@ impl Agent {
     ) {
         let Some(Supervised {
             provisioners,
-            tried,
+            fitness,
         }) = &tenants.supervised
         else {
             return;
@@ -118,7 +115,7 @@ impl Agent {
             inventory: gpus.inventory.clone(),
             drain: gpus.drain.clone(),
             live_leases: tenants.live_leases.clone(),
-            tried: tried.clone(),
+            fitness: fitness.clone(),
         };
         let mut registration = registration.clone();
         let offered = async move {

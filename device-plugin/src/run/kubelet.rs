@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bursar_apiserver::PodSettingsReader;
 use bursar_config::{Config, SharingConfig};
+use bursar_gpu::cuda_fitness::CudaFitnesses;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_host::clock;
 use bursar_host::pod_cgroups::PodCgroups;
@@ -78,9 +79,8 @@ impl Agent {
             .await;
         if tenants.supervised.is_some() {
             // Nothing is known yet of this driver, whatever the agent before has found.
-            let (tried, refused) = (Some(BTreeSet::new()), BTreeSet::new());
             allocator
-                .set_started_gpus(tried, refused, clock::now())
+                .set_cuda_fitness(&CudaFitnesses::new(), clock::now())
                 .await;
         }
         if !config.sharing.allow_unscrubbed {
@@ -106,13 +106,10 @@ impl Agent {
         Inputs {
             inventory: gpus.inventory.clone(),
             owners: refuses.then(|| owners.clone()),
-            unfit_for_cuda: tenants.unfit_for_cuda.clone(),
-            refused_by_cuda: tenants.refused_by_cuda.clone(),
-            tried_by_cuda: tenants
+            cuda_fitness: tenants
                 .supervised
                 .as_ref()
-                .map(|supervised| supervised.tried.subscribe()),
-            without_concurrent_access: tenants.without_concurrent_access.clone(),
+                .map(|supervised| supervised.fitness.subscribe()),
             drain: gpus.drain.clone(),
             retained: (!allow_unscrubbed).then(|| tenants.retained.clone()),
             spec: self.spec.clone(),

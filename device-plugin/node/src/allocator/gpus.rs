@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_config::ResourcesConfig;
 use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::GpuState;
+use bursar_gpu::cuda_fitness::{CudaFitnesses, CudaVerdict};
 use bursar_gpu::uvm::UvmModule;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{Bytes, GpuUuid};
@@ -75,16 +76,18 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Binds no memory of GPUs that CUDA refused last, until a start succeeds there, and none of
-    /// GPUs on which CUDA was not `tried`. `None`: nothing tries it.
-    pub async fn set_started_gpus(
-        &mut self,
-        tried: Option<BTreeSet<GpuUuid>>,
-        refused: BTreeSet<GpuUuid>,
-        now: BootTime,
-    ) {
+    /// Excludes GPUs that CUDA refused last until a start succeeds there, and GPUs on which CUDA was
+    /// not tried yet.
+    pub async fn set_cuda_fitness(&mut self, fitnesses: &CudaFitnesses, now: BootTime) {
+        let gpus_where = |holds: fn(CudaVerdict) -> bool| {
+            let gpus = fitnesses.iter();
+            let gpus = gpus.filter(|(_, fitness)| holds(fitness.verdict));
+            gpus.map(|(gpu, _)| gpu.clone()).collect()
+        };
+        let refused = gpus_where(|verdict| verdict == CudaVerdict::Refused);
+        let tried = gpus_where(|verdict| verdict != CudaVerdict::Untried);
         let has_refused_changed = self.ledger.set_refused_gpus(refused);
-        let has_tried_changed = tried.is_some_and(|tried| self.ledger.set_tried_gpus(tried));
+        let has_tried_changed = self.ledger.set_tried_gpus(tried);
         if has_refused_changed || has_tried_changed {
             self.bind_queued(now).await;
         }

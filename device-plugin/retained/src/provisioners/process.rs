@@ -415,9 +415,6 @@ mod tests {
             let program = Program::without_driver(folder.path(), "no-provisioner");
             let records = Records {
                 runtimes: Arc::default(),
-                unfit: Arc::default(),
-                refused: Arc::default(),
-                without_concurrent_access: Arc::default(),
             };
             records.runtimes.send_modify(|all| {
                 all.insert(gpu.clone(), RuntimeRecord::default());

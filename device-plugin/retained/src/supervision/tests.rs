@@ -1,4 +1,5 @@
 use bursar_gpu::Gpu;
+use bursar_gpu::cuda_fitness::{CudaFitness, CudaVerdict};
 use bursar_gpu::health::PersistedHealth;
 use bursar_ledger::units::{Bytes, LeaseId};
 use proptest::prelude::*;
@@ -249,6 +250,33 @@ fn stuck_runtime_is_not_started_again() {
 }
 
 #[test]
+fn ended_runtime_keeps_its_report_on_managed_memory() {
+    let mut node = Fixture::new(&["GPU-a", "GPU-b", "GPU-c"]);
+    let now = node.now;
+    for (gpu, access) in [
+        ("GPU-a", ManagedAccess::Concurrent),
+        ("GPU-b", ManagedAccess::Exclusive),
+    ] {
+        node.record(gpu).succeed(access, now);
+    }
+    node.record("GPU-b").end();
+    // GPU-c has waited for a result.
+    let tried = [uuid("GPU-a"), uuid("GPU-c")].into();
+    let fitness = |verdict, lacks_concurrent_access| CudaFitness {
+        verdict,
+        lacks_concurrent_access,
+    };
+    assert_eq!(
+        fitness_of_all(&node.runtimes, tried),
+        CudaFitnesses::from([
+            (uuid("GPU-a"), fitness(CudaVerdict::Works, false)),
+            (uuid("GPU-b"), fitness(CudaVerdict::Untried, true)),
+            (uuid("GPU-c"), fitness(CudaVerdict::Works, false)),
+        ])
+    );
+}
+
+#[test]
 fn nothing_changes_while_nvml_does_not_answer() {
     let mut node = Fixture::running(&["GPU-a"]);
     for inventory in [Inventory::Starting, Inventory::NoGpu] {
@@ -273,9 +301,9 @@ async fn nothing_starts_before_the_first_offer() {
         inventory: inventory.subscribe(),
         drain: drain.subscribe(),
         live_leases: leases.subscribe(),
-        tried: watch::Sender::default(),
+        fitness: watch::Sender::default(),
     };
-    let mut tried_gpus = supervisor.tried.subscribe();
+    let mut fitnesses = supervisor.fitness.subscribe();
     let (offer, offered) = tokio::sync::oneshot::channel::<()>();
     let stop = CancellationToken::new();
     let offered = async { offered.await.unwrap() };
@@ -284,7 +312,7 @@ async fn nothing_starts_before_the_first_offer() {
     inventory.send_modify(|_| {});
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(provisioners.runtimes().borrow().is_empty());
-    assert!(tried_gpus.borrow_and_update().is_empty());
+    assert!(fitnesses.borrow_and_update().is_empty());
     offer.send(()).unwrap();
     let mut runtimes = provisioners.runtimes();
     let has_failed = |all: &BTreeMap<GpuUuid, RuntimeRecord>| {
@@ -293,7 +321,8 @@ async fn nothing_starts_before_the_first_offer() {
     };
     let tried = tokio::time::timeout(Duration::from_secs(20), runtimes.wait_for(has_failed));
     assert!(tried.await.is_ok(), "it starts, and again");
-    assert_eq!(*tried_gpus.borrow(), [uuid("GPU-a")].into());
+    let verdict = |fitnesses: &CudaFitnesses| Some(fitnesses.get(&uuid("GPU-a"))?.verdict);
+    assert_ne!(verdict(&fitnesses.borrow()), Some(CudaVerdict::Untried));
     stop.cancel();
     task.await.unwrap();
 }
