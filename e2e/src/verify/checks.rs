@@ -1,14 +1,16 @@
-//! Lists the checks in the order in which they run.
+//! Reads the checks from `e2e/checks.toml`, and runs them.
 
+use std::ffi::OsStr;
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
+use serde::Deserialize;
+
+use super::cluster::{self, Needs};
 use super::deadline::{self, CHECK_TIMEOUT, LONG_TIMEOUT};
-use super::named::{self, NamedCheck, TestResults, TestSelection};
-use super::{
-    COMPILE_CHECK, book, cli, cluster, docs, faults, install, layers, mission, security, style,
-    surface,
-};
+use super::named::{self, TestResults, TestSelection};
+use super::{COMPILE_CHECK, book, cli, docs, layers, style, surface};
 use crate::cargo;
 use crate::kube::{self, KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::paths;
@@ -17,31 +19,107 @@ use crate::tools;
 use crate::workspace;
 
 /// One check: a name `area/name`, its promise, and the way to run it.
-#[derive(Clone, Copy)]
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "Entry")]
 pub(super) struct Check {
-    pub(super) name: &'static str,
-    pub(super) promise: &'static str,
+    pub(super) name: String,
+    pub(super) promise: String,
+    /// Whether the check runs only under `--long` or by its full name.
+    pub(super) is_long: bool,
     runner: Runner,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Debug)]
 enum Runner {
     /// `cargo` with these arguments, in the repository.
-    Cargo(&'static [&'static str]),
+    Cargo(Vec<String>),
     /// `cargo test` of these targets, wherever in the workspace they are.
-    Test(&'static [&'static str]),
+    Test(Vec<String>),
     /// Calls a function of this program.
     Function(fn() -> anyhow::Result<()>),
     /// Runs tests as `Test` does, in the background: they wait for minutes and hardly compute.
-    Waiting(&'static [&'static str]),
+    Waiting(Vec<String>),
     /// Runs a trial on the cluster that all trials share, in one background job.
-    ClusterTrial { long: bool },
+    ClusterTrial(Option<Needs>),
     /// Runs the trials of the default tier on a cluster of another release of Kubernetes.
-    Kubernetes(&'static KubernetesVersion),
+    Kubernetes(KubernetesVersion),
     /// Runs these tests unless they have passed already, and fails unless all of them ran.
-    Named(&'static [TestSelection]),
-    /// Runs tests as `Named` does, in the long tier.
-    Long(&'static [TestSelection]),
+    Named(Vec<TestSelection>),
+}
+
+/// An entry of `checks.toml`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: String,
+    promise: String,
+    #[serde(default)]
+    long: bool,
+    cargo: Option<Vec<String>>,
+    targets: Option<Vec<String>>,
+    waits: Option<Vec<String>>,
+    tests: Option<Vec<TestSelection>>,
+    trial: Option<bool>,
+    needs: Option<Needs>,
+}
+
+impl TryFrom<Entry> for Check {
+    type Error = String;
+
+    fn try_from(entry: Entry) -> Result<Check, String> {
+        let Entry {
+            name,
+            promise,
+            long,
+            cargo,
+            targets,
+            waits,
+            tests,
+            trial,
+            needs,
+        } = entry;
+        let trial = trial.filter(|is_trial| *is_trial);
+        let ways = [
+            cargo.map(Runner::Cargo),
+            targets.map(Runner::Test),
+            waits.map(Runner::Waiting),
+            tests.map(Runner::Named),
+            trial.map(|_| Runner::ClusterTrial(needs)),
+            function(&name).map(Runner::Function),
+        ];
+        let mut ways = ways.into_iter().flatten();
+        match (ways.next(), ways.next()) {
+            (Some(runner), None) => Ok(Check {
+                name,
+                promise,
+                is_long: long,
+                runner,
+            }),
+            (None, _) => Err(format!("{name} has no way to run")),
+            (Some(_), Some(_)) => Err(format!("{name} has several ways to run")),
+        }
+    }
+}
+
+/// Returns the function of this program that is the check of this name.
+fn function(check: &str) -> Option<fn() -> anyhow::Result<()>> {
+    Some(match check {
+        "main/style" => style::check,
+        "main/docs" => docs::check,
+        "main/layers" => layers::check,
+        "main/deny" => deny,
+        "main/chart" => chart,
+        COMPILE_CHECK => || Ok(workspace::build_for_checks()?),
+        "cli/completion" => cli::completion,
+        "cli/archive" => cli::archive,
+        "surface/metrics" => surface::metrics,
+        "surface/alerts" => surface::alerts,
+        "surface/queries" => surface::queries,
+        "surface/runbooks" => surface::runbooks,
+        "surface/book" => book::check,
+        "enforcement/loader" => loader,
+        _ => return None,
+    })
 }
 
 /// A command that runs beside other checks: a check that mostly waits, or the cluster's trials.
@@ -66,524 +144,62 @@ impl BackgroundJob {
     }
 }
 
-const fn cargo_check(
-    name: &'static str,
-    promise: &'static str,
-    arguments: &'static [&'static str],
-) -> Check {
-    Check {
-        name,
-        promise,
-        runner: Runner::Cargo(arguments),
+/// Returns every check: those of `checks.toml`, and last the trials on other releases of Kubernetes.
+pub(super) fn all() -> &'static [Check] {
+    #[derive(Deserialize)]
+    struct File {
+        check: Vec<Check>,
     }
-}
-
-/// Makes a check of the tests that these filters choose. The workspace is compiled as a whole, so
-/// that each crate is compiled once.
-const fn test_check(
-    name: &'static str,
-    promise: &'static str,
-    targets: &'static [&'static str],
-) -> Check {
-    Check {
-        name,
-        promise,
-        runner: Runner::Test(targets),
-    }
-}
-
-/// Lets eight tests run at once, for tests that wait for clocks and processes.
-const EIGHT_TEST_THREADS: &str = "--test-threads=8";
-/// Lets twelve tests run at once, for tests that hardly compute.
-const TWELVE_TEST_THREADS: &str = "--test-threads=12";
-
-/// The properties that run with shorter histories outside of the long tier.
-const HISTORY_TESTS: &[TestSelection] = &[
-    TestSelection {
-        target: &["--lib"],
-        names: &[
-            "leases::tests::history::leases_keep_their_promises_through_a_million_crashing_steps",
-            "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
-            "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
-            "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",
-            "placement::plan::tests::random::idle_plan_stays_empty_as_time_passes",
-            "placement::plan::tests::random::preemptor_gets_its_gpu_and_had_no_alternative",
-            "placement::plan::tests::random::plan_settles_evicting_only_borrowers_and_none_twice",
-            "placement::plan::tests::random::two_operators_preempt_no_more_than_needed",
-            "placement::plan::tests::untrusted_reports::no_step_names_a_pod_of_another_node_for_any_report",
-            "budget::plan_tests::plan_converges_after_a_crash_at_any_step",
-            "budget::plan_tests::fault_eviction_happens_once_after_a_crash_at_any_step",
-            "budget::plan_tests::lowered_budget_evicts_nobody_after_a_crash",
-        ],
-        ignored: false,
-        env: &[("BURSAR_LONG", "1")],
-    },
-    TestSelection {
-        target: &["--test", "binder_histories"],
-        names: &["random_histories_keep_all_invariants"],
-        ignored: false,
-        env: &[("BURSAR_LONG", "1")],
-    },
-];
-
-/// The faults of writes of which fewer combinations run outside of the long tier.
-const WRITE_FAULTS: &[TestSelection] = &[TestSelection {
-    target: &["--test", "operator"],
-    names: &[
-        "faults::refused_garbled_or_unanswered_write_is_repaired",
-        "preemption::pending_pod_gets_its_gpu_after_any_failed_write",
-    ],
-    ignored: false,
-    env: &[("BURSAR_LONG", "1")],
-}];
-
-/// The random kills that run with fewer rounds outside of the long tier.
-const LEASE_CHAOS: &[TestSelection] = &[TestSelection {
-    target: &["--test", "leases"],
-    names: &["chaos::committed_leases_survive_random_kills_and_leak_nothing"],
-    ignored: false,
-    env: &[("BURSAR_LONG", "1")],
-}];
-
-/// The soak with fewer operations outside of the long tier. Its target has no named tests.
-const SOAK: &[TestSelection] = &[TestSelection {
-    target: &["--test", "soak"],
-    names: &[],
-    ignored: false,
-    env: &[("BURSAR_LONG", "1")],
-}];
-
-/// The checks that are no named tests, in order: the fastest to fail come first.
-const CHECKS: &[Check] = &[
-    cargo_check(
-        "main/fmt",
-        "the code is formatted",
-        &["fmt", "--all", "--check"],
-    ),
-    cargo_check(
-        "main/clippy",
-        "clippy reports no warning, in tests and benchmarks too",
-        &[
-            "clippy",
-            "--quiet",
-            "--locked",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "-D",
-            "warnings",
-        ],
-    ),
-    Check {
-        name: "main/style",
-        promise: "comments and names follow the rules of CONTRIBUTING.md that a program can check",
-        runner: Runner::Function(style::check),
-    },
-    Check {
-        name: "main/docs",
-        promise: "paths, checks and links that the documentation names exist; the architecture page has every crate, and a check for each concept",
-        runner: Runner::Function(docs::check),
-    },
-    Check {
-        name: "main/layers",
-        promise: "every crate depends on lower floors only, the demo's program and the provisioner call the driver through the runtime alone, and no more than four files import each other in a circle",
-        runner: Runner::Function(layers::check),
-    },
-    Check {
-        name: "main/deny",
-        promise: "licences, bans and sources of every dependency are allowed",
-        runner: Runner::Function(deny),
-    },
-    Check {
-        name: "main/chart",
-        promise: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses invalid values",
-        runner: Runner::Function(chart),
-    },
-    test_check("main/tests", "every test compiles", &["--no-run"]),
-    Check {
-        name: COMPILE_CHECK,
-        promise: "every program and library compiles, as the other checks and the clusters run them",
-        runner: Runner::Function(|| Ok(workspace::build_for_checks()?)),
-    },
-    test_check(
-        "main/generated",
-        "the CRDs in the chart and the API reference equal those that the types generate",
-        &["--test", "generated"],
-    ),
-    test_check(
-        "main/unit",
-        "unit and property tests of every crate pass",
-        &["--lib", "--bins"],
-    ),
-    Check {
-        name: "main/histories",
-        promise: "budgets, placement and leases hold their invariants over histories at full length",
-        runner: Runner::Long(HISTORY_TESTS),
-    },
-    test_check(
-        "main/binder",
-        "10,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
-         no request starves",
-        &["--test", "binder_histories"],
-    ),
-    test_check(
-        "main/simulator",
-        "the simulated driver reproduces the facts of a real one, under random kills too",
-        &[
-            "--test", "facts", "--test", "programs", "--test", "exports", "--test", "chaos",
-            "--test", "pageable",
-        ],
-    ),
-    test_check(
-        "main/kubelet",
-        "the plugin works with a fake kubelet, also in upstream's device plugin cases by name",
-        &["--test", "kubelet"],
-    ),
-    test_check(
-        "main/agent",
-        "the whole agent recovers from kills, lost records and a full run folder, and runs without \
-         driver or GPU",
-        &["--test", "agent", "--", EIGHT_TEST_THREADS],
-    ),
-    test_check(
-        "runtime/fdstore",
-        "acknowledged leases outlive agents killed at any time; one agent and one fd store run at \
-         a time, with bounded state",
-        &["--test", "fdstore"],
-    ),
-    test_check(
-        "runtime/retained",
-        "retained memory is verified after kills, has one writer at a time, and never returns corrupt content",
-        &["--test", "retained", "--", EIGHT_TEST_THREADS],
-    ),
-    test_check(
-        "runtime/c",
-        "libbursar.so matches bursar.h; a C program finds retained memory again, and seals, redeems and verifies tokens",
-        &["--test", "header"],
-    ),
-    test_check(
-        "runtime/python",
-        "the wheel installs; NumPy arrays keep shapes, strides and shared storage across kills",
-        &["--test", "python"],
-    ),
-    test_check(
-        "runtime/provisioner",
-        "memory outlives the provisioner that created it, by a descriptor alone; the scrub check \
-         detects whether freed memory is cleared",
-        &["--test", "provisioner"],
-    ),
-    test_check(
-        "runtime/leases",
-        "leases and memory tokens survive every death of tenants, provisioners, agents and fd \
-         stores, also for a real client through the shim",
-        &["--test", "leases", "--", TWELVE_TEST_THREADS],
-    ),
-    Check {
-        name: "runtime/leases-long",
-        promise: "committed leases survive 250 rounds of random kills, in which each process dies amid a request",
-        runner: Runner::Long(LEASE_CHAOS),
-    },
-    test_check(
-        "operator/operator",
-        "the whole operator against an API server in memory: a crash before and after each write, \
-         writes that fail or get no answer, two operators at once",
-        &["--test", "operator", "--", TWELVE_TEST_THREADS],
-    ),
-    Check {
-        name: "operator/operator-long",
-        promise: "the operator repairs each write that is refused, garbled or unanswered, in each transition",
-        runner: Runner::Long(WRITE_FAULTS),
-    },
-    Check {
-        name: "operator/api/server",
-        promise: "the operator against the real API server: crashes; writes that fail or get no \
-                answer; watches that are late, repeat events or go silent; two operators; no \
-                controller manager; changes of budgets, nodes and faults, then a minute without \
-                a write; a restore of etcd under operator and agent; quota churn; steering of \
-                every shape of pod; requests that policies and rights refuse",
-        runner: Runner::Waiting(&["--test", "api", "--", "--exact"]),
-    },
-    test_check(
-        "cli/unit",
-        "kubectl bursar prints the recorded tables, explains planted causes, finds planted ills, \
-         and patches only what it should, with an admin's and a tenant's rights",
-        &["--test", "cli"],
-    ),
-    Check {
-        name: "cli/completion",
-        promise: "commands, flags and values of kubectl bursar are completed in bash and zsh on a terminal, by kubectl and by \
-                  the program's own scripts",
-        runner: Runner::Function(cli::completion),
-    },
-    Check {
-        name: "cli/archive",
-        promise: "the archive and the manifest for krew install kubectl bursar by krew's steps",
-        runner: Runner::Function(cli::archive),
-    },
-    test_check(
-        "enforcement/quota",
-        "the shim enforces the quota of real processes to the byte, past kills and agent restarts",
-        &["--test", "quota", "--", EIGHT_TEST_THREADS],
-    ),
-    test_check(
-        "enforcement/classes",
-        "each class of call is charged with the driver's bytes, up to the last byte of the quota",
-        &[
-            "--test", "classes", "--test", "contexts", "--test", "graphs",
-        ],
-    ),
-    test_check(
-        "enforcement/chunks",
-        "small pieces are charged while the driver keeps their chunk, whoever frees them and how; \
-         graphs, heaps and variables are charged what the driver takes for them",
-        &["--test", "chunks"],
-    ),
-    test_check(
-        "enforcement/nvml",
-        "NVML shows a container its quota and its own processes, past an agent restart",
-        &["--test", "nvml", "--test", "nvml_library"],
-    ),
-    test_check(
-        "enforcement/audit",
-        "bypasses, mounts over Bursar's paths and garbage in the credit page are found within 2 s \
-         or have no effect; memory that ended pods left with other processes is bound to no pod",
-        &["--test", "audit", "--", EIGHT_TEST_THREADS],
-    ),
-    test_check(
-        "enforcement/pools",
-        "stream-ordered, virtual and shared memory is charged with the driver's bytes, whatever \
-         the program does with it",
-        &["--test", "pools", "--test", "vmm"],
-    ),
-    test_check(
-        "enforcement/exported",
-        "orphaned exports are charged while a process holds them, and are free for other \
-         processes within 1 s after that",
-        &["--test", "exported"],
-    ),
-    test_check(
-        "enforcement/soak",
-        "100,000 operations of 64 processes past kills and 10 agent restarts agree with a model",
-        &["--test", "soak"],
-    ),
-    Check {
-        name: "enforcement/soak-long",
-        promise: "a million operations of 64 processes past kills and 100 agent restarts agree with a model",
-        runner: Runner::Long(SOAK),
-    },
-    test_check(
-        "enforcement/library",
-        "the shim exports exactly the driver's names, returns its own hooks, knows the published \
-         headers, and needs only an old glibc",
-        &[
-            "--test",
-            "library",
-            "--test",
-            "proc_address",
-            "--test",
-            "headers",
-        ],
-    ),
-    test_check(
-        "runtime/driver",
-        "the runtime's driver module handles exports, streams and sticky errors, and does not \
-         panic without a driver",
-        &["--test", "driver"],
-    ),
-    test_check(
-        "runtime/resources",
-        "sources and adaptors: budgets stay exact whatever fails, uses are ordered, out-of-bounds \
-         writes are found, 8 threads share the first use",
-        &["--test", "resources"],
-    ),
-    test_check(
-        "runtime/pool",
-        "the pool orders streams, grows, releases slabs, and loses no byte between eight threads",
-        &["--test", "pool"],
-    ),
-    test_check(
-        "runtime/references",
-        "typed memory is stale exactly when it is lost; launches, copies and the host wait for \
-         each other; device memory has correct checksums",
-        &["--test", "refs"],
-    ),
-    test_check(
-        "runtime/probe",
-        "the demo's program allocates, exports and faults through the runtime, and prints the words \
-         that the trials read",
-        &["--test", "probe"],
-    ),
-    cargo_check(
-        "runtime/rustdoc",
-        "rustdoc writes the runtime's documentation without a warning",
-        &[
-            "rustdoc",
-            "--quiet",
-            "--locked",
-            "--package",
-            "bursar-runtime",
-            "--all-features",
-            "--lib",
-            "--",
-            "-D",
-            "warnings",
-        ],
-    ),
-    cargo_check(
-        "runtime/borrows",
-        "two mutable references to managed memory, or a copy of a write token, do not compile",
-        &["test", "--quiet", "--locked", "--workspace", "--doc"],
-    ),
-    test_check(
-        "runtime/poison",
-        "the shim executes a poisoned process again in place with its original arguments, or the \
-         agent fences it and restarts its container, at most as often as the policy allows",
-        &["--test", "poison"],
-    ),
-    test_check(
-        "runtime/smallest-unit",
-        "a fault ends its process and the forked children that keep its memory, and nothing else; \
-         a sixth fault in the window ends the container's main process",
-        &["--test", "smallest_unit"],
-    ),
-    Check {
-        name: "surface/metrics",
-        promise: "promtool accepts the names, types and texts of every metric of agent and operator",
-        runner: Runner::Function(surface::metrics),
-    },
-    Check {
-        name: "surface/alerts",
-        promise: "each alert of the chart fires for one history of its series and stays silent for another one",
-        runner: Runner::Function(surface::alerts),
-    },
-    Check {
-        name: "surface/queries",
-        promise: "promtool parses every query of the dashboards, and each metric in queries and alerts is documented",
-        runner: Runner::Function(surface::queries),
-    },
-    Check {
-        name: "surface/runbooks",
-        promise: "the runbooks have a section for each alert, condition and Event",
-        runner: Runner::Function(surface::runbooks),
-    },
-    Check {
-        name: "surface/book",
-        promise: "mdBook builds a book of docs/, which has every page",
-        runner: Runner::Function(book::check),
-    },
-    Check {
-        name: "enforcement/loader",
-        promise: "every route to a driver library, in every kind of image, has a known outcome: held, no driver, or detected",
-        runner: Runner::Function(loader),
-    },
-    test_check(
-        "main/fuzz",
-        "frames, texts and checkpoints that others shape are refused or have their effect, whatever is in them",
-        &["--test", "fuzz"],
-    ),
-    // The target `security` is not here: its tests measure loads, and other checks name them all.
-    test_check(
-        "main/named",
-        "the targets whose tests the areas below name pass as a whole, with the tests that no check names",
-        &[
-            "--test",
-            "flood",
-            "--test",
-            "gpu_programs",
-            "--test",
-            "install",
-            "--test",
-            "managed",
-            "--test",
-            "mission",
-            "--test",
-            "pod_groups",
-            "--test",
-            "versions",
-            "--test",
-            "watch",
-        ],
-    ),
-];
-
-/// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`,
-/// and last the cluster's trials, which take minutes.
-pub(super) fn all() -> Vec<Check> {
-    let releases = KUBERNETES_VERSIONS.iter().skip(1).map(|version| Check {
-        name: version.check(),
-        promise: "the trials of the default tier hold on a cluster of this release of Kubernetes; what the release lacks is named",
-        runner: Runner::Kubernetes(version),
+    static ALL: LazyLock<Vec<Check>> = LazyLock::new(|| {
+        let file = toml::from_str::<File>(include_str!("../../checks.toml"));
+        let mut checks = file.expect("a unit test reads the file, too").check;
+        checks.extend(KUBERNETES_VERSIONS.iter().skip(1).map(|version| Check {
+            name: version.check().to_owned(),
+            promise: "the trials of the default tier hold on a cluster of this release of Kubernetes; what the release lacks is named".to_owned(),
+            is_long: true,
+            runner: Runner::Kubernetes(*version),
+        }));
+        checks
     });
-    let trials = cluster::TRIALS.iter().map(|trial| Check {
-        name: trial.name,
-        promise: trial.promise,
-        runner: Runner::ClusterTrial { long: trial.long },
-    });
-    let areas = [
-        security::CHECKS,
-        faults::CHECKS,
-        install::CHECKS,
-        mission::CHECKS,
-    ];
-    let named = areas.into_iter().flatten().map(|check| {
-        let NamedCheck {
-            name,
-            promise,
-            tests,
-            long,
-        } = *check;
-        let runner = if long {
-            Runner::Long(tests)
-        } else {
-            Runner::Named(tests)
-        };
-        Check {
-            name,
-            promise,
-            runner,
-        }
-    });
-    let checks = CHECKS.iter().copied();
-    checks.chain(named).chain(trials).chain(releases).collect()
+    &ALL
 }
 
 /// Returns the background jobs of these checks. Trials run on `version` of Kubernetes.
-pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> Vec<BackgroundJob> {
+pub(super) fn background_jobs(
+    checks: &[&'static Check],
+    version: KubernetesVersion,
+) -> Vec<BackgroundJob> {
     let (mut jobs, mut trials) = (Vec::new(), Vec::new());
-    let is_long = checks.iter().any(|check| check.is_long());
+    let is_long = checks.iter().any(|check| check.is_long);
     for check in checks {
-        match check.runner {
+        match &check.runner {
             Runner::Waiting(targets) => {
                 let mut command = test_command(targets);
                 command.envs(is_long.then_some(("BURSAR_LONG", "1")));
                 jobs.push(BackgroundJob {
-                    name: check.name,
-                    promise: check.promise.to_owned(),
+                    name: &check.name,
+                    promise: check.promise.clone(),
                     command,
                     has_clusters: false,
                     timeout: CHECK_TIMEOUT,
                 });
             }
-            Runner::ClusterTrial { .. } => trials.push(check.name),
+            Runner::ClusterTrial(_) => trials.push(check.name.as_str()),
             Runner::Kubernetes(version) => jobs.push(BackgroundJob {
-                name: check.name,
-                promise: check.promise.to_owned(),
-                command: cluster::command(*version, &cluster::default_tier()),
+                name: &check.name,
+                promise: check.promise.clone(),
+                command: cluster::command(*version, |trial| !trial.is_long),
                 has_clusters: true,
                 timeout: CHECK_TIMEOUT,
             }),
-            Runner::Cargo(_)
-            | Runner::Test(_)
-            | Runner::Function(_)
-            | Runner::Named(_)
-            | Runner::Long(_) => {}
+            Runner::Cargo(_) | Runner::Test(_) | Runner::Function(_) | Runner::Named(_) => {}
         }
     }
     if !trials.is_empty() {
         let cluster = BackgroundJob {
             name: "main/cluster",
             promise: format!("on a real cluster: {}", trials.join(", ")),
-            command: cluster::command(version, &trials),
+            command: cluster::command(version, |trial| trials.contains(&trial.name.as_str())),
             has_clusters: true,
             timeout: if is_long { LONG_TIMEOUT } else { CHECK_TIMEOUT },
         };
@@ -596,29 +212,29 @@ pub(super) fn background_jobs(checks: &[&Check], version: KubernetesVersion) -> 
 impl Check {
     /// Runs the check, except tests that have passed already by `results`.
     pub(super) fn run(&self, results: &mut TestResults) -> anyhow::Result<()> {
-        match self.runner {
+        match &self.runner {
             Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
             Runner::Test(targets) => results.run_targets(targets, CHECK_TIMEOUT),
             Runner::Function(function) => function(),
-            Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_) => {
+            Runner::Waiting(_) | Runner::ClusterTrial(_) | Runner::Kubernetes(_) => {
                 unreachable!("background_jobs runs what waits, and the clusters' trials")
             }
+            Runner::Named(tests) if self.is_long => results.run_named(tests, LONG_TIMEOUT),
             Runner::Named(tests) => results.run_named(tests, CHECK_TIMEOUT),
-            Runner::Long(tests) => results.run_named(tests, LONG_TIMEOUT),
         }
     }
 
     /// Runs the failed tests of the check again, or all tests of a named check. `None` where that
     /// would show nothing.
     pub(super) fn repeat(&self, results: &TestResults) -> Option<anyhow::Result<()>> {
-        match self.runner {
+        match &self.runner {
             Runner::Test(targets) if results.can_repeat_targets(targets) => {
                 Some(results.repeat_targets(targets, CHECK_TIMEOUT))
             }
-            Runner::Named(tests) => {
+            Runner::Named(tests) if !self.is_long => {
                 let mut names = tests
                     .iter()
-                    .flat_map(|tests| tests.target.iter().chain(tests.names));
+                    .flat_map(|tests| tests.target.iter().chain(&tests.names));
                 let is_random = names.any(|name| named::is_random(name));
                 (!is_random).then(|| results.run_named(tests, CHECK_TIMEOUT))
             }
@@ -626,25 +242,29 @@ impl Check {
         }
     }
 
-    /// Returns whether the check runs only under `--long` or by its full name.
-    pub(super) fn is_long(&self) -> bool {
-        matches!(
-            self.runner,
-            Runner::Long(_) | Runner::ClusterTrial { long: true } | Runner::Kubernetes(_)
-        )
-    }
-
-    /// Returns whether the check is a trial on a cluster.
-    pub(super) fn is_trial(&self) -> bool {
-        matches!(self.runner, Runner::ClusterTrial { .. })
+    /// Returns what a trial on a cluster needs of Kubernetes; `None` for another check.
+    pub(super) fn trial(&self) -> Option<&Option<Needs>> {
+        match &self.runner {
+            Runner::ClusterTrial(needs) => Some(needs),
+            _ => None,
+        }
     }
 
     /// Returns whether the check runs in the background.
     pub(super) fn runs_in_background(&self) -> bool {
         matches!(
             self.runner,
-            Runner::Waiting(_) | Runner::ClusterTrial { .. } | Runner::Kubernetes(_)
+            Runner::Waiting(_) | Runner::ClusterTrial(_) | Runner::Kubernetes(_)
         )
+    }
+
+    /// Returns the tests that the check runs by their names.
+    #[cfg(test)]
+    pub(super) fn tests(&self) -> &[TestSelection] {
+        match &self.runner {
+            Runner::Named(tests) => tests,
+            _ => &[],
+        }
     }
 }
 
@@ -666,7 +286,7 @@ pub(super) fn succeed_within(command: &mut Command, timeout: Duration) -> anyhow
 }
 
 /// Returns a `cargo test` of these targets.
-fn test_command(targets: &[&str]) -> Command {
+fn test_command<S: AsRef<OsStr>>(targets: &[S]) -> Command {
     let mut command = cargo::command();
     command
         .args(["test", "--quiet", "--locked", "--workspace"])
@@ -738,4 +358,49 @@ fn chart() -> anyhow::Result<()> {
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    use super::*;
+
+    fn entry(text: &str) -> Result<Check, String> {
+        toml::from_str::<Check>(text).map_err(|error| error.message().to_owned())
+    }
+
+    #[test]
+    fn check_has_one_way_to_run() {
+        let check = "name = 'a/b'\npromise = 'p'\n";
+        assert_eq!(entry(check).unwrap_err(), "a/b has no way to run");
+        let both = format!("{check}targets = ['--lib']\ntrial = true\n");
+        assert_eq!(entry(&both).unwrap_err(), "a/b has several ways to run");
+        let misspelt = format!("{check}target = ['--lib']\n");
+        assert!(entry(&misspelt).unwrap_err().contains("unknown field"));
+        assert!(entry(&format!("{check}targets = ['--lib']\n")).is_ok());
+    }
+
+    #[test]
+    fn every_test_of_the_target_security_is_named() {
+        let selections = all().iter().flat_map(Check::tests);
+        let of_target = selections.filter(|tests| tests.target == ["--test", "security"]);
+        let names = of_target.flat_map(|tests| &tests.names);
+        let named: BTreeSet<&str> = names.filter_map(|name| name.rsplit("::").next()).collect();
+        let folder = paths::repository().join("device-plugin/tests/security");
+        let mut written = BTreeSet::new();
+        for entry in fs::read_dir(folder).unwrap() {
+            let source = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
+            let attributes = ["#[test]", "#[tokio::test"];
+            let is_test = |line: &&str| attributes.iter().any(|text| line.contains(text));
+            let mut lines = source.lines();
+            while lines.find(is_test).is_some() {
+                let function = lines.next().and_then(|line| line.split_once("fn "));
+                let name = function.and_then(|(_, rest)| rest.split('(').next());
+                written.extend(name.map(str::to_owned));
+            }
+        }
+        assert_eq!(named, written.iter().map(String::as_str).collect());
+    }
 }

@@ -18,15 +18,13 @@ use crate::workspace::{self, Profile};
 pub(super) fn completion() -> anyhow::Result<()> {
     let shells = tools::shells()?;
     let toolbox = kube::build(&Progress::start())?;
-    let tests = TestSelection {
-        target: &["--test", "cli"],
-        names: &[
+    let tests = TestSelection::of_ignored(
+        &["--test", "cli"],
+        [
             "completion::completion_works_in_bash",
             "completion::completion_works_in_zsh",
         ],
-        ignored: true,
-        env: &[],
-    };
+    );
     let kubectl = toolbox.program("kubectl");
     let programs = [("BURSAR_SHELLS", shells), ("BURSAR_KUBECTL", kubectl)];
     named::run_with_programs(&tests, &programs)

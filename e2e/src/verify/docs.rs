@@ -115,7 +115,10 @@ fn members(manifest: &str) -> Vec<&str> {
 /// Names each page and name, or the file that could not be read.
 pub(super) fn check() -> anyhow::Result<()> {
     let repository = paths::repository();
-    let checks: Vec<&str> = checks::all().iter().map(|check| check.name).collect();
+    let checks: Vec<&str> = checks::all()
+        .iter()
+        .map(|check| check.name.as_str())
+        .collect();
     let areas: Vec<&str> = checks
         .iter()
         .filter_map(|name| Some(name.split_once('/')?.0))

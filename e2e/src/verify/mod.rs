@@ -18,12 +18,8 @@ mod cli;
 mod cluster;
 mod deadline;
 mod docs;
-mod faults;
-mod install;
 mod layers;
-mod mission;
 mod named;
-mod security;
 mod style;
 mod surface;
 
@@ -38,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-pub use self::cluster::{ClusterTrial, TRIALS};
+pub use self::cluster::trials;
 pub use self::surface::DashboardQueries;
 
 use self::checks::{BackgroundJob, Check};
@@ -86,9 +82,9 @@ pub enum VerifyError {
 /// When `args` name an unknown check, or no temporary file can be created.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let all = checks::all();
-    let mut chosen = select(&all, &args.only, args.long || args.list)?;
+    let mut chosen = select(all, &args.only, args.long || args.list)?;
     if args.kubernetes.is_some() {
-        chosen.retain(|check| check.is_trial());
+        chosen.retain(|check| check.trial().is_some());
     }
     if args.list {
         let width = chosen
@@ -97,7 +93,7 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
             .max()
             .unwrap_or(0);
         for check in chosen {
-            let tier = if check.is_long() { "(long) " } else { "" };
+            let tier = if check.is_long { "(long) " } else { "" };
             println!("{:width$}  {tier}{}", check.name, check.promise);
         }
         return Ok(ExitCode::SUCCESS);
@@ -110,7 +106,7 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let queue = JobQueue::default();
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run(&mut results));
-        outcomes.push(run_check(check.name, check.promise, run, &progress));
+        outcomes.push(run_check(&check.name, &check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
             running = Some(queue.start(jobs())?);
         }
@@ -168,11 +164,11 @@ fn repeat_failed(
 
 /// Returns the checks that `only` names, or all of them for an empty `only`. Checks of the long
 /// tier need `long` or their full name.
-fn select<'a>(
-    checks: &'a [Check],
+fn select(
+    checks: &'static [Check],
     only: &[String],
     long: bool,
-) -> Result<Vec<&'a Check>, VerifyError> {
+) -> Result<Vec<&'static Check>, VerifyError> {
     let matches = |check: &Check, word: &str| {
         check.name == word
             || check
@@ -188,8 +184,8 @@ fn select<'a>(
     }
     let wanted = |check: &&Check| {
         let asked_for = only.is_empty() || only.iter().any(|word| matches(check, word));
-        let in_full = only.iter().any(|word| word == check.name);
-        asked_for && (long || in_full || !check.is_long())
+        let in_full = only.contains(&check.name);
+        asked_for && (long || in_full || !check.is_long)
     };
     Ok(checks.iter().filter(wanted).collect())
 }
@@ -413,9 +409,9 @@ mod tests {
 
     fn names(only: &[&str]) -> Result<Vec<&'static str>, VerifyError> {
         let only: Vec<String> = only.iter().map(|word| (*word).to_owned()).collect();
-        Ok(select(&checks::all(), &only, false)?
+        Ok(select(checks::all(), &only, false)?
             .into_iter()
-            .map(|check| check.name)
+            .map(|check| check.name.as_str())
             .collect())
     }
 
@@ -452,7 +448,7 @@ mod tests {
     fn cluster_trials_share_one_background_job() {
         let all = checks::all();
         let jobs = |only: &str| {
-            let chosen = select(&all, &[only.to_owned()], false).unwrap();
+            let chosen = select(all, &[only.to_owned()], false).unwrap();
             let jobs = checks::background_jobs(&chosen, KUBERNETES_VERSIONS[0]);
             jobs.iter().map(|job| job.name).collect::<Vec<_>>()
         };

@@ -1,38 +1,44 @@
 //! Runs tests, and knows by their full names which of them passed.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Read as _, Seek as _, Write};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
+
+use serde::Deserialize;
 
 use super::deadline::{self, CHECK_TIMEOUT};
 use crate::cargo;
 use crate::paths;
 
 /// Tests of one target of the workspace by their paths.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct TestSelection {
     /// The arguments of `cargo test` that select the target: `--lib`, or `--test` and its name.
-    pub(super) target: &'static [&'static str],
-    /// The full name of each test.
-    pub(super) names: &'static [&'static str],
+    pub(super) target: Vec<String>,
+    /// The full name of each test. A target with a runner of its own may have none.
+    #[serde(default)]
+    pub(super) names: Vec<String>,
     /// Whether the tests are marked `#[ignore]`, because they take minutes.
+    #[serde(default)]
     pub(super) ignored: bool,
     /// Additional environment variables of the tests.
-    pub(super) env: &'static [(&'static str, &'static str)],
+    #[serde(default)]
+    pub(super) env: BTreeMap<String, String>,
 }
 
-/// A check that runs tests by their full names.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NamedCheck {
-    /// The area, a slash and a word.
-    pub(super) name: &'static str,
-    /// The promise that the tests hold.
-    pub(super) promise: &'static str,
-    /// Whether the check runs only under `--long`.
-    pub(super) long: bool,
-    pub(super) tests: &'static [TestSelection],
+impl TestSelection {
+    /// Selects tests that are marked `#[ignore]`.
+    pub(super) fn of_ignored<const N: usize>(target: &[&str], names: [&str; N]) -> TestSelection {
+        TestSelection {
+            target: target.iter().map(ToString::to_string).collect(),
+            names: names.map(str::to_owned).into(),
+            ignored: true,
+            env: BTreeMap::new(),
+        }
+    }
 }
 
 /// The results of tests in this run of `cargo verify`.
@@ -50,7 +56,7 @@ pub(super) struct TestResults {
 #[derive(Debug)]
 struct TargetResults {
     /// The arguments that select the targets.
-    arguments: &'static [&'static str],
+    arguments: Vec<String>,
     /// The full names of the tests that passed, and of those that failed.
     passed: HashSet<String>,
     failed: Vec<String>,
@@ -80,7 +86,7 @@ impl TestResults {
     /// When a test fails or the tests run longer.
     pub(super) fn run_targets(
         &mut self,
-        targets: &'static [&'static str],
+        targets: &[String],
         timeout: Duration,
     ) -> anyhow::Result<()> {
         let mut command = cargo::command();
@@ -107,7 +113,7 @@ impl TestResults {
             result => result.map_err(|error| error.context(format!("failed tests: {names}"))),
         };
         self.targets.push(TargetResults {
-            arguments: targets,
+            arguments: targets.to_vec(),
             passed,
             failed,
         });
@@ -115,7 +121,7 @@ impl TestResults {
     }
 
     /// Returns whether tests of these targets failed, and none that draws random numbers.
-    pub(super) fn can_repeat_targets(&self, targets: &[&'static str]) -> bool {
+    pub(super) fn can_repeat_targets(&self, targets: &[String]) -> bool {
         let results = self.targets.iter().find(|run| run.arguments == targets);
         let failed = results.map_or(&[][..], |run| &run.failed);
         let is_random = failed.iter().any(|name| is_random(name));
@@ -128,13 +134,13 @@ impl TestResults {
     /// When a test fails again.
     pub(super) fn repeat_targets(
         &self,
-        targets: &[&'static str],
+        targets: &[String],
         timeout: Duration,
     ) -> anyhow::Result<()> {
         let results = self.targets.iter().find(|run| run.arguments == targets);
         let failed = results.map_or(&[][..], |run| &run.failed);
         // The arguments after `--` are the test runner's.
-        let selection = targets.iter().take_while(|argument| **argument != "--");
+        let selection = targets.iter().take_while(|argument| *argument != "--");
         let mut command = cargo::command();
         command
             .args(["test", "--quiet", "--locked", "--workspace"])
@@ -174,7 +180,7 @@ impl TestResults {
         timeout: Duration,
     ) -> anyhow::Result<()> {
         for tests in tests.iter().filter(|tests| !self.have(tests)) {
-            run_all(tests.names, &mut command(tests), timeout)?;
+            run_all(&tests.names, &mut command(tests), timeout)?;
         }
         Ok(())
     }
@@ -187,7 +193,7 @@ impl TestResults {
                 .arguments
                 .windows(tests.target.len())
                 .any(|arguments| arguments == tests.target);
-            has_target && tests.names.iter().all(|name| run.passed.contains(*name))
+            has_target && tests.names.iter().all(|name| run.passed.contains(name))
         };
         ran_by_default && self.targets.iter().any(passed_there)
     }
@@ -203,7 +209,7 @@ pub(super) fn run_with_programs(
 ) -> anyhow::Result<()> {
     let mut command = command(tests);
     command.envs(programs.iter().map(|(name, path)| (name, path)));
-    run_all(tests.names, &mut command, CHECK_TIMEOUT)
+    run_all(&tests.names, &mut command, CHECK_TIMEOUT)
 }
 
 /// Runs the tests by this call, and fails if fewer ran than were named.
@@ -243,7 +249,7 @@ fn command(tests: &TestSelection) -> Command {
         names,
         ignored,
         env,
-    } = *tests;
+    } = tests;
     let mut command = cargo::command();
     command
         .args(["test", "--quiet", "--locked", "--workspace"])
@@ -251,7 +257,7 @@ fn command(tests: &TestSelection) -> Command {
         .args(["--", "--exact"])
         .args(names)
         .args(ignored.then_some("--ignored"))
-        .envs(env.iter().copied())
+        .envs(env)
         .current_dir(paths::repository());
     command
 }
@@ -347,84 +353,62 @@ mod tests {
         }
     }
 
+    fn words(words: &str) -> Vec<String> {
+        words.split(' ').map(str::to_owned).collect()
+    }
+
     #[test]
     fn passed_tests_run_again_only_under_other_conditions() {
         let results = TestResults {
             targets: vec![TargetResults {
-                arguments: &[
-                    "--test",
-                    "facts",
-                    "--test",
-                    "audit",
-                    "--",
-                    "--test-threads=6",
-                ],
+                arguments: words("--test facts --test audit -- --test-threads=6"),
                 passed: HashSet::from(["a".to_owned(), "b".to_owned()]),
                 failed: Vec::new(),
             }],
             ..TestResults::default()
         };
         let tests = TestSelection {
-            target: &["--test", "audit"],
-            names: &["a", "b"],
-            ignored: false,
-            env: &[],
+            target: words("--test audit"),
+            names: words("a b"),
+            ..TestSelection::default()
         };
         assert!(results.have(&tests));
-        for other in [
-            TestSelection {
-                target: &["--lib"],
-                ..tests
-            },
-            TestSelection {
-                target: &["--test", "aud"],
-                ..tests
-            },
-            TestSelection {
-                names: &["a", "c"],
-                ..tests
-            },
-            TestSelection {
-                names: &[],
-                ..tests
-            },
-            TestSelection {
-                ignored: true,
-                ..tests
-            },
-            TestSelection {
-                env: &[("BURSAR_LONG", "1")],
-                ..tests
-            },
-        ] {
+        let others: [fn(&mut TestSelection); 6] = [
+            |tests| tests.target = words("--lib"),
+            |tests| tests.target = words("--test aud"),
+            |tests| tests.names = words("a c"),
+            |tests| tests.names.clear(),
+            |tests| tests.ignored = true,
+            |tests| tests.env = BTreeMap::from([("BURSAR_LONG".to_owned(), "1".to_owned())]),
+        ];
+        for change in others {
+            let mut other = tests.clone();
+            change(&mut other);
             assert!(!results.have(&other), "{other:?}");
         }
     }
 
     #[test]
     fn failed_tests_are_repeated_unless_they_draw_random_numbers() {
-        let can_repeat = |targets: &'static [&'static str], failed: &[&str]| {
+        let can_repeat = |targets: &str, failed: &[&str]| {
+            let targets = words(targets);
             let results = TestResults {
                 targets: vec![TargetResults {
-                    arguments: targets,
+                    arguments: targets.clone(),
                     passed: HashSet::new(),
                     failed: failed.iter().map(|name| (*name).to_owned()).collect(),
                 }],
                 ..TestResults::default()
             };
-            results.can_repeat_targets(targets)
+            results.can_repeat_targets(&targets)
         };
-        assert!(can_repeat(
-            &["--test", "leases"],
-            &["drained::gpu_is_released"]
-        ));
-        assert!(!can_repeat(
-            &["--test", "leases"],
-            &["drained::gpu_is_released", "chaos::kills"]
-        ));
-        assert!(!can_repeat(&["--test", "fuzz"], &["frames"]));
-        assert!(!can_repeat(&["--test", "leases"], &[]));
-        assert!(!TestResults::default().can_repeat_targets(&["--test", "leases"]));
+        let leases = "--test leases";
+        assert!(can_repeat(leases, &["drained::gpu_is_released"]));
+        let random = ["drained::gpu_is_released", "chaos::kills"];
+        assert!(!can_repeat(leases, &random));
+        assert!(!can_repeat("--test fuzz", &["frames"]));
+        assert!(!can_repeat(leases, &[]));
+        assert!(!TestResults::default().can_repeat_targets(&words(leases)));
     }
 
     #[test]

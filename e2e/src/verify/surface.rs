@@ -21,15 +21,13 @@ fn monitoring() -> PathBuf {
 
 /// Runs promtool over the names, types and help texts of all metrics.
 pub(super) fn metrics() -> anyhow::Result<()> {
-    let tests = TestSelection {
-        target: &["--lib"],
-        names: &[
+    let tests = TestSelection::of_ignored(
+        &["--lib"],
+        [
             "metrics::tests::names_and_types_pass_promtool",
             "serve::metrics::tests::names_and_types_pass_promtool",
         ],
-        ignored: true,
-        env: &[],
-    };
+    );
     named::run_with_programs(&tests, &[("BURSAR_PROMTOOL", tools::promtool()?)])
 }
 

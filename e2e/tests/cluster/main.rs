@@ -45,7 +45,7 @@ mod waiters;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use bursar_e2e::verify::TRIALS;
+use bursar_e2e::verify;
 use libtest_mimic::{Arguments, Trial};
 
 /// Returns the program whose subcommand `node` is the node process.
@@ -88,8 +88,7 @@ fn main() -> ExitCode {
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
-    let listed = TRIALS.iter().map(|trial| trial.name);
-    if !trials.iter().map(Trial::name).eq(listed) {
+    if !trials.iter().map(Trial::name).eq(verify::trials()) {
         eprintln!("the trials are not those that `cargo verify --list` names, or in another order");
         return ExitCode::FAILURE;
     }
