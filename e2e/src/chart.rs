@@ -77,6 +77,8 @@ fn values(images: &Template, simulated: bool) -> Value {
         // them.
         "policies": {"exemptNamespaces": ["trials"]},
         "placement": {"disruptionGraceSeconds": DISRUPTION_GRACE_SECONDS},
+        // A trial has another plugin offer the GPUs of a node whose pods it still needs.
+        "sharing": {"refuseBesideOtherPlugins": false},
     });
     if simulated {
         let folder = sim::FOLDER;

@@ -23,6 +23,8 @@ use crate::progress::Progress;
 
 /// The kinds of the chart's workloads, which need nodes.
 const WORKLOAD_KINDS: [&str; 2] = ["Deployment", "DaemonSet"];
+/// Lets the rules on other pods deny, so that trials see what they refuse. They warn by default.
+const REFUSE_UNMANAGED: &str = "--set=policies.refuseUnmanagedGpus.validationActions={Deny}";
 /// The timeout of a call of helm or kubectl.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -146,6 +148,7 @@ impl ControlPlane {
                 NAMESPACE,
                 "--kube-version=1.36.0",
                 "--skip-tests",
+                REFUSE_UNMANAGED,
             ])
             .args(settings);
         let rendered = run_to_success(&program, helm, Vec::new()).await?;

@@ -327,13 +327,22 @@ impl Default for RetainedConfig {
 }
 
 /// With whom the node shares its GPUs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SharingConfig {
     /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
     pub allow_unscrubbed: bool,
     /// Whether the node offers nothing while another device plugin offers its GPUs too.
     pub refuse_beside_other_plugins: bool,
+}
+
+impl Default for SharingConfig {
+    fn default() -> SharingConfig {
+        SharingConfig {
+            allow_unscrubbed: false,
+            refuse_beside_other_plugins: true,
+        }
+    }
 }
 
 /// The agent's HTTP endpoints.
@@ -497,7 +506,7 @@ mod tests {
             provisioner = "/w/bursar-provisioner"
             [sharing]
             allow-unscrubbed = true
-            refuse-beside-other-plugins = true
+            refuse-beside-other-plugins = false
             [http]
             listen = "[::1]:9"
             probes = "[::1]:10"
@@ -560,7 +569,7 @@ mod tests {
             },
             sharing: SharingConfig {
                 allow_unscrubbed: true,
-                refuse_beside_other_plugins: true,
+                refuse_beside_other_plugins: false,
             },
             http: HttpConfig {
                 listen: "[::1]:9".parse().unwrap(),

@@ -81,8 +81,12 @@ fn set_other_plugin(machine: &Machine, devices: usize) {
 }
 
 #[tokio::test]
-async fn other_owner_of_gpus_is_reported_and_pods_are_bound() {
+async fn other_owner_of_gpus_is_only_reported_by_choice() {
     let mut machine = Machine::new().await;
+    let path = machine.path("agent.toml");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let choice = "[sharing]\nrefuse-beside-other-plugins = false\n";
+    std::fs::write(&path, config.replacen("[sharing]\n", choice, 1)).unwrap();
     set_other_plugin(&machine, 2);
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
@@ -98,12 +102,8 @@ async fn other_owner_of_gpus_is_reported_and_pods_are_bound() {
 }
 
 #[tokio::test]
-async fn node_with_another_owner_offers_nothing_by_choice() {
+async fn node_with_another_owner_offers_nothing() {
     let mut machine = Machine::new().await;
-    let path = machine.path("agent.toml");
-    let config = std::fs::read_to_string(&path).unwrap();
-    let choice = "[sharing]\nrefuse-beside-other-plugins = true\n";
-    std::fs::write(&path, config.replacen("[sharing]\n", choice, 1)).unwrap();
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
     let pod = machine.run("a", 10).await;

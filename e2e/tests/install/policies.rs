@@ -5,35 +5,30 @@ use serde_json::{Value, json};
 use crate::render::{arguments, pod_spec, render, try_render};
 
 #[test]
-fn tenants_rules_can_begin_with_warnings() {
-    let objects = render(&[r#"policies.validationActions=["Warn","Audit"]"#]);
-    let mut warns = Vec::new();
-    let denies_nothing = "bursar-borrowed";
-    for binding in objects.of_kind("ValidatingAdmissionPolicyBinding") {
-        let name = binding["metadata"]["name"].as_str().unwrap();
-        if binding["spec"]["validationActions"] == json!(["Warn", "Audit"]) {
-            warns.push(name);
-        } else {
-            let action = if name == denies_nothing {
-                "Warn"
-            } else {
-                "Deny"
-            };
-            assert_eq!(
-                binding["spec"]["validationActions"],
-                json!([action]),
-                "{name}"
-            );
-        }
-    }
-    warns.sort_unstable();
-    let tenants = [
-        "bursar-per-container",
-        "bursar-pods",
-        "bursar-unmanaged-gpus",
-        "bursar-unmanaged-gpus-claims",
-    ];
-    assert_eq!(warns, tenants);
+fn rules_on_other_pods_warn_until_an_admin_lets_them_deny() {
+    let deny_nothing = |values: &[&str]| {
+        let objects = render(values);
+        let bindings = objects.of_kind("ValidatingAdmissionPolicyBinding");
+        let warning = bindings.filter(|binding| {
+            let actions = &binding["spec"]["validationActions"];
+            assert!([json!(["Warn", "Audit"]), json!(["Warn"]), json!(["Deny"])].contains(actions));
+            *actions != json!(["Deny"])
+        });
+        let names = warning.map(|binding| binding["metadata"]["name"].as_str().unwrap());
+        let mut names: Vec<_> = names.map(str::to_owned).collect();
+        names.sort_unstable();
+        names
+    };
+    let others = ["bursar-unmanaged-gpus", "bursar-unmanaged-gpus-claims"];
+    assert_eq!(
+        deny_nothing(&[]),
+        [&["bursar-borrowed"][..], &others].concat()
+    );
+    let refused = r#"policies.refuseUnmanagedGpus.validationActions=["Deny"]"#;
+    assert_eq!(deny_nothing(&[refused]), ["bursar-borrowed"]);
+    let own = ["bursar-borrowed", "bursar-per-container", "bursar-pods"];
+    let warned = r#"policies.validationActions=["Warn","Audit"]"#;
+    assert_eq!(deny_nothing(&[warned]), [&own[..], &others].concat());
 }
 
 #[test]

@@ -83,12 +83,10 @@ fn driver_containers_files_are_read_and_its_upgrades_followed() {
     assert_eq!(host_path(agent, "driver-root"), "/run/nvidia/driver");
     assert_eq!(host_path(agent, "dev-root"), "/run/nvidia/driver/dev");
     let config = objects.agent_config();
-    for line in [
-        "host-root = \"/run/nvidia/driver\"",
-        "refuse-beside-other-plugins = true",
-    ] {
-        assert!(config.contains(line), "{config}");
-    }
+    let line = "host-root = \"/run/nvidia/driver\"";
+    assert!(config.contains(line), "{config}");
+    let line = "refuse-beside-other-plugins = true";
+    assert!(config.contains(line) && render(&[]).agent_config().contains(line));
     let affinity = pod_spec(agent)["affinity"].to_string();
     assert!(affinity.contains("nvidia.com/gpu.present"), "{affinity}");
     let follows = |objects: &Objects, value: &str| {
