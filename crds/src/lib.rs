@@ -1,7 +1,8 @@
 //! Defines Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
 //!
-//! The chart's CRD templates and `docs/reference/api.md` are generated from these types. The test
-//! `generated` fails if they are stale. `BURSAR_UPDATE=1 cargo test -p bursar-crds` writes them.
+//! The chart's CRD templates and `docs/use/reference/api.md` are generated from these types. The
+//! test `generated` fails if they are stale. `BURSAR_UPDATE=1 cargo test -p bursar-crds` writes
+//! them.
 
 pub mod amount;
 pub mod budget;

@@ -1,6 +1,7 @@
 //! Exports the agent's metrics in the OpenMetrics text format.
 //!
-//! `docs/reference/metrics.md` documents names, labels and units; a test compares the two lists.
+//! `docs/use/reference/metrics.md` documents names, labels and units; a test compares the two
+//! lists.
 
 mod figures;
 
@@ -577,7 +578,7 @@ mod tests {
 
     #[test]
     fn metrics_and_their_documentation_list_the_same_names() {
-        let docs = include_str!("../../docs/reference/metrics.md");
+        let docs = include_str!("../../docs/use/reference/metrics.md");
         let agent = docs
             .split("## Operator")
             .next()

@@ -1,4 +1,4 @@
-"""Measures on a real GPU the facts of docs/facts.md that no other script measures.
+"""Measures on a real GPU the facts of docs/internals/facts.md that no other script measures.
 
 usage: facts.py [--gpu UUID] [--only FACT...]
 
@@ -6,8 +6,8 @@ Needs an NVIDIA driver, and a machine on which no other process uses a GPU; no n
 toolkit. The row of the XIDs needs root for /dev/kmsg, and the row of F9 needs a C compiler. The
 script allocates at most 64 GiB on one GPU, changes no setting of it and ends within 3 minutes. It
 prints one table, and exits with 1 if a claim is contradicted, and with 2 if it can measure nothing.
-The bounds are wide, because the figures of docs/facts.md are of one H200. A row that the machine
-cannot show is "not shown here".
+The bounds are wide, because the figures of docs/internals/facts.md are of one H200. A row that the
+machine cannot show is "not shown here".
 """
 
 import argparse

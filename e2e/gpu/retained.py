@@ -4,7 +4,7 @@ usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] 
                    [--only lease against faults kills scrub-check example]
 
 PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent, retained and the wheel of the package bursar;
-docs/benchmarks.md describes how to make it. EARLIER is such a folder of an earlier commit, whose programs may have their
+docs/internals/benchmarks.md describes how to make it. EARLIER is such a folder of an earlier commit, whose programs may have their
 names of today only: `against` lets the leases of both take turns. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
 no root, no cluster: fake_agent acts for the agent, with the real fd store and provisioner. The script prints one table,
 and exits with 1 if a row fails.

@@ -3,7 +3,7 @@
 usage: runtime.py FOLDER [--only random|earlier|pair|steal|planted|sources|references...]
 
 FOLDER has `runtime-bench`, `sources` and `references`, built by `cargo build --release -p
-bursar-gpu-programs`, and `rmm`, built of programs/rmm.cpp as docs/benchmarks.md
+bursar-gpu-programs`, and `rmm`, built of programs/rmm.cpp as docs/internals/benchmarks.md
 describes. Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. The script runs RMM's random
 allocations and the pair beside RMM's own resources, a two-stream steal, planted overflows, and every source of memory
 and references to it. It prints one table last, and exits with 1 if a row fails. Without `rmm` it compares with times

@@ -6,7 +6,7 @@ ARCHIVE is the output of `cargo e2e pack`, SITE a folder with vLLM and the packa
 bursar. Needs root, an NVIDIA driver, and a Python with torch and transformers; no network. The model is a Llama of 1.2
 billion random weights, which the script makes once in FOLDER together with a tokenizer. Servers run in pods of a
 cluster of one node with Bursar, whose audit kills, and directly on the machine. `examples` applies the
-Deployments of docs/examples/vllm-two-models.yaml, with this machine's image, model and files. Each part prints its table, and the
+Deployments of docs/use/examples/vllm-two-models.yaml, with this machine's image, model and files. Each part prints its table, and the
 script exits with 1 if a row fails. After N seconds what is left is not run, and fails.
 
 The file is not called vllm.py, since other scripts of this folder import vLLM.
@@ -604,7 +604,7 @@ def examples(bench, table):
     """Applies the example of two servers on one GPU, with this machine's image, model and files."""
     import yaml
 
-    with open(os.path.join(HERE, "../../docs/examples/vllm-two-models.yaml"), encoding="utf-8") as file:
+    with open(os.path.join(HERE, "../../docs/use/examples/vllm-two-models.yaml"), encoding="utf-8") as file:
         deployments = list(yaml.safe_load_all(file))
     with contextlib.ExitStack() as running:
         servers = []

@@ -1,4 +1,4 @@
-//! Generates the API reference, `docs/reference/api.md`, from the schemas of the CRDs.
+//! Generates the API reference, `docs/use/reference/api.md`, from the schemas of the CRDs.
 
 use std::fmt::Write as _;
 
@@ -147,7 +147,10 @@ fn api_reference_equals_the_types() {
         chapter(&GpuMemoryBudget::crd()),
         chapter(&GpuNode::crd()),
     );
-    assert_current("docs/reference/api.md", &format!("{}\n", page.trim_end()));
+    assert_current(
+        "docs/use/reference/api.md",
+        &format!("{}\n", page.trim_end()),
+    );
 }
 
 #[test]

@@ -2,10 +2,10 @@
 //! serves them below FOLDER. BYTES is the memory limit of its container and bounds how many leases
 //! it takes.
 //!
-//! Retained memory lives while a descriptor of it is open (F4 in docs/facts.md), so it lives as
-//! long as this process. The process therefore uses no CUDA, starts nothing, reads nothing that a
-//! tenant writes, and is replaced only when an administrator deletes its pod. A new agent gets the
-//! leases of the previous one.
+//! Retained memory lives while a descriptor of it is open (F4 in docs/internals/facts.md), so it
+//! lives as long as this process. The process therefore uses no CUDA, starts nothing, reads nothing
+//! that a tenant writes, and is replaced only when an administrator deletes its pod. A new agent
+//! gets the leases of the previous one.
 //!
 //! * `fd_store` stores the descriptors
 //! * `request_handler` answers messages

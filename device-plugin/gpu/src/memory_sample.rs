@@ -45,7 +45,7 @@ pub struct GpuMemorySample {
 
 impl GpuMemorySample {
     /// The used bytes that the driver charges to no process, with those that only descriptors hold
-    /// (F4, F13 in docs/facts.md). Negative where a process allocated before the list.
+    /// (F4, F13 in docs/internals/facts.md). Negative where a process allocated before the list.
     pub fn unattributed_signed(&self) -> i64 {
         let charged = self.charges.total();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)

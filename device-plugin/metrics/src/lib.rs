@@ -1,6 +1,6 @@
 //! Registers metrics in the OpenMetrics text format, with the labels that several crates share.
 //!
-//! `docs/reference/metrics.md` documents names, labels and units. Each crate of the agent has a
+//! `docs/use/reference/metrics.md` documents names, labels and units. Each crate of the agent has a
 //! struct of its own metrics; the agent registers them together.
 
 mod latest;

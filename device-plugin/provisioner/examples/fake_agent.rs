@@ -336,7 +336,8 @@ fn main() -> anyhow::Result<()> {
     for gpu in gpus {
         let gpu = gpu.to_string_lossy().into_owned();
         let provisioner = Provisioner::start(Path::new(provisioner), &gpu)?;
-        // As in the agent: exports are fast while one descriptor is open (F3 in docs/facts.md).
+        // As in the agent: exports are fast while one descriptor is open (F3 in
+        // docs/internals/facts.md).
         if let Ok((_, keep_alive)) = provisioner.create(1)? {
             agent.fd_store.put(fdstore::KEEP_ALIVE, &keep_alive)?;
         }

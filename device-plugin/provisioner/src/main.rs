@@ -1,11 +1,12 @@
 //! The provisioner of one GPU: `bursar-provisioner --gpu UUID` creates retained memory for the
 //! agent that started it.
 //!
-//! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
-//! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
-//! scrub check, a process of another kind. It creates a context, lets the agent measure that and
-//! checks whether freed memory comes back cleared. Then it prints the verdict and exits.
-//! `bursar-provisioner check-quota --bytes N` runs in a pod of the chart's `helm test`.
+//! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in
+//! docs/internals/facts.md), and it holds no memory after its answer.
+//! `bursar-provisioner scrub-check --gpu UUID` is the scrub check, a process of another kind. It
+//! creates a context, lets the agent measure that and checks whether freed memory comes back
+//! cleared. Then it prints the verdict and exits. `bursar-provisioner check-quota --bytes N` runs
+//! in a pod of the chart's `helm test`.
 //!
 //! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check

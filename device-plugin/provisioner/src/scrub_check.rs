@@ -1,8 +1,9 @@
 //! Checks whether freed memory comes back cleared.
 //!
 //! Bursar has no scrubber of its own. Between tenants memory goes back to the driver, which clears
-//! it (F6 in docs/facts.md), but not on every machine. Each round creates memory as the provisioner
-//! does, reads every word of it, fills it and frees it, like one tenant after the other.
+//! it (F6 in docs/internals/facts.md), but not on every machine. Each round creates memory as the
+//! provisioner does, reads every word of it, fills it and frees it, like one tenant after the
+//! other.
 
 use bursar_runtime::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
 use bursar_runtime::error::{CudaError, ErrorClass};

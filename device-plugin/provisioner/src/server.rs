@@ -19,7 +19,7 @@ use bursar_runtime::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// The rate of the driver's scrubbing, in bytes per second (F6 in docs/facts.md).
+/// The rate of the driver's scrubbing, in bytes per second (F6 in docs/internals/facts.md).
 const SCRUB_RATE: u64 = 350_000_000_000;
 
 /// How long the provisioner keeps its handle of new memory if no request comes. Releasing it takes

@@ -33,7 +33,7 @@ use self::process::ProcessSupervisor;
 use crate::runtimes::{Activity, RuntimeRecord};
 
 /// How long the driver may take to create memory: it waits for scrubbing, 141 GiB in half a second
-/// (F6 in docs/facts.md).
+/// (F6 in docs/internals/facts.md).
 const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The lowest rate of the driver's scrubbing, in bytes per second.

@@ -1,9 +1,9 @@
 //! Checks whether the driver clears memory between tenants: once per boot, GPU generation and
 //! driver, in a process of its own.
 //!
-//! Bursar does not clear retained memory itself (F6 in docs/facts.md), so a GPU gets none before
-//! the check has passed. The same process measures what a CUDA context takes, which is what every
-//! tenant's context is charged.
+//! Bursar does not clear retained memory itself (F6 in docs/internals/facts.md), so a GPU gets none
+//! before the check has passed. The same process measures what a CUDA context takes, which is what
+//! every tenant's context is charged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;

@@ -45,7 +45,7 @@ use crate::tokens::seal::NodeKey;
 const GRANULARITY: u64 = 2 << 20;
 
 /// After freeing this much, the next create would wait for the driver's scrubbing (F6 in
-/// docs/facts.md).
+/// docs/internals/facts.md).
 const SCRUB_WAIT_THRESHOLD: Bytes = Bytes::gib(1);
 
 /// The shortest interval between two publications, whose cost grows with the number of leases.

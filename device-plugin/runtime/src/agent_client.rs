@@ -13,8 +13,8 @@ use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME};
 use crate::driver::GpuUuid;
 
 /// Longest wait of each step: the connection, each send and each receive. The driver needs at most
-/// 0.2 s to create 64 GiB (F6 in `docs/facts.md`); the rest leaves the agent time to replace a hung
-/// provisioner.
+/// 0.2 s to create 64 GiB (F6 in `docs/internals/facts.md`); the rest leaves the agent time to
+/// replace a hung provisioner.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug)]

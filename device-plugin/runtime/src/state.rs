@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A kernel's fault poisons the whole process image for good, whichever device it ran on (F1 in
-//! `docs/facts.md`). One [`ErrorMonitor`] therefore observes every error code that the
+//! `docs/internals/facts.md`). One [`ErrorMonitor`] therefore observes every error code that the
 //! driver returns to this crate, and each runtime has a [`DeviceState`] from that monitor. Memory
 //! stays bound to the state under which it was allocated, so that wrapping old memory cannot make
 //! it valid again.

@@ -254,7 +254,7 @@ fn corrupt_lease_is_discarded_and_recreated() {
 }
 
 /// Commits a lease and changes one byte of it as a malicious process can, because an importer may
-/// map the lease writable (F6 in `docs/facts.md`).
+/// map the lease writable (F6 in `docs/internals/facts.md`).
 fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
     use bursar_protocol::messages::Account;
     use bursar_protocol::messages::retained::LeaseName;

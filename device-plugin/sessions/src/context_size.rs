@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use super::lock;
 
-/// The assumed size before a measurement: a little less than on an H200 (F5 in docs/facts.md), so
-/// that a quota of 1 GiB is usable.
+/// The assumed size before a measurement: a little less than on an H200 (F5 in
+/// docs/internals/facts.md), so that a quota of 1 GiB is usable.
 const DEFAULT_CONTEXT_SIZE: Bytes = Bytes::mib(512);
 
 /// The largest plausible size of a context.

@@ -22,7 +22,7 @@ use super::{ContainerResolver, MAX_PROCESSES, lock};
 use crate::lease_handle::LeaseHandle;
 
 /// How often the agent samples the GPUs while exited processes are charged. The memory of a killed
-/// process is free after about 0.1 s (F8 in docs/facts.md).
+/// process is free after about 0.1 s (F8 in docs/internals/facts.md).
 const SETTLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Connections beyond those of a container's processes: processes that connect again, and peers

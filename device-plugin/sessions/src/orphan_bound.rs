@@ -2,8 +2,8 @@
 //!
 //! While only a descriptor holds such memory, the driver charges it to no process. Afterwards the
 //! driver charges it to each process that maps it, on top of that process's own memory (F4, F5, F13
-//! in docs/facts.md). So the bound is the used memory of a GPU without the own memory of its live
-//! processes. All of this memory may be orphaned.
+//! in docs/internals/facts.md). So the bound is the used memory of a GPU without the own memory of
+//! its live processes. All of this memory may be orphaned.
 //!
 //! Exports of live processes may be charged to no process as well, at most what they use and the
 //! driver does not list for them. These bytes do not count for the exited processes of other
@@ -163,7 +163,7 @@ impl<T> SampleWindow<T> {
             sum.saturating_add(*bytes)
         });
         // The driver charges leases to no process as long as the fd store holds them (F5 in
-        // docs/facts.md).
+        // docs/internals/facts.md).
         let stayed = first
             .leases
             .iter()

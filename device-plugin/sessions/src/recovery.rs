@@ -48,7 +48,7 @@ pub use action::RecoveryAction;
 const REPORT_GRACE: Duration = Duration::from_secs(5);
 
 /// How long the driver may list the memory of an ended process before another process must hold it.
-/// The memory of a killed process is free after about 0.1 s (F8 in docs/facts.md).
+/// The memory of a killed process is free after about 0.1 s (F8 in docs/internals/facts.md).
 const HELD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The ended images of one container whose memory the driver may still list at most; the oldest is

@@ -387,7 +387,8 @@ async fn measure_pods(machine: &Machine, hung_part: &'static str, hang: Duration
     measurement
 }
 
-/// Prints a row for each hanging component. `docs/reliability.md` shows the rows of a minute.
+/// Prints a row for each hanging component. `docs/internals/reliability.md` shows the rows of a
+/// minute.
 async fn measure_hangs(hang: Duration) {
     let one_gpu = async {
         let machine = Machine::started().await;
@@ -444,7 +445,7 @@ async fn hangs_leave_the_rest_of_the_node_in_service() {
 }
 
 #[tokio::test]
-#[ignore = "takes a minute and prints the table of docs/reliability.md"]
+#[ignore = "takes a minute and prints the table of docs/internals/reliability.md"]
 async fn hangs_of_a_minute_leave_the_rest_in_service() {
     measure_hangs(Duration::from_secs(60)).await;
 }

@@ -79,7 +79,8 @@ async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
 /// (`retained/provisioners.rs`).
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// The GPU memory of a provisioner (F3 in docs/facts.md), and that of the export keep-alive.
+/// The GPU memory of a provisioner (F3 in docs/internals/facts.md), and that of the export
+/// keep-alive.
 const PROVISIONER_BYTES: u64 = 4 << 20;
 const EXPORT_KEEP_ALIVE_BYTES: u64 = 2 << 20;
 

@@ -1,5 +1,6 @@
 // Registers its standard input with an io_uring and closes it, so that no descriptor table lists it
-// and /proc does not show it (F4 in docs/facts.md). Prints "holds" or "cannot", and stays.
+// and /proc does not show it (F4 in docs/internals/facts.md). Prints "holds" or "cannot", and
+// stays.
 #include <linux/io_uring.h>
 #include <stdio.h>
 #include <sys/syscall.h>

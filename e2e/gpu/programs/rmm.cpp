@@ -1,9 +1,9 @@
 // Measures RMM's resources on RMM's random allocations, and on one allocation and its free.
 // e2e/gpu/runtime.py compares the pool with them on the same machine in the same minutes. The steps
 // are those of e2e/gpu/runtime-programs/src/runtime_bench/random.rs, the numbers libstdc++'s own.
-// docs/benchmarks.md describes the build. Prints a line of JSON for each row. With the arguments
-// `turns SOURCE PERCENT`, runs one cell for each line "ALLOCATIONS MIB" of its input, within this
-// percentage of the GPU's memory.
+// docs/internals/benchmarks.md describes the build. Prints a line of JSON for each row. With the
+// arguments `turns SOURCE PERCENT`, runs one cell for each line "ALLOCATIONS MIB" of its input,
+// within this percentage of the GPU's memory.
 
 #include <cuda/stream_ref>
 #include <rmm/cuda_device.hpp>

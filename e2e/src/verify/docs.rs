@@ -10,7 +10,7 @@ use crate::paths;
 #[cfg(test)]
 mod picture_tests;
 
-/// The maximum number of lines of `docs/architecture.md`.
+/// The maximum number of lines of `docs/internals/architecture.md`.
 const MAX_ARCHITECTURE_LINES: usize = 150;
 
 /// The folders whose paths are checked.
@@ -47,7 +47,10 @@ fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
 }
 
 /// The pages in which each row of the tables with a column `check` names one.
-const PAGES_WITH_CHECKS: &[&str] = &["docs/architecture.md", "docs/runtime.md"];
+const PAGES_WITH_CHECKS: &[&str] = &[
+    "docs/internals/architecture.md",
+    "docs/internals/runtime.md",
+];
 
 /// Returns the first and last cell of each row of a page's tables whose last column is `check`.
 fn rows_with_check(page: &str) -> Vec<(&str, &str)> {
@@ -144,15 +147,16 @@ pub(super) fn check() -> anyhow::Result<()> {
         let lacking = names.into_iter().filter(|name| !exists(&path, *name));
         wrong.extend(lacking.map(|name| format!("{}: {name:?} does not exist", path.display())));
     }
-    let architecture = fs::read_to_string(repository.join("docs/architecture.md"))?;
+    let architecture = fs::read_to_string(repository.join("docs/internals/architecture.md"))?;
     if architecture.lines().count() > MAX_ARCHITECTURE_LINES {
         wrong.push(format!(
-            "docs/architecture.md has more than {MAX_ARCHITECTURE_LINES} lines"
+            "docs/internals/architecture.md has more than {MAX_ARCHITECTURE_LINES} lines"
         ));
     }
     let systems = checks.iter().filter(|name| name.starts_with("mission/"));
     let lacking = systems.filter(|name| !architecture.contains(&format!("`{name}`")));
-    wrong.extend(lacking.map(|name| format!("docs/architecture.md does not name {name}")));
+    wrong
+        .extend(lacking.map(|name| format!("docs/internals/architecture.md does not name {name}")));
     for page in PAGES_WITH_CHECKS {
         let text = fs::read_to_string(repository.join(page))?;
         let lacking = lacking_checks(&text, &checks).into_iter();
@@ -161,7 +165,9 @@ pub(super) fn check() -> anyhow::Result<()> {
     let manifest = fs::read_to_string(repository.join("Cargo.toml"))?;
     let without_row = members(&manifest).into_iter();
     let without_row = without_row.filter(|member| !architecture.contains(&format!("`{member}`")));
-    wrong.extend(without_row.map(|member| format!("docs/architecture.md has no row of {member}")));
+    wrong.extend(
+        without_row.map(|member| format!("docs/internals/architecture.md has no row of {member}")),
+    );
     anyhow::ensure!(
         name_count > 500,
         "only {name_count} names were found: the pages are not where they were"

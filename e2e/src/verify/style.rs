@@ -19,7 +19,8 @@ const NO_ACTOR: &[&str] = &[
 /// Documents that are not in the repository.
 const OUTSIDE_DOCUMENTS: &[&str] = &["design, section", "design, \"", "Design, \"", "../shared"];
 
-/// Words for which docs/glossary.md has the field's term. No identifier and no text has them.
+/// Words for which docs/internals/glossary.md has the field's term. No identifier and no text has
+/// them.
 const OLD_WORDS: &[&str] = &[
     "afresh",
     "amiss",
@@ -77,7 +78,10 @@ impl fmt::Display for Violation {
             Self::OutsideDocument => {
                 f.write_str("the comment refers to a document outside the repository")
             }
-            Self::OldWord(word) => write!(f, "docs/glossary.md has another term for {word:?}"),
+            Self::OldWord(word) => write!(
+                f,
+                "docs/internals/glossary.md has another term for {word:?}"
+            ),
             Self::OneLetter(name) => {
                 write!(f, "{name:?} names a field or a parameter: use a word")
             }

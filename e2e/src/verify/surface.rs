@@ -117,7 +117,7 @@ impl DashboardQueries {
 }
 
 /// Parses every query of the dashboards with promtool, and looks up the metrics that the queries
-/// and alerts name in `docs/reference/metrics.md`.
+/// and alerts name in `docs/use/reference/metrics.md`.
 pub(super) fn queries() -> anyhow::Result<()> {
     let promtool = tools::promtool()?;
     let queries = DashboardQueries::read()?;
@@ -126,7 +126,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
     fs::write(&file, queries.rules().to_string())?;
     succeed(Command::new(&promtool).args(["check", "rules"]).arg(&file))?;
     let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
-    let documented = fs::read_to_string(paths::repository().join("docs/reference/metrics.md"))?;
+    let documented = fs::read_to_string(paths::repository().join("docs/use/reference/metrics.md"))?;
     let documented = documented_metrics(&documented);
     let mut named: BTreeSet<&str> = queries
         .by_record()
@@ -140,7 +140,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
         .collect();
     anyhow::ensure!(
         unknown.is_empty(),
-        "docs/reference/metrics.md has no metric {unknown:?}"
+        "docs/use/reference/metrics.md has no metric {unknown:?}"
     );
     println!("{} queries, {} metrics", queries.0.len(), named.len());
     Ok(())
@@ -150,7 +150,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
 pub(super) fn runbooks() -> anyhow::Result<()> {
     let repository = paths::repository();
     let read = |path: &str| fs::read_to_string(repository.join(path));
-    let runbooks = read("docs/runbooks.md")?;
+    let runbooks = read("docs/use/runbooks.md")?;
     let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
     let conditions = read("crds/src/conditions.rs")?;
     let events = read("device-plugin/apiserver/src/events/reason.rs")?;
@@ -172,7 +172,7 @@ pub(super) fn runbooks() -> anyhow::Result<()> {
     }));
     anyhow::ensure!(
         missing.is_empty(),
-        "docs/runbooks.md has no section or reason {missing:?}"
+        "docs/use/runbooks.md has no section or reason {missing:?}"
     );
     println!("{} sections", headings.len());
     Ok(())

@@ -1,5 +1,5 @@
-//! Checks that Bursar's accounts and containers have the rights in `docs/security.md`, and no
-//! others.
+//! Checks that Bursar's accounts and containers have the rights in `docs/internals/security.md`,
+//! and no others.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -41,7 +41,7 @@ pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
     let agent = agents(server, &at).await?;
     let operator = operators(server, &at).await?;
     Ok(format!(
-        "{rows} rows of docs/security.md as the manifests are; {agent} calls of an agent and {operator} of the operator let in or refused"
+        "{rows} rows of docs/internals/security.md as the manifests are; {agent} calls of an agent and {operator} of the operator let in or refused"
     ))
 }
 
@@ -212,10 +212,10 @@ async fn wait_for_answer(
     }
 }
 
-/// Compares the tables of `docs/security.md` with the manifests and the code, and returns the
-/// number of rows.
+/// Compares the tables of `docs/internals/security.md` with the manifests and the code, and returns
+/// the number of rows.
 fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
-    let page = std::fs::read_to_string(paths::repository().join("docs/security.md"))?;
+    let page = std::fs::read_to_string(paths::repository().join("docs/internals/security.md"))?;
     let mut rows = 0;
     for (heading, columns, actual) in [
         ("### Accounts", 3, accounts(manifests)),
@@ -226,8 +226,9 @@ fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
         let missing: Vec<_> = actual.difference(&documented).collect();
         let wrong: Vec<_> = documented.difference(&actual).collect();
         if !missing.is_empty() || !wrong.is_empty() {
-            let why =
-                format!("{heading} of docs/security.md lacks {missing:#?} and has {wrong:#?}");
+            let why = format!(
+                "{heading} of docs/internals/security.md lacks {missing:#?} and has {wrong:#?}"
+            );
             return Err(why.into());
         }
         rows += documented.len();

@@ -22,7 +22,7 @@ const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
 /// The page that shows the policy's additions for manual use, and the request of its example in
 /// GiB.
 const BY_HAND: (&str, i64) = (
-    include_str!("../../../docs/guides/steering-and-preemption.md"),
+    include_str!("../../../docs/use/guides/steering-and-preemption.md"),
     8,
 );
 /// The API server's log lines about a panic: of a request, of another task, and its stacks.
@@ -526,7 +526,7 @@ async fn check_default_class_counts_as_none(at: &IsolatedScope) -> Result<(), Fa
 }
 
 /// Checks that the policy's additions equal the manual ones in
-/// docs/guides/steering-and-preemption.md.
+/// docs/use/guides/steering-and-preemption.md.
 async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let (page, gib) = BY_HAND;
     let blocks = page
@@ -538,7 +538,7 @@ async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     }
     let [by_preference, by_requirement] = written.as_slice() else {
         return Err(format!(
-            "docs/guides/steering-and-preemption.md has it {} times",
+            "docs/use/guides/steering-and-preemption.md has it {} times",
             written.len()
         )
         .into());

@@ -131,7 +131,7 @@ async fn borrower_is_warned(server: &Server, at: &IsolatedScope) -> Result<(), F
 /// The server does not know the kinds of KEDA and Kueue.
 async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
     let mut accepted = 0;
-    for entry in fs::read_dir(paths::repository().join("docs/examples"))? {
+    for entry in fs::read_dir(paths::repository().join("docs/use/examples"))? {
         let path = entry?.path();
         if path.extension().is_none_or(|extension| extension != "yaml") {
             continue;

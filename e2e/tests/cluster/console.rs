@@ -20,7 +20,7 @@ use tokio::process::Command;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 /// The pages, in the order in which a newcomer reads them.
-const PAGES: &[&str] = &["README.md", "docs/guides/quickstart.md"];
+const PAGES: &[&str] = &["README.md", "docs/use/guides/quickstart.md"];
 /// The node of the pages' output.
 const NODE_OF_PAGES: &str = "node-1";
 /// A command is repeated for this long until its output is the page's.

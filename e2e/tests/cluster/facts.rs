@@ -1,5 +1,5 @@
-//! Measures facts of Kubernetes on which the design rests (`docs/facts.md`), on clusters of their
-//! own without Bursar.
+//! Measures facts of Kubernetes on which the design rests (`docs/internals/facts.md`), on clusters
+//! of their own without Bursar.
 
 mod device_ids;
 mod fake_plugin;

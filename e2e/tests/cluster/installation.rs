@@ -209,7 +209,7 @@ fn check_files(folder: &Path) -> Result<(), Failed> {
 }
 
 /// The guide whose commands the trial runs.
-const GUIDE: &str = "docs/guides/upgrade-rollback-uninstall.md";
+const GUIDE: &str = "docs/use/guides/upgrade-rollback-uninstall.md";
 
 /// Returns the commands of the guide's section about leaving nothing.
 fn documented_commands() -> Result<Vec<String>, Failed> {

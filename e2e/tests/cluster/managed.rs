@@ -57,7 +57,7 @@ impl Guide {
     /// Reads the indented blocks of the guide's steps.
     fn read() -> Result<Self, Failed> {
         let text =
-            std::fs::read_to_string(paths::repository().join("docs/guides/managed-memory.md"))?;
+            std::fs::read_to_string(paths::repository().join("docs/use/guides/managed-memory.md"))?;
         let mut blocks = vec![String::new()];
         for line in text.lines() {
             match (line.strip_prefix("       "), blocks.last_mut()) {

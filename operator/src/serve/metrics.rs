@@ -1,6 +1,6 @@
 //! Exports the operator's metrics in the OpenMetrics text format.
 //!
-//! `docs/reference/metrics.md` documents names, labels and units; a test compares both.
+//! `docs/use/reference/metrics.md` documents names, labels and units; a test compares both.
 
 mod budgets;
 mod cluster;
@@ -329,7 +329,7 @@ mod tests {
 
     #[test]
     fn metrics_and_their_documentation_agree() {
-        let docs = include_str!("../../../docs/reference/metrics.md");
+        let docs = include_str!("../../../docs/use/reference/metrics.md");
         let (_, operator) = docs
             .split_once("## Operator")
             .expect("the operator has a table");

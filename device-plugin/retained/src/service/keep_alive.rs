@@ -30,7 +30,7 @@ impl State {
     }
 
     /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
-    /// docs/facts.md).
+    /// docs/internals/facts.md).
     pub(super) fn create_keep_alive(&mut self, gpu: GpuUuid) {
         let Some(connection) = self.connection.clone() else {
             return;

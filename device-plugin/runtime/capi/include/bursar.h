@@ -6,7 +6,7 @@
  * content. The process that opens a missing lease writes and commits it. From then on the lease is
  * read-only, and any process of the namespace finds it, verified by a checksum. A lease survives a
  * fault, an exec and a kill of each process that has it open. Bursar's documentation
- * (docs/runtime.md) has the promises and their limits.
+ * (docs/internals/runtime.md) has the promises and their limits.
  *
  * Every function is safe to call from any thread, and none panics or throws. Several threads may use
  * one lease; a call waits for another call on the same lease. bursar_retained_close and

@@ -140,7 +140,7 @@ impl Handle {
     }
 
     /// Exports the memory as a file descriptor, which keeps it. Imported memory cannot be exported
-    /// (F4 in `docs/facts.md`).
+    /// (F4 in `docs/internals/facts.md`).
     ///
     /// # Errors
     /// The error that the driver returned.

@@ -66,7 +66,7 @@ impl PhysicalBlock {
     }
 
     /// Exports the memory as a file descriptor, which keeps it past the block's release and this
-    /// process's end (F4 in `docs/facts.md`).
+    /// process's end (F4 in `docs/internals/facts.md`).
     ///
     /// # Errors
     /// The error that the driver returned.

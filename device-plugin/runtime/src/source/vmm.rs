@@ -112,7 +112,7 @@ impl<P: PhysicalMemoryResource> Exportable<P> {
     /// Exports a block's memory as a file descriptor.
     ///
     /// The descriptor keeps the memory past the block's free and this process's end (F4 in
-    /// `docs/facts.md`).
+    /// `docs/internals/facts.md`).
     ///
     /// # Errors
     /// [`ResourceError::Foreign`], [`ResourceError::Stale`], or the driver's error.

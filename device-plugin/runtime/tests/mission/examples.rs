@@ -140,7 +140,7 @@ fn lines_of_code(source: &str) -> usize {
 #[test]
 fn examples_are_short_and_listed_in_the_docs() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let docs = fs::read_to_string(package.join("../../docs/runtime.md")).unwrap();
+    let docs = fs::read_to_string(package.join("../../docs/internals/runtime.md")).unwrap();
     for entry in fs::read_dir(package.join("examples")).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap();

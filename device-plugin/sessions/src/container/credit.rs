@@ -11,7 +11,7 @@ use super::Container;
 use super::denials::RefusalReason;
 
 /// How long a request waits for the driver to free the memory of an exited image. The driver takes
-/// 112 ms for 100 GiB (F8 in docs/facts.md).
+/// 112 ms for 100 GiB (F8 in docs/internals/facts.md).
 pub(super) const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
 
 impl Container {

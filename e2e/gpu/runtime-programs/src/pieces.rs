@@ -34,7 +34,7 @@ type Answer<T> = Result<T, Box<dyn Error + Send + Sync>>;
 const GIB: u64 = 1 << 30;
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-/// Rate at which the driver scrubs freed memory (F6 in `docs/facts.md`).
+/// Rate at which the driver scrubs freed memory (F6 in `docs/internals/facts.md`).
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
 /// Driver functions with their prototypes in cuda.h.

@@ -52,7 +52,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const KEY: Key = [40; 32];
 const GRANULARITY: u64 = 2 << 20;
 
-/// Rate at which the driver scrubs freed memory (F6 in `docs/facts.md`).
+/// Rate at which the driver scrubs freed memory (F6 in `docs/internals/facts.md`).
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
 /// Time to scrub 64 GiB.

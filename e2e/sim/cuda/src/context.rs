@@ -22,8 +22,8 @@ const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 /// `CU_LIMIT_MALLOC_HEAP_SIZE`.
 const MALLOC_HEAP: i32 = 2;
 
-/// The use of device-side malloc takes this beside the heap (F25 in docs/facts.md). On a GPU the
-/// load of its module takes most of it; here the first launch takes all.
+/// The use of device-side malloc takes this beside the heap (F25 in docs/internals/facts.md). On a
+/// GPU the load of its module takes most of it; here the first launch takes all.
 const BESIDE_HEAP: u64 = 140 << 20;
 
 impl Process {
@@ -120,7 +120,7 @@ impl Process {
     }
 
     /// Resets the primary context. The call succeeds but clears no sticky error (F1 in
-    /// docs/facts.md).
+    /// docs/internals/facts.md).
     fn reset_primary(&self, device: usize) -> DriverResult {
         let context = {
             let mut contexts = lock(&self.contexts);
@@ -163,7 +163,7 @@ impl Process {
     }
 
     /// Charges or releases memory for this much stack in every thread that can be resident (F14 in
-    /// docs/facts.md).
+    /// docs/internals/facts.md).
     fn resize_stack(&self, id: u64, wanted: u64) -> DriverResult {
         let context = self.context(id)?;
         let wanted = wanted.max(DEFAULT_STACK_BYTES);
@@ -184,7 +184,7 @@ impl Process {
     }
 
     /// Grows the stack for a kernel's local memory. The memory stays charged afterwards (F14 in
-    /// docs/facts.md).
+    /// docs/internals/facts.md).
     pub(crate) fn ensure_stack(&self, id: u64, wanted: u64) -> DriverResult {
         if self.context(id)?.stack_per_thread >= wanted {
             Ok(())
@@ -193,7 +193,8 @@ impl Process {
         }
     }
 
-    /// Takes the heap of device-side malloc, unless the context has it (F25 in docs/facts.md).
+    /// Takes the heap of device-side malloc, unless the context has it (F25 in
+    /// docs/internals/facts.md).
     pub(crate) fn ensure_heap(&self, id: u64) -> DriverResult {
         let (context, heap) = (self.context(id)?, self.limit(id, MALLOC_HEAP)?);
         let bytes = heap.saturating_add(BESIDE_HEAP);

@@ -2,9 +2,9 @@
 //! memory free nodes, child graph nodes and kernel nodes.
 //!
 //! As measured on an H200, instantiating a graph takes memory for its kernel nodes, which never run
-//! here, and which alone can be roots (F24 in docs/facts.md). Its upload or first launch takes its
-//! allocations from the device's graph pool in steps of 32 MiB; small allocations share steps. The
-//! pool keeps the memory until it is trimmed, even after the graph is destroyed.
+//! here, and which alone can be roots (F24 in docs/internals/facts.md). Its upload or first launch
+//! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
+//! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
 //!
 //! The graphs of a stream share memory. A graph with memory nodes that is running in one stream
 //! blocks its launch into another. Here each stream has memory of its own, which others never

@@ -1,4 +1,5 @@
-//! Implements IPC handles of linear memory (F13 in docs/facts.md), and DMA-BUF descriptors.
+//! Implements IPC handles of linear memory (F13 in docs/internals/facts.md), and DMA-BUF
+//! descriptors.
 //!
 //! The first export turns linear memory into a shared object with the same address and contents.
 //! Charged as an object, the memory outlives its process while an importer has it open. As on an
@@ -32,7 +33,7 @@ const PIECE: u64 = 512;
 
 impl Process {
     /// The object of linear memory, created if there is none yet: of a piece, that of its whole
-    /// chunk (F23 in docs/facts.md).
+    /// chunk (F23 in docs/internals/facts.md).
     fn convert_to_object(&self, base: u64, found: Allocation) -> Result<Object, Code> {
         match found.kind {
             AllocationKind::Shared(object) => return Ok(object),

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(crate) struct Kernel {
     pub(crate) name: &'static str,
-    /// Local memory per thread, in bytes (F14 in docs/facts.md).
+    /// Local memory per thread, in bytes (F14 in docs/internals/facts.md).
     pub(crate) local_bytes: u64,
     pub(crate) run: fn(&CurrentContext, &Arguments, u64) -> DriverResult,
 }

@@ -164,7 +164,7 @@ impl Process {
         Ok(address)
     }
 
-    /// Finds a place for a piece of managed memory (F29 in docs/facts.md).
+    /// Finds a place for a piece of managed memory (F29 in docs/internals/facts.md).
     fn place_managed(&self, current: &CurrentContext, len: u64) -> Result<u64, Code> {
         let (mut space, len) = (lock(&self.space), round_up(len)?);
         if let Some((address, _)) = space.managed_pieces.place(current.context, len) {

@@ -3,7 +3,7 @@
 //! Any image loads. Every module has the same functions: the kernels of [`crate::kernel`]. A module
 //! whose image begins with `managed BYTES` has a variable `managed` of that size in managed memory,
 //! and one whose image begins with `device BYTES` a variable `device` in the device's (F26 in
-//! docs/facts.md).
+//! docs/internals/facts.md).
 
 use crate::abi::{Code, DriverResult, In, Out, Text};
 use crate::context_stack::current_context;

@@ -1,6 +1,6 @@
 //! Implements the stream-ordered memory allocator (`cuMemAllocAsync`, `cuMemPool*`).
 //!
-//! Its pools grow in steps, and shrink when the host synchronizes (F15 in docs/facts.md).
+//! Its pools grow in steps, and shrink when the host synchronizes (F15 in docs/internals/facts.md).
 //!
 //! As on an H200 with driver 580:
 //!

@@ -45,7 +45,7 @@ pub(crate) struct Process {
     pub(crate) residency: Mutex<Residency>,
     pub(crate) chunks: Mutex<Chunks>,
     pid: u32,
-    /// The sticky error; 0 for none. Only `execve` clears it (F1 in docs/facts.md).
+    /// The sticky error; 0 for none. Only `execve` clears it (F1 in docs/internals/facts.md).
     sticky: AtomicI32,
 }
 

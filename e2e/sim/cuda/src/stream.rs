@@ -30,7 +30,7 @@ impl Process {
         self.wait_until(end)
     }
 
-    /// Synchronizes a context; pools then release idle memory (F15 in docs/facts.md).
+    /// Synchronizes a context; pools then release idle memory (F15 in docs/internals/facts.md).
     pub(crate) fn synchronize_context(&self, context: u64) -> DriverResult {
         self.invalidate_all_captures()?;
         self.wait_for_context(context)?;
@@ -87,7 +87,7 @@ impl CurrentContext {
         let context = streams.find(self.context, stream)?.context;
         let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
         if event.context != context {
-            return Err(Code::INVALID_HANDLE); // F27 in docs/facts.md
+            return Err(Code::INVALID_HANDLE); // F27 in docs/internals/facts.md
         }
         (event.completes_at, event.stream) = (Some(at), key);
         Ok(())

@@ -1,5 +1,5 @@
 //! Implements virtual memory management: allocation handles, address reservations, mappings, export
-//! and import (F2 to F5 in docs/facts.md).
+//! and import (F2 to F5 in docs/internals/facts.md).
 
 use bursar_sim_state::Charge;
 use bursar_sim_state::object::Object;
@@ -64,7 +64,7 @@ impl Process {
             .iter()
             .any(|charge| self.image.charged(unit, *charge) != 0);
         if !known {
-            // A process without a context has this overhead once (F3 in docs/facts.md).
+            // A process without a context has this overhead once (F3 in docs/internals/facts.md).
             self.image
                 .charge(unit, Charge::Client, self.sim.config.client)?;
         }

@@ -46,7 +46,7 @@ memory = "16Gi"
 minor = 1
 "#;
 
-/// One H200 with all of its 141 GiB, as in the measurements of `docs/facts.md`.
+/// One H200 with all of its 141 GiB, as in the measurements of `docs/internals/facts.md`.
 pub const H200: &str = r#"
 [[gpu]]
 name = "NVIDIA H200"

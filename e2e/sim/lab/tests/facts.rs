@@ -1,5 +1,5 @@
-//! Verifies that the simulated driver has the properties in `docs/facts.md` (F1 to F6, F8, F13 to
-//! F15, F22 to F28).
+//! Verifies that the simulated driver has the properties in `docs/internals/facts.md` (F1 to F6,
+//! F8, F13 to F15, F22 to F28).
 
 #![allow(
     clippy::unwrap_used,

@@ -15,14 +15,15 @@ pub struct Config {
     /// Before 12.2, libcuda exports neither `cuMemAdvise_v2` nor `cuMemPrefetchAsync_v2`.
     #[serde(default = "default_cuda_version")]
     pub cuda_version: Version,
-    /// GPU memory of a context, in bytes (F5 in docs/facts.md: 518 MiB on an H200).
+    /// GPU memory of a context, in bytes (F5 in docs/internals/facts.md: 518 MiB on an H200).
     #[serde(default = "default_context", deserialize_with = "quantity")]
     pub context: u64,
     /// GPU memory, in bytes, that a process without a context uses once it creates memory (F3 in
-    /// docs/facts.md: 4 MiB).
+    /// docs/internals/facts.md: 4 MiB).
     #[serde(default = "default_client", deserialize_with = "quantity")]
     pub client: u64,
-    /// Whether the driver zeroes freed memory before it allocates it again (F6 in docs/facts.md).
+    /// Whether the driver zeroes freed memory before it allocates it again (F6 in
+    /// docs/internals/facts.md).
     ///
     /// `simgpu scrub` changes the setting at run time.
     #[serde(default = "yes")]
@@ -74,7 +75,7 @@ pub struct Gpu {
     #[serde(default = "default_capability")]
     pub compute_capability: Version,
     /// Streaming multiprocessors, with 2,048 threads each; they determine the memory of a stack
-    /// (F14 in docs/facts.md).
+    /// (F14 in docs/internals/facts.md).
     #[serde(default = "default_multiprocessors")]
     pub multiprocessors: u32,
     /// Whether the GPU and the host can access managed memory at the same time. CUDA's device

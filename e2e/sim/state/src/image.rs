@@ -13,7 +13,7 @@ pub enum Charge {
     /// Contexts, with their stacks and the local memory of kernels. NVML lists an image that has
     /// any.
     Context = 0,
-    /// Memory overhead of a process without a context (F3 in docs/facts.md).
+    /// Memory overhead of a process without a context (F3 in docs/internals/facts.md).
     Client = 1,
     /// Linear memory and pools.
     Memory = 2,
@@ -22,7 +22,7 @@ pub enum Charge {
 /// The registration of this process image.
 ///
 /// `execve` closes its descriptors and a forked child shares them. The registration ends with the
-/// last copy of the descriptors (F1, F13 in docs/facts.md).
+/// last copy of the descriptors (F1, F13 in docs/internals/facts.md).
 #[derive(Debug)]
 pub struct Image {
     sim: Arc<Sim>,

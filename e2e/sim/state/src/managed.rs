@@ -1,5 +1,5 @@
 //! Accounts for managed memory on a unit, as the driver's kernel module does
-//! (docs/benchmarks.md, "Resident managed memory").
+//! (docs/internals/benchmarks.md, "Resident managed memory").
 //!
 //! Managed memory is in use on a unit in chunks of 2 MiB and is charged to no process. The module
 //! takes a batch of chunks at a time and keeps the free ones of the first time until the unit has

@@ -7,7 +7,8 @@
 //! - byte 2 + n: an importer, which is image n.
 //!
 //! A handle or mapping refers to its description by a mapping and so needs no descriptor. The
-//! kernel drops the lock with the last reference to the description (F4 in docs/facts.md).
+//! kernel drops the lock with the last reference to the description (F4 in
+//! docs/internals/facts.md).
 
 use crate::image::Image;
 use crate::sim::{Sim, SimError};
@@ -95,7 +96,7 @@ impl References {
         }
     }
 
-    /// The image that NVML charges, as measured on an H200 (F5, F13 in docs/facts.md).
+    /// The image that NVML charges, as measured on an H200 (F5, F13 in docs/internals/facts.md).
     ///
     /// NVML charges the creator while the creator itself refers to the object. Otherwise it charges
     /// an importer if that one is the only reference.
@@ -247,7 +248,7 @@ impl Object {
         })
     }
 
-    /// Opens a descriptor for export, which alone keeps the memory (F4 in docs/facts.md).
+    /// Opens a descriptor for export, which alone keeps the memory (F4 in docs/internals/facts.md).
     ///
     /// # Errors
     /// The file is gone or cannot be locked.

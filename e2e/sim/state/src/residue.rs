@@ -1,5 +1,5 @@
 //! Carries contents of freed memory over to the next allocation while scrubbing is off (F6 in
-//! docs/facts.md).
+//! docs/internals/facts.md).
 //!
 //! A file records the first mebibyte of a unit's last freed allocation; the next allocation starts
 //! with these bytes. A killed process's linear memory is not recorded. A shared allocation is

@@ -13,7 +13,7 @@ pub struct ProcessUsage {
     /// The pid on the host; 0 if the process died before the host observed its pid.
     pub pid: u32,
     /// The context, the process's own allocations, and shared memory that it created or alone
-    /// refers to (F5 in docs/facts.md).
+    /// refers to (F5 in docs/internals/facts.md).
     pub bytes: u64,
     /// The SM utilization in percent; none without a sample.
     pub sm_percent: Option<u32>,

@@ -16,8 +16,8 @@ fn texts(picture: &str) -> Vec<String> {
     texts.map(|(text, _)| unescape(text)).collect()
 }
 
-/// Returns the first number of a cell of `docs/benchmarks.md`, by the beginning of its row and the
-/// heading of its column.
+/// Returns the first number of a cell of `docs/internals/benchmarks.md`, by the beginning of its
+/// row and the heading of its column.
 fn figure(page: &str, row: &str, column: &str) -> f64 {
     let cells = |line: &str| -> Vec<String> {
         line.split('|').map(|cell| cell.trim().to_owned()).collect()
@@ -64,7 +64,7 @@ const SERVED: &[&str] = &["without Bursar", "in pods of 16 GiB"];
 
 #[test]
 fn pictures_show_the_figures_of_the_benchmarks() {
-    let page = read("docs/benchmarks.md");
+    let page = read("docs/internals/benchmarks.md");
     for (picture, shown, row, columns, decimals) in SHOWN {
         let expected = columns.iter().fold(shown.to_owned(), |text, column| {
             let figure = figure(&page, row, column);

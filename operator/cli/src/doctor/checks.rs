@@ -65,9 +65,12 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
                 names::TOO_MANY_DEVICE_IDS => (Level::Fail, "set a larger quantum"),
                 names::NOT_SCRUBBED => (
                     Level::Warn,
-                    "see MemoryScrubbed in docs/reference/README.md",
+                    "see MemoryScrubbed in docs/use/reference/README.md",
                 ),
-                _ => (Level::Warn, "see the condition in docs/reference/README.md"),
+                _ => (
+                    Level::Warn,
+                    "see the condition in docs/use/reference/README.md",
+                ),
             };
             let check = match held.type_.as_str() {
                 names::CDI_READY => "CdiOff",

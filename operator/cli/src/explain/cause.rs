@@ -157,7 +157,7 @@ impl Cause {
                 "use an image with glibc (not Alpine), and a dynamically linked program"
             }
             Self::DriverMissing => "an admin installs the driver on the node, or sets driver.root",
-            Self::NotEnforced => "take out what the reason names; see docs/reference/README.md",
+            Self::NotEnforced => "take out what the reason names; see docs/use/reference/README.md",
             Self::HeldForAnother | Self::VictimsLeave => return None,
         })
     }

@@ -2,7 +2,7 @@
 //! device.
 //!
 //! Needs root, and the Debian packages gcc, gcc-multilib and musl-tools. `BLESS=1` rewrites the
-//! tables of `docs/enforcement.md`.
+//! tables of `docs/internals/enforcement.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -36,7 +36,7 @@ fn documented_tables_equal_what_programs_find() {
     let matrix = matrix::tables(&machine).unwrap_or_else(|silent| panic!("{silent}"));
     let routes = routes::table(&machine).unwrap_or_else(|silent| panic!("{silent}"));
     let tables = format!("{matrix}\n## Ways around the shim\n\n{routes}");
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/enforcement.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/internals/enforcement.md");
     let text = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = text.split_once(BEGIN).expect("the mark of the beginning");
     let (_, after) = rest.split_once(END).expect("the mark of the end");

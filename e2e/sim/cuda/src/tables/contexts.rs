@@ -18,7 +18,8 @@ pub(crate) struct Context {
     pub(crate) stack_per_thread: u64,
     /// Other limits, of which only the heap's costs something.
     pub(crate) limits: BTreeMap<i32, u64>,
-    /// Bytes of the heap of device-side malloc, which a launch has taken (F25 in docs/facts.md).
+    /// Bytes of the heap of device-side malloc, which a launch has taken (F25 in
+    /// docs/internals/facts.md).
     pub(crate) heap: u64,
 }
 

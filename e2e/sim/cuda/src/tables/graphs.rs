@@ -57,7 +57,7 @@ pub(crate) struct Executable {
     pub(crate) launches: BTreeMap<u64, Option<Instant>>,
 }
 
-/// A chain of kernel nodes and each of its nodes take this (F24 in docs/facts.md).
+/// A chain of kernel nodes and each of its nodes take this (F24 in docs/internals/facts.md).
 const CHAIN_BYTES: u64 = 110 << 10;
 const NODE_BYTES: u64 = 2560;
 

@@ -1,4 +1,5 @@
-//! Cuts allocations of at most 1 MiB from chunks of a context (F22 and F28 in docs/facts.md).
+//! Cuts allocations of at most 1 MiB from chunks of a context (F22 and F28 in
+//! docs/internals/facts.md).
 
 use crate::granularity::CHUNK;
 use bursar_sim_state::object::Object;

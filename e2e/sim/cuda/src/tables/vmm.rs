@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 pub(crate) struct Handle {
     pub(crate) object: Object,
     /// Created for export by this process; an imported handle cannot be exported (F4 in
-    /// docs/facts.md).
+    /// docs/internals/facts.md).
     pub(crate) exportable: bool,
     /// `cuMemRetainAllocationHandle` increments the number, `cuMemRelease` decrements it.
     ///

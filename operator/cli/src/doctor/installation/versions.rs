@@ -16,7 +16,7 @@ pub(super) fn steering(snapshot: &Snapshot) -> Option<Finding> {
             Level::Warn,
             "Steering",
             "steering and overflow: Borrow are unavailable before Kubernetes 1.36",
-            "write the affinity of docs/guides/steering-and-preemption.md into pods by hand",
+            "write the affinity of docs/use/guides/steering-and-preemption.md into pods by hand",
         ));
     }
     if !snapshot.has_all(Kind::MutatingPolicies) {
