@@ -40,7 +40,7 @@ pub(super) fn predicate(version: &str, started_on: Timestamp) -> io::Result<Valu
     }
     Ok(json!({
         "buildDefinition": {
-            "buildType": format!("{HOMEPAGE}/blob/main/docs/use/guides/release.md"),
+            "buildType": format!("{HOMEPAGE}/blob/main/docs/internals/release.md"),
             "externalParameters": {
                 "command": "cargo e2e release",
                 "version": version,
