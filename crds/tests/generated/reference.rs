@@ -142,8 +142,9 @@ fn api_reference_equals_the_types() {
     let page = format!(
         "<!-- Generated from crds/src by `{HOW}`. Do not edit. -->\n\n\
          # API\n\n\
-         The fields of Bursar's two kinds, as `kubectl explain` shows them. [README.md](README.md) \
-         has the\nconditions with their reasons, and what the API server refuses.\n\n{}{}",
+         The fields of Bursar's two kinds, as `kubectl explain` shows them. [The \
+         runbooks](../runbooks.md) have\nthe conditions with their reasons, and \
+         [README.md](README.md) what the API server refuses.\n\n{}{}",
         chapter(&GpuMemoryBudget::crd()),
         chapter(&GpuNode::crd()),
     );

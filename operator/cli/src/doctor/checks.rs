@@ -63,14 +63,8 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
                     "free space, or set node.cdiDir to the folder that the runtime reads",
                 ),
                 names::TOO_MANY_DEVICE_IDS => (Level::Fail, "set a larger quantum"),
-                names::NOT_SCRUBBED => (
-                    Level::Warn,
-                    "see MemoryScrubbed in docs/use/reference/README.md",
-                ),
-                _ => (
-                    Level::Warn,
-                    "see the condition in docs/use/reference/README.md",
-                ),
+                names::NOT_SCRUBBED => (Level::Warn, "see MemoryScrubbed in docs/use/runbooks.md"),
+                _ => (Level::Warn, "see the condition in docs/use/runbooks.md"),
             };
             let check = match held.type_.as_str() {
                 names::CDI_READY => "CdiOff",
