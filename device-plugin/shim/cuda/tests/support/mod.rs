@@ -31,8 +31,8 @@ pub use program::Client;
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
-/// Returns the UUID of a GPU by its number; [`GPU`] is the first. A benchmark on a real GPU names it
-/// by the variable `BURSAR_GPU`.
+/// Returns the UUID of a GPU by its number; [`GPU`] is the first. A benchmark on a real GPU names
+/// it by the variable `BURSAR_GPU`.
 fn gpu(minor: usize) -> String {
     let simulated = || format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1);
     std::env::var("BURSAR_GPU").unwrap_or_else(|_| simulated())
