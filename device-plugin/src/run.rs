@@ -131,7 +131,7 @@ struct Tenants {
 /// The provisioners that the agent keeps running.
 struct Supervised {
     provisioners: Arc<Provisioners>,
-    /// What the starts have shown.
+    /// The results of their starts.
     fitness: watch::Sender<CudaFitnesses>,
 }
 

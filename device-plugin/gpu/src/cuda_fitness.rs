@@ -6,10 +6,10 @@ use bursar_ledger::units::GpuUuid;
 
 use crate::health::UnhealthyReason;
 
-/// What is known of each GPU. A GPU without an entry is untried.
+/// The results for each GPU. A GPU without an entry is untried.
 pub type CudaFitnesses = BTreeMap<GpuUuid, CudaFitness>;
 
-/// What the starts on a GPU have shown.
+/// The result of the starts on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaFitness {
     /// Whether pods may use the GPU.

@@ -101,7 +101,7 @@ pub struct Snapshot {
 pub struct Inputs {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
-    /// What the starts of the allocator runtimes have shown; `None` where none is started.
+    /// The results of the allocator runtimes' starts; `None` if the agent starts none.
     pub cuda_fitness: Option<watch::Receiver<CudaFitnesses>>,
     /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,

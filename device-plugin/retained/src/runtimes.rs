@@ -265,7 +265,7 @@ impl RuntimeRecord {
         self.is_tried
     }
 
-    /// What the starts show; `is_tried` holds also for a GPU that has waited long for a result. An
+    /// The result of the starts; `is_tried` holds also for a GPU that has waited long for one. An
     /// ended runtime keeps its report on managed memory.
     pub(crate) fn fitness(&self, is_tried: bool) -> CudaFitness {
         CudaFitness {

@@ -174,7 +174,7 @@ impl Supervision {
     }
 }
 
-/// What the starts show of the GPUs with a runtime, and of those that count as tried.
+/// The results for the GPUs with a runtime, and for those that count as tried.
 fn fitness_of_all(
     runtimes: &BTreeMap<GpuUuid, RuntimeRecord>,
     tried: BTreeSet<GpuUuid>,
@@ -206,7 +206,7 @@ pub struct Supervisor {
     pub drain: watch::Receiver<DrainState>,
     /// The leases of each GPU.
     pub live_leases: watch::Receiver<LiveLeases>,
-    /// What the starts show, as the task finds it. Untried GPUs take no new pods.
+    /// The results of the starts, as the task finds them. Untried GPUs take no new pods.
     pub fitness: watch::Sender<CudaFitnesses>,
 }
 

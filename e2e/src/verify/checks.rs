@@ -144,7 +144,7 @@ impl BackgroundJob {
     }
 }
 
-/// Returns every check: those of `checks.toml`, and last the trials on other releases of Kubernetes.
+/// Returns every check: those of `checks.toml`, and then the trials on other Kubernetes releases.
 pub(super) fn all() -> &'static [Check] {
     #[derive(Deserialize)]
     struct File {

@@ -9,7 +9,7 @@ use crate::cargo;
 use crate::kube::{KUBERNETES_VARIABLE, KubernetesVersion};
 use crate::paths;
 
-/// What a trial needs of Kubernetes.
+/// A part of Kubernetes that a trial needs.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Needs {
@@ -24,8 +24,8 @@ pub fn trials() -> impl Iterator<Item = &'static str> {
     trials.map(|check| check.name.as_str())
 }
 
-/// Returns the command that runs the chosen trials on one cluster of a release of Kubernetes. Prints
-/// the trials that do not apply to it, with the reason.
+/// Returns the command that runs the chosen trials on one cluster of a release of Kubernetes.
+/// Prints the trials that do not apply to it, with the reason.
 pub(super) fn command(version: KubernetesVersion, is_chosen: impl Fn(&Check) -> bool) -> Command {
     let mut command = cargo::command();
     // Other tests are selected alike, so that no crate is compiled with other features.

@@ -76,8 +76,8 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Excludes GPUs that CUDA refused last until a start succeeds there, and GPUs on which CUDA was
-    /// not tried yet.
+    /// Excludes GPUs that CUDA refused last, until a start succeeds there, and GPUs on which CUDA
+    /// was not tried yet.
     pub async fn set_cuda_fitness(&mut self, fitnesses: &CudaFitnesses, now: BootTime) {
         let gpus_where = |holds: fn(CudaVerdict) -> bool| {
             let gpus = fitnesses.iter();

@@ -2,7 +2,7 @@
 //!
 //! Requests above 1 MiB take whole multiples of 2 MiB (fact F22). Smaller ones are pieces of
 //! chunks, which `chunks` and `array_chunks` charge. Another driver may round differently, which
-//! the agent's audit notices (`docs/adr/0026-*`).
+//! the agent's audit notices (`docs/internals/adr/0026-*`).
 
 use crate::chunks::{CHUNK, MAX_PIECE};
 
