@@ -55,7 +55,7 @@ impl ApiError {
 
     /// Whether the API server gave no answer of its own: a timeout, or a status from 500 on.
     /// Admission of an eviction times out in a namespace with thousands of pods.
-    pub(super) fn is_unanswered(&self) -> bool {
+    pub(crate) fn is_unanswered(&self) -> bool {
         match self {
             Self::TimedOut { .. } => true,
             Self::Failed { source, .. } => status_code(source) >= 500,

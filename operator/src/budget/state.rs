@@ -115,9 +115,10 @@ impl BudgetState {
         self.announced.contains(uid)
     }
 
-    /// Records that the Event about the pod's eviction is published.
-    pub(super) fn record_announcement(&mut self, uid: &str) {
-        self.announced.insert(uid.to_owned());
+    /// Records that the Event about the pod's eviction is published. Returns whether it was not
+    /// before.
+    pub(super) fn record_announcement(&mut self, uid: &str) -> bool {
+        self.announced.insert(uid.to_owned())
     }
 
     /// Sets how long each fault has been observed, and drops what is known of pods without a fault.

@@ -88,6 +88,13 @@ async fn run_until_evicted(write_failure: Option<(usize, WriteFault, bool)>) -> 
         why.contains("CUDA error 700") && why.contains("after 5 restarts"),
         "{why}"
     );
+    if write_failure.is_none_or(|(.., kill)| !kill) {
+        let published = running.api.published_events();
+        let about_pod = published
+            .iter()
+            .filter(|event| event["regarding"]["uid"] == "p");
+        assert_eq!(about_pod.count(), 1, "{write_failure:?}: {published:?}");
+    }
     running.stop().await;
     writes.len() - before
 }

@@ -73,7 +73,13 @@ impl Reconciler {
         let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
         let answer = evict.await;
         self.with_state(key, |state| state.record_eviction(&pod.uid, &answer, now));
-        if let Ok(EvictionResult::Accepted) = answer {
+        // The API server may have evicted the pod although its answer came too late. The next
+        // reconcile then finds no pod, and publishes nothing.
+        let may_be_evicted = match &answer {
+            Ok(result) => *result == EvictionResult::Accepted,
+            Err(error) => error.is_unanswered(),
+        };
+        if may_be_evicted && self.with_state(key, |state| state.record_announcement(&pod.uid)) {
             let subject = (namespace.as_str(), &*pod.pod, &*pod.uid);
             publish_eviction(self.writer.client(), subject, pod.reason, &pod.message).await;
         }
