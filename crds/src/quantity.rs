@@ -51,6 +51,16 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
     parse(text, 0)
 }
 
+/// The number of a resource that `text` stands for; zero for a text that is none. The API server
+/// admits whole numbers of any size, so the number may be a maximum.
+pub fn parse_count(text: &str) -> u64 {
+    match parse_bytes(text) {
+        Ok(count) => count,
+        Err(QuantityError::TooLarge(_)) => i64::MAX.unsigned_abs(),
+        Err(_) => 0,
+    }
+}
+
 /// The thousandths that `text` stands for, in which processors are counted.
 pub fn parse_thousandths(text: &str) -> Result<u64, QuantityError> {
     parse(text, 3)
@@ -154,6 +164,18 @@ fn shift(value: u128, power: i32) -> Result<u128, Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn count_of_any_size_is_a_number() {
+        for text in ["9223372036854775807", "999999999999999999999", "9Ei"] {
+            assert_eq!(parse_count(text), i64::MAX.unsigned_abs(), "{text}");
+        }
+        assert_eq!(parse_count("1k"), 1000);
+        assert_eq!(
+            parse_count("-1") + parse_count("some") + parse_count("0.5"),
+            0
+        );
+    }
 
     #[test]
     fn binary_and_decimal_suffixes_and_exponents_are_read() {

@@ -1,9 +1,9 @@
 //! Parses a pod's request for GPU memory.
 
 use bursar_crds::Quantum;
-use bursar_crds::quantity::{QuantityError, parse_bytes};
+use bursar_crds::pod_total::pod_total;
+use bursar_crds::quantity::parse_count;
 use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
-use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::jiff::Timestamp;
 use kube::core::ObjectMeta;
 
@@ -133,40 +133,21 @@ pub fn has_ended(pod: &SlimPod) -> bool {
     matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"))
 }
 
-/// Aggregates a container quantity to the pod's, as the scheduler and quotas do. They count its
-/// containers and sidecars together, or the largest init container with the sidecars before it.
-///
-/// Source: `k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`.
+/// Adds up a quantity of a pod's containers.
 pub fn aggregate_requests<T: Copy + Default + Ord>(
     spec: &PodSpec,
     of: impl Fn(&Container) -> T,
     plus: impl Fn(T, T) -> T,
 ) -> T {
-    let (mut sidecars, mut starting) = (T::default(), T::default());
-    for container in &spec.init_containers {
-        if container.is_sidecar() {
-            sidecars = plus(sidecars, of(container));
-        } else {
-            starting = starting.max(plus(sidecars, of(container)));
-        }
-    }
-    let running = spec.containers.iter().map(of).fold(sidecars, plus);
-    starting.max(running)
+    let init = spec.init_containers.iter();
+    let init = init.map(|container| (container.is_sidecar(), of(container)));
+    pod_total(init, spec.containers.iter().map(&of), plus)
 }
 
 /// One container's request for `resource`.
 pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
     let requested = container.resources.requests.get(resource);
-    requested.map_or(Quanta::ZERO, parse_count)
-}
-
-/// Parses a resource count. The API server admits whole numbers of any size.
-fn parse_count(count: &Quantity) -> Quanta {
-    match parse_bytes(&count.0) {
-        Ok(count) => Quanta::new(count),
-        Err(QuantityError::TooLarge(_)) => Quanta::MAX,
-        Err(_) => Quanta::ZERO,
-    }
+    requested.map_or(Quanta::ZERO, |count| Quanta::new(parse_count(&count.0)))
 }
 
 #[cfg(test)]
@@ -231,14 +212,6 @@ mod tests {
         borrowed.spec.priority_class_name = Some(BORROWED_PRIORITY_CLASS.to_owned());
         let request = PodRequest::of(&borrowed, Quantum::Gib1).unwrap();
         assert_eq!(request.kind, PriorityKind::Borrowed);
-    }
-
-    #[test]
-    fn oversized_request_counts_as_the_maximum() {
-        for text in ["9E", "9223372036854775807", "1e30"] {
-            assert_eq!(parse_count(&Quantity(text.to_owned())), Quanta::MAX);
-        }
-        assert_eq!(parse_count(&Quantity("1k".to_owned())), Quanta::new(1000));
     }
 
     /// A transcript of `AggregateContainerRequests` for one resource.

@@ -1,5 +1,7 @@
 //! Defines the parts of pods.
 
+use bursar_crds::pod_total::pod_total;
+use bursar_crds::quantity::parse_count;
 use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, Quantum};
 use k8s_openapi::jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -169,8 +171,8 @@ impl Container {
     fn request(&self, resource: fn(Quantum) -> &'static str) -> Option<Request> {
         QUANTA.into_iter().find_map(|quantum| {
             let text = self.resources.limits.get(resource(quantum))?;
-            let quanta = bursar_crds::quantity::parse_bytes(text).ok()?;
-            let quanta = i64::try_from(quanta).ok().filter(|quanta| *quanta > 0)?;
+            let quanta = i64::try_from(parse_count(text)).ok();
+            let quanta = quanta.filter(|quanta| *quanta > 0)?;
             Some(Request { quanta, quantum })
         })
     }
@@ -199,24 +201,13 @@ impl Pod {
             .filter_map(|container| Some((container, container.device_memory()?)))
     }
 
-    /// The device memory that the pod requests, as the scheduler and quotas count it. That is of
-    /// its containers and sidecars together, or of the largest init container with the sidecars
-    /// before it.
-    ///
-    /// Source: `k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`.
+    /// The device memory that the pod requests.
     pub fn device_memory(&self) -> u64 {
         let bytes = |container: &Container| container.device_memory().map_or(0, Request::bytes);
-        let (mut sidecars, mut starting) = (0_u64, 0);
-        for container in &self.spec.init_containers {
-            let with_sidecars = sidecars.saturating_add(bytes(container));
-            if container.restart_policy == "Always" {
-                sidecars = with_sidecars;
-            } else {
-                starting = starting.max(with_sidecars);
-            }
-        }
+        let init = self.spec.init_containers.iter();
+        let init = init.map(|container| (container.restart_policy == "Always", bytes(container)));
         let containers = self.spec.containers.iter().map(bytes);
-        containers.fold(sidecars, u64::saturating_add).max(starting)
+        pod_total(init, containers, u64::saturating_add)
     }
 
     /// `namespace/name`.
@@ -256,5 +247,25 @@ impl Pod {
             let at = waiting.message.find("waiting for ")?;
             Some(&waiting.message[at..])
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_beyond_any_gpu_counts_as_one() {
+        let limits = [(
+            "bursar.dev/gpu-memory-gib".to_owned(),
+            "999999999999999999999".to_owned(),
+        )];
+        let container = Container {
+            resources: Resources {
+                limits: limits.into(),
+            },
+            ..Container::default()
+        };
+        assert!(container.device_memory().is_some(), "it waits for ever");
     }
 }
