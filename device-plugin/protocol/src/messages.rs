@@ -39,7 +39,7 @@ pub mod token;
 
 use crate::units::Units;
 
-pub(crate) use codec::{Decoder, encode_name};
+pub(crate) use codec::Decoder;
 pub use request::{REFUSED_BY_DRIVER, Request};
 pub use response::{Recovery, RejectReason, Response};
 

@@ -1,8 +1,9 @@
 //! Defines the messages between the agent and a provisioner, which creates the retained memory of
 //! one GPU.
 //!
-//! Frames are those of the [`messages`](crate::messages). Descriptors travel with them
-//! ([`fd_passing`](crate::fd_passing)). The agent starts a provisioner from its own image, with an
+//! Frames are those of the [`messages`](crate::messages), and a payload is JSON, because both sides
+//! are root's and of one image. Descriptors travel with them ([`fd_passing`](crate::fd_passing)).
+//! The agent starts a provisioner from its own image, with an
 //! end of a socket pair as standard input. So there are no versions, and the provisioner ends with
 //! the agent. It keeps no memory, handles one request at a time and answers in order. The agent's
 //! waits have deadlines.
@@ -23,10 +24,13 @@
 //! `"Scrubbed"`, `"NotScrubbed"` or `"Failed"`, with further fields for people. It exits with 0.
 #![forbid(unsafe_code)]
 
-use crate::messages::{DecodeError, Decoder, Message, encode_name};
+use serde::{Deserialize, Serialize};
+
+use crate::messages::{DecodeError, Message};
 
 /// A request of the agent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum ProvisionerRequest {
     /// Requests memory.
     Create {
@@ -45,7 +49,8 @@ pub enum ProvisionerRequest {
 }
 
 /// A response of the provisioner.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum ProvisionerResponse {
     /// The provisioner has opened the driver and its GPU.
     Ready {
@@ -79,85 +84,30 @@ pub enum ProvisionerResponse {
 
 impl Message for ProvisionerRequest {
     fn payload(&self) -> Vec<u8> {
-        match self {
-            ProvisionerRequest::Create { bytes, lendable } => {
-                [&[1], &bytes.to_le_bytes()[..], &lendable.to_le_bytes()].concat()
-            }
-            ProvisionerRequest::AwaitScrub { bytes } => [&[2], &bytes.to_le_bytes()[..]].concat(),
-        }
+        encode(self)
     }
 
     fn parse(payload: &[u8]) -> Result<ProvisionerRequest, DecodeError> {
-        let mut decoder = Decoder(payload);
-        let message = match decoder.u8()? {
-            1 => ProvisionerRequest::Create {
-                bytes: decoder.u64()?,
-                lendable: decoder.u64()?,
-            },
-            2 => ProvisionerRequest::AwaitScrub {
-                bytes: decoder.u64()?,
-            },
-            other => return Err(DecodeError::UnknownMessage(other)),
-        };
-        decoder.finish(message)
+        decode(payload)
     }
 }
 
 impl Message for ProvisionerResponse {
     fn payload(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        match self {
-            ProvisionerResponse::Ready {
-                driver,
-                granularity,
-                total,
-                concurrent_managed_access,
-            } => {
-                out.push(1);
-                out.extend_from_slice(&driver.to_le_bytes());
-                out.extend_from_slice(&granularity.to_le_bytes());
-                out.extend_from_slice(&total.to_le_bytes());
-                out.push(u8::from(*concurrent_managed_access));
-            }
-            ProvisionerResponse::Created { bytes } => {
-                out.push(2);
-                out.extend_from_slice(&bytes.to_le_bytes());
-            }
-            ProvisionerResponse::Scrubbed => out.push(3),
-            ProvisionerResponse::Failed { code, call } => {
-                out.push(4);
-                out.extend_from_slice(&code.to_le_bytes());
-                encode_name(&mut out, call);
-            }
-        }
-        out
+        encode(self)
     }
 
     fn parse(payload: &[u8]) -> Result<ProvisionerResponse, DecodeError> {
-        let mut decoder = Decoder(payload);
-        let message = match decoder.u8()? {
-            1 => ProvisionerResponse::Ready {
-                driver: decoder.u32()?.cast_signed(),
-                granularity: decoder.u64()?,
-                total: decoder.u64()?,
-                concurrent_managed_access: match decoder.u8()? {
-                    0 => false,
-                    1 => true,
-                    _ => return Err(DecodeError::BadValue("concurrent managed access")),
-                },
-            },
-            2 => ProvisionerResponse::Created {
-                bytes: decoder.u64()?,
-            },
-            3 => ProvisionerResponse::Scrubbed,
-            4 => ProvisionerResponse::Failed {
-                code: decoder.u32()?.cast_signed(),
-                call: decoder.name()?,
-            },
-            other => return Err(DecodeError::UnknownMessage(other)),
-        };
-        decoder.finish(message)
+        decode(payload)
     }
+}
+
+fn encode(message: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(message).expect("numbers and names are JSON")
+}
+
+fn decode<'de, M: Deserialize<'de>>(payload: &'de [u8]) -> Result<M, DecodeError> {
+    serde_json::from_slice(payload).map_err(|_| DecodeError::BadValue("JSON"))
 }
 
 #[cfg(test)]
@@ -200,14 +150,14 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_rejected_or_encodes_to_itself(
-            bytes in proptest::collection::vec(any::<u8>(), 0..64),
+        fn garbage_is_rejected_or_a_message(
+            message in request(), at: prop::sample::Index, byte: u8,
         ) {
-            if let Ok(message) = ProvisionerRequest::parse(&bytes) {
-                prop_assert_eq!(message.payload(), bytes.clone());
-            }
-            if let Ok(answer) = ProvisionerResponse::parse(&bytes) {
-                prop_assert_eq!(answer.payload(), bytes);
+            let mut bytes = message.payload();
+            let place = at.index(bytes.len());
+            bytes[place] = byte;
+            if let Ok(other) = ProvisionerRequest::parse(&bytes) {
+                prop_assert_eq!(ProvisionerRequest::parse(&other.payload()), Ok(other));
             }
         }
     }

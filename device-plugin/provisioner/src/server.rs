@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::messages::MAX_NAME;
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_runtime::driver::{DriverError, GpuUuid};
 use bursar_runtime::error::{CudaError, ErrorClass};
@@ -163,7 +164,7 @@ fn scrub_time(bytes: u64) -> Duration {
 
 fn failure_response(error: &DriverError) -> ProvisionerResponse {
     use ResourceError as Failure;
-    let (code, call) = match error {
+    let (code, mut call) = match error {
         DriverError::Cuda(CudaError { code, call })
         | DriverError::Resource(
             Failure::OutOfMemory {
@@ -181,6 +182,7 @@ fn failure_response(error: &DriverError) -> ProvisionerResponse {
         }
         other => (NO_CUDA_CODE, other.to_string()),
     };
+    call.truncate(call.floor_char_boundary(MAX_NAME));
     ProvisionerResponse::Failed { code, call }
 }
 

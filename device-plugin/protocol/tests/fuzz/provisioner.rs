@@ -2,12 +2,12 @@
 
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 
-use crate::{parses, payloads};
+use crate::{parses_json, payloads};
 
-/// A request is an error, or the one message that encodes to it.
+/// A request is an error, or a message that keeps its meaning.
 #[test]
 fn provisioner_requests_round_trip() {
-    parses::<ProvisionerRequest>(&payloads(&[
+    parses_json::<ProvisionerRequest>(&payloads(&[
         ProvisionerRequest::Create {
             bytes: 1 << 30,
             lendable: 8 << 30,
@@ -16,10 +16,10 @@ fn provisioner_requests_round_trip() {
     ]));
 }
 
-/// A response is an error, or the one message that encodes to it.
+/// A response is an error, or a message that keeps its meaning.
 #[test]
 fn provisioner_responses_round_trip() {
-    parses::<ProvisionerResponse>(&payloads(&[
+    parses_json::<ProvisionerResponse>(&payloads(&[
         ProvisionerResponse::Ready {
             driver: 13_000,
             granularity: 2 << 20,

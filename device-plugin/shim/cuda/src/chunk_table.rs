@@ -138,10 +138,7 @@ mod tests {
                 (charge.account, charge.share),
                 (u8::MAX, ShareState::Descriptor)
             );
-            assert_eq!(
-                u64::from(charge.units),
-                Units::holding(CHUNK).unwrap().0.into()
-            );
+            assert_eq!(charge.units, Units::holding(CHUNK).unwrap().0);
             assert_eq!(chunk.remove(), None);
             assert_eq!(chunk.remove(), Some(charge));
             chunk.set_share(ShareState::Descriptor);
