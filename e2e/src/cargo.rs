@@ -10,6 +10,14 @@ const BUILT_VARIABLE: &str = "BURSAR_BUILT";
 
 static BUILT: OnceLock<PathBuf> = OnceLock::new();
 
+static VARIABLES: OnceLock<Vec<(&str, String)>> = OnceLock::new();
+
+/// Sets environment variables of all commands of cargo that this program starts from now on.
+pub(crate) fn set_variables(variables: Vec<(&'static str, String)>) {
+    // The program sets them once.
+    let _ = VARIABLES.set(variables);
+}
+
 /// Tells this program and all commands of cargo that every program is built, in this folder.
 pub(crate) fn set_built(folder: PathBuf) {
     // A second call names the same folder.
@@ -36,6 +44,8 @@ pub(crate) fn command() -> Command {
     if let Some(folder) = BUILT.get() {
         command.env(BUILT_VARIABLE, folder);
     }
+    let variables = VARIABLES.get().into_iter().flatten();
+    command.envs(variables.map(|(name, value)| (name, value)));
     command
 }
 

@@ -20,8 +20,11 @@ mod deadline;
 mod docs;
 mod layers;
 mod named;
+mod passed;
+mod seeds;
 mod style;
 mod surface;
+mod tree;
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -39,6 +42,7 @@ pub use self::surface::DashboardQueries;
 
 use self::checks::{BackgroundJob, Check};
 use self::named::{IncompleteRun, TestResults};
+use self::passed::PassedChecks;
 use crate::kube::{KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::progress::Progress;
 
@@ -57,7 +61,8 @@ pub struct VerifyArgs {
     /// Run only these: an area (`main/`), or a check's name. May be given several times.
     #[arg(long, value_name = "AREA|NAME")]
     only: Vec<String>,
-    /// Run the long tier too: histories at full length, soaks, fuzzing.
+    /// Run the long tier too: histories at full length, soaks, fuzzing. Of a committed tree, its
+    /// checks that have passed in an earlier run do not run again.
     #[arg(long)]
     long: bool,
     /// Run trials on a cluster of this release, such as 1.34, and no other checks.
@@ -99,6 +104,23 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
+    if !chosen.iter().any(|check| check.is_long)
+        && let Some(seed) = seeds::fix()
+    {
+        progress.report(format_args!("random tests have the tree's seed, {seed}"));
+    }
+    let mut passed = match args.kubernetes {
+        None => PassedChecks::of_tree(),
+        Some(_) => PassedChecks::default(),
+    };
+    if args.long {
+        let before = chosen.len();
+        chosen.retain(|check| !(check.is_long && passed.has(&check.name)));
+        let known = before - chosen.len();
+        progress.report(format_args!(
+            "{known} checks have passed on this tree before"
+        ));
+    }
     let version = args.kubernetes.unwrap_or(KUBERNETES_VERSIONS[0]);
     let jobs = || checks::background_jobs(&chosen, version);
     let (mut outcomes, mut running) = (Vec::new(), None);
@@ -106,7 +128,11 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let queue = JobQueue::default();
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run(&mut results));
-        outcomes.push(run_check(&check.name, &check.promise, run, &progress));
+        let outcome = run_check(&check.name, &check.promise, run, &progress);
+        if check.is_long && !outcome.failed() {
+            passed.add(&check.name);
+        }
+        outcomes.push(outcome);
         if check.name == COMPILE_CHECK {
             running = Some(queue.start(jobs())?);
         }
@@ -118,6 +144,9 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
             let join = || job.join(&mut results);
             outcomes.push(run_check(name, &promise, join, &progress));
         }
+        let trials = chosen.iter().filter(|check| check.is_long);
+        let trials = trials.filter(|trial| results.has_passed_in_job(&trial.name));
+        trials.for_each(|trial| passed.add(&trial.name));
     } else {
         // Jobs without other checks beside them print straight to the terminal.
         for mut job in jobs() {

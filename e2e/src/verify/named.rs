@@ -50,6 +50,8 @@ pub(super) struct TestResults {
     /// The passed tests of each background job that ran to its end and failed, unless a failed test
     /// draws random numbers.
     failed_jobs: HashMap<&'static str, HashSet<String>>,
+    /// The passed tests of all background jobs.
+    passed_in_jobs: HashSet<String>,
 }
 
 /// The results of the tests of some targets.
@@ -154,14 +156,23 @@ impl TestResults {
     /// Records the tests of a background job by its output.
     pub(super) fn record_job(&mut self, job: &'static str, output: &str) {
         let results = || output.lines().filter_map(parse_result);
+        let passed = || {
+            results()
+                .filter(|(_, passed)| *passed)
+                .map(|(name, _)| name.to_owned())
+        };
+        self.passed_in_jobs.extend(passed());
         let failed = || results().filter(|(_, passed)| !passed);
         let is_complete = failed().count() == count_failures(output);
         let is_random = failed().any(|(name, _)| is_random(name));
         if failed().next().is_some() && is_complete && !is_random {
-            let passed = results().filter(|(_, passed)| *passed);
-            let passed = passed.map(|(name, _)| name.to_owned()).collect();
-            self.failed_jobs.insert(job, passed);
+            self.failed_jobs.insert(job, passed().collect());
         }
+    }
+
+    /// Returns whether a test of a background job has passed.
+    pub(super) fn has_passed_in_job(&self, test: &str) -> bool {
+        self.passed_in_jobs.contains(test)
     }
 
     /// Returns the passed tests of a background job whose failed tests can run again.

@@ -12,8 +12,8 @@
 //! times    how long calls took
 //! ```
 //!
-//! `cargo test --test soak -- --seed 7` repeats the choices of an earlier run: which program is
-//! killed after how long. The scheduler's choices are not repeated.
+//! `BURSAR_SOAK_SEED=7` repeats the choices of an earlier run: which program is killed after how
+//! long. The scheduler's choices are not repeated.
 
 #![allow(
     clippy::unwrap_used,
@@ -57,8 +57,10 @@ impl Plan {
             (100_000, 10, 4)
         };
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let seed = std::env::var("BURSAR_SOAK_SEED").ok();
+        let seed = seed.and_then(|seed| seed.parse().ok());
         Plan {
-            seed: given("--seed").unwrap_or(clock.map_or(0, |time| time.as_secs())),
+            seed: seed.unwrap_or(clock.map_or(0, |time| time.as_secs())),
             operations: given("--operations").unwrap_or(operations),
             processes: given("--processes").unwrap_or(64) as usize,
             restarts: given("--restarts").unwrap_or(restarts) as u32,
@@ -85,7 +87,7 @@ fn main() -> ExitCode {
         println!("violation: {violation}");
     }
     println!(
-        "again: cargo test -p bursar-shim --test soak -- --seed {}",
+        "again: BURSAR_SOAK_SEED={} cargo test -p bursar-shim --test soak",
         plan.seed
     );
     ExitCode::FAILURE
