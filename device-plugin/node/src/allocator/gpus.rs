@@ -77,14 +77,16 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// Excludes GPUs that CUDA refused last, until a start succeeds there, and GPUs on which CUDA
-    /// was not tried yet.
+    /// was not tried yet. An unfit GPU is excluded here too: the inventory, which marks it
+    /// unhealthy, may come before or after.
     pub async fn set_cuda_fitness(&mut self, fitnesses: &CudaFitnesses, now: BootTime) {
         let gpus_where = |holds: fn(CudaVerdict) -> bool| {
             let gpus = fitnesses.iter();
             let gpus = gpus.filter(|(_, fitness)| holds(fitness.verdict));
             gpus.map(|(gpu, _)| gpu.clone()).collect()
         };
-        let refused = gpus_where(|verdict| verdict == CudaVerdict::Refused);
+        let refused =
+            gpus_where(|verdict| matches!(verdict, CudaVerdict::Refused | CudaVerdict::Unfit(_)));
         let tried = gpus_where(|verdict| verdict != CudaVerdict::Untried);
         let has_refused_changed = self.ledger.set_refused_gpus(refused);
         let has_tried_changed = self.ledger.set_tried_gpus(tried);

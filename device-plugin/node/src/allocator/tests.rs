@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bursar_crds::gpu_node::Reservation;
+use bursar_gpu::cuda_fitness::{CudaFitness, CudaFitnesses, CudaVerdict};
 use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use bursar_gpu::{Gpu, GpuState};
 use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
@@ -624,6 +625,36 @@ async fn queued_claim_is_bound_when_a_pod_ends() {
         ["b/10-19", "c/20-27"]
     );
     node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn gpu_is_bound_to_queued_claims_only_once_cuda_works_there() {
+    let fitnesses = |verdict| -> CudaFitnesses {
+        let fitness = CudaFitness {
+            verdict,
+            lacks_concurrent_access: false,
+        };
+        let gpus = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap());
+        gpus.map(|gpu| (gpu, fitness)).into()
+    };
+    for before in [CudaVerdict::Untried, CudaVerdict::Refused] {
+        let mut node = TestNode::new().await;
+        let mut set = fitnesses(before);
+        node.allocator.set_cuda_fitness(&set, node.now).await;
+        node.admit_device("a", 0..10);
+        let mut answer = node.start_device("a", 0..10).await;
+        for verdict in [
+            CudaVerdict::Unfit(UnhealthyReason::CudaRefused),
+            CudaVerdict::Refused,
+        ] {
+            set = fitnesses(verdict);
+            node.allocator.set_cuda_fitness(&set, node.now).await;
+            assert_eq!(try_answer(&mut answer), None, "{before:?}, {verdict:?}");
+        }
+        set = fitnesses(CudaVerdict::Works);
+        node.allocator.set_cuda_fitness(&set, node.now).await;
+        assert_eq!(try_answer(&mut answer), Some(Ok(())), "{before:?}");
+    }
 }
 
 #[tokio::test]
