@@ -55,10 +55,20 @@ impl ApiError {
 
     /// Whether the API server gave no answer of its own: a timeout, or a status from 500 on.
     /// Admission of an eviction times out in a namespace with thousands of pods.
-    pub(crate) fn is_unanswered(&self) -> bool {
+    pub(super) fn is_unanswered(&self) -> bool {
         match self {
             Self::TimedOut { .. } => true,
             Self::Failed { source, .. } => status_code(source) >= 500,
+            Self::Forbidden { .. } => false,
+        }
+    }
+
+    /// Whether the API server may have carried out the request: no answer came, or only that of a
+    /// proxy which waited too long.
+    pub(crate) fn has_unknown_effect(&self) -> bool {
+        match self {
+            Self::TimedOut { .. } => true,
+            Self::Failed { source, .. } => matches!(status_code(source), 0 | 504),
             Self::Forbidden { .. } => false,
         }
     }

@@ -80,17 +80,18 @@ pub(crate) async fn publish_transitions(
     }
 }
 
-/// Publishes the eviction of a pod for its budget.
+/// Publishes the eviction of a pod for its budget. Returns whether the API server has stored the
+/// Event.
 pub(crate) async fn publish_eviction(
     client: &Client,
     (namespace, pod, uid): (&str, &str, &str),
     reason: &str,
     note: &str,
-) {
+) -> bool {
     info!(namespace, pod, uid, reason, note, "evicted pod");
     let about = pod_reference(namespace, pod, uid);
     let event = event(EventType::Warning, "Evict", reason, note);
-    publish(client, &about, &event).await;
+    publish(client, &about, &event).await
 }
 
 /// Publishes an eviction before it is requested, where no budget records it.
@@ -164,11 +165,13 @@ fn event(type_: EventType, action: &str, reason: &str, note: &str) -> Event {
     }
 }
 
-/// Publishes an Event. A failure has no consequences.
-async fn publish(client: &Client, about: &ObjectReference, event: &Event) {
-    if let Err(error) = try_publish(client, about, event).await {
-        debug!(error = %error_chain(&error), "failed to publish an Event");
+/// Publishes an Event. Returns whether the API server has stored it.
+async fn publish(client: &Client, about: &ObjectReference, event: &Event) -> bool {
+    let published = try_publish(client, about, event).await;
+    if let Err(error) = &published {
+        debug!(error = %error_chain(error), "failed to publish an Event");
     }
+    published.is_ok()
 }
 
 async fn try_publish(

@@ -79,6 +79,11 @@ impl BudgetState {
         inputs.jobs_ignoring_disruption = self.known_jobs(&inputs.pods);
         inputs.refused_for = lasting(&mut self.refused, now);
         inputs.evictions_ineffective_for = lasting(&mut self.ineffective_evictions, now);
+        let affected = inputs.affected_pods.iter();
+        let affected = affected.map(|affected| affected.request.uid.as_str());
+        let pods = inputs.pods.iter().map(|(_, pod)| pod.uid.as_str());
+        let present: BTreeSet<&str> = pods.chain(affected).collect();
+        self.announced.retain(|uid| present.contains(uid.as_str()));
         self.update_fault_ages(&mut inputs.affected_pods, now);
     }
 
@@ -115,19 +120,13 @@ impl BudgetState {
         self.announced.contains(uid)
     }
 
-    /// Records that the Event about the pod's eviction is published. Returns whether it was not
-    /// before.
-    pub(super) fn record_announcement(&mut self, uid: &str) -> bool {
-        self.announced.insert(uid.to_owned())
+    /// Records that the Event about the pod's eviction is published.
+    pub(super) fn record_announcement(&mut self, uid: &str) {
+        self.announced.insert(uid.to_owned());
     }
 
     /// Sets how long each fault has been observed, and drops what is known of pods without a fault.
     fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
-        self.announced.retain(|uid| {
-            affected_pods
-                .iter()
-                .any(|affected| affected.request.uid == *uid)
-        });
         let before = std::mem::take(&mut self.faults_since);
         for affected in affected_pods {
             let name = (affected.fault.id.clone(), affected.request.uid.clone());

@@ -73,15 +73,18 @@ impl Reconciler {
         let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
         let answer = evict.await;
         self.with_state(key, |state| state.record_eviction(&pod.uid, &answer, now));
-        // The API server may have evicted the pod although its answer came too late. The next
+        // The API server may have evicted the pod although its answer did not come. The next
         // reconcile then finds no pod, and publishes nothing.
         let may_be_evicted = match &answer {
             Ok(result) => *result == EvictionResult::Accepted,
-            Err(error) => error.is_unanswered(),
+            Err(error) => error.has_unknown_effect(),
         };
-        if may_be_evicted && self.with_state(key, |state| state.record_announcement(&pod.uid)) {
+        if may_be_evicted && !self.with_state(key, |state| state.is_announced(&pod.uid)) {
             let subject = (namespace.as_str(), &*pod.pod, &*pod.uid);
-            publish_eviction(self.writer.client(), subject, pod.reason, &pod.message).await;
+            let client = self.writer.client();
+            if publish_eviction(client, subject, pod.reason, &pod.message).await {
+                self.with_state(key, |state| state.record_announcement(&pod.uid));
+            }
         }
     }
 
