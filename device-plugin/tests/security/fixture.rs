@@ -369,7 +369,9 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
         .filter_map(|descriptor| std::fs::read_link(descriptor.unwrap().path()).ok())
         .partition(|file| file.starts_with("/memfd:bursar-credit (deleted)"));
     AgentUsage {
-        resident_kib: kib("VmRSS:"),
+        // Without the program's own pages: the agent maps more of them the more of its code has
+        // run, and the kernel drops those that it needs for other files.
+        resident_kib: kib("RssAnon:") + kib("RssShmem:"),
         shared_kib: kib("RssShmem:"),
         pages: pages.len(),
         descriptors: others.len(),
