@@ -165,12 +165,14 @@ pub(super) fn all() -> &'static [Check] {
 }
 
 /// Returns the background jobs of these checks. Trials run on `version` of Kubernetes.
+///
+/// With `is_long` tests that wait run in their long form.
 pub(super) fn background_jobs(
     checks: &[&'static Check],
     version: KubernetesVersion,
+    is_long: bool,
 ) -> Vec<BackgroundJob> {
     let (mut jobs, mut trials) = (Vec::new(), Vec::new());
-    let is_long = checks.iter().any(|check| check.is_long);
     for check in checks {
         match &check.runner {
             Runner::Waiting(targets) => {
