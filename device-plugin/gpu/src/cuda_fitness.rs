@@ -1,6 +1,6 @@
 //! Defines what the starts of a GPU's allocator runtime show of CUDA there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_ledger::units::GpuUuid;
 
@@ -8,6 +8,15 @@ use crate::health::UnhealthyReason;
 
 /// The results for each GPU. A GPU without an entry is untried.
 pub type CudaFitnesses = BTreeMap<GpuUuid, CudaFitness>;
+
+/// Returns the GPUs whose results satisfy a condition.
+pub fn gpus_where(
+    fitnesses: &CudaFitnesses,
+    holds: impl Fn(&CudaFitness) -> bool,
+) -> BTreeSet<GpuUuid> {
+    let found = fitnesses.iter().filter(|(_, fitness)| holds(fitness));
+    found.map(|(gpu, _)| gpu.clone()).collect()
+}
 
 /// The result of the starts on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_apiserver::ParsedSpec;
-use bursar_gpu::cuda_fitness::{CudaFitness, CudaFitnesses, CudaVerdict};
+use bursar_gpu::cuda_fitness::{CudaFitness, CudaFitnesses, CudaVerdict, gpus_where};
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::uvm::UvmModule;
@@ -392,14 +392,12 @@ impl NodeTask {
         self.allocator.set_generations(self.generations.by_gpu());
     }
 
-    /// The GPUs of which the starts have shown this.
+    /// Returns the GPUs whose results satisfy a condition; none if the agent starts no runtimes.
     fn gpus_where(&self, holds: impl Fn(&CudaFitness) -> bool) -> BTreeSet<GpuUuid> {
         let fitnesses = self.inputs.cuda_fitness.as_ref();
-        let fitnesses = fitnesses.map(|fitnesses| fitnesses.borrow());
-        let all = fitnesses.iter().flat_map(|fitnesses| fitnesses.iter());
-        all.filter(|(_, fitness)| holds(fitness))
-            .map(|(gpu, _)| gpu.clone())
-            .collect()
+        fitnesses.map_or_else(BTreeSet::new, |fitnesses| {
+            gpus_where(&fitnesses.borrow(), holds)
+        })
     }
 
     async fn apply_cuda_fitness(&mut self) {

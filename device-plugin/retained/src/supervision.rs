@@ -174,19 +174,17 @@ impl Supervision {
     }
 }
 
-/// The results for the GPUs with a runtime, and for those that count as tried.
+/// Returns the results for the GPUs that have a runtime or count as tried.
 fn fitness_of_all(
     runtimes: &BTreeMap<GpuUuid, RuntimeRecord>,
-    tried: BTreeSet<GpuUuid>,
+    tried: &BTreeSet<GpuUuid>,
 ) -> CudaFitnesses {
-    let with_runtime = runtimes.iter();
-    let with_runtime = with_runtime.map(|(gpu, record)| (gpu.clone(), record.fitness(false)));
-    let mut fitnesses: CudaFitnesses = with_runtime.collect();
-    fitnesses.extend(tried.into_iter().map(|gpu| {
-        let record = runtimes.get(&gpu).cloned().unwrap_or_default();
-        (gpu, record.fitness(true))
-    }));
-    fitnesses
+    let gpus: BTreeSet<&GpuUuid> = runtimes.keys().chain(tried).collect();
+    let fitness = |gpu: &GpuUuid| {
+        let record = runtimes.get(gpu).cloned().unwrap_or_default();
+        (gpu.clone(), record.fitness(tried.contains(gpu)))
+    };
+    gpus.into_iter().map(fitness).collect()
 }
 
 impl Plan {
@@ -234,7 +232,7 @@ impl Supervisor {
                 };
                 let mut plan = supervision.plan(observed, now());
                 let tried = first_starts.tried(observed, now(), &mut plan);
-                (plan, fitness_of_all(observed.runtimes, tried))
+                (plan, fitness_of_all(observed.runtimes, &tried))
             };
             self.fitness.send_if_modified(|before| {
                 let changed = *before != fitness;

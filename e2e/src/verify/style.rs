@@ -19,8 +19,8 @@ const NO_ACTOR: &[&str] = &[
 /// Documents that are not in the repository.
 const OUTSIDE_DOCUMENTS: &[&str] = &["design, section", "design, \"", "Design, \"", "../shared"];
 
-/// Words for which docs/internals/glossary.md has the field's term. No identifier and no text has
-/// them.
+/// Words that no identifier and no text may contain, because docs/internals/glossary.md replaces
+/// each by the field's term.
 const OLD_WORDS: &[&str] = &[
     "afresh",
     "amiss",

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_config::ResourcesConfig;
 use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::GpuState;
-use bursar_gpu::cuda_fitness::{CudaFitnesses, CudaVerdict};
+use bursar_gpu::cuda_fitness::{CudaFitnesses, CudaVerdict, gpus_where};
 use bursar_gpu::uvm::UvmModule;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{Bytes, GpuUuid};
@@ -80,14 +80,13 @@ impl<H: HostOps> NodeAllocator<H> {
     /// was not tried yet. An unfit GPU is excluded here too: the inventory, which marks it
     /// unhealthy, may come before or after.
     pub async fn set_cuda_fitness(&mut self, fitnesses: &CudaFitnesses, now: BootTime) {
-        let gpus_where = |holds: fn(CudaVerdict) -> bool| {
-            let gpus = fitnesses.iter();
-            let gpus = gpus.filter(|(_, fitness)| holds(fitness.verdict));
-            gpus.map(|(gpu, _)| gpu.clone()).collect()
-        };
-        let refused =
-            gpus_where(|verdict| matches!(verdict, CudaVerdict::Refused | CudaVerdict::Unfit(_)));
-        let tried = gpus_where(|verdict| verdict != CudaVerdict::Untried);
+        let refused = gpus_where(fitnesses, |fitness| {
+            matches!(
+                fitness.verdict,
+                CudaVerdict::Refused | CudaVerdict::Unfit(_)
+            )
+        });
+        let tried = gpus_where(fitnesses, |fitness| fitness.verdict != CudaVerdict::Untried);
         let has_refused_changed = self.ledger.set_refused_gpus(refused);
         let has_tried_changed = self.ledger.set_tried_gpus(tried);
         if has_refused_changed || has_tried_changed {

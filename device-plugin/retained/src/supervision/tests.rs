@@ -267,7 +267,7 @@ fn ended_runtime_keeps_its_report_on_managed_memory() {
         lacks_concurrent_access,
     };
     assert_eq!(
-        fitness_of_all(&node.runtimes, tried),
+        fitness_of_all(&node.runtimes, &tried),
         CudaFitnesses::from([
             (uuid("GPU-a"), fitness(CudaVerdict::Works, false)),
             (uuid("GPU-b"), fitness(CudaVerdict::Untried, true)),

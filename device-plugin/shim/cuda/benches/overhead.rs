@@ -28,11 +28,9 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 fn is_wanted(row: &str) -> bool {
-    let mut words = std::env::args()
-        .skip(1)
-        .filter(|word| !word.starts_with("--"));
-    let first = words.next();
-    first.is_none_or(|first| row.contains(&first) || words.any(|word| row.contains(&word)))
+    let words = std::env::args().skip(1);
+    let words: Vec<String> = words.filter(|word| !word.starts_with("--")).collect();
+    words.is_empty() || words.iter().any(|word| row.contains(word))
 }
 
 fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, calls: u64) {
