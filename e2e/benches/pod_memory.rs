@@ -6,15 +6,12 @@
 //!
 //! `cargo bench -p bursar-e2e --bench pod_memory`
 
-use std::any::Any;
 use std::hint::black_box;
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 use bursar_crds::Quantum;
-use bursar_operator::cluster::placement_index::node_usage::PodRequests;
-use bursar_operator::cluster::placement_index::pod::PodFacts;
-use bursar_operator::cluster::pod_request::PodRequest;
+use bursar_operator::cluster::placement_index::pod::PodSummary;
 use bursar_operator::cluster::slim_pod::SlimPod;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Map, Value, json};
@@ -82,13 +79,8 @@ fn kib(bytes: usize) -> f64 {
 }
 
 /// Returns what the operator's watch makes of a Pod that requests GPU memory.
-fn kept(pod: &SlimPod) -> [Box<dyn Any>; 3] {
-    let quantum = Quantum::Gib1;
-    [
-        Box::new(PodFacts::of(pod, quantum).expect("the Pod requests GPU memory")),
-        Box::new(PodRequests::parse(pod, quantum).expect("the Pod is bound to a node")),
-        Box::new(PodRequest::of(pod, quantum).expect("the Pod requests GPU memory")),
-    ]
+fn kept(pod: &SlimPod) -> Box<PodSummary> {
+    Box::new(PodSummary::of(pod, Quantum::Gib1).expect("the Pod has not ended"))
 }
 
 /// Clears what the operator does not read.

@@ -1,11 +1,13 @@
 //! Reads from the API server, past the watches.
 
+use std::sync::Arc;
+
 use bursar_crds::Quantum;
 use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt as _};
 
 use super::error::{ApiError, with_timeout};
-use crate::cluster::pod_request::PodRequest;
+use crate::cluster::placement_index::pod::PodFacts;
 use crate::cluster::slim_pod::SlimPod;
 
 /// How many pods one page of a list holds.
@@ -21,7 +23,7 @@ pub async fn list_requesting_pods(
     client: &Client,
     namespace: &str,
     quantum: Quantum,
-) -> Result<Vec<(String, PodRequest)>, ApiError> {
+) -> Result<Vec<(String, Arc<PodFacts>)>, ApiError> {
     let pods = Api::<SlimPod>::namespaced(client.clone(), namespace);
     let object = format!("the pods of namespace {namespace}");
     let mut page = ListParams::default()
@@ -31,8 +33,9 @@ pub async fn list_requesting_pods(
     loop {
         let list = with_timeout("read", object.clone(), pods.list(&page)).await?;
         let pods = list.items.iter();
-        requests
-            .extend(pods.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
+        requests.extend(
+            pods.filter_map(|pod| Some((pod.name_any(), Arc::new(PodFacts::of(pod, quantum)?)))),
+        );
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page = page.continue_token(&token),
             None => return Ok(requests),

@@ -96,7 +96,7 @@ fn accepted(
 /// The requests of the pods that do not terminate. A quota stops counting a terminating pod after
 /// its grace period, however long its node keeps the pod.
 fn remaining_usage(inputs: &BudgetInputs) -> RequestedUsage {
-    let pods = inputs.pods.iter().map(|(_, request)| request);
+    let pods = inputs.pods.iter().map(|(_, request)| &**request);
     pods.filter(|request| !request.terminating).collect()
 }
 

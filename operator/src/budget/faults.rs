@@ -23,7 +23,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::plan::PodEviction;
 use super::{AffectedPod, BudgetInputs};
-use crate::cluster::pod_request::JobRef;
+use crate::cluster::placement_index::pod::JobRef;
 
 /// How long a GPU may be missing before its pods are evicted. A reloaded driver is back by then.
 pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);
@@ -120,7 +120,7 @@ pub(super) fn due_evictions<'a>(
         }
         // The pod did not cause a GPU fault. The operator evicts it when a controller recreates it
         // or the policy says Evict, and never when its Job would fail.
-        let evict = match &affected.request.job {
+        let evict = match &affected.request.job() {
             Some(job) if is_gpu_fault => inputs
                 .jobs_ignoring_disruption
                 .get(&job.uid)
@@ -129,7 +129,7 @@ pub(super) fn due_evictions<'a>(
                     due.unread_jobs.push(job);
                     false
                 }),
-            _ if is_gpu_fault => affected.request.is_recreated || action == ContextAction::Evict,
+            _ if is_gpu_fault => affected.request.is_recreated() || action == ContextAction::Evict,
             _ => true,
         };
         if evict {
@@ -161,7 +161,7 @@ pub(super) fn recorded_evictions(
     };
     let room = MAX_EVICTIONS.saturating_sub(before.iter().filter(keeps_entry).count());
     let new = due.evictions.iter().filter(|(affected, _)| {
-        find_record(before, affected).is_none() && !is_ineffective(&affected.request.uid)
+        find_record(before, affected).is_none() && !is_ineffective(&affected.request.api_uid)
     });
     let policy = budget.spec.context_policy.clone().unwrap_or_default();
     let mut wanted: Vec<_> = new
@@ -192,7 +192,7 @@ pub(super) fn pending_evictions(
         let record = find_record(current_records(budget), affected)?;
         Some(PodEviction {
             pod: affected.pod.clone(),
-            uid: affected.request.uid.clone(),
+            uid: affected.request.api_uid.clone(),
             reason: event_reason(&affected.fault),
             message: record.message.clone(),
         })
@@ -212,7 +212,7 @@ pub(super) fn unrecorded_evictions(
         .iter()
         .map(|(affected, _)| PodEviction {
             pod: affected.pod.clone(),
-            uid: affected.request.uid.clone(),
+            uid: affected.request.api_uid.clone(),
             reason: event_reason(&affected.fault),
             message: eviction_message(&affected.fault, &policy),
         })
@@ -245,7 +245,7 @@ fn find_record<'a>(
 }
 
 fn matches(record: &FaultEviction, affected: &AffectedPod) -> bool {
-    record.fault == affected.fault.id && record.pod_uid == affected.request.uid
+    record.fault == affected.fault.id && record.pod_uid == affected.request.api_uid
 }
 
 fn new_record(
@@ -265,7 +265,7 @@ fn new_record(
     FaultEviction {
         fault: fault.id.clone(),
         pod: pod.clone(),
-        pod_uid: request.uid.clone(),
+        pod_uid: request.api_uid.clone(),
         reason: reason.to_owned(),
         message,
         // The API stores whole seconds.

@@ -1,6 +1,7 @@
 //! Defines the inputs for a budget's status.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
@@ -11,7 +12,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use crate::budget::{ObservedQuota, QuotaKind};
 use crate::cluster::ExclusionReason;
 use crate::cluster::on_node::OnNode;
-use crate::cluster::pod_request::{PodRequest, PriorityKind};
+use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 /// The requests of all pods of one namespace.
@@ -29,28 +30,17 @@ pub struct RequestedUsage {
     pub managed: Quanta,
 }
 
-impl<'a> FromIterator<&'a PodRequest> for RequestedUsage {
-    fn from_iter<I: IntoIterator<Item = &'a PodRequest>>(requests: I) -> Self {
+impl<'a> FromIterator<&'a PodFacts> for RequestedUsage {
+    fn from_iter<I: IntoIterator<Item = &'a PodFacts>>(requests: I) -> Self {
         let mut sum = Self::default();
         for request in requests {
-            let PodRequest {
-                kind: class,
-                device,
-                managed,
-                uid: _,
-                created: _,
-                node: _,
-                terminating: _,
-                job: _,
-                is_recreated: _,
-            } = request;
             sum.pods += 1;
-            sum.managed = sum.managed.plus(*managed);
-            match class {
-                PriorityKind::Guaranteed => sum.guaranteed = sum.guaranteed.plus(*device),
+            sum.managed = sum.managed.plus(request.managed);
+            match request.kind {
+                PriorityKind::Guaranteed => sum.guaranteed = sum.guaranteed.plus(request.device),
                 PriorityKind::Borrowed => {
                     sum.borrowed_pods += 1;
-                    sum.borrowed = sum.borrowed.plus(*device);
+                    sum.borrowed = sum.borrowed.plus(request.device);
                 }
             }
         }
@@ -64,7 +54,7 @@ pub struct AffectedPod {
     /// The pod's name.
     pub pod: String,
     /// The pod's request. The pod is on the node that reports the fault.
-    pub request: OnNode<PodRequest>,
+    pub request: OnNode<Arc<PodFacts>>,
     /// A fault of the pod's own context, or of a GPU on which the pod has memory.
     pub fault: Fault,
     /// How long this operator has observed the fault. The node's timestamp decides nothing.
@@ -141,7 +131,7 @@ pub struct BudgetInputs {
     /// The sum of the pods' requests.
     pub requested: RequestedUsage,
     /// The requesting pods by name.
-    pub pods: Vec<(String, PodRequest)>,
+    pub pods: Vec<(String, Arc<PodFacts>)>,
     /// The pods that faults affect.
     pub affected_pods: Vec<AffectedPod>,
     /// Whether each Job read so far ignores the disruption of its pods, by UID.

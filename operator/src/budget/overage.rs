@@ -4,11 +4,13 @@
 //! than fit. The same happens while a quota is edited by hand or missing. Pods from before the
 //! amounts came into force are not selected: a new or lowered budget evicts no running pod.
 
+use std::sync::Arc;
+
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 use super::ParsedSpec;
 use super::plan::PodEviction;
-use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
+use crate::cluster::placement_index::pod::{JobRef, PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 /// The reason of the Events.
@@ -25,12 +27,12 @@ const CREATION_MARGIN: SignedDuration = SignedDuration::from_secs(5);
 /// themselves.
 pub fn excess_pods(
     parsed: &ParsedSpec,
-    pods: &[(String, PodRequest)],
+    pods: &[(String, Arc<PodFacts>)],
     since: Timestamp,
     ignores_disruption: impl Fn(&JobRef) -> bool,
 ) -> Vec<PodEviction> {
     let alive = || pods.iter().filter(|(_, request)| !request.terminating);
-    let mut over = Overage::of(parsed, alive().map(|(_, request)| request));
+    let mut over = Overage::of(parsed, alive().map(|(_, request)| &**request));
     let mut candidates: Vec<_> = alive()
         .filter(|(_, request)| request.created > since + CREATION_MARGIN)
         .filter(|(_, request)| request.job_if_guaranteed().is_none_or(&ignores_disruption))
@@ -56,7 +58,7 @@ pub fn excess_pods(
     });
     let evictions = ended.into_iter().map(|(name, request, why)| PodEviction {
         pod: name.clone(),
-        uid: request.uid.clone(),
+        uid: request.api_uid.clone(),
         reason: EXCEEDED,
         message: why.to_owned(),
     });
@@ -71,7 +73,7 @@ struct Overage {
 }
 
 impl Overage {
-    fn of<'a>(parsed: &ParsedSpec, requests: impl Iterator<Item = &'a PodRequest>) -> Self {
+    fn of<'a>(parsed: &ParsedSpec, requests: impl Iterator<Item = &'a PodFacts>) -> Self {
         let room = |most: Quanta| -most.count();
         let mut over = Self {
             guaranteed: room(parsed.guaranteed),
@@ -83,7 +85,7 @@ impl Overage {
     }
 
     /// The exceeded bound that the eviction of this pod would ease.
-    fn exceeded_bound(&self, request: &PodRequest) -> Option<&'static str> {
+    fn exceeded_bound(&self, request: &PodFacts) -> Option<&'static str> {
         let guaranteed = request.kind == PriorityKind::Guaranteed;
         let is_requested = |amount: Quanta| amount != Quanta::ZERO;
         if self.guaranteed > 0 && guaranteed && is_requested(request.device) {
@@ -97,15 +99,15 @@ impl Overage {
         }
     }
 
-    fn add_pod(&mut self, request: &PodRequest) {
+    fn add_pod(&mut self, request: &PodFacts) {
         self.adjust(request, 1);
     }
 
-    fn remove_pod(&mut self, request: &PodRequest) {
+    fn remove_pod(&mut self, request: &PodFacts) {
         self.adjust(request, -1);
     }
 
-    fn adjust(&mut self, request: &PodRequest, sign: i64) {
+    fn adjust(&mut self, request: &PodFacts, sign: i64) {
         if request.kind == PriorityKind::Guaranteed {
             self.guaranteed += sign * request.device.count();
         }
@@ -114,7 +116,7 @@ impl Overage {
     }
 
     /// Whether the pod fits every bound that its request adds to.
-    fn fits(&self, request: &PodRequest) -> bool {
+    fn fits(&self, request: &PodFacts) -> bool {
         let fits = |over: i64, amount: Quanta| amount == Quanta::ZERO || over + amount.count() <= 0;
         let guaranteed =
             request.kind == PriorityKind::Borrowed || fits(self.guaranteed, request.device);

@@ -23,7 +23,7 @@ use super::faults;
 use super::overage::{EXCEEDED, excess_pods};
 use super::quotas::{QuotaKind, QuotaSpec};
 use super::status::desired_status;
-use crate::cluster::pod_request::{JobRef, PodRequest};
+use crate::cluster::placement_index::pod::{JobRef, PodFacts};
 
 /// How long a budget has to be exceeded before pods are evicted. A pending delete may end it.
 const OVERAGE_GRACE: Duration = Duration::from_secs(5);
@@ -167,16 +167,16 @@ impl Plan {
         // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
         // A borrowed pod has consented to lose excess memory.
         let is_excess = pod.reason == EXCEEDED;
-        let is_protected = |request: &PodRequest| match is_excess {
+        let is_protected = |request: &PodFacts| match is_excess {
             true => request.job_if_guaranteed().is_some(),
-            false => request.job.is_some(),
+            false => request.job().is_some(),
         };
         let mut staying = inputs
             .pods
             .iter()
             .filter(|(_, request)| is_protected(request));
         let by_force = refused.is_some_and(|lasted| *lasted >= DISRUPTION_GRACE)
-            && !staying.any(|(_, request)| request.uid == pod.uid);
+            && !staying.any(|(_, request)| request.api_uid == pod.uid);
         self.steps.push(Step::Evict { pod, by_force });
         self.requeue_within(Some(OVERAGE_GRACE));
     }
@@ -219,7 +219,7 @@ fn plan_excess_evictions(
         return;
     }
     let jobs = inputs.pods.iter().filter_map(|(_, request)| {
-        let is_candidate = possible.iter().any(|pod| pod.uid == request.uid);
+        let is_candidate = possible.iter().any(|pod| pod.uid == request.api_uid);
         request
             .job_if_guaranteed()
             .filter(|job| is_candidate && known(job).is_none())

@@ -1,6 +1,7 @@
 //! Tests the plan against a simulated namespace: late quotas, excess pods, crashes.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::budget::MAX_EVICTIONS;
@@ -20,7 +21,7 @@ use super::{
     remedy,
 };
 use crate::cluster::on_node::on_node;
-use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
+use crate::cluster::placement_index::pod::{JobRef, Owner, Placement, PodFacts, PriorityKind};
 use crate::property_cases::cases;
 use crate::quanta::Quanta;
 
@@ -42,7 +43,7 @@ struct Namespace {
     budget: GpuMemoryBudget,
     quotas: BTreeMap<QuotaKind, ObservedQuota>,
     labelled: bool,
-    pods: BTreeMap<String, PodRequest>,
+    pods: BTreeMap<String, PodFacts>,
     /// The API server's clock.
     second: i64,
     skew: Skew,
@@ -60,17 +61,17 @@ struct Namespace {
     evicted: BTreeMap<String, usize>,
 }
 
-fn request(uid: &str, class: PriorityKind, device: u64, created: i64) -> PodRequest {
-    PodRequest {
-        uid: uid.to_owned(),
+const REPLICA_SET: Owner = Owner::Other { uid: String::new() };
+
+fn request(uid: &str, class: PriorityKind, device: u64, created: i64) -> PodFacts {
+    PodFacts {
+        api_uid: uid.to_owned(),
         created: Timestamp::from_second(created).unwrap(),
-        node: Some("n".to_owned()),
-        terminating: false,
-        job: None,
-        is_recreated: true,
+        placement: Placement::Node("n".to_owned()),
+        owner: REPLICA_SET,
         kind: class,
         device: Quanta::new(device),
-        managed: Quanta::ZERO,
+        ..PodFacts::default()
     }
 }
 
@@ -109,7 +110,7 @@ impl Namespace {
             pods: self
                 .pods
                 .iter()
-                .map(|(name, request)| (name.clone(), request.clone()))
+                .map(|(name, request)| (name.clone(), Arc::new(request.clone())))
                 .collect(),
             refused_for: self.refused.clone(),
             evictions_ineffective_for: self.ineffective.clone(),
@@ -130,7 +131,7 @@ impl Namespace {
                 .filter_map(|(pod, fault, since)| {
                     Some(AffectedPod {
                         pod: pod.clone(),
-                        request: on_node("n", self.pods.get(pod)?)?.cloned(),
+                        request: on_node("n", Arc::new(self.pods.get(pod)?.clone()))?,
                         fault: fault.clone(),
                         observed_for: self.since(*since),
                     })
@@ -216,7 +217,7 @@ impl Namespace {
         panic!("no fixed point: {:?}", self.plan());
     }
 
-    fn requested(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
+    fn requested(&self, of: impl Fn(&PodFacts) -> bool) -> i64 {
         let pods = self.pods.values().filter(|request| of(request));
         pods.map(|request| request.device.count()).sum()
     }
@@ -363,7 +364,7 @@ fn edited_quota_is_restored_and_job_pods_stay() {
     namespace.settle();
     namespace.second += 100;
     let mut pod = request("j", PriorityKind::Guaranteed, 20, namespace.second - 10);
-    pod.job = job("would-fail");
+    pod.owner = job("would-fail");
     namespace.pods.insert("j".to_owned(), pod);
     let quota = namespace.quotas.get_mut(&QuotaKind::Limit).unwrap();
     quota
@@ -427,8 +428,8 @@ fn enforced_since_is_the_later_quotas_time_or_absent() {
     }
 }
 
-fn job(name: &str) -> Option<JobRef> {
-    Some(JobRef {
+fn job(name: &str) -> Owner {
+    Owner::Job(JobRef {
         name: name.to_owned(),
         uid: name.to_owned(),
     })
@@ -446,7 +447,9 @@ fn job_pod_is_evicted_if_job_ignores_it_and_never_deleted() {
             16,
             namespace.second - created,
         );
-        pod.job = job(name).filter(|_| name != "before");
+        if name != "before" {
+            pod.owner = job(name);
+        }
         namespace.pods.insert(name.to_owned(), pod);
     }
     namespace
@@ -586,9 +589,9 @@ fn fault_eviction_is_recorded_first_and_stays_recorded() {
 fn gpu_fault_evicts_replaceable_pod_after_its_grace() {
     let pods = ["bare", "lets-go", "other", "would-fail"];
     let mut namespace = Namespace::running(ContextAction::Restart, &pods);
-    namespace.pods.get_mut("bare").unwrap().is_recreated = false;
+    namespace.pods.get_mut("bare").unwrap().owner = Owner::Unowned;
     for name in ["lets-go", "would-fail"] {
-        namespace.pods.get_mut(name).unwrap().job = job(name);
+        namespace.pods.get_mut(name).unwrap().owner = job(name);
     }
     pods.iter()
         .for_each(|pod| namespace.strike(pod, FaultKind::Gpu, FaultAction::ResetGpu));
@@ -762,9 +765,9 @@ fn records_of_recovered_pods_make_room_for_new_ones() {
 
 #[test]
 fn blocked_pod_is_deleted_after_grace_unless_of_a_job() {
-    for (of_job, forced) in [(None, true), (job("lets-go"), false)] {
+    for (owner, forced) in [(REPLICA_SET, true), (job("lets-go"), false)] {
         let mut namespace = Namespace::running(ContextAction::Evict, &["a"]);
-        namespace.pods.get_mut("a").unwrap().job = of_job;
+        namespace.pods.get_mut("a").unwrap().owner = owner;
         namespace.strike("a", FaultKind::Context, FaultAction::Evict);
         namespace
             .plan()
@@ -800,7 +803,7 @@ fn borrower_over_limit_is_evicted_whatever_its_job_says() {
         ("borrows", PriorityKind::Borrowed),
     ] {
         let mut pod = request(name, class, 16, namespace.second - 10);
-        pod.job = job("would-fail");
+        pod.owner = job("would-fail");
         namespace.pods.insert(name.to_owned(), pod);
     }
     namespace
@@ -830,7 +833,7 @@ fn pods() -> impl Strategy<Value = Vec<(bool, u64, i64)>> {
     prop::collection::vec((any::<bool>(), 1u64..12, 1i64..60), 0..14)
 }
 
-fn requests(pods: &[(bool, u64, i64)]) -> Vec<(String, PodRequest)> {
+fn requests(pods: &[(bool, u64, i64)]) -> Vec<(String, Arc<PodFacts>)> {
     let pods = pods
         .iter()
         .enumerate()
@@ -841,7 +844,10 @@ fn requests(pods: &[(bool, u64, i64)]) -> Vec<(String, PodRequest)> {
                 PriorityKind::Guaranteed
             };
             let name = format!("p{index}");
-            (name.clone(), request(&name, class, *device, *created))
+            (
+                name.clone(),
+                Arc::new(request(&name, class, *device, *created)),
+            )
         });
     pods.collect()
 }
@@ -909,7 +915,8 @@ proptest! {
         namespace.settle();
         namespace.second += 100;
         let now = namespace.second;
-        for (name, mut request) in requests(&pods) {
+        for (name, request) in requests(&pods) {
+            let mut request = Arc::unwrap_or_clone(request);
             request.created = Timestamp::from_second(now - request.created.as_second()).unwrap();
             namespace.pods.insert(name, request);
         }
@@ -975,7 +982,8 @@ proptest! {
         namespace.settle();
         namespace.second += 100;
         let now = namespace.second;
-        for (name, mut request) in requests(&pods) {
+        for (name, request) in requests(&pods) {
+            let mut request = Arc::unwrap_or_clone(request);
             request.created = Timestamp::from_second(now - request.created.as_second()).unwrap();
             namespace.pods.insert(name, request);
         }

@@ -3,6 +3,7 @@
 mod results;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::conditions::budget as names;
@@ -10,7 +11,7 @@ use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
 use super::{AffectedPod, BudgetInputs};
-use crate::cluster::pod_request::PodRequest;
+use crate::cluster::placement_index::pod::PodFacts;
 
 /// A refusal or a failure is forgotten when the eviction has not been requested again for this
 /// long.
@@ -80,8 +81,8 @@ impl BudgetState {
         inputs.refused_for = lasting(&mut self.refused, now);
         inputs.evictions_ineffective_for = lasting(&mut self.ineffective_evictions, now);
         let affected = inputs.affected_pods.iter();
-        let affected = affected.map(|affected| affected.request.uid.as_str());
-        let pods = inputs.pods.iter().map(|(_, pod)| pod.uid.as_str());
+        let affected = affected.map(|affected| affected.request.api_uid.as_str());
+        let pods = inputs.pods.iter().map(|(_, pod)| pod.api_uid.as_str());
         let present: BTreeSet<&str> = pods.chain(affected).collect();
         self.announced.retain(|uid| present.contains(uid.as_str()));
         self.update_fault_ages(&mut inputs.affected_pods, now);
@@ -108,8 +109,8 @@ impl BudgetState {
     }
 
     /// The policies of the Jobs of `pods`. All others are dropped.
-    fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
-        let jobs = pods.iter().filter_map(|(_, pod)| pod.job.as_ref());
+    fn known_jobs(&mut self, pods: &[(String, Arc<PodFacts>)]) -> BTreeMap<String, bool> {
+        let jobs = pods.iter().filter_map(|(_, pod)| pod.job());
         let uids: BTreeSet<_> = jobs.map(|job| &job.uid).collect();
         self.jobs.retain(|uid, _| uids.contains(uid));
         self.jobs.clone()
@@ -129,7 +130,7 @@ impl BudgetState {
     fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
         let before = std::mem::take(&mut self.faults_since);
         for affected in affected_pods {
-            let name = (affected.fault.id.clone(), affected.request.uid.clone());
+            let name = (affected.fault.id.clone(), affected.request.api_uid.clone());
             let since = before.get(&name).copied().unwrap_or(now);
             affected.observed_for = now.saturating_duration_since(since);
             self.faults_since.insert(name, since);

@@ -1,5 +1,7 @@
 use super::*;
 
+use std::sync::Arc;
+
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus, Quantum};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -9,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::budget::{BudgetInputs, Cohort, RequestedUsage};
 use crate::cluster::ExclusionReason;
-use crate::cluster::pod_request::{PodRequest, PriorityKind};
+use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 fn at(second: i64) -> Time {
@@ -95,16 +97,12 @@ fn in_force(budget: &GpuMemoryBudget, inputs: BudgetInputs) -> BudgetInputs {
 
 /// A guaranteed pod with all the managed memory, and a borrowed pod.
 fn using(guaranteed: u64, borrowed: u64, managed: u64) -> BudgetInputs {
-    let pod = |kind, device, managed| PodRequest {
-        uid: format!("{kind:?}"),
-        created: Timestamp::UNIX_EPOCH,
-        node: None,
-        terminating: false,
-        job: None,
-        is_recreated: true,
+    let pod = |kind, device, managed| PodFacts {
+        api_uid: format!("{kind:?}"),
         kind,
         device: Quanta::new(device),
         managed: Quanta::new(managed),
+        ..PodFacts::default()
     };
     let pods = [
         pod(PriorityKind::Guaranteed, guaranteed, managed),
@@ -112,7 +110,7 @@ fn using(guaranteed: u64, borrowed: u64, managed: u64) -> BudgetInputs {
     ];
     BudgetInputs {
         requested: pods.iter().collect(),
-        pods: pods.map(|pod| (pod.uid.clone(), pod)).into(),
+        pods: pods.map(|pod| (pod.api_uid.clone(), Arc::new(pod))).into(),
         ..idle()
     }
 }
@@ -264,7 +262,7 @@ fn exceeded_names_the_gravest_reason_and_lists_all() {
 #[test]
 fn terminating_pod_is_requested_but_exceeds_nothing() {
     let mut inputs = using(16, 9, 0);
-    inputs.pods[1].1.terminating = true;
+    Arc::make_mut(&mut inputs.pods[1].1).terminating = true;
     let status = desired_status(&plain(), &inputs, &at(1));
     assert_eq!(
         status_and_reason(&status, names::EXCEEDED),

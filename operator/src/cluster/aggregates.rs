@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, Key};
 use crate::budget::Cohort;
-use crate::cluster::pod_request::PodRequest;
+use crate::cluster::placement_index::node_usage::NodeRequested;
+use crate::cluster::placement_index::pod::PodSummary;
 use crate::quanta::Quanta;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,7 +17,11 @@ pub(super) struct Aggregates {
     reporters: BTreeMap<String, BTreeSet<Key>>,
     /// The nodes with a GPU fault. Such a fault may affect any namespace.
     nodes_with_gpu_faults: BTreeSet<Key>,
-    /// The number of pods by node and namespace.
+    /// The pods that request a resource of Bursar.
+    pub(super) gpu_pods: BTreeSet<Key>,
+    /// What all pods request of each node.
+    pub(super) node_requested: NodeRequested,
+    /// The number of pods that request GPU memory, by node and namespace.
     pods_by_node: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
@@ -136,14 +141,23 @@ impl Aggregates {
         }
     }
 
-    /// Replaces a pod of a namespace.
+    /// Replaces a pod.
     pub(super) fn update_pod(
         &mut self,
-        namespace: &str,
-        before: Option<&PodRequest>,
-        now: Option<&PodRequest>,
+        key: &Key,
+        before: Option<&PodSummary>,
+        now: Option<&PodSummary>,
     ) {
-        let node = |request: Option<&PodRequest>| request.and_then(|request| request.node.clone());
+        match now.is_some_and(PodSummary::requests_gpu_memory) {
+            true => drop(self.gpu_pods.insert(key.clone())),
+            false => drop(self.gpu_pods.remove(key)),
+        }
+        self.node_requested.update(
+            before.map(|pod| &pod.requests),
+            now.map(|pod| &pod.requests),
+        );
+        let namespace = &key.namespace;
+        let node = |pod: Option<&PodSummary>| Some(pod?.facts.as_ref()?.node()?.to_owned());
         let (before, now) = (node(before), node(now));
         if before == now {
             return;
@@ -161,7 +175,7 @@ impl Aggregates {
         }
         if let Some(node) = now {
             let namespaces = self.pods_by_node.entry(node).or_default();
-            *namespaces.entry(namespace.to_owned()).or_default() += 1;
+            *namespaces.entry(namespace.clone()).or_default() += 1;
         }
     }
 

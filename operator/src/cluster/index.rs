@@ -16,11 +16,10 @@ mod node_orders;
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
-use super::pod_settings::PodOnNode;
-use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary};
+use super::placement_index::node::NodeFacts;
+use super::placement_index::pod::PodSummary;
+use super::projections::{BudgetSummary, GpuNodeSummary};
 use crate::budget::ObservedQuota;
-use crate::cluster::placement_index::snapshot::{PlacementEvent, PlacementIndex};
-use crate::cluster::pod_request::PodRequest;
 
 /// The watched kinds, as probes, logs and metrics name them.
 pub mod kinds {
@@ -49,19 +48,15 @@ pub enum WatchEvent {
     /// An event of a budget.
     Budget(Event<CacheEntry<BudgetSummary>>),
     /// An event of a pod.
-    Pod(Event<CacheEntry<PodRequest>>),
-    /// An event of a pod on a node.
-    PodOnNode(Event<CacheEntry<PodOnNode>>),
+    Pod(Event<CacheEntry<PodSummary>>),
     /// An event of a GpuNode.
     GpuNode(Event<CacheEntry<GpuNodeSummary>>),
     /// An event of a Node.
-    Node(Event<CacheEntry<NodeSummary>>),
+    Node(Event<CacheEntry<NodeFacts>>),
     /// An event of one of the operator's ResourceQuotas.
     Quota(Event<CacheEntry<ObservedQuota>>),
     /// An event of a namespace with a budget label.
     Namespace(Event<CacheEntry<String>>),
-    /// An event for the placement index.
-    Placement(PlacementEvent),
     /// An event of an unreadable object, with the reason.
     Unreadable(&'static str, Event<CacheEntry<String>>),
     /// The operator's monotonic clock advanced to this time.
@@ -93,17 +88,17 @@ impl Affected {
 #[derive(Debug)]
 pub struct ClusterIndex {
     quantum: Quantum,
-    budgets: Cache<BudgetSummary>,
+    pub(super) budgets: Cache<BudgetSummary>,
     budget_lists: u64,
-    pods: Cache<PodRequest>,
-    pub(super) pods_on_nodes: Cache<PodOnNode>,
+    pub(super) pods: Cache<PodSummary>,
     pub(super) gpu_nodes: Cache<GpuNodeSummary>,
-    nodes: Cache<NodeSummary>,
+    pub(super) nodes: Cache<NodeFacts>,
     liveness: NodeLiveness,
     quotas: Cache<ObservedQuota>,
     labels: Cache<String>,
-    aggregates: Aggregates,
-    placement_index: PlacementIndex,
+    pub(super) aggregates: Aggregates,
+    /// The number of changes that concern placement.
+    placement_changes: usize,
     unreadable: BTreeMap<&'static str, Cache<String>>,
     /// The action for poisoned contexts in namespaces whose budget names none.
     default_action: ContextAction,
@@ -117,14 +112,13 @@ impl ClusterIndex {
             budgets: Cache::default(),
             budget_lists: 0,
             pods: Cache::default(),
-            pods_on_nodes: Cache::default(),
             gpu_nodes: Cache::default(),
             nodes: Cache::default(),
             liveness: NodeLiveness::default(),
             quotas: Cache::default(),
             labels: Cache::default(),
             aggregates: Aggregates::default(),
-            placement_index: PlacementIndex::default(),
+            placement_changes: 0,
             unreadable: BTreeMap::new(),
             default_action: ContextAction::default(),
         }
@@ -165,9 +159,15 @@ impl ClusterIndex {
         counts
     }
 
-    /// The index for placement.
-    pub fn placement(&self) -> &PlacementIndex {
-        &self.placement_index
+    /// The number of changes that concern placement, so far.
+    pub(crate) fn placement_changes(&self) -> usize {
+        self.placement_changes
+    }
+
+    /// The pods that request a resource of Bursar.
+    pub(super) fn gpu_pods(&self) -> impl Iterator<Item = (&Key, &PodSummary)> {
+        let keys = self.aggregates.gpu_pods.iter();
+        keys.filter_map(|key| Some((key, self.pods.get(key)?)))
     }
 
     /// The kinds without a complete list. The operator computes a status only when there are none.
@@ -195,9 +195,8 @@ impl ClusterIndex {
     }
 }
 
-fn cohort_of(node: Option<&NodeSummary>) -> &str {
-    let label = node.and_then(|node| node.cohort.as_deref());
-    label.unwrap_or(DEFAULT_COHORT)
+fn cohort_of(node: Option<&NodeFacts>) -> &str {
+    node.map_or(DEFAULT_COHORT, NodeFacts::cohort)
 }
 
 #[cfg(test)]

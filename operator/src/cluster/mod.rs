@@ -23,5 +23,6 @@ pub use cache::{Cache, CacheEntry, Key, project};
 pub use index::{Affected, ClusterIndex, NodeOrders, WatchEvent, kinds};
 pub use pod_settings::PodOnNode;
 pub use projections::{
-    BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, NodeSummary, OpenFault, budget_label,
+    BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, OpenFault, QuotaOverrides,
+    budget_label,
 };

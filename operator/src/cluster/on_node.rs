@@ -11,9 +11,9 @@ pub trait Placed {
     fn node(&self) -> Option<&str>;
 }
 
-impl<P: Placed> Placed for &P {
+impl<P: Deref<Target: Placed>> Placed for P {
     fn node(&self) -> Option<&str> {
-        (*self).node()
+        (**self).node()
     }
 }
 
@@ -24,13 +24,6 @@ pub struct OnNode<P>(P);
 /// Returns `pod` if it is on the `node` that reports it.
 pub fn on_node<P: Placed>(node: &str, pod: P) -> Option<OnNode<P>> {
     (pod.node() == Some(node)).then_some(OnNode(pod))
-}
-
-impl<P: Clone> OnNode<&P> {
-    /// Clones the pod.
-    pub fn cloned(self) -> OnNode<P> {
-        OnNode(self.0.clone())
-    }
 }
 
 impl<P> Deref for OnNode<P> {

@@ -1,119 +1,11 @@
-//! Parses a pod's request for GPU memory.
+//! Adds up what a pod's containers request, and tells mirror pods and ended ones.
 
-use bursar_crds::Quantum;
 use bursar_crds::pod_total::pod_total;
 use bursar_crds::quantity::parse_count;
-use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
-use k8s_openapi::jiff::Timestamp;
 use kube::core::ObjectMeta;
 
-use crate::cluster::on_node::Placed;
 use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
 use crate::quanta::Quanta;
-
-/// A reference to the Job that controls a pod.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct JobRef {
-    /// The Job's name.
-    pub name: String,
-    /// The Job's UID.
-    pub uid: String,
-}
-
-/// The kind of a pod's claim on memory, which its PriorityClass determines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PriorityKind {
-    /// The pod's request counts against the namespace's guarantee.
-    Guaranteed,
-    /// The pod uses idle memory and is preempted when its owner needs it.
-    Borrowed,
-}
-
-/// The GPU memory request of one pod. It is never zero.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodRequest {
-    /// The pod's UID.
-    pub uid: String,
-    /// When the API server created the pod.
-    pub created: Timestamp,
-    /// The pod's node.
-    pub node: Option<String>,
-    /// The pod has a deletion timestamp.
-    pub terminating: bool,
-    /// The Job that controls the pod. The Job may count a deletion as a failure.
-    pub job: Option<JobRef>,
-    /// A controller recreates the pod after its deletion, possibly on another node.
-    pub is_recreated: bool,
-    /// Guaranteed or borrowed.
-    pub kind: PriorityKind,
-    /// Device memory.
-    pub device: Quanta,
-    /// Managed memory.
-    pub managed: Quanta,
-}
-
-impl PodRequest {
-    /// Parses the request of `pod` for the resources that count in `quantum`.
-    ///
-    /// Returns `None` for a pod without a request and for one that has ended. A pod's request
-    /// returns to its namespace with its final phase. That of a deleted pod returns when the object
-    /// is gone.
-    pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
-        if has_ended(pod) {
-            return None;
-        }
-        let borrows = pod.spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
-        let meta = &pod.metadata;
-        let mut owners = meta.owner_references.iter().flatten();
-        let controller = owners.find(|owner| owner.controller == Some(true));
-        let quanta = |resource| {
-            aggregate_requests(
-                &pod.spec,
-                |container| gpu_request(container, resource),
-                Quanta::plus,
-            )
-        };
-        let request = Self {
-            uid: meta.uid.clone().unwrap_or_default(),
-            created: meta
-                .creation_timestamp
-                .as_ref()
-                .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
-            node: pod.spec.node_name.clone(),
-            terminating: meta.deletion_timestamp.is_some(),
-            is_recreated: controller.is_some_and(|owner| owner.kind != "Node"),
-            job: controller
-                .filter(|owner| owner.kind == "Job")
-                .map(|owner| JobRef {
-                    name: owner.name.clone(),
-                    uid: owner.uid.clone(),
-                }),
-            kind: if borrows {
-                PriorityKind::Borrowed
-            } else {
-                PriorityKind::Guaranteed
-            },
-            device: quanta(quantum.device_memory()),
-            managed: quanta(quantum.managed_memory()),
-        };
-        let requests_memory = request.device != Quanta::ZERO || request.managed != Quanta::ZERO;
-        requests_memory.then_some(request)
-    }
-
-    /// The Job that the operator must read before it evicts the pod. A borrowed pod has none,
-    /// because its PriorityClass consents to the eviction.
-    pub fn job_if_guaranteed(&self) -> Option<&JobRef> {
-        self.job
-            .as_ref()
-            .filter(|_| self.kind == PriorityKind::Guaranteed)
-    }
-}
-
-impl Placed for PodRequest {
-    fn node(&self) -> Option<&str> {
-        self.node.as_deref()
-    }
-}
 
 /// The annotation of a static pod's mirror pod, which cannot be deleted through the API. Its value
 /// is the static pod's own UID (`pkg/kubelet/pod/mirror_client.go`,
@@ -153,6 +45,9 @@ pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
+    use bursar_crds::Quantum;
+    use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
     use proptest::prelude::*;
     use serde_json::json;
 
@@ -178,7 +73,7 @@ mod tests {
     }
 
     fn device(pod: &SlimPod) -> i64 {
-        PodRequest::of(pod, Quantum::Gib1).map_or(0, |request| request.device.count())
+        PodFacts::of(pod, Quantum::Gib1).map_or(0, |facts| facts.device.count())
     }
 
     #[test]
@@ -200,17 +95,17 @@ mod tests {
         let mut ended = pod(&[], &[4]);
         for phase in ["Succeeded", "Failed"] {
             ended.status.phase = Some(phase.to_owned());
-            assert_eq!(PodRequest::of(&ended, Quantum::Gib1), None);
+            assert_eq!(PodFacts::of(&ended, Quantum::Gib1), None);
         }
-        assert_eq!(PodRequest::of(&pod(&[], &[0]), Quantum::Gib1), None);
-        assert_eq!(PodRequest::of(&pod(&[], &[4]), Quantum::Mib512), None);
+        assert_eq!(PodFacts::of(&pod(&[], &[0]), Quantum::Gib1), None);
+        assert_eq!(PodFacts::of(&pod(&[], &[4]), Quantum::Mib512), None);
     }
 
     #[test]
     fn borrowed_pod_is_known_by_its_priority_class() {
         let mut borrowed = pod(&[], &[4]);
         borrowed.spec.priority_class_name = Some(BORROWED_PRIORITY_CLASS.to_owned());
-        let request = PodRequest::of(&borrowed, Quantum::Gib1).unwrap();
+        let request = PodFacts::of(&borrowed, Quantum::Gib1).unwrap();
         assert_eq!(request.kind, PriorityKind::Borrowed);
     }
 

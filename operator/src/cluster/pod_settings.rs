@@ -5,15 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
 use bursar_crds::resources::PREFIX;
 
-use super::Cache;
 use super::index::ClusterIndex;
+use super::placement_index::pod::PodSummary;
 use super::pod_request::{has_ended, mirrored_uid};
 use super::slim_pod::SlimPod;
 
 /// A pod on a node that requests a resource of Bursar.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodOnNode {
-    node: String,
     is_mirror: bool,
     settings: PodSettings,
 }
@@ -22,7 +21,7 @@ impl PodOnNode {
     /// `None` for a pod without a node or without a request, and for a pod that has ended.
     pub fn of(pod: &SlimPod) -> Option<Self> {
         let (meta, spec) = (&pod.metadata, &pod.spec);
-        let node = spec.node_name.clone().filter(|node| !node.is_empty())?;
+        spec.node_name.as_ref().filter(|node| !node.is_empty())?;
         let mut containers = spec.containers.iter().chain(&spec.init_containers);
         let requests = containers.any(|container| {
             let mut resources = container.resources.requests.keys();
@@ -37,7 +36,6 @@ impl PodOnNode {
         let annotations = meta.annotations.as_ref().unwrap_or(&none);
         let grace = meta.deletion_grace_period_seconds.unwrap_or(0);
         Some(Self {
-            node,
             is_mirror: mirrored.is_some(),
             settings: PodSettings {
                 deletion_grace_seconds: meta.deletion_timestamp.as_ref().map(|_| grace),
@@ -50,10 +48,12 @@ impl PodOnNode {
 }
 
 /// The settings of the pods on each node, sorted by UID.
-fn by_node(pods: &Cache<PodOnNode>) -> BTreeMap<&str, Vec<PodSettings>> {
+fn by_node<'a>(pods: impl Iterator<Item = &'a PodSummary>) -> BTreeMap<&'a str, Vec<PodSettings>> {
     let mut nodes = BTreeMap::<&str, BTreeMap<&str, &PodOnNode>>::new();
-    for (_, pod) in pods.iter() {
-        let by_uid = nodes.entry(&pod.node).or_default();
+    for (node, pod) in
+        pods.filter_map(|pod| pod.requests.node.as_deref().zip(pod.on_node.as_deref()))
+    {
+        let by_uid = nodes.entry(node).or_default();
         let uid = pod.settings.pod_uid.as_str();
         // A mirror pod replaces no real pod with the same UID, because its creator chooses the UID.
         if !(pod.is_mirror && by_uid.contains_key(uid)) {
@@ -78,17 +78,21 @@ impl ClusterIndex {
         &self,
         applied: &mut BTreeMap<String, Vec<PodSettings>>,
     ) -> Vec<(String, String, Vec<PodSettings>)> {
-        if !self.pods_on_nodes.is_listed() || !self.gpu_nodes.is_listed() {
+        if !self.pods.is_listed() || !self.gpu_nodes.is_listed() {
             return Vec::new();
         }
-        let uids: BTreeSet<&String> = self.gpu_nodes.iter().map(|(_, node)| &node.uid).collect();
+        let uids: BTreeSet<&String> = self
+            .gpu_nodes
+            .iter()
+            .map(|(_, node)| &node.facts.uid)
+            .collect();
         applied.retain(|uid, _| uids.contains(uid));
-        let mut by_node = by_node(&self.pods_on_nodes);
+        let mut by_node = by_node(self.gpu_pods().map(|(_, pod)| pod));
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let outdated = nodes.filter_map(|(key, node)| {
             let pods = by_node.remove(key.name.as_str()).unwrap_or_default();
-            let is_due = node.pods != pods && applied.get(&node.uid) != Some(&pods);
-            is_due.then(|| (key.name.clone(), node.uid.clone(), pods))
+            let is_due = node.pods != pods && applied.get(&node.facts.uid) != Some(&pods);
+            is_due.then(|| (key.name.clone(), node.facts.uid.clone(), pods))
         });
         outdated.collect()
     }
@@ -100,7 +104,7 @@ mod tests {
     use kube::runtime::watcher::Event;
     use serde_json::{Value, json};
 
-    use super::super::{CacheEntry, GpuNodeSummary, Key, WatchEvent};
+    use super::super::{Cache, CacheEntry, GpuNodeSummary, Key, WatchEvent};
     use super::*;
 
     fn pod(uid: &str, change: Value) -> Value {
@@ -126,19 +130,20 @@ mod tests {
         }
     }
 
-    fn event(pod: &Value) -> Event<CacheEntry<PodOnNode>> {
+    fn event(pod: &Value) -> Event<CacheEntry<PodSummary>> {
         let pod: SlimPod = serde_json::from_value(pod.clone()).unwrap();
         let key = Key {
             namespace: "team".to_owned(),
             name: pod.metadata.name.clone().unwrap(),
         };
-        Event::Apply((key, PodOnNode::of(&pod)))
+        Event::Apply((key, PodSummary::of(&pod, Quantum::Gib1)))
     }
 
     fn on_node(pods: &[Value]) -> Vec<PodSettings> {
         let mut cache = Cache::default();
         pods.iter().for_each(|pod| drop(cache.apply(event(pod))));
-        by_node(&cache).remove("n").unwrap_or_default()
+        let mut nodes = by_node(cache.iter().map(|(_, pod)| pod));
+        nodes.remove("n").unwrap_or_default()
     }
 
     /// The settings of the pod `name` of [`pod`], with this UID.
@@ -214,8 +219,8 @@ mod tests {
     fn index(settings: &[PodSettings]) -> ClusterIndex {
         let mut index = ClusterIndex::new(Quantum::Gib1);
         put_node(&mut index, settings);
-        index.apply(WatchEvent::PodOnNode(Event::Init));
-        index.apply(WatchEvent::PodOnNode(Event::InitDone));
+        index.apply(WatchEvent::Pod(Event::Init));
+        index.apply(WatchEvent::Pod(Event::InitDone));
         index
     }
 
@@ -242,7 +247,7 @@ mod tests {
         let mut index = index(&[]);
         let mut applied = BTreeMap::new();
         assert_eq!(index.outdated_pod_settings(&mut applied), []);
-        index.apply(WatchEvent::PodOnNode(event(&pod("a", json!({})))));
+        index.apply(WatchEvent::Pod(event(&pod("a", json!({})))));
         let due = vec![settings("a")];
         let write = ("n".to_owned(), "node-uid".to_owned(), due.clone());
         assert_eq!(index.outdated_pod_settings(&mut applied), [write]);

@@ -1,24 +1,27 @@
-//! Reduces budgets, GpuNodes and Nodes to the fields that the index needs.
+//! Reduces budgets and GpuNodes to the fields that the index needs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use bursar_crds::budget::Override;
 use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
 use bursar_crds::gpu_node::{Fault, FaultKind, NamespaceUse, PodSettings, RestartRequest};
 use bursar_crds::resources::BUDGET_LABEL;
-use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
+use bursar_crds::{Amount, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
 use crate::budget::ParsedSpec;
-use crate::cluster::nvidia_labels::Maintenance;
-use crate::cluster::slim_node::SlimNode;
+use crate::cluster::placement_index::node::GpuFacts;
 use crate::cluster::unknown_values::unknown_in_node;
 use crate::quanta::Quanta;
 
 /// The longest name of a GPU in `spec.drain`.
 const MAX_UUID: usize = 96;
 
+/// The overrides of quotas by pod name.
+pub type QuotaOverrides = BTreeMap<String, Override>;
+
 /// The fields of a budget that other budgets and nodes need.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct BudgetSummary {
     /// The budget's cohort.
     pub cohort: String,
@@ -26,6 +29,8 @@ pub struct BudgetSummary {
     pub guaranteed: Quanta,
     /// The policy for poisoned contexts of the namespace's pods, if the budget has one.
     pub context_policy: Option<ContextPolicy>,
+    /// The overrides of quotas by pod name.
+    pub overrides: QuotaOverrides,
     /// The resource version, so that the operator notices a foreign status edit.
     pub resource_version: Option<String>,
 }
@@ -34,10 +39,14 @@ impl BudgetSummary {
     /// The summary of `budget`.
     pub fn of(budget: &GpuMemoryBudget, quantum: Quantum) -> Self {
         let parsed = ParsedSpec::of(&budget.spec, quantum);
+        let overrides = budget.spec.overrides.iter();
         Self {
             cohort: budget.spec.cohort.clone(),
             guaranteed: parsed.map_or(Quanta::ZERO, |parsed| parsed.guaranteed),
             context_policy: budget.spec.context_policy.as_ref().map(known_policy),
+            overrides: overrides
+                .map(|one| (one.pod.clone(), one.clone()))
+                .collect(),
             resource_version: budget.resource_version(),
         }
     }
@@ -74,8 +83,6 @@ pub struct GpuNodeSummary {
     pub largest_free: Quanta,
     /// A field of the object whose value this version does not know.
     pub unknown_field: Option<&'static str>,
-    /// The object's UID. A recreated GpuNode has no orders.
-    pub uid: String,
     /// The context actions that the node's agent lists. Agents of earlier versions list none.
     pub context_actions: Vec<String>,
     /// The context policies in the node's spec, sorted by namespace.
@@ -94,6 +101,8 @@ pub struct GpuNodeSummary {
     pub drain: Vec<String>,
     /// The settings of pods in the node's spec.
     pub pods: Vec<PodSettings>,
+    /// What the planner needs. A recreated GpuNode, which has another UID, has no orders.
+    pub facts: Box<GpuFacts>,
 }
 
 impl GpuNodeSummary {
@@ -110,7 +119,6 @@ impl GpuNodeSummary {
                 Quanta::new(largest.unwrap_or(0))
             }),
             unknown_field: unknown_in_node(node),
-            uid: node.uid().unwrap_or_default(),
             context_actions: status
                 .map(|status| status.context_actions.clone())
                 .unwrap_or_default(),
@@ -131,6 +139,7 @@ impl GpuNodeSummary {
                 .collect(),
             drain: node.spec.drain.clone(),
             pods: node.spec.pods.clone(),
+            facts: Box::new(GpuFacts::of(node, quantum)),
         }
     }
 
@@ -145,6 +154,14 @@ impl GpuNodeSummary {
     /// Whether the object can be parsed, and therefore be written to.
     pub fn is_readable(&self) -> bool {
         self.capacity != Some(Capacity::Excluded(ExclusionReason::Unreadable))
+    }
+
+    /// Whether the two differ in what the status of a budget is computed from.
+    pub(super) fn differs_for_budgets(&self, other: &Self) -> bool {
+        self.capacity != other.capacity
+            || self.unknown_field != other.unknown_field
+            || self.faults != other.faults
+            || self.namespaces != other.namespaces
     }
 
     /// The namespaces that the node reports on. `None` when a fault may affect all.
@@ -229,31 +246,6 @@ impl Capacity {
                     .map_or_else(|| "no quantum".to_owned(), |size| size.0.0.clone()),
             )),
         })
-    }
-}
-
-/// The fields of a Node that the index needs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeSummary {
-    /// The cohort from the node's label.
-    pub cohort: Option<String>,
-    /// The node is Ready and its kubelet offers device memory.
-    ///
-    /// The kubelet withdraws the offer when the agent's stream ends. The node lifecycle controller
-    /// withdraws `Ready` when the kubelet is silent.
-    pub is_alive: bool,
-    /// The maintenance of the node's GPUs by NVIDIA's operators.
-    pub maintenance: Maintenance,
-}
-
-impl NodeSummary {
-    /// The summary of `node`.
-    pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
-        Self {
-            cohort: node.labels().get(COHORT_LABEL).cloned(),
-            is_alive: node.is_ready() && node.allocatable(quantum) != Quanta::ZERO,
-            maintenance: Maintenance::of(node.labels()),
-        }
     }
 }
 

@@ -27,19 +27,13 @@ use serde::de::DeserializeOwned;
 
 use crate::budget::ObservedQuota;
 use crate::cluster::own_writes::{Responses, WriteReceiver, merge_with_watch};
-use crate::cluster::placement_index::node::{GpuFacts, NodeFacts};
-use crate::cluster::placement_index::node_usage::PodRequests;
-use crate::cluster::placement_index::pod::PodFacts;
-use crate::cluster::placement_index::snapshot::PlacementEvent;
-use crate::cluster::placement_index::snapshot::quota_overrides;
-use crate::cluster::pod_request::PodRequest;
+use crate::cluster::placement_index::node::NodeFacts;
+use crate::cluster::placement_index::pod::PodSummary;
 use crate::cluster::slim_node::SlimNode;
 use crate::cluster::slim_pod::SlimPod;
 use crate::cluster::unknown_values::{unknown_in_budget, unknown_in_node};
 use crate::cluster::watch_liveness::WatchLiveness;
-use crate::cluster::{
-    BudgetSummary, GpuNodeSummary, NodeSummary, PodOnNode, WatchEvent, budget_label, kinds, project,
-};
+use crate::cluster::{BudgetSummary, GpuNodeSummary, WatchEvent, budget_label, kinds, project};
 use instrument::instrumented;
 use unreadable::{readable, store_event, unreadable_event};
 
@@ -88,8 +82,7 @@ pub fn watch_all(
     select_all(all).boxed()
 }
 
-/// Watches each kind, and projects its objects to what the index needs. An event goes to placement
-/// first and to the budgets last, so that a reconcile sees both.
+/// Watches each kind, and projects its objects to what the index needs.
 struct Watches<'a> {
     client: Client,
     quantum: Quantum,
@@ -123,15 +116,10 @@ impl Watches<'_> {
                     budgets.apply_watcher_event(&event);
                 }
                 let unreadable = unreadable_event(kinds::BUDGETS, &event, unknown_in_budget);
-                let overrides = project(&event, |budget| quota_overrides(readable(budget)?));
                 let summaries = project(&event, |budget| {
                     Some(BudgetSummary::of(readable(budget)?, quantum))
                 });
-                stream::iter([
-                    unreadable,
-                    WatchEvent::Placement(PlacementEvent::Overrides(overrides)),
-                    WatchEvent::Budget(summaries),
-                ])
+                stream::iter([unreadable, WatchEvent::Budget(summaries)])
             })
             .boxed()
     }
@@ -140,20 +128,7 @@ impl Watches<'_> {
         let quantum = self.quantum;
         let watch = self.watch(kinds::PODS, config());
         merge_with_watch(watch, written, identity)
-            .flat_map(move |event| {
-                let facts = project(&event, |pod| PodFacts::of(pod, quantum));
-                let requests = project(&event, |pod| PodRequests::parse(pod, quantum));
-                let request = project(&event, |pod| PodRequest::of(pod, quantum));
-                let settings = project(&event, PodOnNode::of);
-                // The pod event comes before the usage event, so that a newly bound pod never
-                // counts twice.
-                stream::iter([
-                    WatchEvent::Placement(PlacementEvent::Pod(facts)),
-                    WatchEvent::Placement(PlacementEvent::Requests(requests)),
-                    WatchEvent::PodOnNode(settings),
-                    WatchEvent::Pod(request),
-                ])
-            })
+            .map(move |event| WatchEvent::Pod(project(&event, |pod| PodSummary::of(pod, quantum))))
             .boxed()
     }
 
@@ -163,7 +138,6 @@ impl Watches<'_> {
         merge_with_watch(watch, written, |node| DeserializeGuard(Ok(node)))
             .flat_map(move |event| {
                 let unreadable = unreadable_event(kinds::GPU_NODES, &event, unknown_in_node);
-                let facts = project(&event, |node| Some(GpuFacts::of(readable(node)?, quantum)));
                 let gpus = project(&event, |node: &DeserializeGuard<GpuNode>| {
                     Some(
                         readable(node).map_or_else(GpuNodeSummary::unreadable, |node| {
@@ -171,11 +145,7 @@ impl Watches<'_> {
                         }),
                     )
                 });
-                stream::iter([
-                    unreadable,
-                    WatchEvent::Placement(PlacementEvent::GpuNode(facts)),
-                    WatchEvent::GpuNode(gpus),
-                ])
+                stream::iter([unreadable, WatchEvent::GpuNode(gpus)])
             })
             .boxed()
     }
@@ -184,13 +154,8 @@ impl Watches<'_> {
         let quantum = self.quantum;
         let watch = self.watch(kinds::NODES, config());
         merge_with_watch(watch, written, identity)
-            .flat_map(move |event| {
-                let facts = project(&event, |node| Some(NodeFacts::of(node, quantum)));
-                let summary = project(&event, |node| Some(NodeSummary::of(node, quantum)));
-                stream::iter([
-                    WatchEvent::Placement(PlacementEvent::Node(facts)),
-                    WatchEvent::Node(summary),
-                ])
+            .map(move |event| {
+                WatchEvent::Node(project(&event, |node| Some(NodeFacts::of(node, quantum))))
             })
             .boxed()
     }

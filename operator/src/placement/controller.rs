@@ -50,12 +50,11 @@ pub async fn run(
             if !index.unlisted_kinds().is_empty() {
                 continue;
             }
-            let placement_index = index.placement();
-            let changes = Some(placement_index.changes());
+            let changes = Some(index.placement_changes());
             if at_rest == changes {
                 continue;
             }
-            let steps = plan(placement_index, &mut history, &options, now);
+            let steps = plan(&index, &mut history, &options, now);
             let rests = steps.is_empty() && history.is_idle();
             at_rest = changes.filter(|_| rests);
             steps

@@ -20,7 +20,8 @@ pub(super) fn passes_filters(constraints: &Constraints, name: &str, node: &NodeF
         tolerations,
         unsupported: more,
     } = constraints;
-    node.schedulable
+    node.is_ready
+        && !node.is_cordoned
         && !more
         && selector
             .iter()
@@ -113,7 +114,8 @@ mod tests {
             uid: "u".into(),
             labels: serde_json::from_value(labels).unwrap(),
             taints: serde_json::from_value(taints).unwrap(),
-            schedulable: true,
+            is_ready: true,
+            is_cordoned: false,
             allocatable: Quanta::new(16),
             allocatable_milli: BTreeMap::new(),
         }
@@ -212,7 +214,7 @@ mod tests {
             ..Constraints::default()
         };
         assert!(!passes_filters(&more, "n", &node));
-        node.schedulable = false;
+        node.is_cordoned = true;
         assert!(!passes_filters(&Constraints::default(), "n", &node));
     }
 }

@@ -8,7 +8,9 @@ use tokio::time::Instant;
 use super::{Affected, ClusterIndex, WatchEvent, cohort_of};
 use crate::cluster::aggregates::CohortMember;
 use crate::cluster::cache::{CacheEntry, Key};
-use crate::cluster::projections::{GpuNodeSummary, NodeSummary};
+use crate::cluster::placement_index::node::NodeFacts;
+use crate::cluster::placement_index::pod::PodSummary;
+use crate::cluster::projections::GpuNodeSummary;
 
 impl ClusterIndex {
     /// Applies one event. Returns the budgets that it may affect.
@@ -19,9 +21,11 @@ impl ClusterIndex {
                 let changed = self.budgets.apply(event);
                 let mut all = false;
                 for (key, before) in &changed {
-                    all |= self
-                        .aggregates
-                        .update_budget(before.as_ref(), self.budgets.get(key));
+                    let now = self.budgets.get(key);
+                    all |= self.aggregates.update_budget(before.as_ref(), now);
+                    let before = before.as_ref().map(|budget| &budget.overrides);
+                    let differ = before != now.map(|budget| &budget.overrides);
+                    self.placement_changes += usize::from(differ);
                 }
                 Affected {
                     all,
@@ -29,20 +33,19 @@ impl ClusterIndex {
                 }
             }
             WatchEvent::Pod(event) => {
-                let changed = self.pods.apply(event);
-                for (key, before) in &changed {
-                    let now = self.pods.get(key);
-                    self.aggregates
-                        .update_pod(&key.namespace, before.as_ref(), now);
+                let mut affected = Affected::default();
+                for (key, before) in self.pods.apply(event) {
+                    let now = self.pods.get(&key);
+                    self.aggregates.update_pod(&key, before.as_ref(), now);
+                    // The other requests matter only while a pod is pending, and then every
+                    // interval plans anyway.
+                    let facts = |pod: Option<&PodSummary>| pod?.facts.clone();
+                    if facts(before.as_ref()) != facts(now) {
+                        self.placement_changes += 1;
+                        affected.namespaces.insert(key.namespace);
+                    }
                 }
-                Affected {
-                    all: false,
-                    namespaces: namespaces_of(changed),
-                }
-            }
-            WatchEvent::PodOnNode(event) => {
-                self.pods_on_nodes.apply(event);
-                Affected::default()
+                affected
             }
             WatchEvent::GpuNode(event) => self.apply_gpu_node(event),
             WatchEvent::Node(event) => self.apply_node(event),
@@ -56,10 +59,6 @@ impl ClusterIndex {
                     all: false,
                     namespaces: changed.into_iter().map(|(key, _)| key.name).collect(),
                 }
-            }
-            WatchEvent::Placement(event) => {
-                self.placement_index.apply(event);
-                Affected::default()
             }
             WatchEvent::Unreadable(kind, event) => {
                 self.unreadable.entry(kind).or_default().apply(event);
@@ -76,7 +75,10 @@ impl ClusterIndex {
         for (key, before) in self.gpu_nodes.apply(event) {
             let node = self.nodes.get(&key).cloned();
             affected.all |= self.update_node(&key, before.as_ref(), node.as_ref());
-            match affected_namespaces(before.as_ref(), self.gpu_nodes.get(&key)) {
+            let now = self.gpu_nodes.get(&key);
+            self.placement_changes +=
+                usize::from(before.as_ref().map(|node| &node.facts) != now.map(|node| &node.facts));
+            match affected_namespaces(before.as_ref(), now) {
                 Some(namespaces) => affected
                     .namespaces
                     .extend(namespaces.into_iter().map(str::to_owned)),
@@ -87,9 +89,10 @@ impl ClusterIndex {
     }
 
     /// A node's cohort affects every budget.
-    fn apply_node(&mut self, event: Event<CacheEntry<NodeSummary>>) -> Affected {
+    fn apply_node(&mut self, event: Event<CacheEntry<NodeFacts>>) -> Affected {
         let mut affected = Affected::default();
         for (key, before) in self.nodes.apply(event) {
+            self.placement_changes += 1;
             let gpus = self.gpu_nodes.get(&key).cloned();
             affected.all |= self.update_node(&key, gpus.as_ref(), before.as_ref());
             affected.all |= cohort_of(before.as_ref()) != cohort_of(self.nodes.get(&key));
@@ -124,7 +127,7 @@ impl ClusterIndex {
         &mut self,
         key: &Key,
         gpus: Option<&GpuNodeSummary>,
-        node: Option<&NodeSummary>,
+        node: Option<&NodeFacts>,
     ) -> bool {
         let was_dead = self.liveness.is_dead(key);
         let member = |gpus, node, is_dead| {
@@ -137,7 +140,7 @@ impl ClusterIndex {
         let before = member(gpus, node, was_dead);
         let (gpus, node) = (self.gpu_nodes.get(key), self.nodes.get(key));
         // A node without GPUs cannot be missed.
-        let is_alive = gpus.is_none() || node.is_some_and(|node| node.is_alive);
+        let is_alive = gpus.is_none() || node.is_some_and(NodeFacts::is_alive);
         self.liveness.observe(key, is_alive);
         let is_dead = self.liveness.is_dead(key);
         self.aggregates
@@ -152,6 +155,9 @@ fn affected_namespaces<'a>(
     now: Option<&'a GpuNodeSummary>,
 ) -> Option<BTreeSet<&'a str>> {
     let (before, now) = before.zip(now)?;
+    if !before.differs_for_budgets(now) {
+        return Some(BTreeSet::new());
+    }
     let mut both = before.affected_namespaces()?;
     both.extend(now.affected_namespaces()?);
     (before.capacity == now.capacity).then_some(both)

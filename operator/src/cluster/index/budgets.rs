@@ -1,6 +1,7 @@
 //! Answers what concerns budgets and namespaces: their inputs, affected pods and cohorts.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::DEFAULT_COHORT;
@@ -11,6 +12,8 @@ use super::{Affected, ClusterIndex, cohort_of, kinds};
 use crate::budget::{AffectedPod, BudgetInputs, ObservedQuota, QuotaKind};
 use crate::cluster::cache::Key;
 use crate::cluster::on_node::on_node;
+use crate::cluster::placement_index::node::NodeFacts;
+use crate::cluster::placement_index::pod::PodFacts;
 use crate::cluster::projections::{Capacity, OpenFault};
 use crate::quanta::Quanta;
 
@@ -38,14 +41,14 @@ impl ClusterIndex {
 
     /// The inputs for the status of the budget in `namespace`, which belongs to `cohort`.
     pub fn budget_inputs(&self, namespace: &str, cohort: &str) -> BudgetInputs {
-        let pods = || self.pods.in_namespace(namespace);
+        let pods = || self.requesting_pods(namespace);
         let label = self.labels.get(&Key::cluster_scoped(namespace));
         BudgetInputs {
             default_action: self.default_action,
             quantum: self.quantum,
-            requested: pods().map(|(_, request)| request).collect(),
+            requested: pods().map(|(_, facts)| &**facts).collect(),
             pods: pods()
-                .map(|(key, request)| (key.name.clone(), request.clone()))
+                .map(|(key, facts)| (key.name.clone(), Arc::clone(facts)))
                 .collect(),
             refused_for: BTreeMap::new(),
             evictions_ineffective_for: BTreeMap::new(),
@@ -112,6 +115,15 @@ impl ClusterIndex {
         Some(affected.collect())
     }
 
+    /// The pods of a namespace that request GPU memory.
+    fn requesting_pods<'a>(
+        &'a self,
+        namespace: &'a str,
+    ) -> impl Iterator<Item = (&'a Key, &'a Arc<PodFacts>)> {
+        let pods = self.pods.in_namespace(namespace);
+        pods.filter_map(|(key, pod)| Some((key, pod.facts.as_ref()?)))
+    }
+
     /// The pods of a namespace that a fault affects.
     pub(super) fn affected_pods(&self, namespace: &str) -> Vec<AffectedPod> {
         let mut affected_pods = Vec::new();
@@ -129,12 +141,12 @@ impl ClusterIndex {
             if uids.is_empty() {
                 continue;
             }
-            let pods_affected = self.pods.in_namespace(namespace);
-            let pods_affected = pods_affected.filter(|(_, request)| uids.contains(&request.uid));
-            affected_pods.extend(pods_affected.filter_map(|(key, request)| {
+            let pods_affected = self.requesting_pods(namespace);
+            let pods_affected = pods_affected.filter(|(_, facts)| uids.contains(&facts.api_uid));
+            affected_pods.extend(pods_affected.filter_map(|(key, facts)| {
                 Some(AffectedPod {
                     pod: key.name.clone(),
-                    request: on_node(node, request)?.cloned(),
+                    request: on_node(node, Arc::clone(facts))?,
                     fault: fault.clone(),
                     observed_for: Duration::ZERO,
                 })
@@ -172,7 +184,7 @@ impl ClusterIndex {
         let mut largest: BTreeMap<&str, u64> = BTreeMap::new();
         for (key, gpus) in self.gpu_nodes.iter() {
             let node = self.nodes.get(key);
-            let is_alive = node.is_some_and(|node| node.is_alive);
+            let is_alive = node.is_some_and(NodeFacts::is_alive);
             if is_alive && matches!(gpus.capacity, Some(Capacity::Counted(_))) {
                 let of_cohort = largest.entry(cohort_of(node)).or_default();
                 *of_cohort = gpus.largest_free.bytes(self.quantum).max(*of_cohort);

@@ -91,7 +91,7 @@ impl ClusterIndex {
                 needs_apply(&current.cloned().collect::<Vec<_>>(), &orders, contexts)
             };
             let differs = differs || needs_apply(&node.restarts, &due, restarts);
-            differs.then(|| (key.name.clone(), node.uid.clone(), (orders, due)))
+            differs.then(|| (key.name.clone(), node.facts.uid.clone(), (orders, due)))
         });
         nodes.collect()
     }
@@ -103,14 +103,18 @@ impl ClusterIndex {
         &self,
         applied: &mut BTreeMap<String, Vec<String>>,
     ) -> Vec<(String, String, Vec<String>)> {
-        let uids: BTreeSet<&String> = self.gpu_nodes.iter().map(|(_, node)| &node.uid).collect();
+        let uids: BTreeSet<&String> = self
+            .gpu_nodes
+            .iter()
+            .map(|(_, node)| &node.facts.uid)
+            .collect();
         applied.retain(|uid, _| uids.contains(uid));
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let due = nodes.filter_map(|(key, gpus)| {
-            let maintenance = self.nodes.get(key)?.maintenance;
-            let before = applied.get(&gpus.uid);
+            let maintenance = self.nodes.get(key)?.maintenance();
+            let before = applied.get(&gpus.facts.uid);
             let drain = due_drain(maintenance, &gpus.gpus, &gpus.drain, before)?;
-            Some((key.name.clone(), gpus.uid.clone(), drain))
+            Some((key.name.clone(), gpus.facts.uid.clone(), drain))
         });
         due.collect()
     }

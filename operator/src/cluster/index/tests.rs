@@ -1,9 +1,8 @@
 use std::time::Duration;
 
-use bursar_crds::GpuNode;
 use bursar_crds::context_policy::{ContextAction, ContextPolicy};
 use bursar_crds::gpu_node::MAX_CONTEXTS;
-use k8s_openapi::jiff::Timestamp;
+use bursar_crds::{COHORT_LABEL, GpuNode};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -11,10 +10,10 @@ use super::node_orders::{POLICY_BYTES, max_on_every_node};
 use super::*;
 use crate::budget::{BudgetInputs, Cohort, QuotaKind, QuotaSpec, Scope};
 use crate::cluster::aggregates::CohortMember;
-use crate::cluster::nvidia_labels::Maintenance;
-use crate::cluster::pod_request::PriorityKind;
+use crate::cluster::placement_index::node::GpuFacts;
+use crate::cluster::placement_index::pod::{Placement, PodFacts, PriorityKind};
 use crate::cluster::projections::OpenFault;
-use crate::cluster::{Capacity, ExclusionReason};
+use crate::cluster::{Capacity, ExclusionReason, QuotaOverrides};
 use crate::quanta::Quanta;
 
 fn key(namespace: &str, name: &str) -> Key {
@@ -29,6 +28,7 @@ fn summary(cohort: &str, guaranteed: u64, version: u64) -> BudgetSummary {
         cohort: cohort.to_owned(),
         guaranteed: Quanta::new(guaranteed),
         context_policy: None,
+        overrides: QuotaOverrides::new(),
         resource_version: Some(version.to_string()),
     }
 }
@@ -38,29 +38,31 @@ fn budget(namespace: &str, summary: BudgetSummary) -> WatchEvent {
 }
 
 fn pod(namespace: &str, name: &str, class: PriorityKind, device: u64) -> WatchEvent {
-    let request = PodRequest {
-        uid: format!("{namespace}/{name}"),
-        created: Timestamp::UNIX_EPOCH,
-        node: None,
-        terminating: false,
-        job: None,
-        is_recreated: true,
-        kind: class,
+    WatchEvent::Pod(requesting(namespace, name, class, device, None))
+}
+
+fn requesting(
+    namespace: &str,
+    name: &str,
+    kind: PriorityKind,
+    device: u64,
+    node: Option<&str>,
+) -> Event<CacheEntry<PodSummary>> {
+    let node = node.map(|node| Placement::Node(node.to_owned()));
+    let facts = PodFacts {
+        api_uid: format!("{namespace}/{name}"),
+        kind,
         device: Quanta::new(device),
-        managed: Quanta::ZERO,
+        placement: node.unwrap_or_default(),
+        ..PodFacts::default()
     };
-    WatchEvent::Pod(Event::Apply((key(namespace, name), Some(request))))
+    Event::Apply((key(namespace, name), Some(PodSummary::of_facts(facts))))
 }
 
 /// A pod on a node.
 fn placed(namespace: &str, name: &str, node: &str) -> WatchEvent {
-    let WatchEvent::Pod(Event::Apply((key, Some(request)))) =
-        pod(namespace, name, PriorityKind::Guaranteed, 1)
-    else {
-        unreachable!("it is one")
-    };
-    let node = Some(node.to_owned());
-    WatchEvent::Pod(Event::Apply((key, Some(PodRequest { node, ..request }))))
+    let kind = PriorityKind::Guaranteed;
+    WatchEvent::Pod(requesting(namespace, name, kind, 1, Some(node)))
 }
 
 fn gone(namespace: &str, name: &str) -> WatchEvent {
@@ -147,7 +149,10 @@ fn given(
 ) -> Option<Vec<String>> {
     let (node, uid, orders) = index.outdated_node_orders(written).pop()?;
     let gpus = GpuNodeSummary {
-        uid,
+        facts: Box::new(GpuFacts {
+            uid,
+            ..GpuFacts::default()
+        }),
         context_policies: orders.0.to_vec(),
         ..GpuNodeSummary::default()
     };
@@ -244,11 +249,13 @@ fn context_policy_takes_no_more_bytes_than_planned() {
 }
 
 /// A node that is alive, with or without a cohort label.
-fn host(cohort: Option<&str>) -> NodeSummary {
-    NodeSummary {
-        cohort: cohort.map(str::to_owned),
-        is_alive: true,
-        maintenance: Maintenance::None,
+fn host(cohort: Option<&str>) -> NodeFacts {
+    let label = cohort.map(|cohort| (COHORT_LABEL.to_owned(), cohort.to_owned()));
+    NodeFacts {
+        labels: label.into_iter().collect(),
+        is_ready: true,
+        allocatable: Quanta::new(1),
+        ..NodeFacts::default()
     }
 }
 
@@ -581,8 +588,8 @@ fn node_with_another_quantum_is_excluded_and_named() {
 
 /// A node that is down.
 fn dead(node: &str) -> WatchEvent {
-    let host = NodeSummary {
-        is_alive: false,
+    let host = NodeFacts {
+        is_ready: false,
         ..host(None)
     };
     WatchEvent::Node(Event::Apply((key("", node), Some(host))))
@@ -645,11 +652,11 @@ fn node_is_alive_when_ready_and_its_kubelet_offers_memory() {
             "status": { "conditions": [{ "type": "Ready", "status": ready }],
                 "allocatable": { "bursar.dev/gpu-memory-gib": offers } },
         });
-        NodeSummary::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
+        NodeFacts::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
     };
-    assert!(host("True", "8").is_alive, "cordoned is not dead");
+    assert!(host("True", "8").is_alive(), "cordoned is not dead");
     for (ready, offers) in [("Unknown", "8"), ("False", "8"), ("True", "0")] {
-        assert!(!host(ready, offers).is_alive, "{ready} {offers}");
+        assert!(!host(ready, offers).is_alive(), "{ready} {offers}");
     }
 }
 
@@ -714,8 +721,8 @@ fn tallied(index: &ClusterIndex) -> Aggregates {
         };
         aggregates.update_node(key, None, Some(member));
     }
-    for (key, request) in index.pods.iter() {
-        aggregates.update_pod(&key.namespace, None, Some(request));
+    for (key, pod) in index.pods.iter() {
+        aggregates.update_pod(key, None, Some(pod));
     }
     aggregates
 }
@@ -834,7 +841,7 @@ proptest! {
         for namespace in 0..3u8 {
             let facts = index.budget_inputs(&namespace.to_string(), "x");
             for affected in &facts.affected_pods {
-                prop_assert_eq!(affected.request.node.as_deref(), Some("evil"), "{:?}", affected);
+                prop_assert_eq!(affected.request.node(), Some("evil"), "{:?}", affected);
             }
             let has_pods = pods.iter().any(|((of, _), on)| *of == namespace && *on == 1);
             prop_assert!(has_pods || facts.reported.observed == Quanta::ZERO, "{:?}", facts.reported);

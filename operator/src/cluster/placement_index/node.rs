@@ -8,19 +8,20 @@ use bursar_crds::gpu_node::{
     GpuPod, GpuStatus, HealthStatus, MemoryResource, QuotaOverride, Relocation, Reservation,
 };
 use bursar_crds::shares::GpuCapacity;
-use bursar_crds::{GpuNode, Quantum};
+use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuNode, Quantum};
 use k8s_openapi::api::core::v1::Taint;
 use kube::ResourceExt as _;
 
 use super::node_usage::to_milli;
 use super::pod::PodFacts;
 use crate::cluster::Key;
+use crate::cluster::nvidia_labels::Maintenance;
 use crate::cluster::on_node::on_node;
 use crate::cluster::slim_node::SlimNode;
 use crate::quanta::Quanta;
 
-/// A node as the scheduler sees it.
-#[derive(Clone, Debug, PartialEq)]
+/// The fields of a Node that the index needs.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct NodeFacts {
     /// The node's UID.
     pub uid: String,
@@ -28,8 +29,10 @@ pub struct NodeFacts {
     pub labels: BTreeMap<String, String>,
     /// The node's taints.
     pub taints: Vec<Taint>,
-    /// The node is Ready and not cordoned.
-    pub schedulable: bool,
+    /// The node's condition `Ready` is True.
+    pub is_ready: bool,
+    /// New pods are kept away from the node.
+    pub is_cordoned: bool,
     /// The allocatable device memory.
     pub allocatable: Quanta,
     /// All allocatable resources, in thousandths.
@@ -43,7 +46,8 @@ impl NodeFacts {
             uid: node.uid().unwrap_or_default(),
             labels: node.labels().clone(),
             taints: node.spec.taints.clone(),
-            schedulable: node.is_ready() && !node.spec.unschedulable,
+            is_ready: node.is_ready(),
+            is_cordoned: node.spec.unschedulable,
             allocatable: node.allocatable(quantum),
             allocatable_milli: node
                 .status
@@ -52,6 +56,25 @@ impl NodeFacts {
                 .map(|(resource, amount)| (resource.clone(), to_milli(amount)))
                 .collect(),
         }
+    }
+
+    /// The cohort from the node's label.
+    pub(crate) fn cohort(&self) -> &str {
+        let label = self.labels.get(COHORT_LABEL);
+        label.map_or(DEFAULT_COHORT, String::as_str)
+    }
+
+    /// Whether the node is Ready and its kubelet offers device memory.
+    ///
+    /// The kubelet withdraws the offer when the agent's stream ends. The node lifecycle controller
+    /// withdraws `Ready` when the kubelet is silent.
+    pub fn is_alive(&self) -> bool {
+        self.is_ready && self.allocatable != Quanta::ZERO
+    }
+
+    /// The maintenance of the node's GPUs by NVIDIA's operators.
+    pub(crate) fn maintenance(&self) -> Maintenance {
+        Maintenance::of(&self.labels)
     }
 }
 

@@ -66,7 +66,7 @@ impl PodRequests {
 }
 
 /// The requested resources of each node.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeRequested(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
 
 impl NodeRequested {

@@ -1,30 +1,101 @@
-//! Reduces a pod of the API server to what the planner needs.
+//! Reduces a pod that requests GPU memory to what budgets and the planner need.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use std::sync::Arc;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::GPUS_ANNOTATION;
+use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
 use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
+use super::node_usage::PodRequests;
+use crate::cluster::PodOnNode;
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{self, PodRequest, PriorityKind, gpu_request, mirrored_uid};
+use crate::cluster::pod_request::{aggregate_requests, gpu_request, has_ended, mirrored_uid};
 use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
 use crate::quanta::Quanta;
 
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
 
-/// A pod that requests device memory and has not ended.
+/// What the operator keeps of a pod that has not ended.
 #[derive(Clone, Debug, PartialEq)]
+pub struct PodSummary {
+    /// The pod's node, and what it requests there beside device memory.
+    pub requests: PodRequests,
+    /// The pod, if it requests GPU memory.
+    pub facts: Option<Arc<PodFacts>>,
+    /// What the agent must know of the pod, if it is on a node and requests a resource of Bursar.
+    pub on_node: Option<Box<PodOnNode>>,
+}
+
+impl PodSummary {
+    /// The summary of `pod`. `None` when it has ended.
+    pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
+        Some(Self {
+            requests: PodRequests::parse(pod, quantum)?,
+            facts: PodFacts::of(pod, quantum).map(Arc::new),
+            on_node: PodOnNode::of(pod).map(Box::new),
+        })
+    }
+
+    /// The summary of a pod that requests this much, and nothing else.
+    #[cfg(test)]
+    pub(crate) fn of_facts(facts: PodFacts) -> Self {
+        let node = facts.node().map(str::to_owned);
+        Self {
+            requests: PodRequests {
+                node,
+                milli: Box::default(),
+            },
+            facts: Some(Arc::new(facts)),
+            on_node: None,
+        }
+    }
+
+    /// Whether the pod requests a resource of Bursar.
+    pub(crate) fn requests_gpu_memory(&self) -> bool {
+        self.facts.is_some() || self.on_node.is_some()
+    }
+}
+
+/// A reference to the Job that controls a pod.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct JobRef {
+    /// The Job's name.
+    pub name: String,
+    /// The Job's UID.
+    pub uid: String,
+}
+
+/// The kind of a pod's claim on memory, which its PriorityClass determines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PriorityKind {
+    /// The pod's request counts against the namespace's guarantee.
+    #[default]
+    Guaranteed,
+    /// The pod uses idle memory and is preempted when its owner needs it.
+    Borrowed,
+}
+
+/// A pod that requests GPU memory, device or managed, and has not ended.
+#[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(test, derive(Default))]
 pub struct PodFacts {
     /// The UID that the node uses. The API server has another one for a static pod's mirror pod.
     pub uid: String,
+    /// The pod's UID in the API server.
+    pub api_uid: String,
+    /// When the API server created the pod.
+    pub created: Timestamp,
     /// Whether the request counts against the namespace's guarantee, or borrows idle memory.
     pub kind: PriorityKind,
-    /// The pod's whole request.
-    pub request: Quanta,
+    /// The device memory of the whole pod.
+    pub device: Quanta,
+    /// The managed memory of the whole pod.
+    pub managed: Quanta,
     /// The requesting containers and sidecars, with their requests.
     pub containers: Vec<(String, Quanta)>,
     /// The containers and sidecars that request managed memory.
@@ -64,16 +135,17 @@ pub enum Placement {
 }
 
 /// The controller that recreates a pod after its deletion.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
     /// Nothing recreates the pod.
+    #[default]
     Unowned,
     /// The node itself: the pod is static.
     Node,
     /// A DaemonSet, on the same node.
     DaemonSet,
     /// A Job, which may count the deletion as a failure.
-    Job(pod_request::JobRef),
+    Job(JobRef),
     /// Another controller.
     Other {
         /// The controller's UID.
@@ -85,7 +157,7 @@ impl Owner {
     /// The controller's UID, if the replacement may be on another node.
     pub(crate) fn relocatable_uid(&self) -> Option<&str> {
         match self {
-            Self::Job(pod_request::JobRef { uid, .. }) | Self::Other { uid } => Some(uid),
+            Self::Job(JobRef { uid, .. }) | Self::Other { uid } => Some(uid),
             Self::Unowned | Self::Node | Self::DaemonSet => None,
         }
     }
@@ -107,19 +179,39 @@ pub struct Constraints {
 }
 
 impl PodFacts {
-    /// The facts of `pod`. `None` when it requests no device memory or has ended.
+    /// The facts of `pod`, whose request counts in `quantum`. `None` when it requests no GPU memory
+    /// or has ended.
+    ///
+    /// A pod's request returns to its namespace with its final phase. That of a deleted pod returns
+    /// when the object is gone.
     pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
-        let request = PodRequest::of(pod, quantum)?;
-        if request.device == Quanta::ZERO {
+        if has_ended(pod) {
             return None;
         }
         let (meta, spec) = (&pod.metadata, &pod.spec);
+        let quanta = |resource| {
+            let of_container = |container: &Container| gpu_request(container, resource);
+            aggregate_requests(spec, of_container, Quanta::plus)
+        };
+        let device = quanta(quantum.device_memory());
+        let managed = quanta(quantum.managed_memory());
+        if device == Quanta::ZERO && managed == Quanta::ZERO {
+            return None;
+        }
         let annotation = |name| meta.annotations.as_ref().and_then(|all| all.get(name));
         let mirrored = mirrored_uid(meta);
+        let created = meta.creation_timestamp.as_ref();
+        let borrows = spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
         Some(Self {
             uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
-            kind: request.kind,
-            request: request.device,
+            api_uid: meta.uid.clone().unwrap_or_default(),
+            created: created.map_or(Timestamp::UNIX_EPOCH, |time| time.0),
+            kind: match borrows {
+                true => PriorityKind::Borrowed,
+                false => PriorityKind::Guaranteed,
+            },
+            device,
+            managed,
             containers: requesting_containers(spec, quantum.device_memory()).collect(),
             managed_containers: requesting_containers(spec, quantum.managed_memory())
                 .map(|(name, _)| name)
@@ -147,7 +239,26 @@ impl PodFacts {
     /// container needs more than they have together, or than one of them has.
     pub(crate) fn is_sum_of_containers(&self) -> bool {
         let containers = self.containers.iter().map(|(_, quanta)| *quanta);
-        !self.has_larger_init && containers.sum::<Quanta>() == self.request
+        !self.has_larger_init && containers.sum::<Quanta>() == self.device
+    }
+
+    /// The Job that controls the pod. The Job may count a deletion as a failure.
+    pub fn job(&self) -> Option<&JobRef> {
+        match &self.owner {
+            Owner::Job(job) => Some(job),
+            _ => None,
+        }
+    }
+
+    /// The Job that the operator must read before it evicts the pod. A borrowed pod has none,
+    /// because its PriorityClass consents to the eviction.
+    pub fn job_if_guaranteed(&self) -> Option<&JobRef> {
+        self.job().filter(|_| self.kind == PriorityKind::Guaranteed)
+    }
+
+    /// Whether a controller recreates the pod after its deletion, possibly on another node.
+    pub fn is_recreated(&self) -> bool {
+        !matches!(self.owner, Owner::Unowned | Owner::Node)
     }
 
     /// The node that the pod is bound to.
@@ -162,6 +273,16 @@ impl PodFacts {
 impl Placed for PodFacts {
     fn node(&self) -> Option<&str> {
         self.node()
+    }
+}
+
+#[cfg(test)]
+impl Default for Placement {
+    fn default() -> Self {
+        Self::Unscheduled {
+            unschedulable_since: None,
+            nominated: None,
+        }
     }
 }
 
@@ -244,7 +365,7 @@ fn owner(pod: &SlimPod, mirror: bool) -> Owner {
             // Any creator of a pod can set this reference, and nothing recreates such a pod.
             "Node" => Owner::Unowned,
             "DaemonSet" => Owner::DaemonSet,
-            "Job" => Owner::Job(pod_request::JobRef {
+            "Job" => Owner::Job(JobRef {
                 name: owner.name.clone(),
                 uid: owner.uid.clone(),
             }),

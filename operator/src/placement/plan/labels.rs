@@ -12,8 +12,8 @@ use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_recl
 
 use super::{NodeRef, PlacementOptions, Step};
 use crate::cluster::placement_index::node::{Gpu, GpuFacts};
+use crate::cluster::placement_index::pod::PriorityKind;
 use crate::cluster::placement_index::snapshot::Snapshot;
-use crate::cluster::pod_request::PriorityKind;
 use crate::placement::history::{History, NodeLabels, Uptime};
 use crate::quanta::Quanta;
 

@@ -31,9 +31,9 @@ use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
 use super::history::{History, NodeLabels, RESERVATION_TIMEOUT, Uptime};
-use crate::cluster::Key;
-use crate::cluster::placement_index::snapshot::{PlacementIndex, Snapshot};
-use crate::cluster::pod_request;
+use crate::cluster::placement_index::pod;
+use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::{ClusterIndex, Key};
 use crate::quanta::Quanta;
 use crate::serve::metrics::PLACEMENT_STEPS;
 
@@ -113,7 +113,7 @@ pub(super) enum Step {
     ReadJob {
         /// The Job's namespace.
         namespace: String,
-        job: pod_request::JobRef,
+        job: pod::JobRef,
     },
 }
 
@@ -161,12 +161,12 @@ pub(super) struct Victim {
 /// Returns the steps to take at `now` on the operator's monotonic clock, and records in the history
 /// what the snapshot shows. Empty when nothing is to do.
 pub(super) fn plan(
-    placement_index: &PlacementIndex,
+    index: &ClusterIndex,
     history: &mut History,
     options: &PlacementOptions,
     now: Uptime,
 ) -> Vec<Step> {
-    let snapshot = placement_index.snapshot();
+    let snapshot = Snapshot::of(index);
     history.observe(&snapshot, now);
     let mut steps = pending::plan(&snapshot, history, options, now);
     steps.extend(quota_overrides::plan(&snapshot, history));

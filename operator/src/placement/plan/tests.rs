@@ -22,11 +22,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::api::write::EvictionResult;
 use crate::cluster::placement_index::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
-use crate::cluster::placement_index::node_usage::PodRequests;
-use crate::cluster::placement_index::pod::{Constraints, Owner, Placement, PodFacts};
-use crate::cluster::placement_index::snapshot::PlacementEvent;
-use crate::cluster::placement_index::snapshot::QuotaOverrides;
-use crate::cluster::pod_request::PriorityKind;
+use crate::cluster::placement_index::pod::{
+    Constraints, Owner, Placement, PodFacts, PodSummary, PriorityKind,
+};
+use crate::cluster::{BudgetSummary, GpuNodeSummary, QuotaOverrides, WatchEvent};
 use crate::property_cases::cases;
 
 /// How many random clusters each property is checked on. In at least a fifth of them a pod has to
@@ -217,6 +216,15 @@ struct FakeCluster {
     slow: Vec<String>,
 }
 
+/// The event of a node's report.
+fn report(node: &str, facts: GpuFacts) -> WatchEvent {
+    let summary = GpuNodeSummary {
+        facts: Box::new(facts),
+        ..GpuNodeSummary::default()
+    };
+    WatchEvent::GpuNode(Event::Apply((key("", node), Some(summary))))
+}
+
 impl FakeCluster {
     fn node(mut self, name: &str, gpus: &[u64]) -> Self {
         let gpus = gpus.iter().enumerate();
@@ -301,16 +309,17 @@ impl FakeCluster {
         all.saturating_sub(there.map(|pod| pod.request).sum())
     }
 
-    fn placement_index(&self) -> PlacementIndex {
-        let mut placement_index = PlacementIndex::default();
+    fn index(&self) -> ClusterIndex {
+        let mut index = ClusterIndex::new(Quantum::Gib1);
         for (uid, pod) in &self.pods {
             let facts = PodFacts {
                 uid: uid.clone(),
+                api_uid: uid.clone(),
                 kind: match pod.priority {
                     BORROWED => PriorityKind::Borrowed,
                     _ => PriorityKind::Guaranteed,
                 },
-                request: Quanta::new(pod.request),
+                device: Quanta::new(pod.request),
                 containers: match &pod.shape {
                     Shape::Containers(sizes) => sizes.clone(),
                     Shape::One | Shape::Spread(_) => vec![pod.request - pod.rest(), pod.rest()],
@@ -346,18 +355,14 @@ impl FakeCluster {
                         .collect(),
                     ..Constraints::default()
                 },
+                ..PodFacts::default()
             };
-            placement_index.apply(PlacementEvent::Pod(Event::Apply((
+            let mut summary = PodSummary::of_facts(facts);
+            summary.requests.milli =
+                [("cpu".into(), 1_000 * pod.cpu), ("pods".into(), 1_000)].into();
+            index.apply(WatchEvent::Pod(Event::Apply((
                 key("n", uid),
-                Some(facts),
-            ))));
-            let load = PodRequests {
-                node: pod.node.clone(),
-                milli: [("cpu".into(), 1_000 * pod.cpu), ("pods".into(), 1_000)].into(),
-            };
-            placement_index.apply(PlacementEvent::Requests(Event::Apply((
-                key("n", uid),
-                Some(load),
+                Some(summary),
             ))));
         }
         for (node, gpus) in &self.nodes {
@@ -366,16 +371,14 @@ impl FakeCluster {
                 uid: node.clone(),
                 labels: self.labels.get(node).cloned().unwrap_or_default(),
                 taints: Vec::new(),
-                schedulable: true,
+                is_ready: true,
+                is_cordoned: false,
                 allocatable: Quanta::new(all),
                 allocatable_milli: [("cpu", self.all_processors(node)), ("pods", 110)]
                     .map(|(resource, amount)| (resource.to_owned(), 1_000 * amount))
                     .into(),
             };
-            placement_index.apply(PlacementEvent::Node(Event::Apply((
-                key("", node),
-                Some(facts),
-            ))));
+            index.apply(WatchEvent::Node(Event::Apply((key("", node), Some(facts)))));
             let gpu = |(uuid, capacity): (&String, &u64)| {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
@@ -427,16 +430,17 @@ impl FakeCluster {
                 quotas: self.quotas.get(node).cloned().unwrap_or_default(),
                 relocations: self.moves.get(node).cloned().unwrap_or_default(),
             };
-            placement_index.apply(PlacementEvent::GpuNode(Event::Apply((
-                key("", node),
-                Some(facts),
-            ))));
+            index.apply(report(node, facts));
         }
         if !self.lowered.is_empty() {
-            let budget = (key("n", "default"), Some(self.lowered.clone()));
-            placement_index.apply(PlacementEvent::Overrides(Event::Apply(budget)));
+            let budget = BudgetSummary {
+                overrides: self.lowered.clone(),
+                ..BudgetSummary::default()
+            };
+            let budget = (key("n", "default"), Some(budget));
+            index.apply(WatchEvent::Budget(Event::Apply(budget)));
         }
-        placement_index
+        index
     }
 
     fn apply(&mut self, step: Step, history: &mut History, now: Uptime) {
@@ -724,7 +728,7 @@ impl FakeCluster {
     fn run(&mut self, history: &mut History, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.placement_index(), history, &OPTIONS, now) {
+            for step in plan(&self.index(), history, &OPTIONS, now) {
                 self.apply(step, history, now);
             }
             self.advance();
@@ -744,7 +748,7 @@ const LONGEST_PAUSE: u64 = 16;
 #[derive(Default)]
 struct Watching {
     history: History,
-    view: Option<PlacementIndex>,
+    view: Option<ClusterIndex>,
     pause: u64,
 }
 
@@ -753,7 +757,7 @@ impl Watching {
     fn act(&mut self, live: &mut FakeCluster, second: u64, most: usize) -> bool {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
-        let view = self.view.get_or_insert_with(|| live.placement_index());
+        let view = self.view.get_or_insert_with(|| live.index());
         let steps = plan(view, &mut self.history, &OPTIONS, now);
         let planned = !steps.is_empty();
         if !planned && !anew {
@@ -791,7 +795,7 @@ fn key(namespace: &str, name: &str) -> Key {
 
 /// A Job. With an even number of letters it ignores disruption.
 fn job(uid: &str) -> Owner {
-    Owner::Job(pod_request::JobRef {
+    Owner::Job(pod::JobRef {
         name: "j".to_owned(),
         uid: uid.to_owned(),
     })

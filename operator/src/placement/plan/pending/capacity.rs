@@ -36,7 +36,7 @@ impl<'a> Planner<'a> {
             shares.is_some_and(|shares| shares.assign(gpus.gpus.len(), best_fit).is_some())
         };
         // The sums come first: the search may take long.
-        self.snapshot.unrequested(node).minus(promised) >= pod.request
+        self.snapshot.unrequested(node).minus(promised) >= pod.device
             && self.snapshot.fits(node, pending.key, &[])
             && self
                 .snapshot
@@ -87,7 +87,7 @@ impl<'a> Planner<'a> {
             let later = later.filter(|reservation| reservation.pod_uid == pod.uid);
             let later: Vec<Reservation> = later.cloned().collect();
             deducted = deducted.plus(match later.is_empty() {
-                true => pod.request,
+                true => pod.device,
                 // Victims make room for this pod too, in a later step.
                 false => self.net_request(node, &later, &mut counted),
             });
@@ -150,7 +150,7 @@ impl<'a> Planner<'a> {
         });
         let victims = victims.into_iter().flatten().flatten();
         let new_victims = victims.filter(|candidate| counted.insert(candidate.uid));
-        let of = |candidate: Candidate<'_>| self.snapshot.pod(candidate.uid).map(|pod| pod.request);
-        pod.request.minus(new_victims.filter_map(of).sum())
+        let of = |candidate: Candidate<'_>| self.snapshot.pod(candidate.uid).map(|pod| pod.device);
+        pod.device.minus(new_victims.filter_map(of).sum())
     }
 }

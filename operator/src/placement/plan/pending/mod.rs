@@ -98,7 +98,7 @@ pub(super) fn plan(
                     && !planner.history.termination_overdue(uid, now) =>
             {
                 let terminating = planner.terminating.entry(node).or_default();
-                *terminating = terminating.plus(pod.request);
+                *terminating = terminating.plus(pod.device);
             }
             Placement::Unscheduled {
                 nominated: Some(node),
@@ -152,14 +152,14 @@ impl<'a> Planner<'a> {
                 // A pod that may relocate soon does not preempt: it loses nothing, and its victims
                 // would.
                 if self.may_relocate_now(&pending, owner) {
-                    self.relocations.push((owner, to, pending.pod.request));
+                    self.relocations.push((owner, to, pending.pod.device));
                     helped += 1;
                     steps.push(Step::Relocate {
                         pod: pod_ref(pending.key, pending.pod),
                         owner: owner.to_owned(),
                         from: gpu_node_ref(self.snapshot, at),
                         to: to.to_owned(),
-                        room: pending.pod.request,
+                        room: pending.pod.device,
                     });
                 }
             } else if let Some((node, reservations)) = self.find_reservations(&pending, &reserved) {
@@ -201,7 +201,7 @@ impl<'a> Planner<'a> {
             refused.then_some(PendingPod {
                 key,
                 pod,
-                quanta: pod.request,
+                quanta: pod.device,
                 node: None,
             })
         });

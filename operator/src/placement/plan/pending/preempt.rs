@@ -6,8 +6,8 @@ use super::reservations::reservation_for;
 use super::supply::highest_priority;
 use super::{JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, pod_ref};
 use crate::cluster::placement_index::node::Gpu;
+use crate::cluster::placement_index::pod::PriorityKind;
 use crate::cluster::placement_index::pod::{Owner, Placement};
-use crate::cluster::pod_request::PriorityKind;
 use crate::placement::filters::passes_filters;
 use crate::placement::plan::victims::Candidate;
 use crate::placement::plan::{Step, Victim};
@@ -44,7 +44,7 @@ impl<'a> Planner<'a> {
             let constraints = &pod.constraints;
             (
                 pod.priority,
-                pod.request,
+                pod.device,
                 shape,
                 constraints,
                 namespace,

@@ -36,12 +36,12 @@ impl Shares {
     pub(super) fn of_pod(pod: &PodFacts, gpus: &[GpuCapacity]) -> Option<Shares> {
         let mut quanta: Vec<Quanta> = pod.containers.iter().map(|(_, quanta)| *quanta).collect();
         match quanta.len() {
-            0 | 1 => Shares::of_container(pod.request, pod.min_gpus, gpus),
+            0 | 1 => Shares::of_container(pod.device, pod.min_gpus, gpus),
             2..=MAX_CONTAINERS if pod.min_gpus == 1 => {
                 if !pod.is_sum_of_containers() {
-                    let holds = |gpu: &GpuCapacity| Quanta::new(gpu.quanta.into()) >= pod.request;
+                    let holds = |gpu: &GpuCapacity| Quanta::new(gpu.quanta.into()) >= pod.device;
                     let is_held = gpus.iter().any(holds);
-                    return is_held.then(|| Shares::one(pod.request));
+                    return is_held.then(|| Shares::one(pod.device));
                 }
                 quanta.sort_unstable_by(|a, b| b.cmp(a));
                 Some(Shares {

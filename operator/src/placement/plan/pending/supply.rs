@@ -9,7 +9,7 @@ use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::placement_index::node::Gpu;
 use crate::cluster::placement_index::pod::Owner;
-use crate::cluster::pod_request::PriorityKind;
+use crate::cluster::placement_index::pod::PriorityKind;
 use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::quanta::Quanta;
 

@@ -10,11 +10,7 @@ use serde_json::json;
 
 use super::*;
 use crate::budget::{self, ObservedQuota};
-use crate::cluster::nvidia_labels::Maintenance;
-use crate::cluster::pod_request::PodRequest;
-use crate::cluster::{
-    BudgetSummary, Capacity, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent,
-};
+use crate::cluster::Capacity;
 
 /// The last second at which pods are created, and the time without an event after which the cluster
 /// is at rest.
@@ -125,10 +121,11 @@ impl Teams {
                 capacity: Some(Capacity::Counted(Quanta::new(gpus.iter().sum()))),
                 ..GpuNodeSummary::default()
             };
-            let host = NodeSummary {
-                cohort: Some(cohort),
-                is_alive: true,
-                maintenance: Maintenance::None,
+            let host = NodeFacts {
+                labels: live.labels[&name].clone(),
+                is_ready: true,
+                allocatable: Quanta::new(1),
+                ..NodeFacts::default()
             };
             index.apply(WatchEvent::Node(Event::Apply((key("", &name), Some(host)))));
             index.apply(WatchEvent::GpuNode(Event::Apply((
@@ -223,26 +220,23 @@ impl Teams {
                 continue;
             }
             self.indexed.insert(uid.clone(), (created, pod.ending));
-            let request = PodRequest {
-                uid: uid.clone(),
+            let facts = PodFacts {
+                api_uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
-                node: None,
                 terminating: pod.ending,
-                job: match &pod.owner {
-                    Owner::Job(job) => Some(job.clone()),
-                    _ => None,
-                },
-                is_recreated: true,
+                owner: pod.owner.clone(),
                 kind: match owns(pod) {
                     true => PriorityKind::Guaranteed,
                     false => PriorityKind::Borrowed,
                 },
                 device: Quanta::new(pod.request),
-                managed: Quanta::ZERO,
+                ..PodFacts::default()
             };
             let key = key(&name(team(uid)), uid);
-            self.index
-                .apply(WatchEvent::Pod(Event::Apply((key, Some(request)))));
+            self.index.apply(WatchEvent::Pod(Event::Apply((
+                key,
+                Some(PodSummary::of_facts(facts)),
+            ))));
             changed.insert(team(uid));
         }
         let (live, index) = (&self.live, &mut self.index);

@@ -22,7 +22,7 @@ fn cluster() -> FakeCluster {
 }
 
 /// The cluster's index with the report of `evil`, which acknowledges its reservations.
-fn reported_by_evil(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
+fn reported_by_evil(cluster: &FakeCluster, lies: &Lies) -> ClusterIndex {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
     let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
@@ -53,12 +53,9 @@ fn reported_by_evil(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
         reservations: reserved.to_vec(),
         ..GpuFacts::default()
     };
-    let mut placement_index = cluster.placement_index();
-    placement_index.apply(PlacementEvent::GpuNode(Event::Apply((
-        key("", "evil"),
-        Some(facts),
-    ))));
-    placement_index
+    let mut index = cluster.index();
+    index.apply(report("evil", facts));
+    index
 }
 
 /// The pods that a step evicts or relocates.
@@ -105,16 +102,17 @@ fn node_report_selects_no_victim_on_another_node() {
 #[test]
 fn mirror_annotation_impersonates_no_other_pod() {
     let live = cluster();
-    let mut placement_index = live.placement_index();
-    let snapshot = placement_index.snapshot();
-    let mut mirror = (*snapshot.pods["g1"].1).clone();
-    drop(snapshot);
+    let mut index = live.index();
+    let mut mirror = Snapshot::of(&index).pods["g1"].1.clone();
     mirror.owner = Owner::Node;
     mirror.placement = Placement::Node("elsewhere".to_owned());
     for name in ["a", "z"] {
-        let mirror = (key("n", name), Some(mirror.clone()));
-        placement_index.apply(PlacementEvent::Pod(Event::Apply(mirror)));
+        let mirror = PodSummary::of_facts(mirror.clone());
+        index.apply(WatchEvent::Pod(Event::Apply((
+            key("n", name),
+            Some(mirror),
+        ))));
     }
-    let snapshot = placement_index.snapshot();
+    let snapshot = Snapshot::of(&index);
     assert_eq!(snapshot.pod("g1").and_then(PodFacts::node), Some("good"));
 }

@@ -124,7 +124,7 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
     let mut operators = [Acting::default(), Acting::default()];
     let (mut views, mut clock) = (Vec::new(), 0);
     for bits in bits {
-        views.push(live.placement_index());
+        views.push(live.index());
         let now = Duration::from_secs(clock);
         let mut queues = [VecDeque::new(), VecDeque::new()];
         let mut killed = [false; 2];
@@ -330,7 +330,7 @@ fn replayed_plan_evicts_nobody_else() {
         let (mut operator, mut second) = (Watching::default(), 0);
         while second < 20 {
             let now = Duration::from_secs(second);
-            let blind = live.placement_index();
+            let blind = live.index();
             let steps = plan(&blind, &mut operator.history, &OPTIONS, now);
             let happened = !steps.is_empty();
             for step in steps {
@@ -340,7 +340,7 @@ fn replayed_plan_evicts_nobody_else() {
                 // The watch shows nothing yet and the history does, or the watch shows all to an
                 // operator without history.
                 let replayed = plan(&blind, &mut operator.history, &OPTIONS, now);
-                let anew = plan(&live.placement_index(), &mut History::default(), &OPTIONS, now);
+                let anew = plan(&live.index(), &mut History::default(), &OPTIONS, now);
                 for step in replayed.into_iter().chain(anew) {
                     let preempts = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
                     prop_assert!(!preempts, "{:?}", step);
@@ -363,13 +363,13 @@ proptest! {
         let mut history = History::default();
         live.run(&mut history, 0, seconds);
         let now = Duration::from_secs(seconds);
-        let steps = plan(&live.placement_index(), &mut history, &OPTIONS, now);
+        let steps = plan(&live.index(), &mut history, &OPTIONS, now);
         if !steps.is_empty() || !history.is_idle() {
             return Ok(());
         }
         for later in [1, 10, 60, 600, 7200] {
             let now = Duration::from_secs(seconds + later);
-            let steps = plan(&live.placement_index(), &mut history, &OPTIONS, now);
+            let steps = plan(&live.index(), &mut history, &OPTIONS, now);
             prop_assert_eq!(steps, Vec::new(), "after {} s", later);
         }
     }

@@ -9,10 +9,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::budget;
-use crate::cluster::pod_request::PodRequest;
 use crate::cluster::slim_node::SlimNode;
 use crate::cluster::slim_pod::SlimPod;
-use crate::cluster::{BudgetSummary, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent};
 
 /// The pods by UID: namespace, node, quanta, whether it borrows, and whether it waits.
 const PODS: [(&str, &str, &str, u64, bool, bool); 7] = [
@@ -145,13 +143,7 @@ impl Operator {
                     { "type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z" }] },
             }));
             let facts = NodeFacts::of(&slim, Quantum::Gib1);
-            let at = || key("", node);
-            operator.apply(WatchEvent::Placement(PlacementEvent::Node(Event::Apply((
-                at(),
-                Some(facts),
-            )))));
-            let host = NodeSummary::of(&slim, Quantum::Gib1);
-            operator.apply(WatchEvent::Node(Event::Apply((at(), Some(host)))));
+            operator.apply(WatchEvent::Node(Event::Apply((key("", node), Some(facts)))));
         }
         for (uid, namespace, node, quanta, borrows, waits) in PODS {
             let class = borrows.then_some("bursar-borrowed");
@@ -166,18 +158,11 @@ impl Operator {
                     "containers": [{ "name": "c", "resources": resources }] },
                 "status": { "phase": if waits { "Pending" } else { "Running" } },
             }));
-            let at = || key(namespace, uid);
-            let facts = PodFacts::of(&pod, Quantum::Gib1);
-            operator.apply(WatchEvent::Placement(PlacementEvent::Pod(Event::Apply((
-                at(),
-                facts,
-            )))));
-            let load = PodRequests::parse(&pod, Quantum::Gib1);
-            operator.apply(WatchEvent::Placement(PlacementEvent::Requests(
-                Event::Apply((at(), load)),
-            )));
-            let request = PodRequest::of(&pod, Quantum::Gib1);
-            operator.apply(WatchEvent::Pod(Event::Apply((at(), request))));
+            let summary = PodSummary::of(&pod, Quantum::Gib1);
+            operator.apply(WatchEvent::Pod(Event::Apply((
+                key(namespace, uid),
+                summary,
+            ))));
         }
         let truth = json!({ "quantum": "1Gi", "namespaces": [],
             "deviceMemory": { "allocatable": 32, "free": 0, "largestFree": 0 }, "gpus": [] });
@@ -197,13 +182,11 @@ impl Operator {
         let object: GpuNode = read(json!({
             "metadata": { "name": node, "uid": node },
             "spec": { "reservations": reservations }, "status": last }));
-        let facts = GpuFacts::of(&object, Quantum::Gib1);
-        let at = || key("", node);
-        self.apply(WatchEvent::Placement(PlacementEvent::GpuNode(
-            Event::Apply((at(), Some(facts))),
-        )));
         let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
-        self.apply(WatchEvent::GpuNode(Event::Apply((at(), Some(gpus)))));
+        self.apply(WatchEvent::GpuNode(Event::Apply((
+            key("", node),
+            Some(gpus),
+        ))));
     }
 
     /// Applies both plans at this time.
@@ -223,7 +206,7 @@ impl Operator {
                 }
             }
         }
-        let steps = plan(self.index.placement(), &mut self.history, &OPTIONS, now);
+        let steps = plan(&self.index, &mut self.history, &OPTIONS, now);
         for step in steps {
             match step {
                 Step::Reserve {
