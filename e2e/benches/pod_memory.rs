@@ -11,7 +11,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 use bursar_crds::Quantum;
-use bursar_operator::cluster::placement_index::pod::PodSummary;
+use bursar_operator::cluster::facts::pod::PodSummary;
 use bursar_operator::cluster::slim_pod::SlimPod;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Map, Value, json};

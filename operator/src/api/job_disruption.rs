@@ -4,7 +4,7 @@ use k8s_openapi::api::batch::v1::Job;
 use kube::{Api, Client, ResourceExt as _};
 
 use super::error::{ApiError, with_timeout};
-use crate::cluster::placement_index::pod::JobRef;
+use crate::cluster::facts::pod::JobRef;
 
 /// Whether `job` does not count an evicted pod as a failure. A deleted Job cannot fail. The answer
 /// never changes, because a Job's policy is immutable.

@@ -7,7 +7,7 @@ use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt as _};
 
 use super::error::{ApiError, with_timeout};
-use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::facts::pod::PodFacts;
 use crate::cluster::slim_pod::SlimPod;
 
 /// How many pods one page of a list holds.

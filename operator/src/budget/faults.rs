@@ -23,7 +23,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::plan::PodEviction;
 use super::{AffectedPod, BudgetInputs};
-use crate::cluster::placement_index::pod::JobRef;
+use crate::cluster::facts::pod::JobRef;
 
 /// How long a GPU may be missing before its pods are evicted. A reloaded driver is back by then.
 pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);

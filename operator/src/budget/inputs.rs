@@ -11,8 +11,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::budget::{ObservedQuota, QuotaKind};
 use crate::cluster::ExclusionReason;
+use crate::cluster::facts::pod::{PodFacts, PriorityKind};
 use crate::cluster::on_node::OnNode;
-use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 /// The requests of all pods of one namespace.

@@ -10,7 +10,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 use super::ParsedSpec;
 use super::plan::PodEviction;
-use crate::cluster::placement_index::pod::{JobRef, PodFacts, PriorityKind};
+use crate::cluster::facts::pod::{JobRef, PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 /// The reason of the Events.

@@ -23,7 +23,7 @@ use super::faults;
 use super::overage::{EXCEEDED, excess_pods};
 use super::quotas::{QuotaKind, QuotaSpec};
 use super::status::desired_status;
-use crate::cluster::placement_index::pod::{JobRef, PodFacts};
+use crate::cluster::facts::pod::{JobRef, PodFacts};
 
 /// How long a budget has to be exceeded before pods are evicted. A pending delete may end it.
 const OVERAGE_GRACE: Duration = Duration::from_secs(5);

@@ -20,8 +20,8 @@ use super::{
     ObservedQuota, ParsedSpec, Plan, QuotaKind, Remedy, Step, excess_pods, is_exceeded, plan,
     remedy,
 };
+use crate::cluster::facts::pod::{JobRef, Owner, Placement, PodFacts, PriorityKind};
 use crate::cluster::on_node::on_node;
-use crate::cluster::placement_index::pod::{JobRef, Owner, Placement, PodFacts, PriorityKind};
 use crate::property_cases::cases;
 use crate::quanta::Quanta;
 

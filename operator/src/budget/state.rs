@@ -11,7 +11,7 @@ use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
 use super::{AffectedPod, BudgetInputs};
-use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::facts::pod::PodFacts;
 
 /// A refusal or a failure is forgotten when the eviction has not been requested again for this
 /// long.

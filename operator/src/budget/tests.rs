@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::budget::{BudgetInputs, Cohort, RequestedUsage};
 use crate::cluster::ExclusionReason;
-use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
+use crate::cluster::facts::pod::{PodFacts, PriorityKind};
 use crate::quanta::Quanta;
 
 fn at(second: i64) -> Time {

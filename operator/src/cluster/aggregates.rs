@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, Key};
 use crate::budget::Cohort;
-use crate::cluster::placement_index::node_usage::NodeRequested;
-use crate::cluster::placement_index::pod::PodSummary;
+use crate::cluster::facts::node_usage::NodeRequested;
+use crate::cluster::facts::pod::PodSummary;
 use crate::quanta::Quanta;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -15,9 +15,9 @@ mod node_orders;
 
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
+use super::facts::node::NodeFacts;
+use super::facts::pod::PodSummary;
 use super::node_liveness::NodeLiveness;
-use super::placement_index::node::NodeFacts;
-use super::placement_index::pod::PodSummary;
 use super::projections::{BudgetSummary, GpuNodeSummary};
 use crate::budget::ObservedQuota;
 

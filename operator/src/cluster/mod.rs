@@ -2,13 +2,12 @@
 
 mod aggregates;
 mod cache;
+pub mod facts;
 mod index;
 mod node_liveness;
 pub mod nvidia_labels;
 pub mod on_node;
 pub mod own_writes;
-pub mod placement_index;
-pub mod pod_request;
 mod pod_settings;
 mod projections;
 pub(crate) mod slim_metadata;

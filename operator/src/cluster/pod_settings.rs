@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
 use bursar_crds::resources::PREFIX;
 
+use super::facts::pod::PodSummary;
+use super::facts::pod_request::{has_ended, mirrored_uid};
 use super::index::ClusterIndex;
-use super::placement_index::pod::PodSummary;
-use super::pod_request::{has_ended, mirrored_uid};
 use super::slim_pod::SlimPod;
 
 /// A pod on a node that requests a resource of Bursar.

@@ -10,7 +10,7 @@ use bursar_crds::{Amount, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
 use crate::budget::ParsedSpec;
-use crate::cluster::placement_index::node::GpuFacts;
+use crate::cluster::facts::node::GpuFacts;
 use crate::cluster::unknown_values::unknown_in_node;
 use crate::quanta::Quanta;
 

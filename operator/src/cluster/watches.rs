@@ -26,9 +26,9 @@ use kube::{Api, Client, Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
 
 use crate::budget::ObservedQuota;
+use crate::cluster::facts::node::NodeFacts;
+use crate::cluster::facts::pod::PodSummary;
 use crate::cluster::own_writes::{Responses, WriteReceiver, merge_with_watch};
-use crate::cluster::placement_index::node::NodeFacts;
-use crate::cluster::placement_index::pod::PodSummary;
 use crate::cluster::slim_node::SlimNode;
 use crate::cluster::slim_pod::SlimPod;
 use crate::cluster::unknown_values::{unknown_in_budget, unknown_in_node};

@@ -8,8 +8,8 @@ use k8s_openapi::api::core::v1::{
     NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, Taint, Toleration,
 };
 
-use crate::cluster::placement_index::node::NodeFacts;
-use crate::cluster::placement_index::pod::Constraints;
+use crate::cluster::facts::node::NodeFacts;
+use crate::cluster::facts::pod::Constraints;
 
 /// Whether the node is schedulable and satisfies the pod's constraints. False when the pod has
 /// constraints that the operator does not evaluate.

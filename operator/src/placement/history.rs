@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
-use crate::cluster::placement_index::pod::{Owner, Placement};
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::pod::{Owner, Placement};
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::quanta::Quanta;
 use evictions::EvictionAttempt;
 use freeing::Termination;

@@ -1,14 +1,14 @@
 //! Helps pending pods to a GPU. The scheduler cannot, because it sees node totals only.
 //!
 //! ```text
-//!   watches --> PlacementIndex --> plan (pure) --> steps --> apply: one write each --> History
-//!                                    ^                                                  |
-//!                                    +--------------- attempts and times ---------------+
+//!   watches --> ClusterIndex --> plan (pure) --> steps --> apply: one write each --> History
+//!                                  ^                                                  |
+//!                                  +--------------- attempts and times ---------------+
 //! ```
 //!
 //! | module | job |
 //! |---|---|
-//! | [`placement_index`](crate::cluster::placement_index) | indexes what the planner needs |
+//! | [`facts`](crate::cluster::facts) | reduces the cluster to what the planner needs |
 //! | `filters` | checks a node against a pod's constraints |
 //! | [`plan`] | plans labels, relocations, reservations, preemption, quota overrides |
 //! | [`history`] | remembers attempts, which the cluster does not show |

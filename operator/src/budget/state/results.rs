@@ -10,7 +10,7 @@ use tracing::{debug, warn};
 use super::BudgetState;
 use crate::api::error::ApiError;
 use crate::api::write::{EvictionResult, is_obstructed};
-use crate::cluster::placement_index::pod::JobRef;
+use crate::cluster::facts::pod::JobRef;
 use crate::error::error_chain;
 
 /// The bounds of the back-off, which doubles with each failure.

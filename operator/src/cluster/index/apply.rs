@@ -8,8 +8,8 @@ use tokio::time::Instant;
 use super::{Affected, ClusterIndex, WatchEvent, cohort_of};
 use crate::cluster::aggregates::CohortMember;
 use crate::cluster::cache::{CacheEntry, Key};
-use crate::cluster::placement_index::node::NodeFacts;
-use crate::cluster::placement_index::pod::PodSummary;
+use crate::cluster::facts::node::NodeFacts;
+use crate::cluster::facts::pod::PodSummary;
 use crate::cluster::projections::GpuNodeSummary;
 
 impl ClusterIndex {

@@ -11,9 +11,9 @@ use bursar_crds::resources::ENFORCED;
 use super::{Affected, ClusterIndex, cohort_of, kinds};
 use crate::budget::{AffectedPod, BudgetInputs, ObservedQuota, QuotaKind};
 use crate::cluster::cache::Key;
+use crate::cluster::facts::node::NodeFacts;
+use crate::cluster::facts::pod::PodFacts;
 use crate::cluster::on_node::on_node;
-use crate::cluster::placement_index::node::NodeFacts;
-use crate::cluster::placement_index::pod::PodFacts;
 use crate::cluster::projections::{Capacity, OpenFault};
 use crate::quanta::Quanta;
 

@@ -6,8 +6,8 @@ use tracing::debug;
 
 use super::{Executor, pod_text};
 use crate::api::error::{ApiError, with_timeout};
-use crate::cluster::placement_index::node::GpuFacts;
-use crate::cluster::placement_index::pod::{Placement, PodFacts};
+use crate::cluster::facts::node::GpuFacts;
+use crate::cluster::facts::pod::{Placement, PodFacts};
 use crate::cluster::slim_pod::SlimPod;
 use crate::placement::plan::PodRef;
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::evictions::EvictionAttempt;
 use super::{History, RESERVATION_TIMEOUT, Uptime};
-use crate::cluster::placement_index::node::Gpu;
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::node::Gpu;
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// How long the memory of a pod that is gone may take to become free. Memory that is held for

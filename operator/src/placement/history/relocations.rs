@@ -8,8 +8,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
 use super::{History, Uptime};
-use crate::cluster::placement_index::pod::PodFacts;
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::pod::PodFacts;
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// The recorded relocations of one owner from a node, with the uptime at which this operator first

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bursar_crds::gpu_node::Reservation;
 
 use super::{History, Uptime};
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::snapshot::Snapshot;
 
 /// How long a reservation may take. Its pod then gets no reservation for as long, doubled with each
 /// further failure up to [`MAX_RESERVATION_BACKOFF`].

@@ -11,9 +11,9 @@ use bursar_crds::Quantum;
 use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
 
 use super::{NodeRef, PlacementOptions, Step};
-use crate::cluster::placement_index::node::{Gpu, GpuFacts};
-use crate::cluster::placement_index::pod::PriorityKind;
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::node::{Gpu, GpuFacts};
+use crate::cluster::facts::pod::PriorityKind;
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::placement::history::{History, NodeLabels, Uptime};
 use crate::quanta::Quanta;
 

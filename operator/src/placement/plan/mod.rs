@@ -31,8 +31,8 @@ use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
 use super::history::{History, NodeLabels, RESERVATION_TIMEOUT, Uptime};
-use crate::cluster::placement_index::pod;
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::pod;
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::cluster::{ClusterIndex, Key};
 use crate::quanta::Quanta;
 use crate::serve::metrics::PLACEMENT_STEPS;

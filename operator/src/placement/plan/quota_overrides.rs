@@ -7,8 +7,8 @@ use bursar_crds::budget::Override;
 use bursar_crds::gpu_node::{DEVICE, MANAGED, MAX_QUOTAS, QuotaOverride};
 
 use super::{Step, gpu_node_ref};
-use crate::cluster::placement_index::pod::PodFacts;
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::pod::PodFacts;
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::cluster::ssa_diff::needs_apply;
 use crate::placement::history::History;
 

@@ -21,8 +21,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::api::write::EvictionResult;
-use crate::cluster::placement_index::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
-use crate::cluster::placement_index::pod::{
+use crate::cluster::facts::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
+use crate::cluster::facts::pod::{
     Constraints, Owner, Placement, PodFacts, PodSummary, PriorityKind,
 };
 use crate::cluster::{BudgetSummary, GpuNodeSummary, QuotaOverrides, WatchEvent};

@@ -8,8 +8,8 @@ use super::reservations::group_by_pod;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::Key;
-use crate::cluster::placement_index::node::GpuFacts;
-use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::facts::node::GpuFacts;
+use crate::cluster::facts::pod::PodFacts;
 use crate::placement::plan::victims::Candidate;
 use crate::quanta::Quanta;
 

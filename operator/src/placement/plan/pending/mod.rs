@@ -15,9 +15,9 @@ use bursar_crds::gpu_node::Reservation;
 
 use super::{PlacementOptions, PodRef, Step, gpu_node_ref};
 use crate::cluster::Key;
-use crate::cluster::placement_index::node::GpuFacts;
-use crate::cluster::placement_index::pod::{Owner, Placement, PodFacts};
-use crate::cluster::placement_index::snapshot::Snapshot;
+use crate::cluster::facts::node::GpuFacts;
+use crate::cluster::facts::pod::{Owner, Placement, PodFacts};
+use crate::cluster::facts::snapshot::Snapshot;
 use crate::placement::history::{History, Uptime};
 use crate::quanta::Quanta;
 use reservations::group_by_pod;

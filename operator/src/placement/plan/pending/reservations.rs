@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use bursar_crds::gpu_node::Reservation;
 
 use super::{JobAssumption, PendingPod, Planner, ReservationsByNode};
-use crate::cluster::placement_index::node::Gpu;
-use crate::cluster::placement_index::pod::Placement;
+use crate::cluster::facts::node::Gpu;
+use crate::cluster::facts::pod::Placement;
 use crate::cluster::ssa_diff::needs_apply;
 use crate::placement::plan::{Step, gpu_node_ref};
 use crate::quanta::Quanta;

@@ -2,7 +2,7 @@
 
 use bursar_crds::shares::{GpuCapacity, split_quanta};
 
-use crate::cluster::placement_index::pod::PodFacts;
+use crate::cluster::facts::pod::PodFacts;
 use crate::quanta::Quanta;
 
 /// The most choices that are tried for one pod and node.

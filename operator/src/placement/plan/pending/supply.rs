@@ -7,9 +7,9 @@ use bursar_crds::gpu_node::Reservation;
 use super::reservations::lacking;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
-use crate::cluster::placement_index::node::Gpu;
-use crate::cluster::placement_index::pod::Owner;
-use crate::cluster::placement_index::pod::PriorityKind;
+use crate::cluster::facts::node::Gpu;
+use crate::cluster::facts::pod::Owner;
+use crate::cluster::facts::pod::PriorityKind;
 use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::quanta::Quanta;
 

@@ -45,7 +45,7 @@ pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cluster::placement_index::pod::{PodFacts, PriorityKind};
+    use crate::cluster::facts::pod::{PodFacts, PriorityKind};
     use bursar_crds::Quantum;
     use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
     use proptest::prelude::*;

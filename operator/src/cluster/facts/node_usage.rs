@@ -7,7 +7,7 @@ use bursar_crds::Quantum;
 use bursar_crds::quantity::{QuantityError, parse_thousandths};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use crate::cluster::pod_request::{aggregate_requests, has_ended};
+use crate::cluster::facts::pod_request::{aggregate_requests, has_ended};
 use crate::cluster::slim_pod::{Container, SlimPod};
 
 /// Names that nearly every pod uses. They are not copied.

@@ -12,8 +12,10 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::node_usage::PodRequests;
 use crate::cluster::PodOnNode;
+use crate::cluster::facts::pod_request::{
+    aggregate_requests, gpu_request, has_ended, mirrored_uid,
+};
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{aggregate_requests, gpu_request, has_ended, mirrored_uid};
 use crate::cluster::slim_pod::{Container, PodSpec, SlimPod};
 use crate::quanta::Quanta;
 
