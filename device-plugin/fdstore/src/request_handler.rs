@@ -2,7 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION};
+use bursar_protocol::fdstore::{
+    FdStoreRequest, FdStoreResponse, OLDEST_VERSION, Refusal, StoredLease, VERSION,
+};
 
 use crate::fd_store::FdStore;
 
@@ -14,7 +16,9 @@ pub(crate) fn handle<'a>(
     fd: Option<OwnedFd>,
 ) -> (FdStoreResponse, Option<BorrowedFd<'a>>) {
     let done = match message {
-        FdStoreRequest::Hello { version: 0 } => Err(Refusal::Version),
+        FdStoreRequest::Hello {
+            version: ..OLDEST_VERSION,
+        } => Err(Refusal::Version),
         FdStoreRequest::Hello { version } => Ok(FdStoreResponse::Ready {
             version: version.min(VERSION),
             leases: to_u32(store.count()),

@@ -173,9 +173,15 @@ fn read_content(fd: OwnedFd) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
+const QUOTES: usize = 2;
+
+fn blob_of(length: usize) -> Blob {
+    let text = "x".repeat(length % (MAX_BLOB - QUOTES + 1));
+    Blob::try_from(text).unwrap()
+}
+
 fn blob(lease: u64) -> Blob {
-    let length = usize::try_from(lease * 37).unwrap() % (MAX_BLOB + 1);
-    Blob::new(vec![lease as u8; length]).unwrap()
+    blob_of(usize::try_from(lease * 37).unwrap())
 }
 
 /// Runs in a process of its own for [`acknowledged_leases_outlive_killed_agents`]: puts leases and
@@ -370,7 +376,7 @@ fn lease_is_put_once_updated_and_dropped() {
         refused(Refusal::Missing)
     );
     assert_eq!(
-        agent.ask(&FdStoreRequest::Hello { version: 0 }),
+        agent.ask(&FdStoreRequest::Hello { version: 1 }),
         refused(Refusal::Version)
     );
 }
@@ -435,10 +441,10 @@ fn full_fd_store_stays_within_its_memory() {
     // The longest blobs, after blobs of other lengths that leave holes of all sizes.
     let blob = |lease: u64, round: u64| {
         let length = match round {
-            0 => usize::try_from(lease * 37).unwrap() % (MAX_BLOB + 1),
-            _ => MAX_BLOB,
+            0 => usize::try_from(lease * 37).unwrap(),
+            _ => MAX_BLOB - QUOTES,
         };
-        Blob::new(vec![7; length]).unwrap()
+        blob_of(length)
     };
     let mut leases = 0;
     let full = loop {
@@ -473,7 +479,7 @@ fn partial_message_and_garbage_delay_no_agent_for_long() {
     let fd_store = FdStore::start();
     let mut partial = fd_store.connect().unwrap();
     partial
-        .write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
+        .write_all(&FdStoreRequest::Hello { version: VERSION }.frame()[..3])
         .unwrap();
     let mut garbage = fd_store.connect().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();

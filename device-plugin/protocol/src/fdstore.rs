@@ -1,9 +1,9 @@
 //! Defines the messages between the agent and the fd store, which only holds the descriptors of
 //! retained memory.
 //!
-//! Frames are those of the [`messages`](crate::messages). Descriptors travel with them
-//! ([`fd_passing`](crate::fd_passing)). The fd store knows leases by number. A lease's blob
-//! describes it, and only the agent reads the blob.
+//! Frames are those of the [`messages`](crate::messages), and a payload is JSON, because both sides
+//! are root's. Descriptors travel with them ([`fd_passing`](crate::fd_passing)). The fd store knows
+//! leases by number. A lease's blob describes it, and only the agent reads the blob.
 //!
 //! ```text
 //! agent                                   fd store
@@ -23,11 +23,17 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use crate::messages::{DecodeError, Decoder, MAX_PAYLOAD, Message};
+use serde::{Deserialize, Serialize};
 
-/// The version of this protocol. The fd store outlives agents, so numbers and meanings of messages
-/// never change.
-pub const VERSION: u16 = 1;
+use crate::messages::json::encode;
+use crate::messages::{DecodeError, JsonMessage, MAX_PAYLOAD, Message};
+
+/// The version of this protocol. The fd store outlives agents, so names and meanings of messages
+/// never change. The messages of version 1 were no JSON.
+pub const VERSION: u16 = 2;
+
+/// The oldest version that the fd store speaks.
+pub const OLDEST_VERSION: u16 = 2;
 
 /// The folder of the fd store's socket on the host, which only root may enter.
 pub const RUN_DIR: &str = "/run/bursar/fdstore";
@@ -39,36 +45,39 @@ pub const SOCKET_NAME: &str = "fdstore.sock";
 /// exported descriptor is open on a system, each further export and close is thirty times as fast.
 pub const KEEP_ALIVE: u64 = 0;
 
-/// The longest blob, in bytes.
+/// The longest blob, in bytes of its JSON.
 pub const MAX_BLOB: usize = 4096;
 
 /// The most leases of an fd store. Its limits of open files and of memory may allow fewer.
 pub const MAX_LEASES: usize = 65_536;
 
-/// The agent's record of a lease, stored with its descriptor: at most [`MAX_BLOB`] bytes.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Blob(Vec<u8>);
+/// The agent's record of a lease, stored with its descriptor: text whose JSON has at most
+/// [`MAX_BLOB`] bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Blob(String);
+
+impl TryFrom<String> for Blob {
+    type Error = DecodeError;
+
+    fn try_from(text: String) -> Result<Blob, DecodeError> {
+        match encode(&text).len() {
+            ..=MAX_BLOB => Ok(Blob(text)),
+            _ => Err(DecodeError::TooLong("blob")),
+        }
+    }
+}
 
 impl Blob {
-    /// Wraps these bytes.
-    ///
-    /// # Errors
-    /// [`DecodeError::TooLong`] beyond [`MAX_BLOB`].
-    pub fn new(bytes: Vec<u8>) -> Result<Blob, DecodeError> {
-        if bytes.len() > MAX_BLOB {
-            return Err(DecodeError::TooLong("blob"));
-        }
-        Ok(Blob(bytes))
-    }
-
-    /// Returns the bytes.
-    pub fn as_bytes(&self) -> &[u8] {
+    /// Returns the text.
+    pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
 /// A lease in a list.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StoredLease {
     /// The lease's number.
     pub lease: u64,
@@ -77,7 +86,8 @@ pub struct StoredLease {
 }
 
 /// A request of the agent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum FdStoreRequest {
     /// The first message of a connection. Only the agent that sent the latest one is served.
     Hello {
@@ -116,7 +126,8 @@ pub enum FdStoreRequest {
 }
 
 /// A response of the fd store.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum FdStoreResponse {
     /// Answers a hello.
     Ready {
@@ -143,7 +154,7 @@ pub enum FdStoreResponse {
 }
 
 /// Why the fd store refuses a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum Refusal {
     /// There is no lease of that number.
     #[error("the fd store has no such lease")]
@@ -165,167 +176,19 @@ pub enum Refusal {
     NoHello,
 }
 
-impl Message for FdStoreRequest {
-    fn payload(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        match self {
-            FdStoreRequest::Hello { version } => {
-                out.push(1);
-                out.extend_from_slice(&version.to_le_bytes());
-            }
-            FdStoreRequest::Put { lease, blob } => put_entry(numbered(&mut out, 2), *lease, blob),
-            FdStoreRequest::Update { lease, blob } => {
-                put_entry(numbered(&mut out, 3), *lease, blob)
-            }
-            FdStoreRequest::Get { lease } => put_number(numbered(&mut out, 4), *lease),
-            FdStoreRequest::Drop { lease } => put_number(numbered(&mut out, 5), *lease),
-            FdStoreRequest::List { from } => put_number(numbered(&mut out, 6), *from),
-        }
-        out
-    }
+impl JsonMessage for FdStoreRequest {}
 
-    fn parse(payload: &[u8]) -> Result<FdStoreRequest, DecodeError> {
-        let mut decoder = Decoder(payload);
-        let message = match decoder.u8()? {
-            1 => FdStoreRequest::Hello {
-                version: decoder.u16()?,
-            },
-            2 => FdStoreRequest::Put {
-                lease: decoder.u64()?,
-                blob: blob(&mut decoder)?,
-            },
-            3 => FdStoreRequest::Update {
-                lease: decoder.u64()?,
-                blob: blob(&mut decoder)?,
-            },
-            4 => FdStoreRequest::Get {
-                lease: decoder.u64()?,
-            },
-            5 => FdStoreRequest::Drop {
-                lease: decoder.u64()?,
-            },
-            6 => FdStoreRequest::List {
-                from: decoder.u64()?,
-            },
-            other => return Err(DecodeError::UnknownMessage(other)),
-        };
-        decoder.finish(message)
-    }
-}
-
-impl Message for FdStoreResponse {
-    fn payload(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        match self {
-            FdStoreResponse::Ready {
-                version,
-                leases,
-                room,
-            } => {
-                out.push(1);
-                out.extend_from_slice(&version.to_le_bytes());
-                out.extend_from_slice(&leases.to_le_bytes());
-                out.extend_from_slice(&room.to_le_bytes());
-            }
-            FdStoreResponse::Stored => out.push(2),
-            FdStoreResponse::Lease(StoredLease { lease, blob }) => {
-                put_entry(numbered(&mut out, 3), *lease, blob);
-            }
-            FdStoreResponse::Dropped => out.push(4),
-            FdStoreResponse::Listed { leases } => {
-                out.push(5);
-                for StoredLease { lease, blob } in leases {
-                    put_entry(&mut out, *lease, blob);
-                }
-            }
-            FdStoreResponse::Refused(refusal) => {
-                let refusal = match refusal {
-                    Refusal::Missing => 1,
-                    Refusal::Exists => 2,
-                    Refusal::Full => 3,
-                    Refusal::NoDescriptor => 4,
-                    Refusal::Version => 5,
-                    Refusal::NoHello => 6,
-                };
-                out.extend_from_slice(&[6, refusal]);
-            }
-        }
-        out
-    }
-
-    fn parse(payload: &[u8]) -> Result<FdStoreResponse, DecodeError> {
-        let mut decoder = Decoder(payload);
-        let message = match decoder.u8()? {
-            1 => FdStoreResponse::Ready {
-                version: decoder.u16()?,
-                leases: decoder.u32()?,
-                room: decoder.u32()?,
-            },
-            2 => FdStoreResponse::Stored,
-            3 => FdStoreResponse::Lease(entry(&mut decoder)?),
-            4 => FdStoreResponse::Dropped,
-            5 => {
-                let mut leases = Vec::new();
-                while !decoder.0.is_empty() {
-                    leases.push(entry(&mut decoder)?);
-                }
-                FdStoreResponse::Listed { leases }
-            }
-            6 => FdStoreResponse::Refused(match decoder.u8()? {
-                1 => Refusal::Missing,
-                2 => Refusal::Exists,
-                3 => Refusal::Full,
-                4 => Refusal::NoDescriptor,
-                5 => Refusal::Version,
-                6 => Refusal::NoHello,
-                _ => return Err(DecodeError::BadValue("refusal")),
-            }),
-            other => return Err(DecodeError::UnknownMessage(other)),
-        };
-        decoder.finish(message)
-    }
-}
+impl JsonMessage for FdStoreResponse {}
 
 /// Returns the first of these leases, as many as fit into one [`FdStoreResponse::Listed`].
 pub fn fit_in_frame(leases: impl IntoIterator<Item = StoredLease>) -> Vec<StoredLease> {
-    let mut room = MAX_PAYLOAD - 1;
-    let fits = |StoredLease { lease: _, blob }: &StoredLease| {
-        let takes = size_of::<u64>() + size_of::<u16>() + blob.0.len();
-        let fits = takes <= room;
-        room = room.saturating_sub(takes);
-        fits
+    let mut room = MAX_PAYLOAD - FdStoreResponse::Listed { leases: vec![] }.payload().len();
+    let fits = |lease: &StoredLease| {
+        let left = room.checked_sub(encode(lease).len() + ",".len());
+        room = left.unwrap_or(0);
+        left.is_some()
     };
     leases.into_iter().take_while(fits).collect()
-}
-
-fn numbered(out: &mut Vec<u8>, message: u8) -> &mut Vec<u8> {
-    out.push(message);
-    out
-}
-
-fn put_number(out: &mut Vec<u8>, number: u64) {
-    out.extend_from_slice(&number.to_le_bytes());
-}
-
-fn put_entry(out: &mut Vec<u8>, lease: u64, blob: &Blob) {
-    put_number(out, lease);
-    out.extend_from_slice(&(blob.0.len() as u16).to_le_bytes());
-    out.extend_from_slice(&blob.0);
-}
-
-fn entry(decoder: &mut Decoder<'_>) -> Result<StoredLease, DecodeError> {
-    Ok(StoredLease {
-        lease: decoder.u64()?,
-        blob: blob(decoder)?,
-    })
-}
-
-fn blob(decoder: &mut Decoder<'_>) -> Result<Blob, DecodeError> {
-    let length = usize::from(decoder.u16()?);
-    if length > MAX_BLOB {
-        return Err(DecodeError::TooLong("blob"));
-    }
-    decoder.take(length).map(|bytes| Blob(bytes.to_vec()))
 }
 
 #[cfg(test)]
@@ -335,7 +198,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn some_blob() -> impl Strategy<Value = Blob> {
-        vec(any::<u8>(), 0..=MAX_BLOB).prop_map(Blob)
+        ".{0,300}".prop_map(|text| Blob::try_from(text).unwrap())
     }
 
     fn some_entry() -> impl Strategy<Value = StoredLease> {
@@ -384,30 +247,47 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_rejected_or_encodes_to_itself(
-            message in request(), answer in response(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
+        fn garbage_is_rejected_or_a_message(
+            message in request(), answer in response(), at: prop::sample::Index, byte: u8,
         ) {
             for mut bytes in [message.payload(), answer.payload()] {
                 let place = at.index(bytes.len());
                 bytes[place] = byte;
-                bytes.truncate(cut.index(bytes.len()) + 1);
-                if let Ok(message) = FdStoreRequest::parse(&bytes) {
-                    prop_assert_eq!(message.payload(), bytes.clone());
+                if let Ok(other) = FdStoreRequest::parse(&bytes) {
+                    prop_assert_eq!(FdStoreRequest::parse(&other.payload()), Ok(other));
                 }
-                if let Ok(answer) = FdStoreResponse::parse(&bytes) {
-                    prop_assert_eq!(answer.payload(), bytes);
+                if let Ok(other) = FdStoreResponse::parse(&bytes) {
+                    prop_assert_eq!(FdStoreResponse::parse(&other.payload()), Ok(other));
                 }
             }
         }
     }
 
     #[test]
-    fn list_is_cut_at_the_end_of_a_frame() {
-        let big = |lease| StoredLease {
-            lease,
-            blob: Blob(vec![7; MAX_BLOB]),
-        };
-        assert_eq!(fit_in_frame([big(1), big(2)]), [big(1)]);
-        assert!(Blob::new(vec![0; MAX_BLOB + 1]).is_err());
+    fn longest_blob_fits_in_a_frame_and_a_longer_one_is_rejected() {
+        for character in ["x", "\"", "\u{1}", "ä"] {
+            let length = (MAX_BLOB - 2) / (encode(&character).len() - 2);
+            let blob = Blob::try_from(character.repeat(length)).unwrap();
+            let list = fit_in_frame(vec![
+                StoredLease {
+                    lease: u64::MAX,
+                    blob: blob.clone()
+                };
+                2
+            ]);
+            assert_eq!(list.len(), 1);
+            let put = FdStoreRequest::Put {
+                lease: u64::MAX,
+                blob,
+            };
+            let listed = FdStoreResponse::Listed { leases: list };
+            assert!(put.payload().len().max(listed.payload().len()) <= MAX_PAYLOAD);
+            assert!(Blob::try_from(character.repeat(length + 1)).is_err());
+        }
+        let frame = format!(
+            r#"{{"Update":{{"lease":1,"blob":"{}"}}}}"#,
+            "x".repeat(MAX_BLOB - 1)
+        );
+        assert!(FdStoreRequest::parse(frame.as_bytes()).is_err());
     }
 }

@@ -9,8 +9,9 @@
 //! * [`credit`] computes with one credit word, without memory or atomics
 //! * `atomic_credit` changes a word that both sides share; tests run every interleaving
 //! * [`credit_page`] maps the shared page of such words; the only module here with `unsafe`
-//! * [`messages`] encodes and parses messages; [`messages::retained`] those about retained memory,
-//!   [`messages::token`] those about memory tokens, whose layout is in [`messages::signed_token`]
+//! * [`messages`] encodes and parses messages (between root's own processes as JSON);
+//!   [`messages::retained`] those about retained memory, [`messages::token`] those about memory
+//!   tokens, whose layout is in [`messages::signed_token`]
 //! * [`connect`] connects to the agent from inside a container
 //! * [`checksum`] verifies retained memory
 //! * [`fence`] encodes why a process image is fenced

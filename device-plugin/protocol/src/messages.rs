@@ -31,6 +31,7 @@
 #![forbid(unsafe_code)]
 
 mod codec;
+pub(crate) mod json;
 mod request;
 mod response;
 pub mod retained;
@@ -39,7 +40,7 @@ pub mod token;
 
 use crate::units::Units;
 
-pub(crate) use codec::Decoder;
+pub use json::JsonMessage;
 pub use request::{REFUSED_BY_DRIVER, Request};
 pub use response::{Recovery, RejectReason, Response};
 

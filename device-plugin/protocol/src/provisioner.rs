@@ -26,7 +26,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::messages::{DecodeError, Message};
+use crate::messages::JsonMessage;
 
 /// A request of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,37 +82,14 @@ pub enum ProvisionerResponse {
     },
 }
 
-impl Message for ProvisionerRequest {
-    fn payload(&self) -> Vec<u8> {
-        encode(self)
-    }
+impl JsonMessage for ProvisionerRequest {}
 
-    fn parse(payload: &[u8]) -> Result<ProvisionerRequest, DecodeError> {
-        decode(payload)
-    }
-}
-
-impl Message for ProvisionerResponse {
-    fn payload(&self) -> Vec<u8> {
-        encode(self)
-    }
-
-    fn parse(payload: &[u8]) -> Result<ProvisionerResponse, DecodeError> {
-        decode(payload)
-    }
-}
-
-fn encode(message: &impl Serialize) -> Vec<u8> {
-    serde_json::to_vec(message).expect("numbers and names are JSON")
-}
-
-fn decode<'de, M: Deserialize<'de>>(payload: &'de [u8]) -> Result<M, DecodeError> {
-    serde_json::from_slice(payload).map_err(|_| DecodeError::BadValue("JSON"))
-}
+impl JsonMessage for ProvisionerResponse {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::messages::Message;
     use proptest::prelude::*;
 
     fn request() -> impl Strategy<Value = ProvisionerRequest> {

@@ -242,7 +242,8 @@ pub(super) fn retained_memory_condition(retained: &RetainedStatus) -> ConditionU
         _ if !is_store_connected => condition(
             false,
             names::FD_STORE_UNAVAILABLE,
-            "the fd store does not answer",
+            "the fd store does not reply: see its pod's log; if its version is not the agent's, \
+             delete the pod, which ends all retained memory",
         ),
         (_, Some((gpu, runtime))) if runtime.state == RuntimeState::Refused => condition(
             false,

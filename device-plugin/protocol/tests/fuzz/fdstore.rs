@@ -2,24 +2,24 @@
 
 use bursar_protocol::fdstore::{Blob, FdStoreRequest, FdStoreResponse, Refusal, StoredLease};
 
-use crate::{parses, payloads};
+use crate::{parses_json, payloads};
 
-fn blob(bytes: &[u8]) -> Blob {
-    Blob::new(bytes.to_vec()).unwrap()
+fn blob(text: &str) -> Blob {
+    Blob::try_from(text.to_owned()).unwrap()
 }
 
-/// A request is an error, or the one message that encodes to it.
+/// A request is an error, or a message that keeps its meaning.
 #[test]
 fn fdstore_requests_round_trip() {
-    parses::<FdStoreRequest>(&payloads(&[
-        FdStoreRequest::Hello { version: 1 },
+    parses_json::<FdStoreRequest>(&payloads(&[
+        FdStoreRequest::Hello { version: 2 },
         FdStoreRequest::Put {
             lease: 7,
-            blob: blob(b"{}"),
+            blob: blob("{}"),
         },
         FdStoreRequest::Update {
             lease: u64::MAX,
-            blob: blob(&[0; 300]),
+            blob: blob(&"\0".repeat(300)),
         },
         FdStoreRequest::Get { lease: 0 },
         FdStoreRequest::Drop { lease: 1 },
@@ -27,25 +27,25 @@ fn fdstore_requests_round_trip() {
     ]));
 }
 
-/// A response is an error, or the one message that encodes to it.
+/// A response is an error, or a message that keeps its meaning.
 #[test]
 fn fdstore_responses_round_trip() {
-    let entry = |lease, bytes: &[u8]| StoredLease {
+    let entry = |lease, text| StoredLease {
         lease,
-        blob: blob(bytes),
+        blob: blob(text),
     };
-    parses::<FdStoreResponse>(&payloads(&[
+    parses_json::<FdStoreResponse>(&payloads(&[
         FdStoreResponse::Ready {
-            version: 1,
+            version: 2,
             leases: 2,
             room: u32::MAX,
         },
         FdStoreResponse::Stored,
-        FdStoreResponse::Lease(entry(1, b"{}")),
+        FdStoreResponse::Lease(entry(1, "{}")),
         FdStoreResponse::Dropped,
         FdStoreResponse::Listed { leases: vec![] },
         FdStoreResponse::Listed {
-            leases: vec![entry(1, b""), entry(2, &[1; 200]), entry(3, b"{}")],
+            leases: vec![entry(1, ""), entry(2, &"ä".repeat(200)), entry(3, "{}")],
         },
         FdStoreResponse::Refused(Refusal::Full),
         FdStoreResponse::Refused(Refusal::NoHello),

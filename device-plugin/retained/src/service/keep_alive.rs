@@ -92,10 +92,10 @@ pub(super) async fn store_keep_alive(
 
 /// The blob of the keep-alive: the UUID of its GPU.
 pub(super) fn encode_gpu(gpu: &GpuUuid) -> Blob {
-    Blob::new(gpu.as_str().into()).unwrap_or_default()
+    gpu.as_str().to_owned().try_into().unwrap_or_default()
 }
 
 /// The GPU of the keep-alive; `None` if an earlier version of the agent did not record it.
 pub(super) fn parse_gpu(blob: &Blob) -> Option<GpuUuid> {
-    str::from_utf8(blob.as_bytes()).ok()?.parse().ok()
+    blob.as_str().parse().ok()
 }

@@ -73,10 +73,10 @@ fn parse_record(blob: &Blob) -> StoredRecord {
         title: Title,
         bytes: Bytes,
     }
-    match serde_json::from_slice(blob.as_bytes()) {
+    match serde_json::from_str(blob.as_str()) {
         Ok(record) => StoredRecord::Read(record),
         Err(error) => {
-            let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
+            let extent: Option<Extent> = serde_json::from_str(blob.as_str()).ok();
             StoredRecord::Unreadable {
                 extent: extent.map(|extent| (extent.title.gpu, extent.bytes)),
                 why: error.to_string(),
@@ -100,6 +100,5 @@ fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
 }
 
 pub(super) fn encode_record(record: &LeaseRecord) -> Option<Blob> {
-    let text = serde_json::to_vec(record).ok()?;
-    Blob::new(text).ok()
+    serde_json::to_string(record).ok()?.try_into().ok()
 }
