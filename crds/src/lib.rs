@@ -9,6 +9,7 @@ pub mod budget;
 pub mod conditions;
 pub mod context_policy;
 pub mod gpu_node;
+pub mod numbers;
 pub mod pod_total;
 pub mod quantity;
 pub mod resources;

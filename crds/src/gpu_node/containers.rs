@@ -10,7 +10,7 @@ use crate::{Amount, schema};
 
 /// Use and fault counters of a namespace's pods on this node. The counters grow as long as the node
 /// exists.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NamespaceUse {
     /// The namespace.

@@ -33,9 +33,7 @@ use self::conditions::{
     retained_memory_condition, sole_owner_condition, state_written_condition,
     token_limit_condition,
 };
-use self::containers::{
-    enforcement_gap, gpu_containers, namespace_use, pending_containers, retained_lease,
-};
+use self::containers::{enforcement_gap, gpu_containers, pending_containers, retained_lease};
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 
@@ -124,12 +122,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
             .iter()
             .map(|lease| retained_lease(lease, &pod_names))
             .collect(),
-        namespaces: inputs
-            .audited
-            .namespaces
-            .iter()
-            .map(namespace_use)
-            .collect(),
+        namespaces: inputs.audited.namespaces.clone(),
         pod_names,
         conditions: vec![
             gpus_found_condition(snapshot),

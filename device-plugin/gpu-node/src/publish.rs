@@ -16,6 +16,7 @@ use bursar_apiserver::ParsedSpec;
 use bursar_apiserver::gpu_node::{GpuNodeApi, GpuNodeError, ObservedObject};
 use bursar_apiserver::metrics::ApiMetrics;
 use bursar_apiserver::spec_watch::Observation;
+use bursar_crds::numbers::truncate_to_seconds;
 use bursar_gpu::drain::DrainState;
 use bursar_ledger::units::GpuUuid;
 use bursar_watch::is_below;
@@ -25,7 +26,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::render::{is_urgent, render, truncate_to_seconds};
+use super::render::{is_urgent, render};
 use super::report::NodeReport;
 
 /// The rate of writes.

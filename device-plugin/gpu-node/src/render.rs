@@ -12,6 +12,7 @@ use bursar_crds::gpu_node::{
     MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING,
     NodeMemory, QuotaOverride, QuotaStatus, TokenKey,
 };
+use bursar_crds::numbers::{to_i32, to_i64, truncate_to_seconds};
 use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
@@ -90,7 +91,7 @@ pub fn render(
             .map(|gpu| gpu_status(gpu, &mut names, &mut entries_left, before, now))
             .collect(),
         waiting: first(waiting, MAX_WAITING),
-        not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
+        not_enforced_count: to_i32(not_enforced.len()),
         not_enforced: first(not_enforced, MAX_NOT_ENFORCED),
         quotas: match ordered.generation {
             None => before.quotas.clone(),
@@ -108,7 +109,7 @@ pub fn render(
                 .collect(),
         ),
         containers: first(containers, MAX_CONTAINERS),
-        retained_count: i32::try_from(*retained_count).unwrap_or(i32::MAX),
+        retained_count: to_i32(*retained_count),
         retained: first(retained, MAX_RETAINED),
         namespaces: first(namespaces, MAX_NAMESPACES),
         conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
@@ -231,7 +232,7 @@ impl PodNames<'_> {
             uid: uid.as_str().to_owned(),
             namespace: part(|name| &name.namespace),
             name: part(|name| &name.name),
-            quanta: to_i32(quanta),
+            quanta: to_i32(quanta.0),
         }
     }
 }
@@ -294,26 +295,26 @@ fn gpu_status(
     let kept = *leaked + *leftover;
     GpuStatus {
         uuid: uuid.as_str().to_owned(),
-        index: i32::try_from(*minor).unwrap_or(i32::MAX),
+        index: to_i32(*minor),
         model: model.clone(),
         memory: Amount::from_bytes(memory.0),
         state: *state,
-        generation: i64::try_from(*generation).unwrap_or(i64::MAX),
+        generation: to_i64(*generation),
         health: Health {
             status,
             reason: reason.to_owned(),
             since: Some(since),
         },
-        capacity: to_i32(report.capacity()),
+        capacity: to_i32(report.capacity().0),
         // The API's `free` includes memory that the agent sets aside; the ledger's does not.
-        free: to_i32(in_ledger.unbound()),
-        largest_free: to_i32(*free),
+        free: to_i32(in_ledger.unbound().0),
+        largest_free: to_i32(free.0),
         leaked: (kept.0 > 0).then(|| Amount::from_bytes(kept.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         reserved_for: reserved_for.as_ref().map(|pod| pod.as_str().to_owned()),
         set_aside,
         only_for: only_for.clone(),
-        pods_omitted: i32::try_from(pods.len() - listed.len()).unwrap_or(i32::MAX),
+        pods_omitted: to_i32(pods.len() - listed.len()),
         pods: listed,
         runtime: runtime.as_ref().map(runtime_status),
     }
@@ -342,9 +343,9 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
         largest_free,
     } = memory;
     NodeMemory {
-        allocatable: to_i32(*allocatable),
-        free: to_i32(*free),
-        largest_free: to_i32(*largest_free),
+        allocatable: to_i32(allocatable.0),
+        free: to_i32(free.0),
+        largest_free: to_i32(largest_free.0),
     }
 }
 
@@ -434,20 +435,6 @@ fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus
 /// The first entries of a list.
 fn first<T: Clone>(all: &[T], most: usize) -> Vec<T> {
     all[..all.len().min(most)].to_vec()
-}
-
-/// The API has signed integers only.
-pub(crate) fn to_i64(number: u64) -> i64 {
-    i64::try_from(number).unwrap_or(i64::MAX)
-}
-
-pub(crate) fn to_i32(quanta: Quanta) -> i32 {
-    i32::try_from(quanta.0).unwrap_or(i32::MAX)
-}
-
-/// Truncates `at` to the API's precision.
-pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
-    Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use bursar_crds::gpu_node::NodeSummary;
+use bursar_crds::numbers::to_i32;
 use bursar_ledger::units::{Bytes, PodUid, Quanta};
 
 use super::report::{GpuHealth, GpuReport, NodeReport};
@@ -38,14 +39,10 @@ pub(crate) fn summarize(report: &NodeReport) -> NodeSummary {
         largest_free,
         set_aside: set_aside(report),
         generations: generations(&report.gpus),
-        waiting: count(report.waiting.len()),
-        faults: count(report.faults.len()),
-        not_enforced: count(report.not_enforced.len()),
+        waiting: to_i32(report.waiting.len()),
+        faults: to_i32(report.faults.len()),
+        not_enforced: to_i32(report.not_enforced.len()),
     }
-}
-
-fn count(entries: usize) -> i32 {
-    i32::try_from(entries).unwrap_or(i32::MAX)
 }
 
 /// The number of GPUs of each model, and the number of unhealthy ones.

@@ -7,8 +7,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_crds::gpu_node::MAX_NAMESPACES;
-use bursar_ledger::units::{AllocationId, Bytes, Quanta, Quantum};
+use bursar_crds::gpu_node::{MAX_NAMESPACES, NamespaceUse};
+use bursar_crds::numbers::{to_i32, to_i64};
+use bursar_ledger::units::{AllocationId, Bytes, Quantum};
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::{Account, ContainerUsage, by_allocation};
 use serde::{Deserialize, Serialize};
@@ -16,23 +17,6 @@ use tokio::time::Instant;
 
 /// How long usage is observed before it is reported.
 const REPORT_WINDOW: Duration = Duration::from_secs(60);
-
-/// The use and the incidents of a namespace's pods on the node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NamespaceReport {
-    /// The namespace.
-    pub namespace: String,
-    /// The peak of their device memory in the recent past, rounded up.
-    pub observed: Quanta,
-    /// The peak of their managed memory in the recent past, rounded up.
-    pub observed_managed: Quanta,
-    /// How many allocations were denied to them.
-    pub denials: u64,
-    /// How many of their process images were poisoned.
-    pub poisoned: u64,
-    /// How often they were restarted for that.
-    pub restarts: u64,
-}
 
 /// Counts of a namespace or a container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,14 +91,6 @@ impl BytesInUse {
     }
 }
 
-/// A namespace's figures at the end of a window.
-#[derive(Clone, Copy, Debug, Default)]
-struct WindowFigures {
-    observed: Quanta,
-    observed_managed: Quanta,
-    denials: u64,
-}
-
 /// The usage and the counts of the node's namespaces.
 #[derive(Debug)]
 pub(crate) struct NamespaceUsage {
@@ -125,7 +101,7 @@ pub(crate) struct NamespaceUsage {
     window_start: Option<Instant>,
     /// The usage of the last window, and the denials at its end, which change too often for each
     /// status.
-    last_window: BTreeMap<String, WindowFigures>,
+    last_window: BTreeMap<String, NamespaceUse>,
 }
 
 impl NamespaceUsage {
@@ -194,19 +170,18 @@ impl NamespaceUsage {
     fn close_window(&mut self) {
         self.drop_idle();
         let most = std::mem::take(&mut self.peak);
-        let rounded_up = |bytes: Bytes| {
-            let quanta = bytes.0.div_ceil(self.quantum.bytes());
-            Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
-        };
+        let rounded_up = |bytes: Bytes| to_i32(bytes.0.div_ceil(self.quantum.bytes()));
         let namespaces = self.persisted.namespaces.iter();
         let figures = namespaces.map(|(namespace, counts)| {
             let most = most.get(namespace).copied().unwrap_or_default();
-            let figures = WindowFigures {
+            let used = NamespaceUse {
+                namespace: namespace.clone(),
                 observed: rounded_up(most.device),
                 observed_managed: rounded_up(most.managed),
-                denials: counts.denials,
+                denials: to_i64(counts.denials),
+                ..NamespaceUse::default()
             };
-            (namespace.clone(), figures)
+            (namespace.clone(), used)
         });
         self.last_window = figures.collect();
     }
@@ -227,20 +202,18 @@ impl NamespaceUsage {
     }
 
     /// The last window's usage and denials, and the present counts of faults.
-    pub(crate) fn report(&self) -> Vec<NamespaceReport> {
+    pub(crate) fn report(&self) -> Vec<NamespaceUse> {
         let namespaces = self.persisted.namespaces.iter();
         let reports = namespaces.filter_map(|(namespace, counts)| {
-            let last = self.last_window.get(namespace).copied();
+            let last = self.last_window.get(namespace).cloned();
             // A namespace without faults is reported after its first window.
             let has_faults = counts.poisoned > 0 || counts.restarts > 0;
-            let figures = last.or(has_faults.then(WindowFigures::default))?;
-            Some(NamespaceReport {
+            let used = last.or(has_faults.then(NamespaceUse::default))?;
+            Some(NamespaceUse {
                 namespace: namespace.clone(),
-                observed: figures.observed,
-                observed_managed: figures.observed_managed,
-                denials: figures.denials,
-                poisoned: counts.poisoned,
-                restarts: counts.restarts,
+                poisoned: to_i64(counts.poisoned),
+                restarts: to_i64(counts.restarts),
+                ..used
             })
         });
         reports.collect()
@@ -312,17 +285,17 @@ mod tests {
             self.usage.observe(&containers, &usage, now);
         }
 
-        fn reported(&self) -> Vec<(String, u32, [u64; 3])> {
+        fn reported(&self) -> Vec<(String, i32, [i64; 3])> {
             let reports = self.usage.report().into_iter();
             let rows = reports.map(|report| {
                 let counts = [report.denials, report.poisoned, report.restarts];
-                (report.namespace, report.observed.0, counts)
+                (report.namespace, report.observed, counts)
             });
             rows.collect()
         }
     }
 
-    fn of(namespace: &str, observed: u32, counts: [u64; 3]) -> (String, u32, [u64; 3]) {
+    fn of(namespace: &str, observed: i32, counts: [i64; 3]) -> (String, i32, [i64; 3]) {
         (namespace.to_owned(), observed, counts)
     }
 
@@ -351,15 +324,12 @@ mod tests {
         fixture.observe(0, &both);
         fixture.observe(60, &both[..1]);
         let report = &fixture.usage.report()[0];
-        assert_eq!(
-            (report.observed, report.observed_managed),
-            (Quanta(2), Quanta(18))
-        );
+        assert_eq!((report.observed, report.observed_managed), (2, 18));
         fixture.observe(90, &both[..1]);
         fixture.observe(120, &[]);
-        assert_eq!(fixture.usage.report()[0].observed_managed, Quanta(9));
+        assert_eq!(fixture.usage.report()[0].observed_managed, 9);
         fixture.observe(180, &[]);
-        assert_eq!(fixture.usage.report()[0].observed_managed, Quanta(0));
+        assert_eq!(fixture.usage.report()[0].observed_managed, 0);
     }
 
     #[test]

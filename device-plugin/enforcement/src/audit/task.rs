@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::Config;
+use bursar_crds::gpu_node::NamespaceUse;
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_host::checkpoint::Checkpoint;
 use bursar_host::checkpoint::write_behind::{LateWrite, WriteBehindFile};
@@ -46,7 +47,6 @@ use super::settle::Overheads;
 use super::withheld::WithheldMemory;
 use crate::attestation::{AttestedContainer, EnforcementGap, GapReason};
 use crate::audit::metrics::{AuditFigures, AuditMetrics};
-use crate::audit::namespace_usage::NamespaceReport;
 use crate::driver_limits::{self, Limits};
 use crate::leftovers::Leftovers;
 use readings::Readings;
@@ -75,7 +75,7 @@ pub struct AuditStatus {
     /// The containers that are not under enforcement.
     pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
     /// The usage and the counts of each namespace.
-    pub namespaces: Vec<NamespaceReport>,
+    pub namespaces: Vec<NamespaceUse>,
     /// The process generation and the faults of each container.
     pub histories: BTreeMap<AllocationId, ProcessHistory>,
     /// The state directory lacks the namespaces' counters for long.

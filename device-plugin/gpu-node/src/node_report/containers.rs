@@ -4,20 +4,17 @@ use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{
-    EnforcementGap, GpuContainer, LastFault, MemoryResource, NamespaceUse, PendingContainer,
-    RetainedLease,
+    EnforcementGap, GpuContainer, LastFault, MemoryResource, PendingContainer, RetainedLease,
 };
+use bursar_crds::numbers::{to_i32, to_i64, truncate_to_seconds};
 use bursar_enforcement::attestation;
 use bursar_enforcement::audit::AuditStatus;
-use bursar_enforcement::audit::namespace_usage::NamespaceReport;
 use bursar_ledger::units::{PodUid, Resource};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::{BoundContainer, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_retained::status::LeaseReport;
 use bursar_sessions::{Fault, ProcessHistory, RecoveryAction};
-
-use crate::render::{to_i32, to_i64, truncate_to_seconds};
 
 /// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
@@ -55,8 +52,7 @@ fn pending_container(claim: &QueuedClaim) -> PendingContainer {
             Resource::DeviceMemory => MemoryResource::DeviceMemory,
             Resource::ManagedMemory => MemoryResource::ManagedMemory,
         },
-        quanta: to_i32(claim.quanta),
-        // The API stores whole seconds; the status read back must equal the written one.
+        quanta: to_i32(claim.quanta.0),
         since: truncate_to_seconds(claim.since),
     }
 }
@@ -134,18 +130,7 @@ pub(super) fn retained_lease(
         state: lease.state,
         owner_uid: lease.owner.to_string(),
         owner: owner.map(|pod| pod.name.clone()).unwrap_or_default(),
-        openers: i32::try_from(lease.openers).unwrap_or(i32::MAX),
-    }
-}
-
-pub(super) fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
-    NamespaceUse {
-        namespace: used.namespace.clone(),
-        observed: to_i32(used.observed),
-        observed_managed: to_i32(used.observed_managed),
-        denials: to_i64(used.denials),
-        poisoned: to_i64(used.poisoned),
-        restarts: to_i64(used.restarts),
+        openers: to_i32(lease.openers),
     }
 }
 
