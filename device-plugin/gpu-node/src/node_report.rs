@@ -33,7 +33,7 @@ use self::conditions::{
     retained_memory_condition, sole_owner_condition, state_written_condition,
     token_limit_condition,
 };
-use self::containers::{enforcement_gap, gpu_containers, pending_containers, retained_lease};
+use self::containers::{enforcement_gap, gpu_containers, pending_containers, with_owner};
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 
@@ -120,7 +120,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
             .retained
             .leases
             .iter()
-            .map(|lease| retained_lease(lease, &pod_names))
+            .map(|lease| with_owner(lease, &pod_names))
             .collect(),
         namespaces: inputs.audited.namespaces.clone(),
         pod_names,

@@ -3,15 +3,17 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use bursar_crds::gpu_node::{LeaseState, MAX_RETAINED};
-use bursar_ledger::units::{Bytes, GpuUuid, LeaseId, PodUid};
+use bursar_crds::Amount;
+use bursar_crds::gpu_node::{LeaseState, MAX_RETAINED, RetainedLease};
+use bursar_crds::numbers::{to_i32, to_i64};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 
 use super::leases::{LeaseRecord, LeaseTable};
 use super::runtimes::RuntimeReport;
 use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
 
 /// The state of retained memory on this node.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RetainedStatus {
     /// Whether the chart enables retained memory.
     pub enabled: bool,
@@ -28,48 +30,25 @@ pub struct RetainedStatus {
     /// The number of leases that this agent can read.
     pub readable: usize,
     /// Leases by namespace and name: at most [`MAX_RETAINED`], the largest of each namespace.
-    pub leases: Vec<LeaseReport>,
+    pub leases: Vec<RetainedLease>,
     /// How many leases are charged to no container, because the agent cannot read their GPU and
     /// size.
     pub uncharged: usize,
 }
 
-/// A lease of retained memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeaseReport {
-    /// The namespace whose pods share the lease.
-    pub namespace: String,
-    /// The lease's name in its namespace.
-    pub name: String,
-    /// The GPU.
-    pub gpu: GpuUuid,
-    /// The lease's generation, which is its id.
-    pub generation: u64,
-    /// The GPU's generation when the memory was created.
-    pub gpu_generation: u64,
-    /// The size.
-    pub bytes: Bytes,
-    /// How far the lease is on its way.
-    pub state: LeaseState,
-    /// The pod that is charged for it.
-    pub owner: PodUid,
-    /// The number of pods that have it open.
-    pub openers: usize,
-}
-
-impl LeaseReport {
-    fn new((id, record, state): (LeaseId, &LeaseRecord, LeaseState)) -> LeaseReport {
-        LeaseReport {
-            namespace: record.title.namespace.clone(),
-            name: record.title.name.clone(),
-            gpu: record.title.gpu.clone(),
-            generation: id.0,
-            gpu_generation: record.gpu_generation,
-            bytes: record.bytes,
-            state,
-            owner: record.pod.clone(),
-            openers: record.openers.len(),
-        }
+/// Describes a lease; the node's report adds the name of the owner.
+fn describe((id, record, state): (LeaseId, &LeaseRecord, LeaseState)) -> RetainedLease {
+    RetainedLease {
+        namespace: record.title.namespace.clone(),
+        name: record.title.name.clone(),
+        gpu: record.title.gpu.to_string(),
+        generation: to_i64(id.0),
+        gpu_generation: to_i64(record.gpu_generation),
+        size: Amount::from_bytes(record.bytes.0),
+        state,
+        owner_uid: record.pod.to_string(),
+        owner: String::new(),
+        openers: to_i32(record.openers.len()),
     }
 }
 
@@ -77,7 +56,7 @@ impl LeaseReport {
 /// have their largest lease listed before one has its second largest.
 fn select_leases<'a>(
     leases: impl Iterator<Item = (LeaseId, &'a LeaseRecord, LeaseState)>,
-) -> Vec<LeaseReport> {
+) -> Vec<RetainedLease> {
     let mut all: Vec<_> = leases.collect();
     all.sort_by_key(|(id, record, _)| (&record.title.namespace, Reverse(record.bytes), *id));
     let mut ranks: BTreeMap<&str, usize> = BTreeMap::new();
@@ -91,10 +70,12 @@ fn select_leases<'a>(
         .collect();
     ranked.sort_by_key(|(rank, _)| *rank);
     ranked.truncate(MAX_RETAINED);
-    let reports = ranked.into_iter().map(|(_, lease)| LeaseReport::new(lease));
-    let mut reports: Vec<_> = reports.collect();
+    let mut reports: Vec<_> = ranked
+        .into_iter()
+        .map(|(_, lease)| describe(lease))
+        .collect();
     reports.sort_by(|left, right| {
-        let key = |lease: &LeaseReport| (lease.namespace.clone(), lease.name.clone());
+        let key = |lease: &RetainedLease| (lease.namespace.clone(), lease.name.clone());
         (key(left), left.generation).cmp(&(key(right), right.generation))
     });
     reports
@@ -159,7 +140,7 @@ mod tests {
         }
     }
 
-    fn selected(records: &[LeaseRecord]) -> Vec<LeaseReport> {
+    fn selected(records: &[LeaseRecord]) -> Vec<RetainedLease> {
         let numbered = records.iter().enumerate().map(|(index, record)| {
             let id = LeaseId(u64::try_from(index).unwrap() + 1);
             (id, record, LeaseState::Committed)
@@ -169,15 +150,16 @@ mod tests {
 
     #[test]
     fn lease_is_listed_with_size_generations_state_and_owner() {
-        let expected = LeaseReport {
+        let expected = RetainedLease {
             namespace: "team".into(),
             name: "weights".into(),
-            gpu: "GPU-a".parse().unwrap(),
+            gpu: "GPU-a".into(),
             generation: 1,
             gpu_generation: 3,
-            bytes: Bytes::gib(12),
+            size: "12Gi".into(),
             state: LeaseState::Committed,
-            owner: "p".parse().unwrap(),
+            owner_uid: "p".into(),
+            owner: String::new(),
             openers: 2,
         };
         assert_eq!(selected(&[record("team", "weights", 12)]), [expected]);
@@ -199,6 +181,6 @@ mod tests {
             .collect();
         assert_eq!(few, ["a", "b"]);
         let mut many_leases = listed.iter().filter(|lease| lease.namespace == "many");
-        assert!(many_leases.all(|lease| lease.bytes == Bytes::gib(2)));
+        assert!(many_leases.all(|lease| lease.size == "2Gi".into()));
     }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::Amount;
 use bursar_crds::gpu_node::{
     EnforcementGap, GpuContainer, LastFault, MemoryResource, PendingContainer, RetainedLease,
 };
@@ -13,7 +12,6 @@ use bursar_ledger::units::{PodUid, Resource};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::{BoundContainer, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
-use bursar_retained::status::LeaseReport;
 use bursar_sessions::{Fault, ProcessHistory, RecoveryAction};
 
 /// The longest message of [`EnforcementGap`].
@@ -114,23 +112,16 @@ fn last_fault(fault: &Fault) -> LastFault {
     }
 }
 
-/// A lease, with the name of its owner where `names` has it.
-pub(super) fn retained_lease(
-    lease: &LeaseReport,
+/// Adds the name of a lease's owner where `names` has it.
+pub(super) fn with_owner(
+    lease: &RetainedLease,
     names: &BTreeMap<PodUid, PodName>,
 ) -> RetainedLease {
-    let owner = names.get(&lease.owner);
+    let owner = lease.owner_uid.parse().ok();
+    let owner = owner.and_then(|owner: PodUid| names.get(&owner));
     RetainedLease {
-        namespace: lease.namespace.clone(),
-        name: lease.name.clone(),
-        gpu: lease.gpu.to_string(),
-        generation: to_i64(lease.generation),
-        gpu_generation: to_i64(lease.gpu_generation),
-        size: Amount::from_bytes(lease.bytes.0),
-        state: lease.state,
-        owner_uid: lease.owner.to_string(),
         owner: owner.map(|pod| pod.name.clone()).unwrap_or_default(),
-        openers: to_i32(lease.openers),
+        ..lease.clone()
     }
 }
 
