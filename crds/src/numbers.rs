@@ -1,4 +1,4 @@
-//! Converts numbers and times to those of the API, which has signed integers and whole seconds only.
+//! Converts numbers and times to those of the API: signed integers and whole seconds.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;

@@ -257,11 +257,11 @@ fn quantum_bytes(quantum: Quantum, quanta: Quanta) -> u64 {
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
+    use bursar_crds::gpu_node::{self, FaultKind};
     use bursar_enforcement::attestation::GapReason;
     use bursar_enforcement::audit::compare::{AuditResult, Finding};
     use bursar_enforcement::audit::metrics::AuditFigures;
-    use bursar_enforcement::faults::report::FaultReport;
-    use bursar_gpu_node::fixtures::report;
+    use bursar_gpu_node::fixtures::{self, report};
     use bursar_ledger::units::Bytes;
     use bursar_node::allocator::BoundContainer;
     use bursar_node::checkpoint_state::{ContainerName, PodName};
@@ -405,16 +405,10 @@ mod tests {
         }
     }
 
-    fn gpu_fault() -> FaultReport {
-        FaultReport {
-            id: "GPU-00000000-3".into(),
-            gpu: "GPU-00000000".parse().unwrap(),
-            gpu_generation: 3,
-            cuda_error: None,
-            xid: Some(79),
+    fn gpu_fault() -> gpu_node::Fault {
+        gpu_node::Fault {
             action: Some(FaultAction::RestartNode),
-            image: None,
-            time: None,
+            ..fixtures::fault("GPU-00000000-3", FaultKind::Gpu, 0)
         }
     }
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 use bursar_apiserver::Events;
 use bursar_config::ResourcesConfig;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
+use bursar_crds::gpu_node::Fault;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
-use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu_node::NodeReport;
 use bursar_gpu_node::node_report::{ReportInputs, late_write, node_report, transition_events};
 use bursar_gpu_node::quota_overrides::AppliedSpec;
@@ -40,7 +40,7 @@ pub(crate) struct StatusPublisher {
     pub(crate) audited: watch::Receiver<AuditStatus>,
     pub(crate) limits: watch::Receiver<Limits>,
     pub(crate) ordered: watch::Receiver<AppliedSpec>,
-    pub(crate) faults: watch::Receiver<Vec<FaultReport>>,
+    pub(crate) faults: watch::Receiver<Vec<Fault>>,
     pub(crate) retained: watch::Receiver<RetainedStatus>,
     pub(crate) owners: watch::Receiver<GpuOwners>,
     pub(crate) token_key: NodePublicKey,

@@ -16,8 +16,7 @@
 //! | [`policy`] | decides what follows a fault in which container: pure |
 //! | `restarts` | detects that a program runs again after a fault: pure |
 //! | [`task`] | reads the log and carries out decisions |
-//! | [`report`] | describes an open fault for the node's status |
-//! | [`events`] | publishes Events and builds fault reports |
+//! | [`events`] | publishes Events and builds the entries of the node's status |
 
 pub mod confirmation;
 pub mod events;
@@ -25,7 +24,6 @@ mod forked_children;
 pub mod killer;
 pub mod kmsg;
 pub mod policy;
-pub mod report;
 mod restarts;
 pub mod task;
 

@@ -1,7 +1,7 @@
 //! Builds reports for tests.
 
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_crds::gpu_node::{GpuContainer, GpuState};
+use bursar_crds::gpu_node::{Fault, FaultContainer, FaultKind, GpuContainer, GpuState};
 use bursar_gpu::Gpu;
 use bursar_ledger::units::{Bytes, Quanta, Quantum};
 use bursar_ledger::{GpuView, Health};
@@ -58,6 +58,28 @@ pub fn container(pod_uid: &str) -> GpuContainer {
         restarts: 0,
         restarts_in_place: 0,
         last_fault: None,
+    }
+}
+
+/// An open fault of the first GPU, or of the context of a process image in container "main" of pod
+/// "a", seen that many seconds after the epoch.
+pub fn fault(id: &str, kind: FaultKind, seconds: i64) -> Fault {
+    Fault {
+        id: id.to_owned(),
+        kind,
+        gpu: "GPU-00000000".into(),
+        gpu_generation: 3,
+        cuda_error: None,
+        xid: Some(79),
+        action: None,
+        container: (kind == FaultKind::Context).then(|| FaultContainer {
+            pod_uid: "a".into(),
+            namespace: "team".into(),
+            pod: "a".into(),
+            container: "main".into(),
+            process_generation: seconds,
+        }),
+        time: at(seconds),
     }
 }
 

@@ -5,6 +5,7 @@
 //! | [`report`] | the node's state, without what a `GpuNode` keeps of its last status |
 //! | [`node_report`] | computes the report from a snapshot of the node: pure |
 //! | [`render`] | builds the `GpuNode` status from a report: pure |
+//! | `carry_over` | completes a status with what depends on the one before it: pure |
 //! | `summary` | describes the node in a few words for `kubectl get`: pure |
 //! | [`publish`] | writes the status when it changed, at a bounded rate |
 //! | [`quota_overrides`] | applies the spec's quotas to the sessions |
@@ -12,6 +13,7 @@
 //! No pod's start depends on the API server: without it the agent works on, and publishes the state
 //! later.
 
+mod carry_over;
 pub mod node_report;
 pub mod publish;
 pub mod quota_overrides;

@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 
 use bursar_config::ResourcesConfig;
 use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::GpuState as State;
+use bursar_crds::gpu_node::{Fault, FaultKind, GpuState as State};
+use bursar_crds::numbers::to_i64;
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
-use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::health::{Health, UnhealthyReason};
 use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
@@ -25,6 +25,7 @@ use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::runtimes::RuntimeReport;
 use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::NodePublicKey;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use self::conditions::{
     accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
@@ -63,7 +64,7 @@ pub struct ReportInputs {
     /// The state of the quota overrides.
     pub overrides: AppliedSpec,
     /// The open faults.
-    pub faults: Vec<FaultReport>,
+    pub faults: Vec<Fault>,
     /// The state of retained memory.
     pub retained: RetainedStatus,
     /// The owners of the GPUs.
@@ -247,7 +248,8 @@ fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 
 /// The fault that lost a GPU's memory; `None` for a healthy GPU and for one that may recover.
 ///
 /// The GPU's generation makes the fault's name unique: the generation grows when the fault is over.
-fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<FaultReport> {
+/// [`carry_over`](crate::carry_over) sets the time.
+fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<Fault> {
     let code = state.persisted.awaits_reset;
     let action = match code.map(required_action) {
         Some(XidAction::RestartNode) => FaultAction::RestartNode,
@@ -256,15 +258,16 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
         None => return None,
     };
     let (gpu, generation) = (&state.gpu.uuid, generation_of(state, generations));
-    Some(FaultReport {
+    Some(Fault {
         id: format!("{gpu}-{generation}"),
-        gpu: gpu.clone(),
-        gpu_generation: generation,
+        kind: FaultKind::Gpu,
+        gpu: gpu.to_string(),
+        gpu_generation: to_i64(generation),
         cuda_error: None,
-        xid: code.and_then(|code| u32::try_from(code).ok()),
+        xid: code.and_then(|code| i32::try_from(code).ok()),
         action: Some(action),
-        image: None,
-        time: None,
+        container: None,
+        time: Time(jiff::Timestamp::UNIX_EPOCH),
     })
 }
 

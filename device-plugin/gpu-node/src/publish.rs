@@ -299,14 +299,13 @@ fn backoff(rate: Rate, failures: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use bursar_crds::GpuNodeStatus;
-    use bursar_crds::gpu_node::{GpuContainer, RuntimeState};
-    use bursar_enforcement::faults::report::FaultReport;
+    use bursar_crds::gpu_node::{FaultKind, GpuContainer, RuntimeState};
     use bursar_ledger::units::Bytes;
     use bursar_retained::runtimes::RuntimeReport;
     use prometheus_client::registry::Registry;
 
     use super::*;
-    use crate::fixtures::{container, report};
+    use crate::fixtures::{container, fault, report};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
@@ -555,16 +554,7 @@ mod tests {
     async fn notice_outage(change: impl Fn(&mut NodeReport)) {
         let fake = FakeApi::default();
         let mut report = report();
-        report.faults = vec![FaultReport {
-            id: "f".to_owned(),
-            gpu: "GPU-0".parse().unwrap(),
-            gpu_generation: 1,
-            cuda_error: Some(700),
-            xid: None,
-            action: None,
-            image: None,
-            time: None,
-        }];
+        report.faults = vec![fault("f", FaultKind::Context, 1)];
         change(&mut report);
         let (sender, receiver) = watch::channel(report);
         let (unreachable_since, mut since) = watch::channel(Some(Instant::now()));

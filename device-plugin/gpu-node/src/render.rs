@@ -7,13 +7,12 @@ use bursar_crds::Amount;
 use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::context_policy::{ContextAction, FaultAction};
 use bursar_crds::gpu_node::{
-    Fault, FaultContainer, FaultKind, GpuContainer, GpuNodeStatus, GpuPod, GpuRuntime, GpuStatus,
-    Health, HealthStatus, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
-    MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING,
-    NodeMemory, QuotaOverride, QuotaStatus, TokenKey,
+    Fault, FaultKind, GpuContainer, GpuNodeStatus, GpuPod, GpuRuntime, GpuStatus, Health,
+    HealthStatus, MAX_CONTAINERS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_ENTRIES,
+    MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING, NodeMemory,
+    QuotaOverride, QuotaStatus, TokenKey,
 };
-use bursar_crds::numbers::{to_i32, to_i64, truncate_to_seconds};
-use bursar_enforcement::faults::report::{FaultReport, ImageReport};
+use bursar_crds::numbers::{to_i32, to_i64};
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
 use bursar_ledger::units::{Bytes, PodUid, Quanta};
@@ -21,6 +20,7 @@ use bursar_node::checkpoint_state::PodName;
 use bursar_retained::runtimes::RuntimeReport;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
+use crate::carry_over::carry_over;
 use crate::summary::summarize;
 
 use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
@@ -52,7 +52,7 @@ pub fn render(
         pod_names,
         waiting,
         not_enforced,
-        applied_spec: ordered,
+        applied_spec,
         faults,
         containers,
         retained_count,
@@ -67,10 +67,8 @@ pub fn render(
     let mut entries_left = MAX_POD_ENTRIES;
     let mut statements = vec![ready_condition(conditions)];
     statements.extend_from_slice(conditions);
-    GpuNodeStatus {
-        // Before this agent has read the spec, the status of the earlier agent's spec stays, as its
-        // overrides do.
-        observed_generation: ordered.generation.or(before.observed_generation),
+    let mut after = GpuNodeStatus {
+        observed_generation: applied_spec.generation,
         boot_id: Some(boot_id.clone()),
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
@@ -88,32 +86,26 @@ pub fn render(
         gpus: gpus
             .iter()
             .take(MAX_GPUS)
-            .map(|gpu| gpu_status(gpu, &mut names, &mut entries_left, before, now))
+            .map(|gpu| gpu_status(gpu, &mut names, &mut entries_left))
             .collect(),
         waiting: first(waiting, MAX_WAITING),
         not_enforced_count: to_i32(not_enforced.len()),
         not_enforced: first(not_enforced, MAX_NOT_ENFORCED),
-        quotas: match ordered.generation {
-            None => before.quotas.clone(),
-            Some(_) => ordered
-                .quotas
-                .iter()
-                .take(MAX_QUOTAS)
-                .map(quota_status)
-                .collect(),
-        },
-        faults: select_faults(
-            faults
-                .iter()
-                .map(|fault| fault_status(fault, before, now))
-                .collect(),
-        ),
+        quotas: applied_spec
+            .quotas
+            .iter()
+            .take(MAX_QUOTAS)
+            .map(quota_status)
+            .collect(),
+        faults: faults.clone(),
         containers: first(containers, MAX_CONTAINERS),
         retained_count: to_i32(*retained_count),
         retained: first(retained, MAX_RETAINED),
         namespaces: first(namespaces, MAX_NAMESPACES),
         conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
-    }
+    };
+    carry_over(before, &mut after, now);
+    after
 }
 
 /// Whether `after` differs from `before` in more than what tenants change as they like, and the
@@ -237,13 +229,7 @@ impl PodNames<'_> {
     }
 }
 
-fn gpu_status(
-    report: &GpuReport,
-    names: &mut PodNames<'_>,
-    entries_left: &mut usize,
-    before: &GpuNodeStatus,
-    now: &Time,
-) -> GpuStatus {
+fn gpu_status(report: &GpuReport, names: &mut PodNames<'_>, entries_left: &mut usize) -> GpuStatus {
     let GpuReport {
         gpu,
         state,
@@ -286,12 +272,6 @@ fn gpu_status(
         GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
         GpuHealth::Unhealthy { reason } => (HealthStatus::Unhealthy, reason.as_str()),
     };
-    let since = before
-        .gpus
-        .iter()
-        .find(|old| old.uuid == uuid.as_str() && old.health.status == status)
-        .and_then(|old| old.health.since.clone())
-        .unwrap_or_else(|| now.clone());
     let kept = *leaked + *leftover;
     GpuStatus {
         uuid: uuid.as_str().to_owned(),
@@ -303,7 +283,7 @@ fn gpu_status(
         health: Health {
             status,
             reason: reason.to_owned(),
-            since: Some(since),
+            since: None,
         },
         capacity: to_i32(report.capacity().0),
         // The API's `free` includes memory that the agent sets aside; the ledger's does not.
@@ -349,66 +329,6 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
     }
 }
 
-/// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
-/// faults that wait for the operator. Among equals the oldest come first.
-fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
-    let rank = |fault: &Fault| {
-        let is_gpus = fault.kind == FaultKind::Gpu;
-        let awaits_eviction = fault.action.is_some_and(FaultAction::awaits_eviction);
-        (!is_gpus, !awaits_eviction)
-    };
-    faults.sort_by(|a, b| (rank(a), a.time.0, &a.id).cmp(&(rank(b), b.time.0, &b.id)));
-    faults.truncate(MAX_FAULTS);
-    faults
-}
-
-fn fault_status(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
-    let FaultReport {
-        id,
-        gpu,
-        gpu_generation,
-        cuda_error,
-        xid,
-        action,
-        image,
-        time,
-    } = fault;
-    let written = before.faults.iter().find(|old| old.id == *id);
-    let first = || written.map_or_else(|| now.clone(), |old| old.time.clone());
-    Fault {
-        id: id.clone(),
-        kind: match image {
-            Some(_) => FaultKind::Context,
-            None => FaultKind::Gpu,
-        },
-        gpu: gpu.as_str().to_owned(),
-        gpu_generation: to_i64(*gpu_generation),
-        cuda_error: *cuda_error,
-        xid: xid.and_then(|xid| i32::try_from(xid).ok()),
-        action: *action,
-        container: image.as_ref().and_then(fault_container),
-        time: time.map_or_else(first, truncate_to_seconds),
-    }
-}
-
-/// None if the pod is unknown.
-fn fault_container(image: &ImageReport) -> Option<FaultContainer> {
-    let ImageReport {
-        pod_uid,
-        namespace,
-        pod,
-        container,
-        process_generation,
-    } = image;
-    Some(FaultContainer {
-        pod_uid: pod_uid.as_ref()?.as_str().to_owned(),
-        namespace: namespace.clone(),
-        pod: pod.clone(),
-        container: container.clone(),
-        process_generation: to_i64(*process_generation),
-    })
-}
-
 fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus {
     let QuotaOverride {
         pod_uid,
@@ -446,7 +366,7 @@ mod tests {
     use bursar_retained::runtimes::FailureClass;
 
     use super::*;
-    use crate::fixtures::{at, container, report};
+    use crate::fixtures::{at, container, fault, report};
 
     #[test]
     fn unchanged_report_renders_to_the_same_status() {
@@ -520,39 +440,27 @@ mod tests {
         assert!(is_urgent(&before, &render(&report)), "a lost GPU");
     }
 
-    fn context_fault(generation: u64, action: Option<FaultAction>) -> FaultReport {
-        FaultReport {
-            id: format!("a-{generation}"),
-            gpu: "GPU-00000000".parse().unwrap(),
-            gpu_generation: 3,
-            cuda_error: Some(700),
-            xid: None,
+    fn context_fault(generation: i64, action: Option<FaultAction>) -> Fault {
+        Fault {
             action,
-            image: Some(ImageReport {
-                pod_uid: Some("a".parse().unwrap()),
-                namespace: "team".into(),
-                pod: "a".into(),
-                container: "main".into(),
-                process_generation: generation,
-            }),
-            time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
+            ..fault(&format!("a-{generation}"), FaultKind::Context, generation)
         }
     }
 
     /// A report in which container "a" has this last fault, and these faults are open.
-    fn report_with_faults(last: u64, open: &[(u64, Option<FaultAction>)]) -> NodeReport {
+    fn report_with_faults(last: i64, open: &[(i64, Option<FaultAction>)]) -> NodeReport {
         let last_fault = LastFault {
             gpu: "GPU-00000000".into(),
-            process_generation: to_i64(last),
+            process_generation: last,
             cuda_error: Some(700),
             xid: None,
             action: Some(FaultAction::Report),
-            time: at(to_i64(last)),
+            time: at(last),
         };
         let open = open.iter();
         NodeReport {
             containers: vec![GpuContainer {
-                process_generation: to_i64(last),
+                process_generation: last,
                 last_fault: Some(last_fault).filter(|_| last > 0),
                 ..container("a")
             }],
@@ -561,7 +469,7 @@ mod tests {
                 observed: 4,
                 observed_managed: 2,
                 denials: 0,
-                poisoned: to_i64(last),
+                poisoned: last,
                 restarts: 0,
             }],
             faults: open
@@ -599,7 +507,8 @@ mod tests {
             "the operator knows no fault of the container"
         );
         let mut other_container = report_with_faults(9, &[(9, Some(Report))]);
-        other_container.faults[0].image.as_mut().unwrap().container = "sidecar".into();
+        let container = other_container.faults[0].container.as_mut();
+        container.unwrap().container = "sidecar".into();
         let other_container = render(
             &other_container,
             &GpuNodeStatus::default(),
@@ -649,7 +558,7 @@ mod tests {
             container: "c".into(),
             resource: MemoryResource::ManagedMemory,
             quanta: 8,
-            since: truncate_to_seconds("2026-01-02T03:04:05.678Z".parse().unwrap()),
+            since: at(10),
         });
         let written = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
         let read: GpuNodeStatus =
@@ -659,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn quota_outcomes_stay_until_the_spec_is_read_again() {
+    fn quota_has_its_outcome_and_amounts() {
         let order = QuotaOverride {
             pod_uid: "0f".into(),
             container: "main".into(),
@@ -676,9 +585,6 @@ mod tests {
         assert_eq!(outcome.state, QuotaState::Pending);
         assert_eq!(outcome.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
         assert_eq!(outcome.used.as_ref().unwrap().bytes(), Ok(5 << 30));
-        let restarted = render(&report(), &status, Some(9), &at(20));
-        assert_eq!(restarted.observed_generation, Some(7));
-        assert_eq!(restarted.quotas, status.quotas);
     }
 
     #[test]
@@ -717,77 +623,6 @@ mod tests {
         let gpus = status.gpus.iter();
         let counts: Vec<_> = gpus.map(|gpu| (gpu.pods.len(), gpu.pods_omitted)).collect();
         assert_eq!(counts, [(250, 0), (256, 44)]);
-    }
-
-    #[test]
-    fn unhealthy_gpu_has_a_reason_and_a_time() {
-        let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
-        let mut faulty = report();
-        faulty.gpus[0].health = GpuHealth::Unhealthy {
-            reason: "Xid79".into(),
-        };
-        let after = render(&faulty, &before, Some(1), &at(60));
-        assert_eq!(after.gpus[0].health.reason, "Xid79");
-        assert_eq!(after.gpus[0].health.since, Some(at(60)));
-        assert_eq!(after.gpus[1].health.since, Some(at(10)));
-    }
-
-    #[test]
-    fn gpu_fault_keeps_its_time_and_comes_first() {
-        let of_gpu = FaultReport {
-            id: "GPU-00000000-3".into(),
-            gpu: "GPU-00000000".parse().unwrap(),
-            gpu_generation: 3,
-            cuda_error: None,
-            xid: Some(79),
-            action: None,
-            image: None,
-            time: None,
-        };
-        let of_context = FaultReport {
-            id: "a-1".into(),
-            image: Some(ImageReport {
-                pod_uid: None,
-                namespace: String::new(),
-                pod: String::new(),
-                container: String::new(),
-                process_generation: 1,
-            }),
-            time: Some("2026-01-01T00:00:00Z".parse().unwrap()),
-            ..of_gpu.clone()
-        };
-        let mut faulty = report();
-        faulty.faults = vec![of_context, of_gpu];
-        let first = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
-        let times: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
-        assert_eq!(first.faults[0].kind, FaultKind::Gpu);
-        assert_eq!(*times[0], at(10));
-        assert_ne!(*times[1], at(10));
-        assert_eq!(render(&faulty, &first, Some(1), &at(500)), first);
-    }
-
-    #[test]
-    fn faults_that_wait_for_the_operator_come_before_older_ones() {
-        let fault = |generation, action| context_fault(generation, Some(action));
-        let older = (1..=64)
-            .rev()
-            .map(|number| fault(number, FaultAction::Report));
-        let waiting = [
-            fault(71, FaultAction::BeyondMaximum),
-            fault(70, FaultAction::Evict),
-        ];
-        let faulty = NodeReport {
-            faults: older.chain(waiting).collect(),
-            ..report()
-        };
-        let status = render(&faulty, &GpuNodeStatus::default(), Some(1), &at(10));
-        let ids: Vec<&str> = status
-            .faults
-            .iter()
-            .map(|fault| fault.id.as_str())
-            .collect();
-        assert_eq!(ids.len(), MAX_FAULTS);
-        assert_eq!(ids[..3], ["a-70", "a-71", "a-1"]);
     }
 
     #[test]

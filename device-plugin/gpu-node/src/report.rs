@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 
 use bursar_crds::conditions::ConditionUpdate;
 use bursar_crds::gpu_node::{
-    EnforcementGap, GpuContainer, GpuState, NamespaceUse, PendingContainer, RetainedLease,
+    EnforcementGap, Fault, GpuContainer, GpuState, NamespaceUse, PendingContainer, RetainedLease,
 };
-use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::Gpu;
 use bursar_ledger::GpuView;
 use bursar_ledger::units::{Bytes, PodUid, Quanta, Quantum};
@@ -47,7 +46,8 @@ pub struct NodeReport {
     /// The outcomes of the spec's quotas.
     pub applied_spec: AppliedSpec,
     /// Open faults. The status has at most 64, those that need the operator or an admin first.
-    pub faults: Vec<FaultReport>,
+    /// Those of GPUs have no time yet.
+    pub faults: Vec<Fault>,
     /// The containers with memory. The status has the first 256, those with faults first.
     pub containers: Vec<GpuContainer>,
     /// The number of leases of retained memory.

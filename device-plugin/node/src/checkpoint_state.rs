@@ -34,6 +34,18 @@ pub struct ContainerName {
     pub pod: Option<PodName>,
 }
 
+impl ContainerName {
+    /// The namespace, pod and container of a name; empty where the agent does not know them.
+    pub fn parts(name: Option<&ContainerName>) -> [String; 3] {
+        let pod = name.and_then(|name| name.pod.as_ref());
+        [
+            pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+            name.map(|name| name.container.clone()).unwrap_or_default(),
+        ]
+    }
+}
+
 /// A pod's namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use bursar_crds::gpu_node::Fault;
 use bursar_enforcement::audit::{AuditInputs, AuditStatus, Auditor};
 use bursar_enforcement::drain::{self, DrainInputs};
 use bursar_enforcement::driver_limits::{self, Limits};
-use bursar_enforcement::faults::report::FaultReport;
 use bursar_enforcement::faults::{self, FaultInputs};
 use bursar_gpu::drain::DrainState;
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
@@ -209,7 +209,7 @@ impl Agent {
         tenants: &Tenants,
         node: &NodeState,
         disconnected_since: watch::Receiver<Option<Instant>>,
-    ) -> watch::Receiver<Vec<FaultReport>> {
+    ) -> watch::Receiver<Vec<Fault>> {
         let inputs = FaultInputs {
             paths: self.config.paths.clone(),
             sessions: tenants.sessions.clone(),

@@ -1,45 +1,48 @@
-//! Publishes Events about faults and builds their reports for the GpuNode's status.
+//! Publishes Events about faults and builds their entries in the GpuNode's status.
 
 use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_crds::gpu_node::{self, FaultContainer, FaultKind};
+use bursar_crds::numbers::{to_i64, truncate_to_seconds};
 use bursar_ledger::units::AllocationId;
 use bursar_node::allocator::BoundContainer;
+use bursar_node::checkpoint_state::ContainerName;
 use bursar_sessions::{Fault, RecoveryAction};
 
 use super::restarts::Restart;
-use crate::faults::report::{FaultReport, ImageReport};
 
 /// The identifier of a fault; an image is poisoned at most once.
 pub(crate) fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
     format!("{allocation}-{}", fault.image.generation)
 }
 
-/// The report of an open fault for the GpuNode's status.
-pub(crate) fn fault_report(
+/// The entry of an open fault in the GpuNode's status.
+pub(crate) fn open_fault(
     allocation: &AllocationId,
     fault: &Fault,
     gpu_generation: u64,
     containers: &[BoundContainer],
-) -> FaultReport {
-    let container = find_container(allocation, containers);
-    let holder = container.and_then(|container| container.name.as_ref());
-    let pod = holder.and_then(|holder| holder.pod.as_ref());
-    FaultReport {
+) -> gpu_node::Fault {
+    let bound = find_container(allocation, containers);
+    let container = bound.map(|bound| {
+        let [namespace, pod, container] = ContainerName::parts(bound.name.as_ref());
+        FaultContainer {
+            pod_uid: bound.pod.to_string(),
+            namespace,
+            pod,
+            container,
+            process_generation: to_i64(fault.image.generation),
+        }
+    });
+    gpu_node::Fault {
         id: fault_id(allocation, fault),
-        gpu: fault.gpu.clone(),
-        gpu_generation,
+        kind: FaultKind::Context,
+        gpu: fault.gpu.to_string(),
+        gpu_generation: to_i64(gpu_generation),
         cuda_error: fault.cuda_error,
-        xid: fault.xid,
+        xid: fault.xid.and_then(|xid| i32::try_from(xid).ok()),
         action: fault.decision().map(RecoveryAction::to_api),
-        image: Some(ImageReport {
-            pod_uid: container.map(|container| container.pod.clone()),
-            namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-            pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-            container: holder
-                .map(|holder| holder.container.clone())
-                .unwrap_or_default(),
-            process_generation: fault.image.generation,
-        }),
-        time: Some(fault.time),
+        container,
+        time: truncate_to_seconds(fault.time),
     }
 }
 
@@ -207,14 +210,17 @@ mod tests {
     fn fault_is_reported_when_its_container_is_unknown() {
         let allocation = AllocationId::from_bits(0xaa);
         let known = BoundContainer::with_ids(0xaa, 1);
-        let report = fault_report(&allocation, &fault(), 5, &[known]);
+        let open = open_fault(&allocation, &fault(), 5, &[known]);
         assert_eq!(
-            (report.id.as_str(), report.gpu_generation),
+            (open.id.as_str(), open.gpu_generation),
             ("00000000000000aa-3", 5)
         );
-        assert_eq!(report.action, Some(FaultAction::InPlace));
-        assert_eq!(report.image.unwrap().pod_uid, Some("p".parse().unwrap()));
-        let unknown = fault_report(&allocation, &fault(), 5, &[]);
-        assert_eq!(unknown.image.unwrap().pod_uid, None);
+        assert_eq!(open.action, Some(FaultAction::InPlace));
+        assert_eq!(open.container.unwrap().pod_uid, "p");
+        let unknown = open_fault(&allocation, &fault(), 5, &[]);
+        assert_eq!(
+            (unknown.kind, unknown.container),
+            (FaultKind::Context, None)
+        );
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::PathsConfig;
 use bursar_crds::context_policy::ContextAction;
+use bursar_crds::gpu_node;
 use bursar_gpu::xid::RecentXids;
 use bursar_host::clock::{self, ClockReading};
 use bursar_ledger::BootTime;
@@ -25,7 +26,6 @@ use super::kmsg::{KernelLog, XidLine};
 use super::restarts::AwaitedRestarts;
 use super::{events, policy};
 use crate::audit::metrics::AuditMetrics;
-use crate::faults::report::FaultReport;
 
 /// How often the task reads the kernel's log and checks for overdue faults.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -55,7 +55,7 @@ pub struct FaultInputs {
 /// Acts on faults until `stop`, and publishes the open ones in `faults`.
 pub async fn run(
     inputs: FaultInputs,
-    faults: watch::Sender<Vec<FaultReport>>,
+    faults: watch::Sender<Vec<gpu_node::Fault>>,
     stop: CancellationToken,
 ) {
     let new_reports = inputs.sessions.fault_reports();
@@ -185,14 +185,14 @@ impl FaultInputs {
     }
 
     /// `generations`: the GPU's generation at the first sight of each fault.
-    fn open_faults(&self, generations: &mut BTreeMap<String, u64>) -> Vec<FaultReport> {
+    fn open_faults(&self, generations: &mut BTreeMap<String, u64>) -> Vec<gpu_node::Fault> {
         let open = self.sessions.open_faults();
         let snapshot = self.snapshots.borrow();
         let reports = open.into_iter().map(|(allocation, fault)| {
             let now = snapshot.generations.get(&fault.gpu).copied();
             let id = events::fault_id(&allocation, &fault);
             let generation = *generations.entry(id).or_insert(now.unwrap_or_default());
-            events::fault_report(&allocation, &fault, generation, &snapshot.containers)
+            events::open_fault(&allocation, &fault, generation, &snapshot.containers)
         });
         let reports: Vec<_> = reports.collect();
         let open: BTreeSet<&str> = reports.iter().map(|report| report.id.as_str()).collect();

@@ -17,16 +17,6 @@ use bursar_sessions::{Fault, ProcessHistory, RecoveryAction};
 /// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
 
-/// The namespace, pod and container of a name; empty where the agent does not know them.
-fn name_parts(name: Option<&ContainerName>) -> [String; 3] {
-    let pod = name.and_then(|name| name.pod.as_ref());
-    [
-        pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-        name.map(|name| name.container.clone()).unwrap_or_default(),
-    ]
-}
-
 /// The containers of the claims, those that wait for device memory first: the operator makes room
 /// for these.
 pub(super) fn pending_containers(claims: &[QueuedClaim]) -> Vec<PendingContainer> {
@@ -40,7 +30,7 @@ pub(super) fn pending_containers(claims: &[QueuedClaim]) -> Vec<PendingContainer
 }
 
 fn pending_container(claim: &QueuedClaim) -> PendingContainer {
-    let [namespace, pod, container] = name_parts(claim.name.as_ref());
+    let [namespace, pod, container] = ContainerName::parts(claim.name.as_ref());
     PendingContainer {
         pod_uid: claim.pod.to_string(),
         namespace,
@@ -58,7 +48,7 @@ fn pending_container(claim: &QueuedClaim) -> PendingContainer {
 pub(super) fn enforcement_gap(
     (bound, gap): &(BoundContainer, attestation::EnforcementGap),
 ) -> EnforcementGap {
-    let [namespace, pod, container] = name_parts(bound.name.as_ref());
+    let [namespace, pod, container] = ContainerName::parts(bound.name.as_ref());
     let mut message = gap.to_string();
     message.truncate(message.floor_char_boundary(MAX_MESSAGE_LENGTH));
     EnforcementGap {
@@ -87,7 +77,7 @@ pub(super) fn gpu_containers(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<
 }
 
 fn gpu_container(bound: &BoundContainer, history: &ProcessHistory) -> GpuContainer {
-    let [namespace, pod, container] = name_parts(bound.name.as_ref());
+    let [namespace, pod, container] = ContainerName::parts(bound.name.as_ref());
     GpuContainer {
         pod_uid: bound.pod.to_string(),
         namespace,

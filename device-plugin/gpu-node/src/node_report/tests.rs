@@ -346,8 +346,8 @@ fn lost_gpu_has_one_fault_id_until_it_is_back() {
             panic!("{:?}", report.faults);
         };
         assert_eq!((fault.id.as_str(), fault.action), ("GPU-a-3", Some(action)));
-        assert_eq!(fault.xid.map(u64::from), awaits_reset);
-        assert_eq!((&fault.image, report.gpus[0].state), (&None, state));
+        assert_eq!(fault.xid.map(i64::from), awaits_reset.map(to_i64));
+        assert_eq!((&fault.container, report.gpus[0].state), (&None, state));
     }
     let back = unhealthy(false, None, UnhealthyReason::Xid(79));
     assert_eq!(
