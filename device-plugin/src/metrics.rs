@@ -157,9 +157,14 @@ impl Metrics {
             figures.infos.push((info, 1));
             let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
             let (capacity, free) = (gpu_report.capacity(), memory.unbound());
+            let gauge = |bytes| i64::try_from(bytes).unwrap_or(i64::MAX);
+            figures
+                .sizes
+                .push(((&gpu.uuid).into(), gauge(gpu.memory.0)));
+            figures
+                .capacities
+                .push(((&gpu.uuid).into(), gauge(bytes(capacity))));
             let states = [
-                ("total", gpu.memory.0),
-                ("capacity", bytes(capacity)),
                 ("free", bytes(free)),
                 ("bound", bytes(capacity.saturating_sub(free))),
                 ("leaked", memory.leaked.0),
@@ -170,8 +175,7 @@ impl Metrics {
                     gpu: gpu.uuid.to_string(),
                     state,
                 };
-                let amount = i64::try_from(amount).unwrap_or(i64::MAX);
-                figures.memory.push((label, amount));
+                figures.memory.push((label, gauge(amount)));
             }
             let is_healthy = gpu_report.health == GpuHealth::Healthy;
             figures
@@ -314,7 +318,7 @@ mod tests {
         replace();
         let lines = [
             "bursar_gpu_healthy{gpu=\"GPU-00000000\"} 1",
-            "account=\"GPU-a\",amount=\"peak\"} 3221225472",
+            "account=\"GPU-a\"} 3221225472",
         ];
         let is_whole = |page: String| lines.iter().all(|line| page.contains(line));
         let are_whole = std::thread::scope(|scope| {
@@ -531,9 +535,7 @@ mod tests {
         let text = metrics.encode();
         let of = r#"namespace="team",pod="train",container="main""#;
         for line in [
-            format!(
-                r#"bursar_container_memory_bytes{{{of},account="GPU-a",amount="peak"}} 3221225472"#
-            ),
+            format!(r#"bursar_container_memory_peak_bytes{{{of},account="GPU-a"}} 3221225472"#),
             format!(r#"bursar_container_drift_bytes{{{of},account="GPU-a"}} -7"#),
             format!(r#"bursar_container_sm_utilization_ratio{{{of},gpu="GPU-a"}} 0.25"#),
             format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),

@@ -248,7 +248,7 @@ async fn budget_gets_its_status_once() {
     assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
     assert!(running.get("/healthz").await.starts_with("HTTP/1.1 200"));
     let metrics = running.get("/metrics").await;
-    let requested = r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="requested"} 4294967296"#;
+    let requested = r#"bursar_budget_memory_requested_bytes{namespace="team",resource="gpu-memory"} 4294967296"#;
     assert!(metrics.contains(requested), "{metrics}");
     running.stop().await;
 }

@@ -40,6 +40,8 @@ pub(super) struct GpuFigures {
     pub(super) infos: Vec<(GpuInfoLabels, i64)>,
     pub(super) conditions: Vec<(NodeConditionLabels, i64)>,
     pub(super) faults: Vec<(FaultLabels, i64)>,
+    pub(super) sizes: Vec<(GpuLabels, i64)>,
+    pub(super) capacities: Vec<(GpuLabels, i64)>,
     pub(super) memory: Vec<(GpuStateLabels, i64)>,
     pub(super) healthy: Vec<(GpuLabels, i64)>,
 }
@@ -47,8 +49,18 @@ pub(super) struct GpuFigures {
 impl EncodeFamilies for GpuFigures {
     fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
         tables.gauges(
+            "bursar_gpu_memory_size_bytes",
+            "Memory of a GPU, as the driver reports it",
+            self.sizes.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_memory_capacity_bytes",
+            "Memory of a GPU that pods can have",
+            self.capacities.clone(),
+        )?;
+        tables.gauges(
             "bursar_gpu_memory_bytes",
-            "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
+            "Memory of a GPU by state: bound, free, leaked, withheld",
             self.memory.clone(),
         )?;
         tables.gauges(

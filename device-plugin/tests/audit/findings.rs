@@ -92,21 +92,12 @@ async fn honest_container_is_enforced_and_its_usage_is_shown() {
         let enforced =
             wait_for_value(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
         assert_eq!(honest.call(&format!("alloc {}", 4 * GIB)), "err 2");
-        let of =
-            |amount: &str| format!(r#"pod="a",container="main",account="GPU- amount="{amount}""#);
+        let of = r#"pod="a",container="main",account="GPU-"#;
         // The context of the program may be charged as well.
-        let memory = "bursar_container_memory_bytes";
-        wait_for_metric(&machine, memory, &of("used"), |used| {
-            used >= (5 * GIB) as i64
-        })
-        .await;
-        wait_for_value(
-            &machine,
-            "bursar_container_memory_bytes",
-            &of("quota"),
-            (8 * GIB) as i64,
-        )
-        .await;
+        let used = "bursar_container_memory_used_bytes";
+        wait_for_metric(&machine, used, of, |used| used >= (5 * GIB) as i64).await;
+        let quota = "bursar_container_memory_quota_bytes";
+        wait_for_value(&machine, quota, of, (8 * GIB) as i64).await;
         wait_for_value(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
         wait_for_value(&machine, "bursar_gpu_unattributed_bytes", "0001", 0).await;
         tokio::time::sleep(SEVERAL_AUDITS).await;
@@ -337,8 +328,8 @@ async fn process_in_a_container_without_gpu_memory_is_its_pods() {
         // One of the two GPUs is the pod's.
         actor.request("context 0").unwrap();
         actor.request("context 1").unwrap();
-        let untracked = r#"account="GPU- amount="untracked""#;
-        let memory = "bursar_container_memory_bytes";
+        let untracked = r#"account="GPU- part="untracked""#;
+        let memory = "bursar_container_memory_charged_bytes";
         wait_for_metric(&machine, memory, untracked, |bytes| bytes > 0).await;
         let kills = "bursar_agent_audit_kills_total";
         wait_for_value(&machine, kills, "", 1).await;
@@ -538,12 +529,8 @@ async fn credit_page_is_sealed_and_closed_socket_frees_nothing() {
     assert!(container.call("truncate").starts_with("err"));
     container.ok("close");
     tokio::time::sleep(SEVERAL_AUDITS).await;
-    let used = metric_value(
-        &machine,
-        "bursar_container_memory_bytes",
-        r#"account="GPU- amount="used""#,
-    )
-    .await;
+    let used = "bursar_container_memory_used_bytes";
+    let used = metric_value(&machine, used, r#"account="GPU-"#).await;
     assert!(used >= Some((5 * GIB) as i64), "{used:?}");
     assert_eq!(container.call(&format!("alloc {}", 4 * GIB)), "err 2");
     container.ok(&format!("alloc {}", 2 * GIB));
@@ -560,8 +547,8 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     machine.kill_agent();
     std::fs::remove_dir_all(machine.path("run/sessions")).unwrap();
     machine.start_successor().await;
-    let untracked = r#"account="GPU- amount="untracked""#;
-    let memory = "bursar_container_memory_bytes";
+    let untracked = r#"account="GPU- part="untracked""#;
+    let memory = "bursar_container_memory_charged_bytes";
     wait_for_metric(&machine, memory, untracked, |bytes| {
         bytes >= (6 * GIB) as i64
     })
@@ -576,7 +563,13 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     );
     // This is more than the program's credit allows without a request to the agent.
     silent.ok(&format!("alloc {}", GIB / 2));
-    wait_for_value(&machine, "bursar_container_memory_bytes", untracked, 0).await;
+    wait_for_value(
+        &machine,
+        "bursar_container_memory_charged_bytes",
+        untracked,
+        0,
+    )
+    .await;
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
     other.ok("alloc 4096");
 }

@@ -113,9 +113,14 @@ impl QuotaOverride {
         amount: &str,
         wanted: impl Fn(u64) -> bool,
     ) -> Result<(), Failed> {
-        let labels = [("pod", POD), ("account", &self.gpu), ("amount", amount)];
-        let name = "bursar_container_memory_bytes";
-        status::wait_for_metric(context, &self.node, name, &labels, |value| {
+        let (amount, part) = match amount {
+            "granted" => ("charged", Some(amount)),
+            _ => (amount, None),
+        };
+        let name = format!("bursar_container_memory_{amount}_bytes");
+        let mut labels = vec![("pod", POD), ("account", &self.gpu)];
+        labels.extend(part.map(|part| ("part", part)));
+        status::wait_for_metric(context, &self.node, &name, &labels, |value| {
             wanted(value as u64)
         })
         .await?;

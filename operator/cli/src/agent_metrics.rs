@@ -19,7 +19,8 @@ pub struct ContainerKey {
 /// The metrics of one container.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ContainerMetrics {
-    /// Bytes by account (a GPU's UUID or `managed`) and amount (`used`, `peak`, ...).
+    /// Bytes by account (a GPU's UUID or `managed`) and amount: `quota`, `used`, `peak`, or the
+    /// part of a charge, such as `leased`.
     pub memory: BTreeMap<(String, String), u64>,
     /// Denied allocations by driver function.
     pub denied: BTreeMap<String, u64>,
@@ -96,11 +97,15 @@ impl AgentMetrics {
                     container: label("container"),
                 };
                 let container = self.containers.entry(key).or_default();
+                let mut memory = |amount: &str| {
+                    let at = (label("account"), amount.to_owned());
+                    container.memory.insert(at, count);
+                };
                 match name {
-                    "bursar_container_memory_bytes" => {
-                        let at = (label("account"), label("amount"));
-                        container.memory.insert(at, count);
-                    }
+                    "bursar_container_memory_quota_bytes" => memory("quota"),
+                    "bursar_container_memory_used_bytes" => memory("used"),
+                    "bursar_container_memory_peak_bytes" => memory("peak"),
+                    "bursar_container_memory_charged_bytes" => memory(&label("part")),
                     "bursar_container_denied_total" => {
                         container.denied.insert(label("function"), count);
                     }
@@ -163,9 +168,9 @@ mod tests {
         let metrics = AgentMetrics::parse(
             "# TYPE bursar_agent_build info\n\
              bursar_agent_build_info{version=\"0.1.0\"} 1\n\
-             bursar_container_memory_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"GPU-1\",amount=\"used\"} 3\n\
-             bursar_container_memory_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"GPU-2\",amount=\"used\"} 4\n\
-             bursar_container_memory_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"managed\",amount=\"used\"} 50\n\
+             bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"GPU-1\"} 3\n\
+             bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"GPU-2\"} 4\n\
+             bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"a\",container=\"c\",account=\"managed\"} 50\n\
              bursar_container_denied_total{namespace=\"ml\",pod=\"a\",container=\"c\",function=\"cuMemAlloc_v2\"} 2\n\
              bursar_container_enforced{namespace=\"ml\",pod=\"a\",container=\"c\",reason=\"Privileged\"} 0\n\
              bursar_container_layer{namespace=\"ml\",pod=\"a\",container=\"c\",layer=\"audit\"} 1\n\

@@ -314,8 +314,8 @@ fn overcommitted_message_of_a_large_cohort_names_the_metric() {
     let status = desired_status(&plain(), &overcommitted(65), &at(1));
     assert_eq!(
         condition(&status, names::COVERED).message,
-        "cohort default: the guarantees exceed the memory of its nodes (both sums: metric \
-         bursar_cohort_memory_bytes): lower guarantees, or add GPUs"
+        "cohort default: the guarantees exceed the memory of its nodes (metrics \
+         bursar_cohort_memory_guaranteed_bytes and bursar_cohort_memory_allocatable_bytes): lower guarantees, or add GPUs"
     );
 }
 

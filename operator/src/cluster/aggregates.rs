@@ -19,7 +19,7 @@ pub(super) struct Aggregates {
     nodes_with_gpu_faults: BTreeSet<Key>,
     /// The pods that request a resource of Bursar.
     pub(super) gpu_pods: BTreeSet<Key>,
-    /// What all pods request of each node.
+    /// The sums of all pods' requests by node.
     pub(super) node_requested: NodeRequested,
     /// The number of pods that request GPU memory, by node and namespace.
     pods_by_node: BTreeMap<String, BTreeMap<String, usize>>,

@@ -101,7 +101,7 @@ pub struct GpuNodeSummary {
     pub drain: Vec<String>,
     /// The settings of pods in the node's spec.
     pub pods: Vec<PodSettings>,
-    /// What the planner needs. A recreated GpuNode, which has another UID, has no orders.
+    /// The facts for the planner. A recreated GpuNode, which has another UID, has no orders.
     pub facts: Box<GpuFacts>,
 }
 

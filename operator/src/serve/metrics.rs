@@ -48,13 +48,6 @@ struct StepLabels {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct AmountLabels {
-    namespace: String,
-    resource: &'static str,
-    amount: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ConditionLabels {
     namespace: String,
     condition: String,
@@ -64,12 +57,6 @@ struct ConditionLabels {
 struct StatusLabels {
     condition: String,
     status: String,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct CohortLabels {
-    cohort: String,
-    amount: &'static str,
 }
 
 /// How a successful reconcile of a budget ended.
@@ -299,7 +286,7 @@ mod tests {
             }],
         }));
         for line in [
-            r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="requested"} 4294967296"#,
+            r#"bursar_budget_memory_requested_bytes{namespace="team",resource="gpu-memory"} 4294967296"#,
             r#"bursar_budget_condition{namespace="team",condition="Exceeded"} 1"#,
             r#"bursar_budget_info{namespace="team",cohort="default"} 1"#,
         ] {

@@ -342,10 +342,10 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     report("m", 1, 6);
     running.until("the peak stays", observes(4, 7)).await;
     let metrics = running.get("/metrics").await;
-    let device = r#"resource="gpu-memory",amount="peak"} 7516192768"#;
-    let managed = r#"resource="managed-memory",amount="peak"} 15032385536"#;
+    let device = r#"resource="gpu-memory"} 7516192768"#;
+    let managed = r#"resource="managed-memory"} 15032385536"#;
     for peak in [device, managed] {
-        let line = format!(r#"bursar_budget_memory_bytes{{namespace="team",{peak}"#);
+        let line = format!(r#"bursar_budget_memory_peak_bytes{{namespace="team",{peak}"#);
         assert!(metrics.contains(&line), "{metrics}");
     }
     assert!(metrics.contains(r#"bursar_operator_budgets{condition="Ready",status="True"} 1"#));

@@ -45,10 +45,10 @@ struct ContainerGpuLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct AmountLabels {
+struct PartLabels {
     #[prometheus(flatten)]
     labels: AccountLabels,
-    amount: &'static str,
+    part: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
@@ -183,7 +183,8 @@ impl AuditFigures {
     }
 
     fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
-        let (mut memory, mut drift, mut utilization) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut quota, mut used, mut peak) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut charged, mut drift, mut utilization) = (Vec::new(), Vec::new(), Vec::new());
         for (container, usage) in self.containers_with_usage() {
             for account in &usage.accounts {
                 let (name, difference) = match &account.account {
@@ -209,29 +210,45 @@ impl AuditFigures {
                     labels: container_labels(container),
                     account: name.to_owned(),
                 };
-                let amounts = [
-                    ("quota", account.quota),
+                // Managed memory that the quota covers is used memory too.
+                let in_use = account.used + account.managed;
+                quota.push((labels.clone(), gauge_value(account.quota.0)));
+                used.push((labels.clone(), gauge_value(in_use.0)));
+                peak.push((labels.clone(), gauge_value(account.peak.0)));
+                let parts = [
                     ("granted", account.granted),
-                    // The series of managed memory is a part of the used memory.
-                    ("used", account.used + account.managed),
                     ("exited", account.exited),
                     ("leased", account.leased),
                     ("managed", account.managed),
                     ("untracked", account.untracked),
                     ("overhead", account.overhead),
-                    ("peak", account.peak),
                 ];
-                memory.extend(amounts.map(|(amount, bytes)| {
+                charged.extend(parts.map(|(part, bytes)| {
                     let labels = labels.clone();
-                    (AmountLabels { labels, amount }, gauge_value(bytes.0))
+                    (PartLabels { labels, part }, gauge_value(bytes.0))
                 }));
                 drift.extend(difference.map(|difference| (labels, *difference)));
             }
         }
         tables.gauges(
-            "bursar_container_memory_bytes",
-            "Memory of a container's account by amount",
-            memory,
+            "bursar_container_memory_quota_bytes",
+            "Quota of a container's account",
+            quota,
+        )?;
+        tables.gauges(
+            "bursar_container_memory_used_bytes",
+            "Memory that the processes of a container use, as their shims report it",
+            used,
+        )?;
+        tables.gauges(
+            "bursar_container_memory_peak_bytes",
+            "Most memory that a container has had at a time",
+            peak,
+        )?;
+        tables.gauges(
+            "bursar_container_memory_charged_bytes",
+            "Memory charged to the quota of a container's account, by part",
+            charged,
         )?;
         tables.gauges(
             "bursar_container_drift_bytes",

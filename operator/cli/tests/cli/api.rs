@@ -77,7 +77,7 @@ fn small() -> FakeApi {
     ] {
         api.put(path, objects);
     }
-    api.text(METRICS, "bursar_container_memory_bytes{namespace=\"ml\",pod=\"p\",container=\"main\",account=\"GPU-1\",amount=\"used\"} 3221225472\n");
+    api.text(METRICS, "bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"p\",container=\"main\",account=\"GPU-1\"} 3221225472\n");
     api
 }
 

@@ -256,14 +256,14 @@ pub(crate) fn cluster() -> Snapshot {
         )
     ]);
     let names = ["gpu-a-1", "gpu-a-2", "gpu-b-1", "gpu-b-2"];
-    let metrics = "bursar_container_memory_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\",amount=\"used\"} 8589934592\n\
-        bursar_container_memory_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\",amount=\"peak\"} 8589934592\n\
-        bursar_container_memory_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\",amount=\"quota\"} 8589934592\n\
+    let metrics = "bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\"} 8589934592\n\
+        bursar_container_memory_peak_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\"} 8589934592\n\
+        bursar_container_memory_quota_bytes{namespace=\"ml\",pod=\"notebook\",container=\"main\",account=\"GPU-a0\"} 8589934592\n\
         bursar_container_denied_total{namespace=\"ml\",pod=\"notebook\",container=\"main\",function=\"cuMemAlloc_v2\"} 212\n\
         bursar_container_generation{namespace=\"ml\",pod=\"notebook\",container=\"main\"} 1\n\
-        bursar_container_memory_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\",amount=\"used\"} 40909930496\n\
-        bursar_container_memory_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\",amount=\"peak\"} 42734723072\n\
-        bursar_container_memory_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\",amount=\"leased\"} 12884901888\n\
+        bursar_container_memory_used_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\"} 40909930496\n\
+        bursar_container_memory_peak_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\"} 42734723072\n\
+        bursar_container_memory_charged_bytes{namespace=\"ml\",pod=\"serve-0\",container=\"main\",account=\"GPU-a0\",part=\"leased\"} 12884901888\n\
         bursar_container_generation{namespace=\"ml\",pod=\"serve-0\",container=\"main\"} 4\n\
         bursar_gpu_retained_leases{gpu=\"GPU-a0\"} 2\nbursar_gpu_retained_bytes{gpu=\"GPU-a0\"} 42949672960\n";
     Snapshot {

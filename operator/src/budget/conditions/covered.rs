@@ -52,8 +52,8 @@ pub(super) fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Conditio
             allocatable.text(quantum),
             plural(*nodes, "node"),
         ),
-        false => "the guarantees exceed the memory of its nodes (both sums: metric \
-                  bursar_cohort_memory_bytes)"
+        false => "the guarantees exceed the memory of its nodes (metrics \
+                  bursar_cohort_memory_guaranteed_bytes and bursar_cohort_memory_allocatable_bytes)"
             .to_owned(),
     };
     statement(

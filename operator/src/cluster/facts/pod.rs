@@ -22,14 +22,14 @@ use crate::quanta::Quanta;
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
 
-/// What the operator keeps of a pod that has not ended.
+/// The facts that the operator keeps of a pod that has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodSummary {
     /// The pod's node, and what it requests there beside device memory.
     pub requests: PodRequests,
     /// The pod, if it requests GPU memory.
     pub facts: Option<Arc<PodFacts>>,
-    /// What the agent must know of the pod, if it is on a node and requests a resource of Bursar.
+    /// The settings for the agent, if the pod is on a node and requests a resource of Bursar.
     pub on_node: Option<Box<PodOnNode>>,
 }
 

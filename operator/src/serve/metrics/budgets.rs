@@ -11,7 +11,64 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::gauge::ConstGauge;
 
-use super::{AmountLabels, ConditionLabels, StatusLabels, gauges};
+use super::{ConditionLabels, StatusLabels, gauges};
+
+/// One amount of a budget's status: of device memory, and of managed memory where it has one.
+type Amounts = fn(&GpuMemoryBudgetStatus) -> (&QuantaAmount, Option<&QuantaAmount>);
+
+/// The metrics of a budget's memory: name, help and amount.
+const MEMORY: [(&str, &str, Amounts); 6] = [
+    (
+        "bursar_budget_memory_guaranteed_bytes",
+        "Memory that a budget guarantees",
+        |status| (&status.device_memory.guaranteed, None),
+    ),
+    (
+        "bursar_budget_memory_limit_bytes",
+        "Most memory that a budget lets pods request",
+        |status| {
+            (
+                &status.device_memory.limit,
+                Some(&status.managed_memory.limit),
+            )
+        },
+    ),
+    (
+        "bursar_budget_memory_requested_bytes",
+        "Memory that the pods of a budget request",
+        |status| {
+            (
+                &status.device_memory.requested,
+                Some(&status.managed_memory.requested),
+            )
+        },
+    ),
+    (
+        "bursar_budget_memory_borrowed_bytes",
+        "Memory that borrowed pods of a budget request, a part of the requested memory",
+        |status| (&status.device_memory.borrowed, None),
+    ),
+    (
+        "bursar_budget_memory_observed_bytes",
+        "Memory that the pods of a budget use, as the agents report it",
+        |status| {
+            (
+                &status.device_memory.observed,
+                Some(&status.managed_memory.observed),
+            )
+        },
+    ),
+    (
+        "bursar_budget_memory_peak_bytes",
+        "Most memory that the pods of a budget have used at a time",
+        |status| {
+            (
+                &status.device_memory.peak,
+                Some(&status.managed_memory.peak),
+            )
+        },
+    ),
+];
 
 /// Exports the budgets' statuses at each scrape.
 #[derive(Debug)]
@@ -32,18 +89,18 @@ fn encode_memory(
     encoder: &mut DescriptorEncoder<'_>,
     budgets: &[Arc<GpuMemoryBudget>],
 ) -> Result<(), std::fmt::Error> {
-    let help = "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak";
-    let mut family = gauges(encoder, "bursar_budget_memory_bytes", help)?;
-    for (namespace, status) in statuses(budgets) {
-        for (resource, amount, counted) in amounts(status) {
-            let bytes = counted.bytes.bytes().unwrap_or(0);
-            let labels = AmountLabels {
-                namespace: namespace.clone(),
-                resource,
-                amount,
-            };
-            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-            gauge.encode(family.encode_family(&labels)?)?;
+    for (name, help, of) in MEMORY {
+        let mut family = gauges(encoder, name, help)?;
+        for (namespace, status) in statuses(budgets) {
+            let (device, managed) = of(status);
+            let amounts = [("gpu-memory", Some(device)), ("managed-memory", managed)];
+            for (resource, amount) in amounts {
+                let Some(amount) = amount else { continue };
+                let bytes = amount.bytes.bytes().unwrap_or(0);
+                let labels = [("namespace", namespace.as_str()), ("resource", resource)];
+                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+                gauge.encode(family.encode_family(&labels)?)?;
+            }
         }
     }
     Ok(())
@@ -115,20 +172,4 @@ fn statuses(
     budgets
         .iter()
         .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
-}
-
-fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 10] {
-    let (device, managed) = (&status.device_memory, &status.managed_memory);
-    [
-        ("gpu-memory", "guaranteed", &device.guaranteed),
-        ("gpu-memory", "limit", &device.limit),
-        ("gpu-memory", "requested", &device.requested),
-        ("gpu-memory", "borrowed", &device.borrowed),
-        ("gpu-memory", "observed", &device.observed),
-        ("gpu-memory", "peak", &device.peak),
-        ("managed-memory", "limit", &managed.limit),
-        ("managed-memory", "requested", &managed.requested),
-        ("managed-memory", "observed", &managed.observed),
-        ("managed-memory", "peak", &managed.peak),
-    ]
 }

@@ -7,7 +7,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
-use super::{CohortLabels, KindLabels, StatusLabels, gauges};
+use super::{KindLabels, StatusLabels, gauges};
 use crate::cluster::ClusterIndex;
 use crate::cluster::watch_liveness::WatchLiveness;
 
@@ -72,24 +72,38 @@ fn encode_cohorts(
     encoder: &mut DescriptorEncoder<'_>,
     index: &ClusterIndex,
 ) -> Result<(), std::fmt::Error> {
-    let help = "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes, \
-                and the most that one GPU has free";
-    let mut family = gauges(encoder, "bursar_cohort_memory_bytes", help)?;
     // The sums are partial until all kinds are listed.
     let known = index.unlisted_kinds().is_empty();
-    let sums = index.cohorts().filter(|_| known);
-    let sums = sums.flat_map(|(cohort, guaranteed, allocatable)| {
-        [("guaranteed", guaranteed), ("allocatable", allocatable)]
-            .map(|(amount, bytes)| (cohort, amount, bytes))
-    });
-    let largest_free = index.largest_free().into_iter();
-    let largest_free = largest_free.map(|(cohort, bytes)| (cohort, "largest_free", bytes));
-    for (cohort, amount, bytes) in sums.chain(largest_free) {
-        let cohort = cohort.to_owned();
-        let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-        gauge.encode(family.encode_family(&CohortLabels { cohort, amount })?)?;
-    }
-    Ok(())
+    let sums: Vec<_> = index.cohorts().filter(|_| known).collect();
+    let guaranteed = sums
+        .iter()
+        .map(|(cohort, guaranteed, _)| (*cohort, *guaranteed));
+    let allocatable = sums
+        .iter()
+        .map(|(cohort, _, allocatable)| (*cohort, *allocatable));
+    let mut encode = |name, help, bytes: &mut dyn Iterator<Item = (&str, u64)>| {
+        let mut family = gauges(encoder, name, help)?;
+        for (cohort, bytes) in bytes {
+            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+            gauge.encode(family.encode_family(&[("cohort", cohort)])?)?;
+        }
+        Ok(())
+    };
+    encode(
+        "bursar_cohort_memory_guaranteed_bytes",
+        "Device memory that the budgets of a cohort guarantee",
+        &mut { guaranteed },
+    )?;
+    encode(
+        "bursar_cohort_memory_allocatable_bytes",
+        "Device memory that the nodes of a cohort offer",
+        &mut { allocatable },
+    )?;
+    encode(
+        "bursar_cohort_memory_largest_free_bytes",
+        "Most device memory that one GPU of a cohort has free",
+        &mut index.largest_free().into_iter(),
+    )
 }
 
 fn encode_excluded_nodes(
