@@ -24,7 +24,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* The pull secrets of a pod, as a field of its spec. */}}
 {{- define "bursar.pullSecrets" -}}
-{{- with concat .Values.global.imagePullSecrets .Values.imagePullSecrets | uniq }}
+{{- with .Values.global.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -134,12 +134,12 @@ bursar.dev/gpu-memory-{{ include "bursar.unit" . }}
 bursar.dev/managed-memory-{{ include "bursar.unit" . }}
 {{- end }}
 {{- define "bursar.unit" -}}
-{{ get (dict "1Gi" "gib" "512Mi" "512mib" "256Mi" "256mib") .Values.quantum }}
+{{ get (dict "1Gi" "gib" "512Mi" "512mib" "256Mi" "256mib") .Values.gpuMemory.quantum }}
 {{- end }}
 
 {{/* The bytes of one quantum. */}}
 {{- define "bursar.quantum" -}}
-{{ get (dict "1Gi" "1073741824" "512Mi" "536870912" "256Mi" "268435456") .Values.quantum }}
+{{ get (dict "1Gi" "1073741824" "512Mi" "536870912" "256Mi" "268435456") .Values.gpuMemory.quantum }}
 {{- end }}
 
 {{/* CEL: every container of a pod that may request memory. */}}

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{HOW, assert_current};
 
-/// The template of one CRD: installed unless `crds.install` says no, kept unless `crds.keep` does.
+/// The template of one CRD: installed unless `crds.enabled` says no, kept unless `crds.keep` does.
 fn template(crd: &CustomResourceDefinition) -> String {
     let name = crd.metadata.name.as_deref().expect("a CRD has a name");
     let spec = serde_json::to_value(&crd.spec).expect("a CRD is JSON");
@@ -29,7 +29,7 @@ fn template(crd: &CustomResourceDefinition) -> String {
     );
     format!(
         r#"{{{{- /* Generated from crds/src by `{HOW}`. Do not edit. */}}}}
-{{{{- if .Values.crds.install }}}}
+{{{{- if .Values.crds.enabled }}}}
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
 metadata:

@@ -324,7 +324,7 @@ fn chart() -> anyhow::Result<()> {
         command.args(["--set", values]);
         command
     };
-    let rendered = template("quantum=512Mi").output()?;
+    let rendered = template("gpuMemory.quantum=512Mi").output()?;
     anyhow::ensure!(rendered.status.success(), "the chart does not render");
     // MutatingAdmissionPolicy is served as v1 from 1.36 on; before, by default, not at all.
     for (version, mutates) in [
@@ -333,7 +333,7 @@ fn chart() -> anyhow::Result<()> {
         ("1.36.0", true),
         ("1.37.0", true),
     ] {
-        let mut helm = template("steering.mode=required");
+        let mut helm = template("placement.steering=required");
         let rendered = helm.args(["--kube-version", version]).output()?;
         let objects = String::from_utf8_lossy(&rendered.stdout);
         anyhow::ensure!(
@@ -344,9 +344,9 @@ fn chart() -> anyhow::Result<()> {
         );
     }
     for refused in [
-        "quantum=3Gi",
+        "gpuMemory.quantum=3Gi",
         "driver.extraMount=x",
-        "agent.port=0",
+        "agent.metricsPort=0",
         "agent.maxUnavailable=0",
     ] {
         let output = template(refused).output()?;

@@ -58,7 +58,7 @@ pub(super) fn alerts() -> anyhow::Result<()> {
         .arg("template")
         .arg(repository.join("charts/bursar"))
         .args(["--namespace", "bursar-system"])
-        .args(["--set", "monitoring.podMonitors.enabled=true"])
+        .args(["--set", "monitoring.podMonitor.enabled=true"])
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--set", "monitoring.dashboards.enabled=true"])
         .args(["--show-only", "templates/monitoring.yaml"])

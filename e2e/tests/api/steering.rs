@@ -284,7 +284,7 @@ async fn mode(server: &Server, at: &IsolatedScope, mode: &str) -> Result<(), Fai
     let chart = server
         .control_plane
         .chart_without_workloads(&[
-            &format!("--set=steering.mode={mode}"),
+            &format!("--set=placement.steering={mode}"),
             &format!("--set=policies.defaultPriorityClass={DEFAULT_CLASS}"),
         ])
         .await?;

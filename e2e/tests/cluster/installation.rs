@@ -361,7 +361,7 @@ async fn check_quantum(
     let chart = paths::repository().join("charts/bursar");
     let chart = chart.display().to_string();
     let upgrade = async |quantum: &str| {
-        let quantum = format!("--set=quantum={quantum}");
+        let quantum = format!("--set=gpuMemory.quantum={quantum}");
         let upgrade = ["upgrade", RELEASE, &chart, "--namespace", NAMESPACE];
         let values = ["--reuse-values", quantum.as_str()];
         call(helm, &[&upgrade[..], &values].concat(), &kubeconfig).await

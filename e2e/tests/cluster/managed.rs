@@ -33,7 +33,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("enforcement/cluster/managed", async |context| {
         cleared(context, async |context| {
             let outcome = AssertUnwindSafe(guide_holds(context)).catch_unwind().await;
-            let none = json!({ "managedMemory": { "capacity": "0" } });
+            let none = json!({ "gpuMemory": { "managedPerNode": "0" } });
             let reset = context.upgrade_release(&none).await;
             outcome
                 .unwrap_or_else(|panic| resume_unwind(panic))
@@ -147,7 +147,7 @@ async fn capacity_is_offered(
     values: &Value,
 ) -> Result<(), Failed> {
     context.upgrade_release(values).await?;
-    let capacity = values["managedMemory"]["capacity"]
+    let capacity = values["gpuMemory"]["managedPerNode"]
         .as_str()
         .unwrap_or_default();
     let gib: i32 = capacity.trim_end_matches("Gi").parse()?;

@@ -247,7 +247,7 @@ async fn rendered_objects(context: &TrialContext) -> Result<Vec<Value>, Failed> 
         .args(["template", chart::RELEASE])
         .arg(paths::repository().join("charts/bursar"))
         .args(["--namespace", chart::NAMESPACE])
-        .args(["--set", "monitoring.podMonitors.enabled=true"])
+        .args(["--set", "monitoring.podMonitor.enabled=true"])
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--show-only", "templates/monitoring.yaml"])
         .kill_on_drop(true)

@@ -35,7 +35,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             let resized = AssertUnwindSafe(managed_quota_follows_the_budget(context));
             let outcome = resized.catch_unwind().await;
             let removed = remove_workloads(context).await;
-            let none = json!({ "managedMemory": { "capacity": "0" } });
+            let none = json!({ "gpuMemory": { "managedPerNode": "0" } });
             let reset = context.upgrade_release(&none).await;
             let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic));
             outcome.and(removed).and(reset)
@@ -220,7 +220,7 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
 }
 
 async fn managed_quota_follows_the_budget(context: &mut TrialContext) -> Result<(), Failed> {
-    let offered = json!({ "managedMemory": { "capacity": "8Gi" } });
+    let offered = json!({ "gpuMemory": { "managedPerNode": "8Gi" } });
     context.upgrade_release(&offered).await?;
     let plan = PodBuilder::new(MANAGED_POD, &context.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])

@@ -372,7 +372,7 @@ impl TrialContext {
                 .await?;
             return Ok(());
         }
-        let mode = format!("--set=steering.mode={mode}");
+        let mode = format!("--set=placement.steering={mode}");
         self.apply_template("steering.yaml", &[&mode]).await
     }
 

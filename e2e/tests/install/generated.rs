@@ -15,11 +15,7 @@ const HOW: &str = "BURSAR_UPDATE=1 cargo test -p bursar-e2e --test install";
 /// The marks around the generated part of the README.
 const MARKS: (&str, &str) = ("<!-- values: begin -->\n", "<!-- values: end -->\n");
 /// The maps that a release does not work without. `null` empties every other map.
-const NEEDED_MAPS: [&str; 3] = [
-    "securityContext",
-    "podSecurityContext",
-    "monitoringNamespaceSelector",
-];
+const NEEDED_MAPS: [&str; 2] = ["securityContext", "podSecurityContext"];
 /// The prefix of the definitions that Kubernetes publishes.
 const OF_KUBERNETES: &str = "#/definitions/io.k8s.";
 
@@ -242,8 +238,8 @@ fn schema_refuses_misspelt_fields_with_their_path() {
             "extraVolumes",
         ),
         (r#"operator.affinity={"nodeAfinity":{}}"#, "affinity"),
-        (r#"agent.log="dbug""#, "log"),
-        (r#"operator.log="info,kube""#, "log"),
+        (r#"agent.logLevel="dbug""#, "log"),
+        (r#"operator.logLevel="info,kube""#, "log"),
         (r#"agent.gpuNodeLabels=["a b"]"#, "gpuNodeLabels"),
         (
             r#"policies.validationActions=["Deny","Warn"]"#,
@@ -269,19 +265,19 @@ fn schema_refuses_misspelt_fields_with_their_path() {
             "metricsPeers",
         ),
         (r#"audit.hostPrograms=null"#, "hostPrograms"),
-        (r#"reservedMemory=null"#, "reservedMemory"),
+        (r#"gpuMemory.reservedPerGpu=null"#, "reservedPerGpu"),
         (r#"agent.securityContext=null"#, "securityContext"),
         (r#"agent.image.pullPolicy=null"#, "pullPolicy"),
         (
-            r#"networkPolicy.monitoringNamespaceSelector=null"#,
-            "monitoringNamespaceSelector",
+            r#"networkPolicy.monitoringNamespaces=null"#,
+            "monitoringNamespaces",
         ),
     ] {
         let message = refusal(&[value]);
         assert!(message.contains(path), "{value}: {message}");
     }
     for value in [
-        r#"agent.log="info,kube=warn""#,
+        r#"agent.logLevel="info,kube=warn""#,
         r#"agent.resources={"limits":{"cpu":1,"memory":"1Gi"}}"#,
         r#"agent.extraEnv=[{"name":"A","valueFrom":{"fieldRef":{"fieldPath":"spec.nodeName"}}}]"#,
         r#"global={"imageRegistry":"host:5000/mirror","other":{"of":"a parent chart"}}"#,
@@ -289,7 +285,7 @@ fn schema_refuses_misspelt_fields_with_their_path() {
         r#"policies.labelRestorers=["system:serviceaccount:velero:velero"]"#,
         r#"agent.podLabels={"app.kubernetes.io/part-of":"gpus"}"#,
         r#"agent.nodeSelector=null"#,
-        r#"networkPolicy.monitoringNamespaceSelector.matchLabels=null"#,
+        r#"networkPolicy.monitoringNamespaces=[]"#,
     ] {
         render(&[value]);
     }

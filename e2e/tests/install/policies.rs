@@ -49,7 +49,21 @@ fn network_policies_limit_metrics_and_the_way_out() {
     assert_eq!(by_default.of_kind("NetworkPolicy").count(), 1);
     let ingress = &by_default.get("NetworkPolicy", "bursar-metrics")["spec"]["ingress"][0];
     assert_eq!(ingress["ports"], json!([{ "port": "metrics" }]));
+    let from = &ingress["from"][0]["namespaceSelector"]["matchExpressions"];
+    assert_eq!(from[0]["key"], "kubernetes.io/metadata.name");
+    assert!(
+        from[0]["values"]
+            .as_array()
+            .unwrap()
+            .contains(&json!("openshift-monitoring"))
+    );
     assert_eq!(ingress["from"].as_array().unwrap().len(), 1);
+    let nobody = render(&["networkPolicy.monitoringNamespaces=[]"]);
+    let nobody = nobody.get("NetworkPolicy", "bursar-metrics");
+    assert!(
+        nobody["spec"]["ingress"].is_null(),
+        "an empty list would admit everybody"
+    );
     let peer = json!({ "ipBlock": { "cidr": "10.0.0.10/32" } });
     let opened = render(&[&format!("networkPolicy.metricsPeers=[{peer}]")]);
     let policy = opened.get("NetworkPolicy", "bursar-metrics");
@@ -170,7 +184,7 @@ fn test_pod_requests_one_quantum_and_checks_its_size() {
     for (values, resource, bytes) in [
         (&[][..], "bursar.dev/gpu-memory-gib", "--bytes=1073741824"),
         (
-            &[r#"quantum="256Mi""#][..],
+            &[r#"gpuMemory.quantum="256Mi""#][..],
             "bursar.dev/gpu-memory-256mib",
             "--bytes=268435456",
         ),

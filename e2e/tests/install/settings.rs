@@ -31,16 +31,10 @@ fn image_has_the_tag_beside_its_digest() {
 }
 
 #[test]
-fn pull_secrets_of_both_places_reach_every_pod() {
-    let objects = render(&[
-        r#"global.imagePullSecrets=[{"name":"a"}]"#,
-        r#"imagePullSecrets=[{"name":"b"},{"name":"a"}]"#,
-    ]);
+fn pull_secrets_reach_every_pod() {
+    let objects = render(&[r#"global.imagePullSecrets=[{"name":"a"}]"#]);
     for spec in objects.pod_specs() {
-        assert_eq!(
-            spec["imagePullSecrets"],
-            json!([{ "name": "a" }, { "name": "b" }])
-        );
+        assert_eq!(spec["imagePullSecrets"], json!([{ "name": "a" }]));
     }
     assert!(
         render(&[])
@@ -194,7 +188,10 @@ fn notes_have_a_manifest_that_can_be_pasted() {
 #[test]
 fn ports_and_folders_that_collide_are_refused() {
     for (value, remedy) in [
-        ("agent.port=9402", "set agent.probePort to another port"),
+        (
+            "agent.metricsPort=9402",
+            "set agent.probePort to another port",
+        ),
         (
             "operator.probePort=9401",
             "set operator.probePort to another port",
@@ -206,6 +203,24 @@ fn ports_and_folders_that_collide_are_refused() {
     ] {
         let refused = refusal(&[value]);
         assert!(refused.contains(remedy), "{refused}");
+    }
+}
+
+#[test]
+fn renamed_value_is_refused_with_its_new_name() {
+    let renamed = std::fs::read_to_string(chart().join("templates/validation.yaml")).unwrap();
+    let (_, renamed) = renamed.split_once("$renamed := dict\n").unwrap();
+    let (renamed, _) = renamed.split_once("}}").unwrap();
+    let pairs = renamed.trim().lines().map(|line| {
+        let mut names = line.split('"');
+        (names.nth(1).unwrap(), names.nth(1).unwrap())
+    });
+    let pairs: Vec<_> = pairs.collect();
+    assert_eq!(pairs.len(), 13);
+    for (old, new) in pairs {
+        let reason = format!("the value {old} is now {new}; set that in its place");
+        let refused = refusal(&[&format!("{old}=1")]);
+        assert!(refused.contains(&reason), "{old}: {refused}");
     }
 }
 

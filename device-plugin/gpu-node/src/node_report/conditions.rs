@@ -308,7 +308,7 @@ pub(super) fn managed_memory_condition(configured: Bytes, module: &UvmModule) ->
         _ if configured == Bytes::ZERO => condition(
             false,
             names::SWITCHED_OFF,
-            "managedMemory.capacity is 0; the quotas of GPUs cover managed memory".to_owned(),
+            "gpuMemory.managedPerNode is 0; the quotas of GPUs cover managed memory".to_owned(),
         ),
         Err(why @ (EvictionUnsafe::NotLoaded | EvictionUnsafe::AwaitsFirstStarts)) => {
             pending_condition(names::MANAGED_MEMORY, &why.to_string())

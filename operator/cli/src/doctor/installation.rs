@@ -71,7 +71,7 @@ fn crds(snapshot: &Snapshot) -> Vec<Finding> {
             Level::Fail,
             "CrdMissing",
             format!("the API server has no {}.bursar.dev", kind.name()),
-            "set crds.install to true, or apply the chart's CRDs before the release",
+            "set crds.enabled to true, or apply the chart's CRDs before the release",
         )
     };
     missing.map(finding).collect()

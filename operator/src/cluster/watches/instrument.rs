@@ -53,7 +53,7 @@ fn hint(error: &watcher::Error) -> &'static str {
     };
     match code {
         401 | 403 => "give the operator's service account the chart's ClusterRole",
-        404 => "install the chart's CRDs (crds.install)",
+        404 => "install the chart's CRDs (crds.enabled)",
         _ => "check that the API server is reachable",
     }
 }

@@ -15,7 +15,7 @@ pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
             Level::Warn,
             "NotScraped",
             format!("no namespace has the labels that may read the metrics: {selected}"),
-            "set networkPolicy.monitoringNamespaceSelector or metricsPeers to the namespace of \
+            "set networkPolicy.monitoringNamespaces or metricsPeers to the namespace of \
              Prometheus",
         ));
     }

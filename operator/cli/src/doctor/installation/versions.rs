@@ -27,7 +27,7 @@ pub(super) fn steering(snapshot: &Snapshot) -> Option<Finding> {
             Level::Warn,
             "Steering",
             "steering is unavailable: the chart's MutatingAdmissionPolicy is missing",
-            "upgrade the chart on this version of Kubernetes; see steering.mode",
+            "upgrade the chart on this version of Kubernetes; see placement.steering",
         )
     } else {
         Finding::ok("Steering", "steering and overflow are available")
