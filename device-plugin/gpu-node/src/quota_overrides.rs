@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_apiserver::ParsedSpec;
-use bursar_crds::gpu_node::{DEVICE, MANAGED, QuotaOverride, QuotaState};
+use bursar_crds::Amount;
+use bursar_crds::gpu_node::{DEVICE, MANAGED, QuotaOverride, QuotaState, QuotaStatus};
 use bursar_ledger::units::{AllocationId, Bytes};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
@@ -27,37 +28,10 @@ const RECLAIM_INTERVAL: Duration = Duration::from_secs(1);
 pub struct AppliedSpec {
     /// The generation of the spec; none before a spec was read.
     pub generation: Option<i64>,
-    /// Each override with its outcome, in the order of the spec.
-    pub quotas: Vec<(QuotaOverride, QuotaOutcome)>,
+    /// The outcome of each override, in the order of the spec.
+    pub quotas: Vec<QuotaStatus>,
     /// The paths of entries that this agent cannot read.
     pub unrecognized: Vec<String>,
-}
-
-/// The outcome of one override.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum QuotaOutcome {
-    /// The node has no such container or account.
-    NotFound,
-    /// The quota is in force, and the container uses no more than that.
-    Applied(Bytes),
-    /// The quota is in force, and the container still uses more.
-    Pending {
-        /// The quota.
-        quota: Bytes,
-        /// The bytes in use.
-        used: Bytes,
-    },
-}
-
-impl QuotaOutcome {
-    /// The state for the API.
-    pub fn state(self) -> QuotaState {
-        match self {
-            Self::NotFound => QuotaState::NotFound,
-            Self::Applied(_) => QuotaState::Applied,
-            Self::Pending { .. } => QuotaState::Pending,
-        }
-    }
 }
 
 /// Returns the quota of each account of each bound container; none for accounts without an
@@ -100,7 +74,7 @@ pub(crate) fn quota_outcome(
     order: &QuotaOverride,
     containers: &[BoundContainer],
     usage: &[ContainerUsage],
-) -> QuotaOutcome {
+) -> QuotaStatus {
     let containers = by_allocation(containers);
     let named = usage.iter().filter(|container_usage| {
         let container = containers.get(&container_usage.allocation);
@@ -124,11 +98,18 @@ pub(crate) fn quota_outcome(
         quota = quota.saturating_add(account.quota.0);
         used = used.saturating_add(in_use.0);
     }
-    let (quota, used) = (Bytes(quota), Bytes(used));
-    match (is_found, is_exceeded) {
-        (false, _) => QuotaOutcome::NotFound,
-        (true, false) => QuotaOutcome::Applied(quota),
-        (true, true) => QuotaOutcome::Pending { quota, used },
+    let state = match (is_found, is_exceeded) {
+        (false, _) => QuotaState::NotFound,
+        (true, false) => QuotaState::Applied,
+        (true, true) => QuotaState::Pending,
+    };
+    QuotaStatus {
+        pod_uid: order.pod_uid.clone(),
+        container: order.container.clone(),
+        account: order.account.clone(),
+        state,
+        quota: is_found.then(|| Amount::from_bytes(quota)),
+        used: is_exceeded.then(|| Amount::from_bytes(used)),
     }
 }
 
@@ -207,13 +188,10 @@ pub async fn run(
             let _ = sessions.override_quota(&allocation, &account, bytes);
         }
         let usage = sessions.container_usage();
-        let outcome = |order: QuotaOverride| {
-            let outcome = quota_outcome(&order, &containers, &usage);
-            (order, outcome)
-        };
+        let outcome = |order| quota_outcome(order, &containers, &usage);
         let after = AppliedSpec {
             generation,
-            quotas: quotas.into_iter().map(outcome).collect(),
+            quotas: quotas.iter().map(outcome).collect(),
             unrecognized: not_understood,
         };
         applied.send_if_modified(|before| {
@@ -270,6 +248,22 @@ mod tests {
         }
     }
 
+    fn status(
+        order: &QuotaOverride,
+        state: QuotaState,
+        quota: Option<&str>,
+        used: Option<&str>,
+    ) -> QuotaStatus {
+        QuotaStatus {
+            pod_uid: order.pod_uid.clone(),
+            container: order.container.clone(),
+            account: order.account.clone(),
+            state,
+            quota: quota.map(Amount::from),
+            used: used.map(Amount::from),
+        }
+    }
+
     /// Plans the quotas in GiB for two containers: one with a GPU and managed memory, one with two
     /// GPUs.
     fn planned(orders: &[QuotaOverride]) -> Vec<Option<u64>> {
@@ -321,12 +315,14 @@ mod tests {
             let usage = [usage(2, &[("GPU-a", 3, used), ("GPU-b", 3, 0)])];
             quota_outcome(&order, &containers, &usage)
         };
-        let pending = QuotaOutcome::Pending {
-            quota: Bytes::gib(6),
-            used: Bytes::gib(4),
-        };
-        assert_eq!(outcome(4), pending);
-        assert_eq!(outcome(3), QuotaOutcome::Applied(Bytes::gib(6)));
+        assert_eq!(
+            outcome(4),
+            status(&order, QuotaState::Pending, Some("6Gi"), Some("4Gi"))
+        );
+        assert_eq!(
+            outcome(3),
+            status(&order, QuotaState::Applied, Some("6Gi"), None)
+        );
     }
 
     #[test]
@@ -338,10 +334,7 @@ mod tests {
             *set(&mut usage[0].accounts[0]) = Bytes::gib(3);
             quota_outcome(&order, &containers, &usage)
         };
-        let pending = QuotaOutcome::Pending {
-            quota: Bytes::gib(3),
-            used: Bytes::gib(4),
-        };
+        let pending = status(&order, QuotaState::Pending, Some("3Gi"), Some("4Gi"));
         assert_eq!(outcome(|account| &mut account.exited), pending);
         assert_eq!(outcome(|account| &mut account.leased), pending);
         assert_eq!(outcome(|account| &mut account.untracked), pending);
@@ -357,7 +350,7 @@ mod tests {
         ] {
             assert_eq!(
                 quota_outcome(&order, &containers, &usage),
-                QuotaOutcome::NotFound,
+                status(&order, QuotaState::NotFound, None, None),
                 "{order:?}"
             );
         }

@@ -10,7 +10,7 @@ use bursar_crds::gpu_node::{
     Fault, FaultKind, GpuContainer, GpuNodeStatus, GpuPod, GpuRuntime, GpuStatus, Health,
     HealthStatus, MAX_CONTAINERS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_POD_ENTRIES,
     MAX_POD_NAMES, MAX_PODS, MAX_QUOTAS, MAX_RETAINED, MAX_SET_ASIDE, MAX_WAITING, NodeMemory,
-    QuotaOverride, QuotaStatus, TokenKey,
+    TokenKey,
 };
 use bursar_crds::numbers::{to_i32, to_i64};
 use bursar_gpu::Gpu;
@@ -24,7 +24,6 @@ use crate::carry_over::carry_over;
 use crate::summary::summarize;
 
 use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
-use crate::quota_overrides::QuotaOutcome;
 
 /// The algorithm of [`TokenKey`].
 const TOKEN_ALGORITHM: &str = "Ed25519";
@@ -91,12 +90,7 @@ pub fn render(
         waiting: first(waiting, MAX_WAITING),
         not_enforced_count: to_i32(not_enforced.len()),
         not_enforced: first(not_enforced, MAX_NOT_ENFORCED),
-        quotas: applied_spec
-            .quotas
-            .iter()
-            .take(MAX_QUOTAS)
-            .map(quota_status)
-            .collect(),
+        quotas: first(&applied_spec.quotas, MAX_QUOTAS),
         faults: faults.clone(),
         containers: first(containers, MAX_CONTAINERS),
         retained_count: to_i32(*retained_count),
@@ -329,29 +323,6 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
     }
 }
 
-fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus {
-    let QuotaOverride {
-        pod_uid,
-        container,
-        account,
-        quota: _,
-    } = order.clone();
-    let (quota, used) = match outcome {
-        QuotaOutcome::NotFound => (None, None),
-        QuotaOutcome::Applied(quota) => (Some(quota), None),
-        QuotaOutcome::Pending { quota, used } => (Some(quota), Some(used)),
-    };
-    let amount = |bytes: &bursar_ledger::units::Bytes| Amount::from_bytes(bytes.0);
-    QuotaStatus {
-        pod_uid,
-        container,
-        account,
-        state: outcome.state(),
-        quota: quota.map(amount),
-        used: used.map(amount),
-    }
-}
-
 /// The first entries of a list.
 fn first<T: Clone>(all: &[T], most: usize) -> Vec<T> {
     all[..all.len().min(most)].to_vec()
@@ -361,7 +332,7 @@ fn first<T: Clone>(all: &[T], most: usize) -> Vec<T> {
 mod tests {
     use bursar_crds::gpu_node::{
         EnforcementGap, LastFault, LeaseState, MemoryResource, NamespaceUse, PendingContainer,
-        QuotaState, RetainedLease, RuntimeState,
+        RetainedLease, RuntimeState,
     };
     use bursar_retained::runtimes::FailureClass;
 
@@ -565,26 +536,6 @@ mod tests {
             serde_json::from_value(serde_json::to_value(&written).unwrap()).unwrap();
         assert_eq!(read, written);
         assert_eq!(render(&report, &read, Some(1), &at(60)), written);
-    }
-
-    #[test]
-    fn quota_has_its_outcome_and_amounts() {
-        let order = QuotaOverride {
-            pod_uid: "0f".into(),
-            container: "main".into(),
-            account: "device".into(),
-            quota: "6Gi".into(),
-        };
-        let mut published = report();
-        let (quota, used) = (Bytes::gib(4), Bytes::gib(5));
-        published.applied_spec.generation = Some(7);
-        published.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
-        let status = render(&published, &GpuNodeStatus::default(), Some(9), &at(10));
-        assert_eq!(status.observed_generation, Some(7));
-        let outcome = &status.quotas[0];
-        assert_eq!(outcome.state, QuotaState::Pending);
-        assert_eq!(outcome.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
-        assert_eq!(outcome.used.as_ref().unwrap().bytes(), Ok(5 << 30));
     }
 
     #[test]
