@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
+use bursar_crds::Amount;
 use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::RuntimeState;
+use bursar_crds::gpu_node::{HealthStatus, RuntimeState};
+use bursar_crds::numbers::to_i64;
 use bursar_enforcement::audit::metrics::AuditMetrics;
-use bursar_gpu_node::render::ready_condition;
-use bursar_gpu_node::report::{GpuHealth, GpuReport, NodeReport};
-use bursar_ledger::units::{Quanta, Quantum, Resource};
-use bursar_metrics::{LatestFigures, RegisterMetric as _, ResourceLabels, gauge_value};
+use bursar_gpu_node::report::{NodeReport, ready_condition};
+use bursar_ledger::units::Resource;
+use bursar_metrics::{GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels, gauge_value};
 use bursar_node::metrics::NodeMetrics;
 use bursar_retained::status::RetainedStatus;
 use prometheus_client::encoding::text::encode;
@@ -129,58 +130,60 @@ impl Metrics {
     ///
     /// A GPU that leaves the report leaves the metrics.
     pub(crate) fn set_report(&self, report: &NodeReport) {
+        let NodeReport {
+            status,
+            conditions: _,
+            exported,
+            unknown_spec_entries,
+        } = report;
         let device_ids = [
-            (Resource::DeviceMemory, report.device_memory),
-            (Resource::ManagedMemory, report.managed_memory),
+            (Resource::DeviceMemory, status.device_memory),
+            (Resource::ManagedMemory, status.managed_memory),
         ];
         for (resource, memory) in device_ids {
             self.device_ids
                 .get_or_create(&resource.into())
-                .set(memory.allocatable.0.into());
+                .set(memory.allocatable.into());
         }
-        let not_understood = report.applied_spec.unrecognized.len();
         self.unknown_spec_entries
-            .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
+            .set(gauge_value(*unknown_spec_entries));
         let mut figures = GpuFigures {
             conditions: condition_figures(report),
             faults: fault_figures(report),
             ..GpuFigures::default()
         };
-        for gpu_report in &report.gpus {
-            let GpuReport { gpu, memory, .. } = gpu_report;
+        let quantum = bytes_of(status.quantum.as_ref());
+        for gpu in &status.gpus {
             let info = GpuInfoLabels {
-                gpu: gpu.uuid.to_string(),
-                index: gpu.minor.to_string(),
+                gpu: gpu.uuid.clone(),
+                index: gpu.index.to_string(),
                 model: gpu.model.clone(),
-                driver: report.driver_version.clone().unwrap_or_default(),
+                driver: status.driver_version.clone().unwrap_or_default(),
             };
             figures.infos.push((info, 1));
-            let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
-            let (capacity, free) = (gpu_report.capacity(), memory.unbound());
-            let gauge = |bytes| i64::try_from(bytes).unwrap_or(i64::MAX);
-            figures
-                .sizes
-                .push(((&gpu.uuid).into(), gauge(gpu.memory.0)));
-            figures
-                .capacities
-                .push(((&gpu.uuid).into(), gauge(bytes(capacity))));
+            let label = || GpuLabels {
+                gpu: gpu.uuid.clone(),
+            };
+            let capacity = i64::from(gpu.capacity) * quantum;
+            let free = i64::from(gpu.free) * quantum;
+            let leaked = exported.get(&gpu.uuid);
+            figures.sizes.push((label(), bytes_of(Some(&gpu.memory))));
+            figures.capacities.push((label(), capacity));
             let states = [
-                ("free", bytes(free)),
-                ("bound", bytes(capacity.saturating_sub(free))),
-                ("leaked", memory.leaked.0),
-                ("withheld", memory.withheld.0),
+                ("free", free),
+                ("bound", (capacity - free).max(0)),
+                ("leaked", leaked.map_or(0, |leaked| to_i64(leaked.bytes.0))),
+                ("withheld", bytes_of(gpu.withheld.as_ref())),
             ];
             for (state, amount) in states {
                 let label = GpuStateLabels {
-                    gpu: gpu.uuid.to_string(),
+                    gpu: gpu.uuid.clone(),
                     state,
                 };
-                figures.memory.push((label, gauge(amount)));
+                figures.memory.push((label, amount));
             }
-            let is_healthy = gpu_report.health == GpuHealth::Healthy;
-            figures
-                .healthy
-                .push(((&gpu.uuid).into(), is_healthy.into()));
+            let is_healthy = gpu.health.status == HealthStatus::Healthy;
+            figures.healthy.push((label(), is_healthy.into()));
         }
         self.gpus.replace(figures);
     }
@@ -191,8 +194,7 @@ impl Metrics {
         let mut figures = RetainedFigures::default();
         for (gpu, (leases, bytes)) in &kept.live {
             figures.leases.push((gpu.into(), gauge_value(*leases)));
-            let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
-            figures.bytes.push((gpu.into(), bytes));
+            figures.bytes.push((gpu.into(), to_i64(bytes.0)));
         }
         for (gpu, runtime) in &kept.runtimes {
             for state in RuntimeState::ALL {
@@ -217,8 +219,7 @@ impl Metrics {
 
     /// Sets how long the state directory has lacked the newest records.
     pub(crate) fn set_state_write_lag(&self, lag: Duration) {
-        self.state_write_lag
-            .set(i64::try_from(lag.as_secs()).unwrap_or(i64::MAX));
+        self.state_write_lag.set(to_i64(lag.as_secs()));
     }
 }
 
@@ -243,7 +244,7 @@ fn condition_figures(report: &NodeReport) -> Vec<(NodeConditionLabels, i64)> {
 /// The number of open faults by GPU and action.
 fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
     let mut open: BTreeMap<FaultLabels, i64> = BTreeMap::new();
-    for fault in &report.faults {
+    for fault in &report.status.faults {
         let labels = FaultLabels {
             gpu: fault.gpu.to_string(),
             action: fault.action.map_or("undecided", FaultAction::label),
@@ -253,8 +254,11 @@ fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
     open.into_iter().collect()
 }
 
-fn quantum_bytes(quantum: Quantum, quanta: Quanta) -> u64 {
-    quanta.bytes(quantum).0
+/// The amount in bytes; zero where it is absent.
+fn bytes_of(amount: Option<&Amount>) -> i64 {
+    amount
+        .and_then(|amount| amount.bytes().ok())
+        .map_or(0, to_i64)
 }
 
 #[cfg(test)]
@@ -281,7 +285,7 @@ mod tests {
     fn gpu_has_memory_by_state_until_it_leaves_the_report() {
         let metrics = Metrics::new();
         let mut report = report();
-        report.gpus[0].memory.free = Quanta(6);
+        report.status.gpus[0].free = 6;
         metrics.set_report(&report);
         let text = metrics.encode();
         assert!(
@@ -291,7 +295,7 @@ mod tests {
             "{text}"
         );
         assert!(text.contains(r#"bursar_agent_device_ids{resource="gpu-memory"} 32"#));
-        report.gpus.clear();
+        report.status.gpus.clear();
         metrics.set_report(&report);
         assert!(!metrics.encode().contains("GPU-0"));
     }
@@ -299,12 +303,12 @@ mod tests {
     #[test]
     fn unrecognized_spec_entries_are_counted_while_they_last() {
         let (metrics, mut report) = (Metrics::new(), report());
-        report.applied_spec.unrecognized = vec!["drain[0]".to_owned(), "quotas[1]".to_owned()];
+        report.unknown_spec_entries = 2;
         for count in [2, 0] {
             metrics.set_report(&report);
             let line = format!("bursar_agent_unknown_spec_entries {count}\n");
             assert!(metrics.encode().contains(&line), "{line}");
-            report.applied_spec.unrecognized.clear();
+            report.unknown_spec_entries = 0;
         }
     }
 
@@ -360,10 +364,9 @@ mod tests {
     /// Metrics with a value each: a family without a value is not encoded.
     fn used_metrics() -> Metrics {
         let metrics = Metrics::new();
-        metrics.set_report(&NodeReport {
-            faults: vec![gpu_fault()],
-            ..report()
-        });
+        let mut faulty = report();
+        faulty.status.faults = vec![gpu_fault()];
+        metrics.set_report(&faulty);
         metrics.set_retained(&retained());
         metrics
             .node
@@ -420,7 +423,7 @@ mod tests {
     fn node_has_conditions_and_each_gpu_a_name_and_its_faults() {
         let metrics = Metrics::new();
         let mut report = report();
-        report.faults = vec![gpu_fault(), gpu_fault()];
+        report.status.faults = vec![gpu_fault(), gpu_fault()];
         report.conditions[0].holds = Some(false);
         metrics.set_report(&report);
         let text = metrics.encode();

@@ -180,7 +180,7 @@ fn readiness(report: &NodeReport) -> Verdict {
     let is_work = |condition: &&ConditionUpdate| match condition.type_ {
         names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
         // A node without a GPU has nothing to register.
-        names::REGISTERED => condition.is_problem() && !report.gpus.is_empty(),
+        names::REGISTERED => condition.is_problem() && !report.status.gpus.is_empty(),
         names::CDI_READY => condition.reason == names::CDI_FOLDER,
         names::CHECKPOINT_INTACT => condition.reason == names::CHECKPOINT_UNWRITABLE,
         _ => false,
@@ -216,9 +216,9 @@ mod tests {
             conditions: conditions.collect(),
             ..report()
         };
-        assert!(!report.gpus.is_empty());
+        assert!(!report.status.gpus.is_empty());
         if !gpus {
-            report.gpus.clear();
+            report.status.gpus.clear();
         }
         readiness(&report)
     }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Amount, schema};
 
 /// One GPU or MIG instance.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuStatus {
     /// The UUID as NVML and CUDA write it (`GPU-...`, `MIG-...`).
@@ -166,7 +166,7 @@ pub enum GpuState {
 }
 
 /// The health of a GPU.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
     /// `Healthy`, or `Unhealthy`: the agent has withdrawn the GPU's quanta from the kubelet.

@@ -1,17 +1,31 @@
-//! Completes a status with what depends on the one before it: pure.
+//! Completes the status of a report with what depends on the status before it: pure.
 
+use bursar_crds::conditions::update_conditions;
 use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::{Fault, FaultKind, GpuNodeStatus, MAX_FAULTS};
+use bursar_crds::gpu_node::{
+    Fault, FaultKind, GpuNodeStatus, MAX_CONTAINERS, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES,
+    MAX_NOT_ENFORCED, MAX_QUOTAS, MAX_RETAINED, MAX_WAITING,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-/// Completes `after`, the status that the agent's own state gives, with the times and outcomes that
-/// only the last published status knows.
+use crate::report::{NodeReport, ready_condition};
+
+/// Completes the status of a report with the times and outcomes that only the last published status
+/// knows, and bounds its lists. Entries that did not change keep their times.
 ///
 /// * Before this agent has read a spec, the outcomes of the earlier agent's spec stay, because its
 ///   overrides stay too.
 /// * A GPU's health keeps its time while it does not change.
 /// * A GPU's fault has the time of its first write. The fault of a context has its own time.
-pub(crate) fn carry_over(before: &GpuNodeStatus, after: &mut GpuNodeStatus, now: &Time) {
+///
+/// `generation` is the object's `metadata.generation`, if known.
+pub fn carry_over(
+    before: &GpuNodeStatus,
+    report: &NodeReport,
+    generation: Option<i64>,
+    now: &Time,
+) -> GpuNodeStatus {
+    let mut after = report.status.clone();
     if after.observed_generation.is_none() {
         after.observed_generation = before.observed_generation;
         after.quotas.clone_from(&before.quotas);
@@ -29,6 +43,17 @@ pub(crate) fn carry_over(before: &GpuNodeStatus, after: &mut GpuNodeStatus, now:
         }
     }
     select_faults(&mut after.faults);
+    after.gpus.truncate(MAX_GPUS);
+    after.waiting.truncate(MAX_WAITING);
+    after.not_enforced.truncate(MAX_NOT_ENFORCED);
+    after.quotas.truncate(MAX_QUOTAS);
+    after.containers.truncate(MAX_CONTAINERS);
+    after.retained.truncate(MAX_RETAINED);
+    after.namespaces.truncate(MAX_NAMESPACES);
+    let mut updates = vec![ready_condition(&report.conditions)];
+    updates.extend_from_slice(&report.conditions);
+    after.conditions = update_conditions(&before.conditions, &updates, generation, now);
+    after
 }
 
 /// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
@@ -45,26 +70,56 @@ fn select_faults(faults: &mut Vec<Fault>) {
 
 #[cfg(test)]
 mod tests {
-    use bursar_crds::gpu_node::{HealthStatus, QuotaState, QuotaStatus};
+    use bursar_crds::gpu_node::{
+        HealthStatus, MemoryResource, PendingContainer, QuotaState, QuotaStatus,
+    };
 
     use super::*;
-    use crate::fixtures::{at, fault, report};
-    use crate::render::render;
+    use crate::fixtures::{at, container, fault, lease, report};
 
-    fn status() -> GpuNodeStatus {
-        render(&report(), &GpuNodeStatus::default(), Some(1), &at(10))
+    fn carried(before: &GpuNodeStatus, status: &GpuNodeStatus, now: i64) -> GpuNodeStatus {
+        let report = NodeReport {
+            status: status.clone(),
+            ..report()
+        };
+        carry_over(before, &report, Some(1), &at(now))
     }
 
-    fn carried(before: &GpuNodeStatus, after: &GpuNodeStatus, now: i64) -> GpuNodeStatus {
-        let mut after = after.clone();
-        carry_over(before, &mut after, &at(now));
-        after
+    #[test]
+    fn status_read_back_equals_what_was_written() {
+        let mut status = report().status;
+        status.waiting.push(PendingContainer {
+            pod_uid: "0f".into(),
+            namespace: "team".into(),
+            pod: "p".into(),
+            container: "c".into(),
+            resource: MemoryResource::ManagedMemory,
+            quanta: 8,
+            since: at(10),
+        });
+        let written = carried(&GpuNodeStatus::default(), &status, 10);
+        let json = serde_json::to_value(&written).unwrap();
+        let read: GpuNodeStatus = serde_json::from_value(json).unwrap();
+        assert_eq!(read, written);
+        assert_eq!(carried(&read, &status, 500), written);
+    }
+
+    #[test]
+    fn lists_of_the_status_are_bounded() {
+        let mut status = report().status;
+        status.containers = vec![container("a"); 1_000];
+        status.retained = vec![lease(1); 1_000];
+        status.retained_count = 5_000;
+        let status = carried(&GpuNodeStatus::default(), &status, 10);
+        assert_eq!(status.containers.len(), MAX_CONTAINERS);
+        assert_eq!(status.retained.len(), MAX_RETAINED);
+        assert_eq!(status.retained_count, 5_000);
     }
 
     #[test]
     fn health_keeps_its_time_until_the_status_changes() {
-        let before = status();
-        let mut after = before.clone();
+        let mut after = report().status;
+        let before = carried(&GpuNodeStatus::default(), &after, 10);
         after.gpus[0].health.status = HealthStatus::Unhealthy;
         after.gpus[1].health.reason = "Other".into();
         let after = carried(&before, &after, 60);
@@ -89,8 +144,12 @@ mod tests {
             used: None,
         };
         let before = of(Some(7), &[outcome]);
-        assert_eq!(carried(&before, &of(None, &[]), 20), before);
-        assert_eq!(carried(&before, &of(Some(8), &[]), 20), of(Some(8), &[]));
+        let outcomes = |status| {
+            let after = carried(&before, &status, 20);
+            (after.observed_generation, after.quotas)
+        };
+        assert_eq!(outcomes(of(None, &[])), (Some(7), before.quotas.clone()));
+        assert_eq!(outcomes(of(Some(8), &[])), (Some(8), vec![]));
     }
 
     #[test]

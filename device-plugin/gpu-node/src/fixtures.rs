@@ -1,14 +1,16 @@
 //! Builds reports for tests.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_crds::gpu_node::{Fault, FaultContainer, FaultKind, GpuContainer, GpuState};
-use bursar_gpu::Gpu;
-use bursar_ledger::units::{Bytes, Quanta, Quantum};
-use bursar_ledger::{GpuView, Health};
-use bursar_retained::tokens::NodePublicKey;
+use bursar_crds::gpu_node::{
+    Fault, FaultContainer, FaultKind, GpuContainer, GpuStatus, LeaseState, NodeMemory, NodeSummary,
+    RetainedLease,
+};
+use bursar_crds::{Amount, GpuNodeStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
+use super::report::NodeReport;
 
 /// The time that many seconds after the epoch.
 pub fn at(second: i64) -> Time {
@@ -18,32 +20,43 @@ pub fn at(second: i64) -> Time {
 /// Two idle GPUs of 16 GiB.
 pub fn report() -> NodeReport {
     NodeReport {
-        boot_id: "b007".into(),
-        driver_version: Some("580.1".into()),
-        token_key: NodePublicKey([7; 32]),
-        quantum: Quantum::Gib1,
-        device_memory: MemoryReport {
-            allocatable: Quanta(32),
-            free: Quanta(32),
-            largest_free: Quanta(16),
+        status: GpuNodeStatus {
+            boot_id: Some("b007".into()),
+            driver_version: Some("580.1".into()),
+            quantum: Some("1Gi".into()),
+            device_memory: NodeMemory {
+                allocatable: 32,
+                free: 32,
+                largest_free: 16,
+            },
+            gpus: (0..2).map(gpu).collect(),
+            summary: Some(NodeSummary::default()),
+            ..GpuNodeStatus::default()
         },
-        managed_memory: MemoryReport::default(),
-        gpus: (0..2).map(gpu).collect(),
-        pod_names: std::collections::BTreeMap::new(),
-        waiting: Vec::new(),
-        not_enforced: Vec::new(),
-        faults: Vec::new(),
-        containers: Vec::new(),
-        retained_count: 0,
-        retained: Vec::new(),
-        namespaces: Vec::new(),
-        applied_spec: crate::quota_overrides::AppliedSpec::default(),
         conditions: vec![ConditionUpdate::new(
             names::GPUS_FOUND,
             true,
             names::OK,
             "2 GPUs",
         )],
+        exported: BTreeMap::new(),
+        unknown_spec_entries: 0,
+    }
+}
+
+/// A lease of retained memory.
+pub fn lease(gib: u64) -> RetainedLease {
+    RetainedLease {
+        namespace: "team".into(),
+        name: "weights".into(),
+        gpu: "GPU-0".into(),
+        generation: 7,
+        gpu_generation: 2,
+        size: Amount::from_bytes(gib << 30),
+        state: LeaseState::Committed,
+        owner_uid: "0f".into(),
+        owner: String::new(),
+        openers: 3,
     }
 }
 
@@ -83,24 +96,16 @@ pub fn fault(id: &str, kind: FaultKind, seconds: i64) -> Fault {
     }
 }
 
-fn gpu(index: u32) -> GpuReport {
-    let gpu = Gpu {
-        minor: index,
-        ..Gpu::with_uuid(&format!("GPU-0000000{index}"))
-    };
-    GpuReport {
-        state: GpuState::Active,
+fn gpu(index: i32) -> GpuStatus {
+    GpuStatus {
+        uuid: format!("GPU-0000000{index}"),
+        index,
+        model: "Simulated".into(),
+        memory: "16Gi".into(),
         generation: 1,
-        health: GpuHealth::Healthy,
-        memory: GpuView {
-            health: Health::Healthy,
-            capacity: Quanta(16),
-            free: Quanta(16),
-            ..GpuView::empty(gpu.uuid.clone())
-        },
-        gpu,
-        runtime: None,
-        leftover: Bytes::ZERO,
-        has_managed_memory: false,
+        capacity: 16,
+        free: 16,
+        largest_free: 16,
+        ..GpuStatus::default()
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`report`] | the node's state, without what a `GpuNode` keeps of its last status |
+//! | [`report`] | the node's state, without what a `GpuNode` keeps of its last status: pure |
 //! | [`node_report`] | computes the report from a snapshot of the node: pure |
-//! | [`render`] | builds the `GpuNode` status from a report: pure |
-//! | `carry_over` | completes a status with what depends on the one before it: pure |
+//! | [`carry_over`] | completes its status with what the last status knows: pure |
+//! | `urgency` | decides which changes are written at once: pure |
 //! | `summary` | describes the node in a few words for `kubectl get`: pure |
 //! | [`publish`] | writes the status when it changed, at a bounded rate |
 //! | [`quota_overrides`] | applies the spec's quotas to the sessions |
@@ -13,15 +13,15 @@
 //! No pod's start depends on the API server: without it the agent works on, and publishes the state
 //! later.
 
-mod carry_over;
+pub mod carry_over;
 pub mod node_report;
 pub mod publish;
 pub mod quota_overrides;
-pub mod render;
 pub mod report;
 mod summary;
+mod urgency;
 
-pub use report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
+pub use report::{ExportedMemory, NodeReport};
 #[cfg(any(test, feature = "testing"))]
 pub mod fixtures;
 #[cfg(test)]

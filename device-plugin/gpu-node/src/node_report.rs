@@ -3,16 +3,17 @@
 mod conditions;
 mod containers;
 mod events;
+mod gpus;
 
 use std::collections::BTreeMap;
 
 use bursar_config::ResourcesConfig;
-use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::{Fault, FaultKind, GpuState as State};
-use bursar_crds::numbers::to_i64;
+use bursar_crds::context_policy::{ContextAction, FaultAction};
+use bursar_crds::gpu_node::{Fault, FaultKind, NodeMemory, TokenKey};
+use bursar_crds::numbers::{to_i32, to_i64};
+use bursar_crds::{Amount, GpuNodeStatus};
 use bursar_enforcement::audit::AuditStatus;
 use bursar_enforcement::driver_limits::Limits;
-use bursar_gpu::health::{Health, UnhealthyReason};
 use bursar_gpu::xid::{XidAction, required_action};
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::write_behind::LateWrite;
@@ -22,7 +23,6 @@ use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
 use bursar_node::checkpoint_state::PodName;
 use bursar_node::other_plugins::GpuOwners;
-use bursar_retained::runtimes::RuntimeReport;
 use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -35,10 +35,15 @@ use self::conditions::{
     token_limit_condition,
 };
 use self::containers::{enforcement_gap, gpu_containers, pending_containers, with_owner};
+use self::gpus::{PodLists, gpu_status};
 use crate::quota_overrides::AppliedSpec;
-use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport};
+use crate::summary::summarize;
+use crate::{ExportedMemory, NodeReport};
 
 pub use events::transition_events;
+
+/// The algorithm of [`TokenKey`].
+const TOKEN_ALGORITHM: &str = "Ed25519";
 
 /// The late write to the state directory that has lasted longest.
 pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
@@ -86,45 +91,47 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
         Inventory::Gpus { driver, .. } => driver.clone(),
         Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
     };
-    let gpu = |state: &GpuState| GpuReport {
-        runtime: runtime_report(&state.gpu.uuid, &inputs.retained),
-        leftover: leftover_on(&state.gpu.uuid, view, inputs),
-        has_managed_memory: inputs.audited.managed_gpus.contains(&state.gpu.uuid),
-        ..gpu_report(state, view, generation_of(state, generations))
-    };
     let pod_names = pod_names(snapshot);
-    NodeReport {
-        boot_id: inputs.boot_id.clone(),
+    let mut lists = PodLists::new(&pod_names);
+    let gpus = inventory.gpus().iter();
+    let gpus = gpus.map(|state| gpu_status(state, snapshot, inputs, &mut lists));
+    let not_enforced = inputs.audited.not_enforced.iter();
+    let gpu_faults = inventory.gpus().iter();
+    let gpu_faults = gpu_faults.filter_map(|state| gpu_fault(state, generations));
+    let leases = inputs.retained.leases.iter();
+    let mut status = GpuNodeStatus {
+        observed_generation: inputs.overrides.generation,
+        boot_id: Some(inputs.boot_id.clone()),
+        agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version,
-        token_key: inputs.token_key,
-        quantum: inputs.config.quantum,
+        token_key: Some(TokenKey {
+            algorithm: TOKEN_ALGORITHM.to_owned(),
+            public_key: inputs.token_key.to_string(),
+        }),
+        quantum: Some(Amount::from_bytes(inputs.config.quantum.bytes())),
+        summary: None,
+        context_actions: ContextAction::ALL
+            .map(|action| action.as_str().to_owned())
+            .to_vec(),
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
-        gpus: inventory.gpus().iter().map(gpu).collect(),
+        gpus: gpus.collect(),
         waiting: pending_containers(queued_claims),
-        not_enforced: inputs
-            .audited
-            .not_enforced
-            .iter()
-            .map(enforcement_gap)
-            .collect(),
-        applied_spec: inputs.overrides.clone(),
-        faults: inventory
-            .gpus()
-            .iter()
-            .filter_map(|state| gpu_fault(state, generations))
-            .chain(inputs.faults.iter().cloned())
-            .collect(),
+        not_enforced_count: to_i32(not_enforced.len()),
+        not_enforced: not_enforced.map(enforcement_gap).collect(),
+        quotas: inputs.overrides.quotas.clone(),
+        faults: gpu_faults.chain(inputs.faults.iter().cloned()).collect(),
         containers: gpu_containers(snapshot, &inputs.audited),
-        retained_count: inputs.retained.readable,
-        retained: inputs
-            .retained
-            .leases
-            .iter()
-            .map(|lease| with_owner(lease, &pod_names))
-            .collect(),
+        retained_count: to_i32(inputs.retained.readable),
+        retained: leases.map(|lease| with_owner(lease, &pod_names)).collect(),
         namespaces: inputs.audited.namespaces.clone(),
-        pod_names,
+        conditions: Vec::new(),
+    };
+    status.summary = Some(summarize(&status, inputs.config.quantum));
+    NodeReport {
+        status,
+        exported: exported_memory(view, inputs),
+        unknown_spec_entries: inputs.overrides.unrecognized.len(),
         conditions: vec![
             gpus_found_condition(snapshot),
             registered_condition(&inputs.registration),
@@ -144,13 +151,17 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
     }
 }
 
-/// The memory of a GPU that is bound to pods with leftover processes.
-fn leftover_on(gpu: &GpuUuid, view: &LedgerView, inputs: &ReportInputs) -> Bytes {
-    let on_gpu = view.gpus.iter().filter(|view| view.uuid == *gpu);
-    let pods = on_gpu.flat_map(|view| &view.pods);
-    let leftover = pods.filter(|(pod, _)| inputs.audited.leftovers.contains(*pod));
-    let quanta: Quanta = leftover.map(|(_, quanta)| *quanta).sum();
-    quanta.bytes(inputs.config.quantum)
+/// The memory of each GPU that ended pods had exported and others hold.
+fn exported_memory(view: &LedgerView, inputs: &ReportInputs) -> BTreeMap<String, ExportedMemory> {
+    let gpus = view.gpus.iter().filter(|gpu| gpu.leaked > Bytes::ZERO);
+    let exported = gpus.map(|gpu| {
+        let exported = ExportedMemory {
+            bytes: gpu.leaked,
+            is_beside_managed: inputs.audited.managed_gpus.contains(&gpu.uuid),
+        };
+        (gpu.uuid.to_string(), exported)
+    });
+    exported.collect()
 }
 
 /// The names of pods that are bound or wait.
@@ -164,80 +175,29 @@ fn pod_names(snapshot: &Snapshot) -> BTreeMap<PodUid, PodName> {
     named.map(|(uid, pod)| (uid.clone(), pod.clone())).collect()
 }
 
-fn device_memory(snapshot: &Snapshot) -> MemoryReport {
+fn device_memory(snapshot: &Snapshot) -> NodeMemory {
     let view = &snapshot.view;
-    MemoryReport {
-        allocatable: if snapshot.devices_error.is_some() {
-            Quanta::ZERO
-        } else {
-            view.healthy_capacity()
-        },
-        free: view.gpus.iter().map(GpuView::unbound).sum(),
-        largest_free: view.largest_free(),
-    }
+    let free = view.gpus.iter().map(GpuView::unbound).sum();
+    node_memory(snapshot, view.healthy_capacity(), free, view.largest_free())
 }
 
-fn managed_memory(snapshot: &Snapshot) -> MemoryReport {
+fn managed_memory(snapshot: &Snapshot) -> NodeMemory {
     let managed = snapshot.view.managed;
-    MemoryReport {
-        allocatable: if snapshot.devices_error.is_some() {
-            Quanta::ZERO
-        } else {
-            managed.capacity
-        },
-        free: managed.free,
-        largest_free: managed.free,
-    }
+    node_memory(snapshot, managed.capacity, managed.free, managed.free)
 }
 
-fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport {
-    let in_ledger = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
-    let memory = in_ledger.cloned();
-    let memory = memory.unwrap_or_else(|| GpuView::empty(state.gpu.uuid.clone()));
-    GpuReport {
-        gpu: state.gpu.clone(),
-        state: match state.health {
-            Health::Unhealthy(UnhealthyReason::Lost | UnhealthyReason::NoAnswer) => State::Lost,
-            Health::Unhealthy(UnhealthyReason::Xid(_))
-                if state.persisted.awaits_reset.is_some() =>
-            {
-                State::Draining
-            }
-            Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained) => {
-                State::Draining
-            }
-            Health::Healthy if memory.reserved_for.is_some() => State::Reserved,
-            Health::Healthy
-            | Health::Unhealthy(
-                UnhealthyReason::Xid(_)
-                | UnhealthyReason::ProvisionerHung
-                | UnhealthyReason::CudaRefused
-                | UnhealthyReason::OtherOwner,
-            ) => State::Active,
-        },
-        generation,
-        health: match state.health {
-            Health::Healthy => GpuHealth::Healthy,
-            Health::Unhealthy(UnhealthyReason::Xid(code)) => GpuHealth::Unhealthy {
-                reason: format!("Xid{code}"),
-            },
-            Health::Unhealthy(why) => GpuHealth::Unhealthy {
-                reason: why.as_str().to_owned(),
-            },
-        },
-        memory,
-        runtime: None,
-        leftover: Bytes::ZERO,
-        has_managed_memory: false,
+fn node_memory(
+    snapshot: &Snapshot,
+    capacity: Quanta,
+    free: Quanta,
+    largest_free: Quanta,
+) -> NodeMemory {
+    let is_offered = snapshot.devices_error.is_none();
+    NodeMemory {
+        allocatable: if is_offered { to_i32(capacity.0) } else { 0 },
+        free: to_i32(free.0),
+        largest_free: to_i32(largest_free.0),
     }
-}
-
-/// The allocator runtime of a GPU, and the bytes that it has lent; none where retained memory is
-/// off.
-fn runtime_report(gpu: &GpuUuid, retained: &RetainedStatus) -> Option<(RuntimeReport, Bytes)> {
-    let report = retained.runtimes.get(gpu).cloned().unwrap_or_default();
-    let lent = retained.live.get(gpu).map(|(_, bytes)| *bytes);
-    retained.enabled.then(|| (report, lent.unwrap_or_default()))
 }
 
 fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {
@@ -248,7 +208,7 @@ fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 
 /// The fault that lost a GPU's memory; `None` for a healthy GPU and for one that may recover.
 ///
 /// The GPU's generation makes the fault's name unique: the generation grows when the fault is over.
-/// [`carry_over`](crate::carry_over) sets the time.
+/// [`carry_over`](crate::carry_over::carry_over) sets the time.
 fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<Fault> {
     let code = state.persisted.awaits_reset;
     let action = match code.map(required_action) {

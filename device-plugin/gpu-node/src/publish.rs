@@ -1,7 +1,7 @@
 //! Writes the node's report to its `GpuNode` when it changed, at a bounded rate.
 //!
 //! ```text
-//! new report or changed object --> wait `batch_delay` --> render --> equal: no write
+//! new report or changed object --> wait `batch_delay` --> carry over --> equal: no write
 //!           ^   ^                                           |
 //!           |   +--- wait `quiet_interval` <--- not urgent -+
 //!           |                                               +--> write --> wait `min_interval`
@@ -26,8 +26,9 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::render::{is_urgent, render};
+use super::carry_over::carry_over;
 use super::report::NodeReport;
+use super::urgency::is_urgent;
 
 /// The rate of writes.
 #[derive(Clone, Copy, Debug)]
@@ -168,7 +169,7 @@ impl<O: GpuNodeApi> Publisher<O> {
         let mut schedule = Schedule::new(rate);
         self.reports.mark_changed();
         loop {
-            let open = !self.reports.borrow().faults.is_empty();
+            let open = !self.reports.borrow().status.faults.is_empty();
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 changed = self.reports.changed() => if changed.is_err() { return },
@@ -238,7 +239,7 @@ impl<O: GpuNodeApi> Publisher<O> {
             None => self.api.ensure(&self.drained_gpus()).await?,
         };
         let now: Time = truncate_to_seconds(jiff::Timestamp::now());
-        let status = render(report, &before.status, before.generation, &now);
+        let status = carry_over(&before.status, report, before.generation, &now);
         let (now_known, synced) = match status == before.status {
             true => (before, Synced::Unchanged),
             false if defer && !is_urgent(&before.status, &status) => (before, Synced::Deferred),
@@ -299,9 +300,7 @@ fn backoff(rate: Rate, failures: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use bursar_crds::GpuNodeStatus;
-    use bursar_crds::gpu_node::{FaultKind, GpuContainer, RuntimeState};
-    use bursar_ledger::units::Bytes;
-    use bursar_retained::runtimes::RuntimeReport;
+    use bursar_crds::gpu_node::{FaultKind, GpuContainer, GpuRuntime, RuntimeState};
     use prometheus_client::registry::Registry;
 
     use super::*;
@@ -407,8 +406,8 @@ mod tests {
         tokio::join!(publishing, acting);
     }
 
-    fn set_free(reports: &watch::Sender<NodeReport>, free: u32) {
-        reports.send_modify(|report| report.device_memory.free.0 = free);
+    fn set_free(reports: &watch::Sender<NodeReport>, free: i32) {
+        reports.send_modify(|report| report.status.device_memory.free = free);
     }
 
     /// Waits until the status in the API server has this `free`.
@@ -472,11 +471,12 @@ mod tests {
             }
         };
         publish_during(&fake, async |reports| {
-            reports.send_modify(|report| report.containers = vec![container(1)]);
+            reports.send_modify(|report| report.status.containers = vec![container(1)]);
             written(1).await;
             let (writes, started_at) = (fake.writes(), Instant::now());
             for generation in 2..=10 {
-                reports.send_modify(|report| report.containers = vec![container(generation)]);
+                reports
+                    .send_modify(|report| report.status.containers = vec![container(generation)]);
                 sleep(Duration::from_millis(30)).await;
             }
             // An urgent change takes the newest number with it.
@@ -484,7 +484,7 @@ mod tests {
             set_free(&reports, 7);
             wait_until_written(&fake, 7).await;
             written(10).await;
-            reports.send_modify(|report| report.containers = vec![container(11)]);
+            reports.send_modify(|report| report.status.containers = vec![container(11)]);
             written(11).await;
             let took = urgent.elapsed();
             assert!(took >= FAST.quiet_interval, "written after {took:?}");
@@ -554,7 +554,7 @@ mod tests {
     async fn notice_outage(change: impl Fn(&mut NodeReport)) {
         let fake = FakeApi::default();
         let mut report = report();
-        report.faults = vec![fault("f", FaultKind::Context, 1)];
+        report.status.faults = vec![fault("f", FaultKind::Context, 1)];
         change(&mut report);
         let (sender, receiver) = watch::channel(report);
         let (unreachable_since, mut since) = watch::channel(Some(Instant::now()));
@@ -592,15 +592,13 @@ mod tests {
     #[tokio::test]
     async fn outage_is_noticed_while_counts_of_runtimes_change() {
         notice_outage(|report| {
-            let gpu = report.gpus.first_mut().unwrap();
-            let (runtime, _) = gpu.runtime.get_or_insert_with(|| {
-                let stopped = RuntimeReport {
-                    state: RuntimeState::Starting,
-                    starts: 0,
-                    failures: [].into(),
-                    reason: String::new(),
-                };
-                (stopped, Bytes::ZERO)
+            let gpu = report.status.gpus.first_mut().unwrap();
+            let runtime = gpu.runtime.get_or_insert_with(|| GpuRuntime {
+                state: RuntimeState::Starting,
+                starts: 0,
+                lent: "0".into(),
+                failures: 0,
+                reason: String::new(),
             });
             runtime.starts += 1;
         })

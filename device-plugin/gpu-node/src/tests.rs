@@ -35,7 +35,7 @@ const STALLED_TIME: Duration = Duration::from_secs(900);
 const KIND: &str = "gpunodes";
 const NODE: &str = "n";
 
-fn gpu(number: u32) -> GpuUuid {
+fn gpu(number: i32) -> GpuUuid {
     format!("GPU-{number}").parse().unwrap()
 }
 
@@ -108,12 +108,12 @@ impl Fixture {
         self.api.get(KIND, "", NODE)
     }
 
-    fn report_free(&self, free: u32) {
+    fn report_free(&self, free: i32) {
         self.reports
-            .send_modify(|report| report.device_memory.free.0 = free);
+            .send_modify(|report| report.status.device_memory.free = free);
     }
 
-    fn has_free(&self, free: u32) -> bool {
+    fn has_free(&self, free: i32) -> bool {
         self.object()["status"]["deviceMemory"]["free"] == free
     }
 

@@ -32,7 +32,8 @@ impl From<Resource> for ResourceLabels {
 /// The label of a GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 pub struct GpuLabels {
-    gpu: String,
+    /// The UUID.
+    pub gpu: String,
 }
 
 impl From<&GpuUuid> for GpuLabels {

@@ -291,7 +291,8 @@ impl RuntimeRecord {
     }
 }
 
-/// The state of a GPU's allocator runtime, for status and metrics.
+/// The state of a GPU's allocator runtime. Not the API's type, because metrics count failures by
+/// kind, and the status counts them all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RuntimeReport {
     /// The state.

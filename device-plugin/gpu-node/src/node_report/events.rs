@@ -2,9 +2,9 @@
 
 use bursar_apiserver::Reason;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_ledger::units::Bytes;
+use bursar_crds::gpu_node::HealthStatus;
 
-use crate::{GpuHealth, NodeReport};
+use crate::NodeReport;
 
 /// The events for the changes from `before` to `after`.
 pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
@@ -23,33 +23,32 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
     let mut events: Vec<_> = new_conditions
         .filter_map(|condition| Some((event_reason(condition)?, condition.message.clone())))
         .collect();
-    for report in &after.gpus {
-        let gpu = &report.gpu.uuid;
-        let old = before.and_then(|before| before.gpus.iter().find(|old| old.gpu.uuid == *gpu));
-        match (old.map(|old| &old.health), &report.health) {
-            (Some(GpuHealth::Healthy) | None, GpuHealth::Unhealthy { reason }) => {
-                events.push((
-                    Reason::GpuUnhealthy,
-                    format!("{gpu} gets no new pods: {reason}"),
-                ));
-            }
-            (Some(GpuHealth::Unhealthy { .. }), GpuHealth::Healthy) => {
-                events.push((Reason::GpuHealthy, format!("{gpu} gets new pods again")));
-            }
-            _ => {}
+    for gpu in &after.status.gpus {
+        let mut old = before.iter().flat_map(|before| &before.status.gpus);
+        let old = old.find(|old| old.uuid == gpu.uuid);
+        let was_healthy = old.is_none_or(|old| old.health.status == HealthStatus::Healthy);
+        let is_healthy = gpu.health.status == HealthStatus::Healthy;
+        let (gpu, why) = (&gpu.uuid, &gpu.health.reason);
+        if was_healthy && !is_healthy {
+            let message = format!("{gpu} gets no new pods: {why}");
+            events.push((Reason::GpuUnhealthy, message));
+        } else if is_healthy && !was_healthy {
+            events.push((Reason::GpuHealthy, format!("{gpu} gets new pods again")));
         }
-        let leaked = report.memory.leaked;
-        if leaked > Bytes::ZERO && old.is_none_or(|old| old.memory.leaked == Bytes::ZERO) {
-            let given = format!("of {gpu} {leaked} that ended pods had exported");
-            let message = match report.has_managed_memory {
-                false => format!("{given} are held by others, and not given to pods"),
-                true => format!(
-                    "{given} are not given to pods: the agent cannot prove them free while managed memory is on the GPU; \
-                     end the pods with managed memory there, or drain the GPU"
-                ),
-            };
-            events.push((Reason::MemoryLeaked, message));
+    }
+    for (gpu, exported) in &after.exported {
+        if before.is_some_and(|before| before.exported.contains_key(gpu)) {
+            continue;
         }
+        let given = format!("of {gpu} {} that ended pods had exported", exported.bytes);
+        let message = match exported.is_beside_managed {
+            false => format!("{given} are held by others, and not given to pods"),
+            true => format!(
+                "{given} are not given to pods: the agent cannot prove them free while managed memory is on the GPU; \
+                 end the pods with managed memory there, or drain the GPU"
+            ),
+        };
+        events.push((Reason::MemoryLeaked, message));
     }
     events
 }

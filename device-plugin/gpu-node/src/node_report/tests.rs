@@ -4,10 +4,13 @@ use std::time::Duration;
 
 use bursar_apiserver::Reason;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_crds::gpu_node::{MemoryResource, RuntimeState};
+use bursar_crds::gpu_node::{
+    GpuPod, GpuRuntime, GpuState as State, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED,
+    MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_SET_ASIDE, MemoryResource, RuntimeState,
+};
 use bursar_enforcement::attestation::{EnforcementGap, GapReason};
 use bursar_enforcement::driver_limits::{LimitState, LimitUse};
-use bursar_gpu::health::PersistedHealth as GpuMemory;
+use bursar_gpu::health::{Health, PersistedHealth as GpuMemory, UnhealthyReason};
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{Gpu, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
@@ -19,8 +22,11 @@ use bursar_node::allocator::{BoundContainer, NodeProblems, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_node::host::Subsystem;
 use bursar_node::metrics::Counts;
+use bursar_retained::runtimes::{FailureClass, RuntimeReport};
 
 use super::*;
+use crate::carry_over::carry_over;
+use crate::fixtures::at;
 
 fn uuid() -> GpuUuid {
     "GPU-a".parse().unwrap()
@@ -152,15 +158,19 @@ fn reserved_gpu_names_its_reservation_and_pods() {
     let mut reserved = snapshot();
     let pending_pod: bursar_ledger::units::PodUid = "pod-1".parse().unwrap();
     reserved.view.gpus[0].reserved_for = Some(pending_pod.clone());
-    let gpu = &node_report(&reserved, &inputs()).gpus[0];
+    let gpu = &node_report(&reserved, &inputs()).status.gpus[0];
     assert_eq!(
-        (gpu.state, &gpu.memory.reserved_for),
-        (State::Reserved, &Some(pending_pod))
+        (gpu.state, gpu.reserved_for.as_deref()),
+        (State::Reserved, Some(pending_pod.as_str()))
     );
-    assert_eq!(
-        gpu.memory.pods,
-        [("pod-0".parse().unwrap(), Quanta(10))].into()
-    );
+    assert_eq!(pods(&gpu.pods), ["pod-0 / 10"]);
+}
+
+/// The UID, name and quanta of each pod.
+fn pods(pods: &[GpuPod]) -> Vec<String> {
+    pods.iter()
+        .map(|pod| format!("{} {}/{} {}", pod.uid, pod.namespace, pod.name, pod.quanta))
+        .collect()
 }
 
 #[test]
@@ -173,7 +183,7 @@ fn waits_for_managed_memory_come_after_those_for_device_memory() {
         ..device.clone()
     };
     both.queued_claims = vec![managed, device];
-    let waiting = node_report(&both, &inputs()).waiting;
+    let waiting = node_report(&both, &inputs()).status.waiting;
     let waits = waiting.iter().map(|wait| (wait.resource, wait.quanta));
     assert_eq!(
         waits.collect::<Vec<_>>(),
@@ -188,31 +198,110 @@ fn waits_for_managed_memory_come_after_those_for_device_memory() {
 fn working_node_reports_gpus_room_and_waiting_pods() {
     let report = node_report(&snapshot(), &inputs());
     assert!(report.conditions.iter().all(has_no_problem));
-    assert_eq!(report.boot_id, "boot-1");
-    assert_eq!(report.driver_version.as_deref(), Some("580.1"));
-    assert_eq!(report.device_memory.allocatable, Quanta(16));
-    assert_eq!(report.device_memory.free, Quanta(6), "kept room is free");
-    assert_eq!(report.device_memory.largest_free, Quanta(4));
-    let gpu = &report.gpus[0];
+    let status = report.status;
+    assert_eq!(status.boot_id.as_deref(), Some("boot-1"));
+    assert_eq!(status.driver_version.as_deref(), Some("580.1"));
+    let expected = NodeMemory {
+        allocatable: 16,
+        free: 6,
+        largest_free: 4,
+    };
+    assert_eq!(status.device_memory, expected, "kept room is free");
     assert_eq!(
-        (gpu.gpu.minor, gpu.generation, gpu.state),
+        serde_json::to_value(&status.token_key).unwrap(),
+        serde_json::json!({ "algorithm": "Ed25519", "publicKey": "07".repeat(32) })
+    );
+    let gpu = &status.gpus[0];
+    assert_eq!(
+        (gpu.index, gpu.generation, gpu.state),
         (5, 3, State::Active)
     );
-    assert_eq!(
-        (gpu.memory.unbound(), gpu.memory.free),
-        (Quanta(6), Quanta(4))
-    );
-    let pending_pod: PodUid = "pod-1".parse().unwrap();
-    assert_eq!(
-        gpu.memory.set_aside,
-        [(pending_pod.clone(), Quanta(2))].into()
-    );
-    assert_eq!(report.pod_names[&pending_pod].to_string(), "team-a/late");
-    let waiting = &report.waiting[0];
+    assert_eq!((gpu.capacity, gpu.free, gpu.largest_free), (16, 6, 4));
+    assert_eq!(pods(&gpu.set_aside), ["pod-1 team-a/late 2"]);
+    let waiting = &status.waiting[0];
     assert_eq!(waiting.namespace, "team-a");
     assert_eq!(waiting.pod, "late");
     assert_eq!(waiting.container, "main");
     assert_eq!(waiting.quanta, 8);
+}
+
+/// A node whose GPUs have these pods, and memory set aside for other ones.
+fn full_node(gpus: &[u32], set_aside: u32) -> Snapshot {
+    let mut snapshot = snapshot();
+    let pod = |number: u32| (format!("{number:036}").parse().unwrap(), Quanta(1));
+    let all = (0..).zip(gpus).map(|(gpu, pods)| {
+        let gpu = Gpu::with_uuid(&format!("GPU-{gpu}"));
+        let view = GpuView {
+            set_aside: (0..set_aside).map(pod).collect(),
+            pods: (0..*pods).map(pod).collect(),
+            ..GpuView::empty(gpu.uuid.clone())
+        };
+        let state = GpuState {
+            gpu,
+            health: Health::Healthy,
+            persisted: Default::default(),
+        };
+        (state, view)
+    });
+    let (gpus, views) = all.unzip();
+    snapshot.view.gpus = views;
+    snapshot.inventory = Inventory::Gpus { driver: None, gpus };
+    snapshot
+}
+
+#[test]
+fn all_pods_of_a_full_node_are_listed_with_their_gpu() {
+    let status = node_report(&full_node(&[250, 300], 0), &inputs()).status;
+    let gpus = status.gpus.iter();
+    let counts: Vec<_> = gpus.map(|gpu| (gpu.pods.len(), gpu.pods_omitted)).collect();
+    assert_eq!(counts, [(250, 0), (256, 44)]);
+}
+
+#[test]
+fn pods_with_most_memory_come_first_and_have_names_where_known() {
+    let mut snapshot = snapshot();
+    let uid = |text: &str| text.parse::<PodUid>().unwrap();
+    snapshot.view.gpus[0].pods = [(uid("pod-0"), Quanta(4)), (uid("pod-1"), Quanta(8))].into();
+    let gpu = &node_report(&snapshot, &inputs()).status.gpus[0];
+    assert_eq!(pods(&gpu.pods), ["pod-1 team-a/late 8", "pod-0 / 4"]);
+}
+
+#[test]
+fn object_stays_small_when_its_lists_are_full() {
+    let mut full = full_node(&[250; 300], 9);
+    let longest = |number: u32| BoundContainer {
+        pod: format!("{number:036}").parse().unwrap(),
+        name: Some(ContainerName {
+            container: "c".repeat(63),
+            pod: Some(PodName {
+                namespace: "n".repeat(63),
+                name: "p".repeat(253),
+            }),
+        }),
+        ..BoundContainer::with_ids(number.into(), 1)
+    };
+    let gap = EnforcementGap {
+        reason: GapReason::MountedOver,
+        detail: "ü".repeat(256),
+    };
+    let mut inputs = inputs();
+    inputs.audited.not_enforced = vec![(longest(0), gap); 300];
+    full.containers = (0..250).map(longest).collect();
+    let report = node_report(&full, &inputs);
+    let status = carry_over(&GpuNodeStatus::default(), &report, Some(1), &at(1));
+    assert_eq!(status.gpus.len(), MAX_GPUS);
+    let gpus = || status.gpus.iter();
+    let pods = || gpus().flat_map(|gpu| gpu.set_aside.iter().chain(&gpu.pods));
+    assert_eq!(pods().count(), MAX_GPUS * MAX_SET_ASIDE + MAX_POD_ENTRIES);
+    let omitted: Vec<i32> = gpus().map(|gpu| gpu.pods_omitted).collect();
+    assert_eq!((omitted[0], omitted[MAX_GPUS - 1]), (0, 250));
+    let named = pods().filter(|pod| !pod.name.is_empty());
+    assert_eq!(named.count(), MAX_POD_NAMES);
+    let gaps = (status.not_enforced.len(), status.not_enforced_count);
+    assert_eq!(gaps, (MAX_NOT_ENFORCED, 300));
+    let length = serde_json::to_vec(&status).unwrap().len();
+    // The API server stores objects of up to 1.5 MiB.
+    assert!(length < 768 << 10, "{length}");
 }
 
 #[test]
@@ -264,36 +353,43 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
             inventory: inventory_with(Health::Unhealthy(cause)),
             ..snapshot()
         };
-        let gpu = &node_report(&snapshot, &inputs()).gpus[0];
-        assert_eq!((gpu.state, gpu.capacity()), (state, Quanta::ZERO));
-        assert_eq!(
-            gpu.health,
-            GpuHealth::Unhealthy {
-                reason: reason.into()
-            }
-        );
+        let gpu = &node_report(&snapshot, &inputs()).status.gpus[0];
+        assert_eq!((gpu.state, gpu.capacity), (state, 0));
+        let health = (gpu.health.status, gpu.health.reason.as_str());
+        assert_eq!(health, (HealthStatus::Unhealthy, reason));
     }
 }
 
 #[test]
 fn each_gpu_has_a_runtime_unless_retained_memory_is_off() {
     let mut inputs = inputs();
-    let report = |inputs: &ReportInputs| node_report(&snapshot(), inputs).gpus[0].runtime.clone();
-    assert_eq!(
-        report(&inputs),
-        Some((RuntimeReport::default(), Bytes::ZERO)),
-        "not started yet"
-    );
+    let runtime = |inputs: &ReportInputs| {
+        let status = node_report(&snapshot(), inputs).status;
+        status.gpus[0].runtime.clone()
+    };
+    let expected = |state, starts, failures, reason: &str, lent: &str| {
+        Some(GpuRuntime {
+            state,
+            starts,
+            lent: lent.into(),
+            failures,
+            reason: reason.to_owned(),
+        })
+    };
+    let unstarted = expected(RuntimeState::Stopped, 0, 0, "", "0");
+    assert_eq!(runtime(&inputs), unstarted, "not started yet");
     let ready = RuntimeReport {
         state: RuntimeState::Ready,
         starts: 2,
-        ..RuntimeReport::default()
+        failures: [(FailureClass::Refused, 2), (FailureClass::Exit, 1)].into(),
+        reason: "ü".repeat(200),
     };
-    inputs.retained.runtimes = [(uuid(), ready.clone())].into();
+    inputs.retained.runtimes = [(uuid(), ready)].into();
     inputs.retained.live = [(uuid(), (3, Bytes::gib(7)))].into();
-    assert_eq!(report(&inputs), Some((ready, Bytes::gib(7))));
+    let ready = expected(RuntimeState::Ready, 2, 3, &"ü".repeat(128), "7Gi");
+    assert_eq!(runtime(&inputs), ready);
     inputs.retained.enabled = false;
-    assert_eq!(report(&inputs), None);
+    assert_eq!(runtime(&inputs), None);
 }
 
 #[test]
@@ -342,21 +438,29 @@ fn lost_gpu_has_one_fault_id_until_it_is_back() {
         ),
     ] {
         let report = unhealthy(away, awaits_reset, reason);
-        let [fault] = report.faults.as_slice() else {
-            panic!("{:?}", report.faults);
+        let [fault] = report.status.faults.as_slice() else {
+            panic!("{:?}", report.status.faults);
         };
         assert_eq!((fault.id.as_str(), fault.action), ("GPU-a-3", Some(action)));
         assert_eq!(fault.xid.map(i64::from), awaits_reset.map(to_i64));
-        assert_eq!((&fault.container, report.gpus[0].state), (&None, state));
+        assert_eq!(
+            (&fault.container, report.status.gpus[0].state),
+            (&None, state)
+        );
     }
     let back = unhealthy(false, None, UnhealthyReason::Xid(79));
     assert_eq!(
-        back.faults,
+        back.status.faults,
         [],
         "quiet for a while still, and all is lost already"
     );
-    assert_eq!(unhealthy(false, None, UnhealthyReason::Xid(74)).faults, []);
-    assert_eq!(node_report(&snapshot(), &inputs()).faults, []);
+    assert_eq!(
+        unhealthy(false, None, UnhealthyReason::Xid(74))
+            .status
+            .faults,
+        []
+    );
+    assert_eq!(node_report(&snapshot(), &inputs()).status.faults, []);
 }
 
 #[test]
@@ -482,7 +586,7 @@ fn runtime_without_cdi_and_token_limit_are_reported() {
         condition(&report, names::WITHIN_DEVICE_ID_LIMIT),
         (Some(false), names::TOO_MANY_DEVICE_IDS)
     );
-    assert_eq!(report.device_memory.allocatable, Quanta::ZERO);
+    assert_eq!(report.status.device_memory.allocatable, 0);
 }
 
 #[test]
@@ -492,12 +596,10 @@ fn memory_of_a_pod_with_leftover_processes_is_reported_as_leaked() {
     snapshot.view.gpus[0].pods = [(pod, Quanta(3)), (other, Quanta(4))].into();
     let mut leftover = inputs();
     leftover.audited.leftovers = ["pod-1".parse().unwrap()].into();
-    let report = node_report(&snapshot, &leftover);
-    assert_eq!(report.gpus[0].leftover, Bytes::gib(3));
-    assert_eq!(
-        node_report(&snapshot, &inputs()).gpus[0].leftover,
-        Bytes::ZERO
-    );
+    snapshot.view.gpus[0].leaked = Bytes::gib(2);
+    let leaked = |inputs| node_report(&snapshot, inputs).status.gpus[0].leaked.clone();
+    assert_eq!(leaked(&leftover), Some("5Gi".into()));
+    assert_eq!(leaked(&inputs()), Some("2Gi".into()));
 }
 
 #[test]
@@ -635,7 +737,7 @@ fn stale_audit_and_unenforced_container_are_named() {
     };
     inputs.audited.not_enforced.push((container, mounted_over));
     let report = node_report(&snapshot(), &inputs);
-    let gap = &report.not_enforced[0];
+    let gap = &report.status.not_enforced[0];
     assert_eq!((gap.pod.as_str(), gap.container.as_str()), ("late", "main"));
     assert_eq!(gap.reason, "MountedOver");
     assert!(gap.message.contains("/opt/bursar/lib"), "{}", gap.message);
