@@ -14,8 +14,8 @@ use bursar_host::clock;
 use bursar_kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError};
 use bursar_kubelet::devices::{Devices, DevicesError};
 use bursar_kubelet::pod_resources::ListedContainer;
-use bursar_ledger::LedgerView;
 use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
+use bursar_ledger::{BootTime, LedgerView};
 use bursar_retained::status::RetainedStatus;
 use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -54,7 +54,9 @@ enum Command {
         reply: oneshot::Sender<AllocationId>,
     },
     Prepare {
-        bind: PrepareRequest,
+        request: PrepareRequest,
+        /// The time at which the call stops waiting for room.
+        deadline: BootTime,
         reply: Reply,
     },
     KubeletState {
@@ -300,9 +302,13 @@ impl NodeTask {
                 // The kubelet may have gone; the agent then collects the allocation.
                 let _ = reply.send(id);
             }
-            Command::Prepare { bind, reply } => {
+            Command::Prepare {
+                request,
+                deadline,
+                reply,
+            } => {
                 self.read_uvm_module().await;
-                self.allocator.bind(bind, reply, now).await;
+                self.allocator.bind(request, deadline, reply, now).await;
                 // Enforcement has to know the container before its program runs.
                 self.publish();
             }

@@ -46,10 +46,7 @@ use super::host::{HostError, HostOps};
 use crate::metrics::NodeMetrics;
 
 use records::ResultSender;
-pub use records::{
-    BoundContainer, BoundMemory, ContainerIdentity, NodeProblems, PrepareRequest, QueuedClaim,
-    Reply,
-};
+pub use records::{BoundContainer, BoundMemory, NodeProblems, PrepareRequest, QueuedClaim, Reply};
 
 /// A PreStartContainer call that waits for room.
 #[derive(Debug)]
@@ -147,49 +144,40 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// PreStartContainer: sends the result at once, when a GPU has room, or at the deadline.
-    pub async fn bind(&mut self, bind: PrepareRequest, reply: Reply, now: BootTime) {
+    pub async fn bind(
+        &mut self,
+        request: PrepareRequest,
+        deadline: BootTime,
+        reply: Reply,
+        now: BootTime,
+    ) {
         let PrepareRequest {
-            resource,
-            device_ids,
-            identity,
-            deadline,
-        } = bind;
-        let ContainerIdentity {
-            pod,
-            pod_name: name,
+            bind: request,
+            pod_name,
             container,
-            checkpoint_entries: held,
-            pod_device_ids: containers,
-            gpu_spread: spread,
-            priority,
+            checkpoint_entries,
             is_assumed: _,
-        } = identity;
-        for entry in &held {
+        } = request;
+        let (pod, resource) = (request.pod.clone(), request.resource);
+        for entry in &checkpoint_entries {
+            let device_ids = request.device_ids.clone();
             self.ledger
-                .add_pending(entry.allocation, resource, device_ids.clone(), now);
+                .add_pending(entry.allocation, resource, device_ids, now);
         }
-        if let Some(name) = &name {
+        if let Some(name) = &pod_name {
             self.ledger.set_namespace(&pod, &name.namespace);
         }
-        let mut ended = self.end_forgotten_claims(&pod, resource, &held, &containers);
-        let request = BindRequest {
-            resource,
-            device_ids: device_ids.clone(),
-            containers,
-            pod: pod.clone(),
-            spread,
-            priority,
-        };
+        let mut ended = self.end_forgotten_claims(&request, &checkpoint_entries);
         let Ok(started) = self.ledger.bind(request.clone(), now) else {
             let refused = PrepareError::NotAllocated {
                 resource,
-                device_ids,
+                device_ids: request.device_ids,
             };
             return send_result(reply.result, Err(refused));
         };
         self.checkpoint_dirty = true;
         self.watch_cgroup(&pod);
-        self.record_pod_name(&pod, name, &container, &held);
+        self.record_pod_name(&pod, pod_name, &container, &checkpoint_entries);
         ended.extend(started.ended);
         // The ledger drops claims of other pods, and keeps idle claims of this one.
         for allocation in &ended {
@@ -216,7 +204,7 @@ impl<H: HostOps> NodeAllocator<H> {
                     deadline,
                     result: reply.result,
                 };
-                self.queue_call(call, &held, reason, reply.wait_reason, now);
+                self.queue_call(call, &checkpoint_entries, reason, reply.wait_reason, now);
             }
         }
         self.bind_queued(now).await;
@@ -243,14 +231,11 @@ impl<H: HostOps> NodeAllocator<H> {
     /// allocations.
     ///
     /// A kubelet that has lost its checkpoint gives a restarted container new device ids. `held`
-    /// are its entries for the container that starts, `containers` the device ids of all of the
-    /// pod's.
+    /// are its entries for the container that starts.
     fn end_forgotten_claims(
         &mut self,
-        pod: &PodUid,
-        resource: Resource,
+        request: &BindRequest,
         held: &[CheckpointEntry],
-        containers: &[DeviceIdSet],
     ) -> Vec<AllocationId> {
         let Self {
             ledger,
@@ -261,7 +246,13 @@ impl<H: HostOps> NodeAllocator<H> {
             let name = container_names.get(allocation).map(|name| &name.container);
             name.is_some_and(|name| held.iter().any(|entry| entry.container == *name))
         };
-        let ended = ledger.end_claims(pod, resource, |device_ids, allocations| {
+        let BindRequest {
+            pod,
+            resource,
+            containers,
+            ..
+        } = request;
+        let ended = ledger.end_claims(pod, *resource, |device_ids, allocations| {
             !containers.contains(device_ids) && allocations.iter().all(is_started)
         });
         for allocation in &ended {

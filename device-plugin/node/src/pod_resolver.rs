@@ -19,10 +19,10 @@ use bursar_kubelet::pod_resources::{
     ContainerRef, ListedContainer, PodResourcesClient, find_container,
 };
 use bursar_ledger::units::{DeviceIdSet, PodUid, Resource};
-use bursar_ledger::{GpuSpread, Priority};
+use bursar_ledger::{BindRequest, GpuSpread, Priority};
 use tracing::debug;
 
-use super::allocator::ContainerIdentity;
+use super::allocator::PrepareRequest;
 use super::checkpoint_state::PodName;
 use super::shared_read::SharedRead;
 
@@ -100,7 +100,7 @@ impl PodResolver {
         resource: Resource,
         device_ids: &DeviceIdSet,
         limit: Duration,
-    ) -> Result<ContainerIdentity, ResolveError> {
+    ) -> Result<PrepareRequest, ResolveError> {
         let started = Instant::now();
         let listed = async {
             match self.settings.has_api_server() {
@@ -128,16 +128,20 @@ impl PodResolver {
         };
         let is_assumed = settings.is_none();
         let settings = settings.unwrap_or_default();
-        Ok(ContainerIdentity {
-            pod_device_ids: device_ids_of_pod(&pod, resource, entries),
-            pod,
+        Ok(PrepareRequest {
+            bind: BindRequest {
+                resource,
+                device_ids: device_ids.clone(),
+                containers: device_ids_of_pod(&pod, resource, entries),
+                pod,
+                spread: GpuSpread {
+                    gpus: settings.min_gpus(),
+                },
+                priority: Priority(settings.priority),
+            },
             pod_name,
             container,
             checkpoint_entries: held,
-            gpu_spread: GpuSpread {
-                gpus: settings.min_gpus(),
-            },
-            priority: Priority(settings.priority),
             is_assumed,
         })
     }
@@ -271,7 +275,7 @@ mod tests {
         dir
     }
 
-    async fn resolved(settings: &[PodSettings]) -> ContainerIdentity {
+    async fn resolved(settings: &[PodSettings]) -> PrepareRequest {
         let dir = kubelet(CHECKPOINT);
         let ids = ids();
         let resolver = resolver(dir.path(), settings);
@@ -283,11 +287,11 @@ mod tests {
     async fn checkpoint_names_the_pod_and_operator_the_rest() {
         let found = resolved(&[settings("uid-1"), settings("uid-2")]).await;
         assert_eq!(
-            (found.pod.as_str(), found.container.as_str()),
+            (found.bind.pod.as_str(), found.container.as_str()),
             ("uid-1", "main")
         );
         assert_eq!(
-            (found.priority, found.gpu_spread.gpus.get()),
+            (found.bind.priority, found.bind.spread.gpus.get()),
             (Priority(100), 2)
         );
         assert_eq!(found.pod_name.unwrap().to_string(), "team/train-0");
@@ -297,7 +301,7 @@ mod tests {
     #[tokio::test]
     async fn pod_of_the_same_name_gives_no_settings() {
         let found = resolved(&[settings("uid-2")]).await;
-        assert_eq!((found.priority, found.gpu_spread), Default::default());
+        assert_eq!((found.bind.priority, found.bind.spread), Default::default());
         assert_eq!((found.pod_name, found.is_assumed), (None, true));
     }
 

@@ -12,7 +12,7 @@ use bursar_ledger::units::{AllocationId, DeviceIdSet, Resource};
 use tokio::sync::{mpsc, oneshot};
 
 use super::Command;
-use crate::allocator::{BoundMemory, ContainerIdentity, PrepareRequest, Reply};
+use crate::allocator::{BoundMemory, PrepareRequest, Reply};
 use crate::checkpoint_state::PodName;
 use crate::metrics::{BindResult, NodeMetrics};
 use crate::pod_resolver::PodResolver;
@@ -89,16 +89,16 @@ struct NamedContainer {
 }
 
 impl NamedContainer {
-    fn of(identity: &ContainerIdentity) -> Option<Self> {
-        let PodName { namespace, name } = identity.pod_name.clone()?;
+    fn of(request: &PrepareRequest) -> Option<Self> {
+        let PodName { namespace, name } = request.pod_name.clone()?;
         Some(Self {
             pod: PodRef {
                 namespace,
                 name,
-                uid: identity.pod.clone(),
+                uid: request.bind.pod.clone(),
             },
-            container: identity.container.clone(),
-            is_assumed: identity.is_assumed,
+            container: request.container.clone(),
+            is_assumed: request.is_assumed,
         })
     }
 
@@ -140,10 +140,10 @@ impl Allocator for NodeHandle {
         limit: Duration,
     ) -> Result<(), PrepareError> {
         let started = Instant::now();
-        let until = clock::now() + self.bind_wait.min(limit);
+        let deadline = clock::now() + self.bind_wait.min(limit);
         let wait = limit.saturating_sub(BIND_TIME);
-        let identity = match self.resolver.resolve(resource, &device_ids, wait).await {
-            Ok(identity) => identity,
+        let request = match self.resolver.resolve(resource, &device_ids, wait).await {
+            Ok(request) => request,
             Err(error) => {
                 let result = Err(error.into());
                 self.observers
@@ -151,21 +151,20 @@ impl Allocator for NodeHandle {
                 return result.map(drop);
             }
         };
-        let container = NamedContainer::of(&identity);
+        let container = NamedContainer::of(&request);
         let (result, bound) = oneshot::channel();
         let (wait_reason, waiting) = oneshot::channel();
-        let bind = PrepareRequest {
-            resource,
-            device_ids,
-            identity,
-            deadline: until,
-        };
         let reply = Reply {
             result,
             wait_reason,
         };
+        let command = Command::Prepare {
+            request,
+            deadline,
+            reply,
+        };
         self.commands
-            .send(Command::Prepare { bind, reply })
+            .send(command)
             .await
             .map_err(|_| PrepareError::Stopping)?;
         let (result, reported_wait) = self.follow(container.as_ref(), bound, waiting).await;

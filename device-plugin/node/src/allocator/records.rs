@@ -5,8 +5,8 @@ use std::fmt;
 use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::plugin::PrepareError;
-use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
-use bursar_ledger::{BootTime, ClaimId, GpuSpread, Priority, WaitReason};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource};
+use bursar_ledger::{BindRequest, BootTime, ClaimId, Priority, WaitReason};
 use jiff::Timestamp;
 use tokio::sync::oneshot;
 
@@ -52,36 +52,17 @@ impl fmt::Display for BoundMemory {
     }
 }
 
-/// A PreStartContainer call whose container is resolved.
+/// A PreStartContainer call with its container, as the kubelet and the operator describe it.
 #[derive(Debug, Clone)]
 pub struct PrepareRequest {
-    /// The resource of the device ids.
-    pub resource: Resource,
-    /// The device ids of the call.
-    pub device_ids: DeviceIdSet,
-    /// The container to start.
-    pub identity: ContainerIdentity,
-    /// The time at which the call stops waiting for room.
-    pub deadline: BootTime,
-}
-
-/// A container and its pod, as the kubelet and the operator describe them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerIdentity {
-    /// The pod's UID.
-    pub pod: PodUid,
+    /// The request to the ledger.
+    pub bind: BindRequest,
     /// The pod's namespace and name, if the operator or the kubelet has reported them.
     pub pod_name: Option<PodName>,
     /// The container's name.
     pub container: String,
     /// The kubelet's checkpoint entries with exactly these device ids.
     pub(crate) checkpoint_entries: Vec<CheckpointEntry>,
-    /// The device ids of all containers of the pod, from the kubelet's checkpoint.
-    pub(crate) pod_device_ids: Vec<DeviceIdSet>,
-    /// The number of GPUs to spread the memory over.
-    pub(crate) gpu_spread: GpuSpread,
-    /// The pod's priority.
-    pub priority: Priority,
     /// Whether the spread and the priority are defaults, because the operator has not written the
     /// pod's.
     pub is_assumed: bool,

@@ -311,14 +311,18 @@ impl TestNode {
         };
         let of_pod = |held: &&CheckpointEntry| held.pod == pod && held.resource == resource;
         let containers = self.kubelet.iter().filter(of_pod);
-        let identity = ContainerIdentity {
-            pod_device_ids: containers.map(|held| held.device_ids.clone()).collect(),
+        let request = PrepareRequest {
             checkpoint_entries: self.kubelet.iter().filter(holds).cloned().collect(),
-            pod,
+            bind: BindRequest {
+                resource,
+                containers: containers.map(|held| held.device_ids.clone()).collect(),
+                device_ids: ids,
+                pod,
+                spread: GpuSpread::default(),
+                priority: Priority(0),
+            },
             pod_name: None,
             container: String::new(),
-            gpu_spread: GpuSpread::default(),
-            priority: Priority(0),
             is_assumed: false,
         };
         let (result, answer) = oneshot::channel();
@@ -326,13 +330,10 @@ impl TestNode {
             result,
             wait_reason: oneshot::channel().0,
         };
-        let bind = PrepareRequest {
-            resource,
-            device_ids: ids,
-            identity,
-            deadline: self.now + WAIT,
-        };
-        self.allocator.bind(bind, reply, self.now).await;
+        let deadline = self.now + WAIT;
+        self.allocator
+            .bind(request, deadline, reply, self.now)
+            .await;
         answer
     }
 
