@@ -27,13 +27,7 @@ use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::NodePublicKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use self::conditions::{
-    accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
-    driver_limits_condition, gpus_found_condition, managed_memory_condition,
-    memory_scrubbed_condition, pageable_memory_condition, registered_condition,
-    retained_memory_condition, sole_owner_condition, state_written_condition,
-    token_limit_condition,
-};
+use self::conditions::conditions;
 use self::containers::{enforcement_gap, gpu_containers, pending_containers, with_owner};
 use self::gpus::{PodLists, gpu_status};
 use crate::quota_overrides::AppliedSpec;
@@ -132,22 +126,7 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
         status,
         exported: exported_memory(view, inputs),
         unknown_spec_entries: inputs.overrides.unrecognized.len(),
-        conditions: vec![
-            gpus_found_condition(snapshot),
-            registered_condition(&inputs.registration),
-            cdi_ready_condition(snapshot, inputs.runtime_problem.as_deref()),
-            token_limit_condition(snapshot),
-            checkpoint_intact_condition(snapshot),
-            state_written_condition(late_write(snapshot, &inputs.audited)),
-            audited_condition(&inputs.audited),
-            driver_limits_condition(&inputs.limits),
-            retained_memory_condition(&inputs.retained),
-            memory_scrubbed_condition(snapshot, &inputs.retained),
-            accepted_condition(&inputs.overrides),
-            sole_owner_condition(&inputs.owners),
-            managed_memory_condition(inputs.config.managed_capacity, &snapshot.uvm),
-            pageable_memory_condition(&snapshot.uvm, cfg!(target_arch = "aarch64")),
-        ],
+        conditions: conditions(snapshot, inputs),
     }
 }
 

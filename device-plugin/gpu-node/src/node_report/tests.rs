@@ -924,7 +924,7 @@ fn managed_memory_is_offered_only_where_eviction_is_safe() {
 #[test]
 fn host_memory_on_gpus_is_a_condition() {
     let pageable_condition = |module: UvmModule, has_ats| {
-        let update = conditions::pageable_memory_condition(&module, has_ats);
+        let update = conditions::pageable_memory(&module, has_ats);
         (update.holds, update.reason)
     };
     let module = |hmm_disabled, ats| UvmModule {
