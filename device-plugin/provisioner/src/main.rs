@@ -21,7 +21,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use anyhow::Context as _;
-use bursar_runtime::driver::GpuUuid;
+use bursar_driver::driver::GpuUuid;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]

@@ -1,8 +1,9 @@
 //! Checks that a pod's GPU has the size of its quota, for the chart's `helm test`.
 
-use bursar_runtime::driver::DriverError;
-use bursar_runtime::error::{CudaError, ErrorClass};
-use bursar_runtime::{DeviceRuntime, Physical, PhysicalMemoryResource as _, ResourceError, Tag};
+use bursar_driver::driver::{Driver, DriverError};
+use bursar_driver::error::{CudaError, ErrorClass, ResourceError};
+use bursar_driver::physical::{Physical, PhysicalMemoryResource as _};
+use bursar_driver::resource::Tag;
 
 /// Why a pod is not held to its quota.
 #[derive(Debug, thiserror::Error)]
@@ -21,13 +22,13 @@ pub(crate) enum QuotaCheckError {
 
 /// Returns a sentence about the first GPU, whose size must be `quota` bytes.
 pub(crate) fn check(quota: u64) -> Result<String, QuotaCheckError> {
-    let runtime = DeviceRuntime::for_ordinal(0)?;
-    let (free, total) = runtime.context().memory_info()?;
+    let context = Driver::get()?.device(0)?.primary_context()?;
+    let (free, total) = context.memory_info()?;
     if total != quota {
         return Err(QuotaCheckError::OtherSize { total, quota });
     }
     // The context is part of the quota, so the whole quota is never free.
-    let memory = Physical::new(runtime.context().device())?;
+    let memory = Physical::new(context.device())?;
     match memory.create(quota, Tag("quota check")) {
         Err(error) if error.class() == ErrorClass::OutOfMemory => Ok(format!(
             "the GPU has {total} bytes, of which {free} are free; an allocation beyond that is refused"

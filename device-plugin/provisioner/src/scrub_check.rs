@@ -5,9 +5,10 @@
 //! provisioner does, reads every word of it, fills it and frees it, like one tenant after the
 //! other.
 
-use bursar_runtime::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
-use bursar_runtime::error::{CudaError, ErrorClass};
-use bursar_runtime::{Physical, PhysicalMemoryResource as _, ResourceError, Tag};
+use bursar_driver::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
+use bursar_driver::error::{CudaError, ErrorClass, ResourceError};
+use bursar_driver::physical::{Physical, PhysicalMemoryResource as _};
+use bursar_driver::resource::Tag;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 

@@ -9,15 +9,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use bursar_driver::NoContextRuntime;
+use bursar_driver::driver::{DriverError, GpuUuid};
+use bursar_driver::error::{CudaError, ErrorClass, ResourceError};
+use bursar_driver::physical::{PhysicalBlock, PhysicalMemoryResource as _};
+use bursar_driver::resource::Tag;
+use bursar_driver::state::StaleReason;
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::messages::MAX_NAME;
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
-use bursar_runtime::driver::{DriverError, GpuUuid};
-use bursar_runtime::error::{CudaError, ErrorClass};
-use bursar_runtime::runtime::no_context::NoContext;
-use bursar_runtime::{
-    DeviceRuntime, PhysicalBlock, PhysicalMemoryResource as _, ResourceError, StaleReason, Tag,
-};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// The rate of the driver's scrubbing, in bytes per second (F6 in docs/internals/facts.md).
@@ -91,7 +91,7 @@ struct CreatedMemory {
 
 /// The GPU's runtime and its constant properties.
 struct Provisioner {
-    runtime: DeviceRuntime<NoContext>,
+    runtime: NoContextRuntime,
     version: i32,
     total: u64,
     concurrent_managed_access: bool,
@@ -99,7 +99,7 @@ struct Provisioner {
 
 impl Provisioner {
     fn new(gpu: GpuUuid) -> Result<Provisioner, DriverError> {
-        let runtime = DeviceRuntime::without_context(gpu)?;
+        let runtime = NoContextRuntime::start(gpu)?;
         Ok(Provisioner {
             version: runtime.driver_version()?,
             total: runtime.total_memory()?,

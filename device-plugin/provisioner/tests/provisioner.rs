@@ -12,9 +12,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bursar_driver::driver::{Access, Driver};
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
-use bursar_runtime::driver::{Access, Driver};
 use bursar_sim_lab::{ONE_GPU, SimMachine, TWO_GPUS, run_in_subprocess};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-provisioner");

@@ -5,14 +5,14 @@ use std::os::fd::AsFd as _;
 
 use bursar_runtime::driver::{Access, Driver};
 use bursar_runtime::source::vmm;
-use bursar_runtime::{DeviceRuntime, PhysicalMemoryResource as _, Tag};
+use bursar_runtime::{DeviceRuntime, NoContextRuntime, PhysicalMemoryResource as _, Tag};
 
 const MIB: u64 = 1 << 20;
 
 pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     let gpu = Driver::get()?.device(0)?.uuid()?;
     // NVML does not list a process that has no context.
-    let creator = DeviceRuntime::without_context(gpu)?;
+    let creator = NoContextRuntime::start(gpu)?;
     creator.set_limit(8 * MIB);
     let memory = creator.physical();
     let bytes = memory.round_up(5 * MIB)?; // a multiple of the granularity

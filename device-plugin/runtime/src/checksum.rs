@@ -8,6 +8,7 @@ pub use bursar_protocol::checksum::of;
 
 use crate::driver::{Context, Grid, Kernel, Stream};
 use crate::error::CudaError;
+use crate::vouched::Vouched as _;
 
 /// Bytes that a thread loads at once. Memory must start at a multiple of this.
 const LOAD_BYTES: u64 = 16;
@@ -70,7 +71,8 @@ impl DeviceChecksum {
         let blocks = u32::try_from(enough).map_or(self.blocks, |enough| enough.min(self.blocks));
         let mut sum = [0; size_of::<u64>()];
         context.fill_async(self.sum, 0, sum.len(), stream)?;
-        self.kernel.launch(
+        crate::vouched::launch(
+            &self.kernel,
             stream,
             Grid::linear(blocks.max(1), THREADS),
             &mut [address, bytes, self.sum],
@@ -92,7 +94,7 @@ impl Drop for DeviceChecksum {
 mod tests {
     use bursar_protocol::checksum::{FACTOR, WEYL};
 
-    const PTX: &str = include_str!("kernels/checksum.ptx");
+    const PTX: &str = include_str!("../../driver/src/kernels/checksum.ptx");
 
     #[test]
     fn kernel_uses_the_factors_of_the_definition() {

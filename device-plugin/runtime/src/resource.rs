@@ -9,10 +9,8 @@
 //! so that a block that was allocated through a budget cannot be freed past the budget.
 #![forbid(unsafe_code)]
 
-mod origin;
-pub mod physical;
-
-pub use origin::Origin;
+pub use bursar_driver::physical;
+pub use bursar_driver::resource::{BudgetSnapshot, Origin, Tag};
 
 use std::alloc::Layout;
 use std::collections::HashSet;
@@ -21,10 +19,6 @@ use std::sync::Arc;
 
 use crate::driver::{Access, Stream, StreamKey};
 use crate::error::{CudaError, ErrorClass, ResourceError};
-
-/// Labels the purpose of an allocation in logs and statistics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Tag(pub &'static str);
 
 /// Describes a block without owning it. The block may have been freed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -167,15 +161,6 @@ impl Outstanding {
     pub fn total(self) -> u64 {
         self.live.saturating_add(self.retired)
     }
-}
-
-/// State of a budget at one instant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BudgetSnapshot {
-    /// Largest number of bytes in use.
-    pub limit: u64,
-    /// Bytes of live and retired blocks and of allocations in progress.
-    pub used: u64,
 }
 
 /// Result of [`DeviceMemoryResource::reap_pending`].

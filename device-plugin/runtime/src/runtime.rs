@@ -2,11 +2,7 @@
 //!
 //! The default resource is a pool that takes no memory before its first use. In a container its
 //! budget is the container's quota, which it follows when the agent changes that.
-//!
-//! * [`no_context`] is the runtime of a process that must never have a context.
 #![forbid(unsafe_code)]
-
-pub mod no_context;
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
@@ -30,8 +26,7 @@ pub(crate) type ManagedSource = Statistics<StateGate<Managed>>;
 /// Number of streams in a runtime's own pool.
 const STREAMS: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
-/// State and memory resource of one GPU, with a context and streams unless `M` is
-/// [`NoContext`](no_context::NoContext).
+/// State, context, streams and memory resource of one GPU.
 ///
 /// | part | method | default |
 /// |---|---|---|
@@ -42,16 +37,8 @@ const STREAMS: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 /// | managed memory | [`managed`](Self::managed) | `cuMemAllocManaged`, with statistics |
 /// | validity | [`state`](Self::state) | valid until a fault, a drain or a shutdown |
 #[derive(Debug)]
-pub struct DeviceRuntime<M = WithContext> {
-    device: Device,
-    uuid: GpuUuid,
+pub struct DeviceRuntime {
     state: Arc<DeviceState>,
-    memory: M,
-}
-
-/// Context, streams and memory of a runtime that has a context.
-#[derive(Debug)]
-pub struct WithContext {
     context: Context,
     resource: SharedResource,
     shared: Arc<SharedParts>,
@@ -110,17 +97,13 @@ impl DeviceRuntime {
         let state = ErrorMonitor::global().new_state();
         let stack = DefaultStack::with_container_quota(&context, Arc::clone(&state))?;
         let runtime = Arc::new(DeviceRuntime {
-            device: *context.device(),
-            uuid: context.uuid(),
-            memory: WithContext {
-                resource: Arc::clone(&stack) as SharedResource,
-                shared: Arc::new(SharedParts {
-                    stack,
-                    streams: StreamPool::with_parts(&context, &state, STREAMS),
-                    managed: OnceLock::new(),
-                }),
-                context,
-            },
+            resource: Arc::clone(&stack) as SharedResource,
+            shared: Arc::new(SharedParts {
+                stack,
+                streams: StreamPool::with_parts(&context, &state, STREAMS),
+                managed: OnceLock::new(),
+            }),
+            context,
             state,
         });
         Ok(Arc::clone(slot.insert(runtime)))
@@ -140,57 +123,53 @@ impl DeviceRuntime {
     /// Returns a runtime of the same GPU with another resource.
     pub(crate) fn with_shared_resource(&self, resource: SharedResource) -> DeviceRuntime {
         DeviceRuntime {
-            device: self.device,
-            uuid: self.uuid,
             state: Arc::clone(&self.state),
-            memory: WithContext {
-                context: self.memory.context.clone(),
-                resource,
-                shared: Arc::clone(&self.memory.shared),
-            },
+            context: self.context.clone(),
+            resource,
+            shared: Arc::clone(&self.shared),
         }
     }
 
     /// Returns the GPU's context.
     pub fn context(&self) -> &Context {
-        &self.memory.context
+        &self.context
     }
 
     /// Returns the resource to allocate from.
     pub fn resource(&self) -> &SharedResource {
-        &self.memory.resource
+        &self.resource
     }
 
     /// Returns the runtime's own streams, which its users share by turns.
     pub fn streams(&self) -> &StreamPool {
-        &self.memory.shared.streams
+        &self.shared.streams
     }
 
     /// Returns the budget of the default resource: its limit, and the requested bytes of its live
     /// blocks.
     pub fn budget(&self) -> BudgetSnapshot {
-        self.memory.shared.stack.budget()
+        self.shared.stack.budget()
     }
 
     /// Sets a limit of live bytes for the default resource, in addition to the quota; `None` leaves
     /// the quota alone in force. Every allocation after the return obeys it, and live blocks stay.
     pub fn set_limit(&self, bytes: Option<u64>) {
-        self.memory.shared.stack.set_limit(bytes);
+        self.shared.stack.set_limit(bytes);
     }
 
     /// Returns the statistics of the default resource's pool.
     pub fn statistics(&self) -> PoolStatistics {
-        self.memory.shared.stack.statistics()
+        self.shared.stack.statistics()
     }
 
     /// Writes a record of each later call of the default resource to a sink; `None` ends the log.
     pub fn set_log(&self, sink: Option<Arc<dyn Sink>>) {
-        self.memory.shared.stack.log().set(sink);
+        self.shared.stack.log().set(sink);
     }
 
     /// Returns the source of managed memory, and creates it on the first call.
     pub(crate) fn managed_source(&self) -> &Arc<ManagedSource> {
-        self.memory.shared.managed.get_or_init(|| {
+        self.shared.managed.get_or_init(|| {
             let source = Managed::with_allocator(self.context(), Attach::Global);
             let gated = StateGate::new(source, Arc::clone(&self.state));
             Arc::new(Statistics::new(gated))
@@ -204,17 +183,15 @@ impl DeviceRuntime {
     pub fn stream(&self) -> Result<Stream, CudaError> {
         self.context().stream()
     }
-}
 
-impl<M> DeviceRuntime<M> {
     /// Returns the GPU's UUID.
     pub fn uuid(&self) -> GpuUuid {
-        self.uuid
+        self.context.uuid()
     }
 
     /// Returns the GPU's ordinal.
     pub fn ordinal(&self) -> u32 {
-        self.device.ordinal()
+        self.context.device().ordinal()
     }
 
     /// Returns the state that says whether memory of this runtime is still valid.
@@ -233,7 +210,7 @@ impl<M> DeviceRuntime<M> {
     /// # Errors
     /// The error that the driver returned.
     pub fn total_memory(&self) -> Result<u64, CudaError> {
-        self.device.total_memory()
+        self.context.device().total_memory()
     }
 
     /// Returns the CUDA version that the driver reports: 13000 is 13.0.
@@ -241,7 +218,7 @@ impl<M> DeviceRuntime<M> {
     /// # Errors
     /// The error that the driver returned.
     pub fn driver_version(&self) -> Result<i32, CudaError> {
-        self.device.driver().version()
+        self.context.device().driver().version()
     }
 
     /// Shuts the runtime down for all its users. Its memory becomes stale, blocks can still be

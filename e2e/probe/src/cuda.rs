@@ -12,7 +12,7 @@ use bursar_runtime::driver::{Attach, Driver, DriverError, Location, Stream};
 use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::{
     Block, CudaError, DeviceChecksum, DeviceMemoryResource as _, DeviceRuntime, Direct, FreeError,
-    ManagedRef, PhysicalMemoryResource as _, ResourceError, Tag,
+    ManagedRef, NoContextRuntime, PhysicalMemoryResource as _, ResourceError, Tag,
 };
 
 /// The tag of all allocations.
@@ -166,7 +166,7 @@ impl Gpu {
     /// Creates memory without an address, and exports a descriptor. The descriptor keeps the memory
     /// past the end of this process.
     pub(crate) fn export(&self, bytes: u64) -> anyhow::Result<OwnedFd> {
-        let runtime = DeviceRuntime::without_context(self.runtime.uuid())?;
+        let runtime = NoContextRuntime::start(self.runtime.uuid())?;
         let block = runtime.physical().create(bytes, TAG)?;
         Ok(block.export()?)
     }

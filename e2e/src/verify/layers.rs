@@ -29,26 +29,30 @@ const FLOORS: &[&[&str]] = &[
     ],
     &[
         "bursar-cli",
+        "bursar-driver",
         "bursar-fdstore",
         "bursar-ledger",
         "bursar-nvml-shim",
         "bursar-operator",
-        "bursar-runtime",
         "bursar-shim",
         "bursar-sim-cuda",
         "bursar-sim-lab",
         "bursar-sim-nvml",
     ],
     &[
-        "bursar-capi",
         "bursar-config",
-        "bursar-gpu-programs",
         "bursar-kubelet",
         "bursar-metrics",
-        "bursar-probe",
         "bursar-provisioner",
+        "bursar-runtime",
     ],
-    &["bursar-apiserver", "bursar-host"],
+    &[
+        "bursar-apiserver",
+        "bursar-capi",
+        "bursar-gpu-programs",
+        "bursar-host",
+        "bursar-probe",
+    ],
     &["bursar-gpu", "bursar-relay"],
     &["bursar-sessions"],
     &["bursar-retained"],
@@ -58,9 +62,9 @@ const FLOORS: &[&[&str]] = &[
     &["bursar-device-plugin", "bursar-e2e"],
 ];
 
-/// The crates that call the driver through `bursar-runtime` alone: the demo's pods and the node's
-/// retained memory show what the runtime does.
-const OVER_RUNTIME: &[&str] = &["bursar-probe", "bursar-provisioner"];
+/// The crates that call the driver through `bursar-driver` alone, or the runtime over it: the
+/// demo's pods and the node's retained memory show what these do.
+const OVER_DRIVER: &[&str] = &["bursar-probe", "bursar-provisioner"];
 
 /// The libraries that open the driver or define its calls.
 const DRIVERS: &[&str] = &["cudarc", "libloading"];
@@ -108,21 +112,21 @@ fn wrong_dependencies(packages: &[Package], floors: &[&[&str]]) -> Vec<String> {
     wrong
 }
 
-/// Returns the crates of [`OVER_RUNTIME`] that depend on another way to the driver, tests included.
-fn past_the_runtime(packages: &[Package]) -> Vec<String> {
+/// Returns the crates of [`OVER_DRIVER`] that depend on another way to the driver, tests included.
+fn past_the_driver(packages: &[Package]) -> Vec<String> {
     let over = packages
         .iter()
-        .filter(|of| OVER_RUNTIME.contains(&&*of.name));
+        .filter(|of| OVER_DRIVER.contains(&&*of.name));
     let past = over.flat_map(|of| {
         let others = of.dependencies.iter().map(|on| &*on.name);
         let others = others.filter(|on| DRIVERS.contains(on));
-        others.map(|on| format!("{} depends on {on}, not on bursar-runtime alone", of.name))
+        others.map(|on| format!("{} depends on {on}, not on bursar-driver alone", of.name))
     });
     past.collect()
 }
 
 /// Returns the paths through which a file reaches the driver's functions: [`DRIVERS`], and
-/// the driver's raw handles and calls that `bursar-runtime` exports.
+/// the raw calls that `bursar-driver` exports.
 fn driver_calls(names: &Names) -> impl Iterator<Item = &Vec<String>> {
     names.paths.iter().filter(|path| {
         let mut pairs = path.windows(2);
@@ -318,7 +322,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     anyhow::ensure!(output.status.success(), "cargo metadata failed");
     let Metadata { packages } = serde_json::from_slice(&output.stdout)?;
     let mut wrong = wrong_dependencies(&packages, FLOORS);
-    wrong.extend(past_the_runtime(&packages));
+    wrong.extend(past_the_driver(&packages));
     let mut file_count = 0;
     for Package {
         name,
@@ -328,7 +332,7 @@ pub(super) fn check() -> anyhow::Result<()> {
     {
         let files = parse_crate(&manifest_path.with_file_name("src"))?;
         file_count += files.len();
-        if OVER_RUNTIME.contains(&&**name) {
+        if OVER_DRIVER.contains(&&**name) {
             let calls = files.values().flat_map(driver_calls);
             wrong.extend(
                 calls.map(|path| format!("{name} calls the driver by {}", path.join("::"))),
@@ -391,15 +395,15 @@ mod tests {
     }
 
     #[test]
-    fn demo_and_provisioner_call_no_driver_past_the_runtime() {
+    fn demo_and_provisioner_call_the_driver_through_its_crate_alone() {
         let packages = [
             package("bursar-probe", &[("bursar-runtime", None)]),
             package("bursar-provisioner", &[("cudarc", Some("dev"))]),
             package("bursar-runtime", &[("cudarc", None)]),
         ];
         assert_eq!(
-            past_the_runtime(&packages),
-            ["bursar-provisioner depends on cudarc, not on bursar-runtime alone"]
+            past_the_driver(&packages),
+            ["bursar-provisioner depends on cudarc, not on bursar-driver alone"]
         );
         let sources = files(&[(
             "",

@@ -20,7 +20,6 @@ pub mod watches;
 
 pub use cache::{Cache, CacheEntry, Key, project};
 pub use index::{Affected, ClusterIndex, NodeOrders, WatchEvent, kinds};
-pub use pod_settings::PodOnNode;
 pub use projections::{
     BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, OpenFault, QuotaOverrides,
     budget_label,

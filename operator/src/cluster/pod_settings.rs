@@ -3,49 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
-use bursar_crds::resources::PREFIX;
 
 use super::facts::pod::PodSummary;
-use super::facts::pod_request::{has_ended, mirrored_uid};
+use super::facts::pod_on_node::PodOnNode;
 use super::index::ClusterIndex;
-use super::slim_pod::SlimPod;
-
-/// A pod on a node that requests a resource of Bursar.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodOnNode {
-    is_mirror: bool,
-    settings: PodSettings,
-}
-
-impl PodOnNode {
-    /// `None` for a pod without a node or without a request, and for a pod that has ended.
-    pub fn of(pod: &SlimPod) -> Option<Self> {
-        let (meta, spec) = (&pod.metadata, &pod.spec);
-        spec.node_name.as_ref().filter(|node| !node.is_empty())?;
-        let mut containers = spec.containers.iter().chain(&spec.init_containers);
-        let requests = containers.any(|container| {
-            let mut resources = container.resources.requests.keys();
-            resources.any(|resource| resource.starts_with(PREFIX))
-        });
-        if !requests || has_ended(pod) {
-            return None;
-        }
-        let mirrored = mirrored_uid(meta);
-        let uid = mirrored.or(meta.uid.as_ref()).cloned()?;
-        let none = BTreeMap::new();
-        let annotations = meta.annotations.as_ref().unwrap_or(&none);
-        let grace = meta.deletion_grace_period_seconds.unwrap_or(0);
-        Some(Self {
-            is_mirror: mirrored.is_some(),
-            settings: PodSettings {
-                deletion_grace_seconds: meta.deletion_timestamp.as_ref().map(|_| grace),
-                namespace: meta.namespace.clone().unwrap_or_default(),
-                name: meta.name.clone().unwrap_or_default(),
-                ..PodSettings::new(uid, spec.priority.unwrap_or(0), annotations)
-            },
-        })
-    }
-}
 
 /// The settings of the pods on each node, sorted by UID.
 fn by_node<'a>(pods: impl Iterator<Item = &'a PodSummary>) -> BTreeMap<&'a str, Vec<PodSettings>> {
@@ -106,6 +67,7 @@ mod tests {
 
     use super::super::{Cache, CacheEntry, GpuNodeSummary, Key, WatchEvent};
     use super::*;
+    use crate::cluster::slim_pod::SlimPod;
 
     fn pod(uid: &str, change: Value) -> Value {
         let mut pod = json!({

@@ -6,13 +6,12 @@
 //! reap, or until the number of freed blocks that count has doubled.
 #![forbid(unsafe_code)]
 
-mod account;
 mod reservation;
 
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use account::BudgetAccount;
+pub use bursar_driver::account::BudgetAccount;
 pub use reservation::Reservation;
 
 use crate::adaptor::upstream::{Upstream, forward};

@@ -19,6 +19,7 @@ use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag,
     check_origin, check_stream, remove_live,
 };
+use crate::vouched::Vouched as _;
 
 /// Smallest size of a red zone in bytes.
 const MIN_REDZONE: usize = 256;

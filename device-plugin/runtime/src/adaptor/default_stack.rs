@@ -23,7 +23,7 @@ use crate::pool::{Pool, PoolSettings, PoolStatistics};
 use crate::resource::{Block, BudgetSnapshot, DeviceMemoryResource, FreeError, Tag, check_origin};
 use crate::source::direct::Direct;
 use crate::state::DeviceState;
-use crate::sync::poller::{Polled, Poller};
+use crate::state::poller::{Polled, Poller};
 
 /// Longest time after which a lowered quota counts.
 pub const QUOTA_INTERVAL: Duration = Duration::from_secs(1);

@@ -25,6 +25,7 @@ use crate::memory::slice::TrackedSlice;
 use crate::memory::submission::{SubmitError, submit_in};
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
 use crate::state::{DeviceGeneration, StaleReason};
+use crate::vouched::Vouched as _;
 
 /// Reason for which a write did not begin or does not count.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

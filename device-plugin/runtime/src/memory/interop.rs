@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtrMut as _};
 
-use crate::driver::interop::{InteropError, LentSlice};
+use crate::driver::interop::InteropError;
 use crate::driver::{Context, Stream};
 use crate::error::ResourceError;
 use crate::memory::error::MemoryError;
@@ -22,6 +22,7 @@ use crate::memory::write_token::WriteToken;
 use crate::resource::{DeviceMemoryResource as _, check_stream};
 use crate::runtime::{DeviceRuntime, SharedResource};
 use crate::source::adopted::AdoptedMemory;
+use crate::vouched::lend;
 
 /// Reason for which memory is not exchanged with cudarc.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -118,7 +119,7 @@ impl<T> GpuRef<T> {
     ) -> Result<R, CudarcError> {
         let own = Stream::from_cudarc(stream)?;
         let len = self.len();
-        let lent = |address| LentSlice::new(stream, address, len).map(|lent| submit(lent.view()));
+        let lent = |address| lend(stream, address, len).map(|lent| submit(lent.view()));
         Ok(self.read_in(&own, lent)??)
     }
 
@@ -135,8 +136,7 @@ impl<T> GpuRef<T> {
     ) -> Result<R, CudarcError> {
         let own = Stream::from_cudarc(stream)?;
         let len = self.len();
-        let lent =
-            |address| LentSlice::new(stream, address, len).map(|mut lent| submit(lent.view_mut()));
+        let lent = |address| lend(stream, address, len).map(|mut lent| submit(lent.view_mut()));
         Ok(self.write_in(token, &own, lent)??)
     }
 }

@@ -5,6 +5,7 @@ use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
 use crate::error::{CudaError, ErrorClass};
 use crate::memory::kernel_arg::{DevSliceArg, KernelArg};
 use crate::memory::submission::{PendingUses, SubmitError};
+use crate::vouched;
 
 /// Reason for which a kernel was not launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -105,7 +106,7 @@ impl<'a> Launch<'a> {
             KernelArg::Value { .. } => None,
         });
         let uses = PendingUses::begin(self.stream, memories)?;
-        let submitted = self.kernel.launch(self.stream, self.grid, &mut numbers);
+        let submitted = vouched::launch(self.kernel, self.stream, self.grid, &mut numbers);
         // Ends all uses even if the launch failed; the error of the launch comes first.
         let ended = uses.end(submitted.is_ok());
         submitted?;

@@ -41,6 +41,7 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag};
 use crate::runtime::DeviceRuntime;
 use crate::state::{DeviceGeneration, StaleReason};
+use crate::vouched::Vouched as _;
 
 /// The managed memory is attached to the host, so no kernel may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

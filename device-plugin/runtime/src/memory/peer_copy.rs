@@ -9,6 +9,7 @@ use crate::memory::gpu_ref::{GpuRef, WriteError};
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
 use crate::memory::slice::TrackedSlice;
 use crate::memory::write_token::WriteToken;
+use crate::vouched::Vouched as _;
 
 /// Copies all items to memory of another or the same device, in the order of both streams. The host
 /// does not wait.

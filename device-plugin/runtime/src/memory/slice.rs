@@ -17,6 +17,7 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag, check_stream};
 use crate::runtime::DeviceRuntime;
 use crate::state::StaleReason;
+use crate::vouched::Vouched as _;
 
 /// Device memory for `len` items of `T`, with one owner.
 #[derive(Debug)]

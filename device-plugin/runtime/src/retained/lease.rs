@@ -10,6 +10,7 @@ use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, Reta
 use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
 use crate::driver::{Access, Context, Handle, Mapping, Reservation};
+use crate::vouched::Vouched as _;
 
 /// Time for which a commit is repeated while the agent is busy, does not respond or cannot store
 /// it.

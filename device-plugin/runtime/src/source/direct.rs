@@ -16,6 +16,7 @@ use crate::resource::{
     check_request,
 };
 use crate::source::live_blocks::LiveBlocks;
+use crate::vouched::Vouched as _;
 
 /// Driver call that allocates one kind of memory.
 pub trait DriverAllocator: fmt::Debug + Send + Sync {

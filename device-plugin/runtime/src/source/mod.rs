@@ -6,6 +6,5 @@ pub(crate) mod adopted;
 mod block_uses;
 pub mod direct;
 mod live_blocks;
-pub mod physical;
 pub mod stream_ordered;
 pub mod vmm;

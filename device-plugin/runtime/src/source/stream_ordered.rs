@@ -16,6 +16,7 @@ use crate::resource::{
     check_request,
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
+use crate::vouched::Vouched as _;
 
 /// Number of retired blocks above which a free reaps.
 const REAP_THRESHOLD: usize = 256;

@@ -12,6 +12,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::Physical;
 use crate::driver::{Access, Context, Mapping, Reservation, Stream};
 use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError};
@@ -20,7 +21,6 @@ use crate::resource::{
     check_request,
 };
 use crate::source::block_uses::{BlockUses, forward_block_uses};
-use crate::source::physical::Physical;
 
 /// Mapping, addresses and memory of a block.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use anyhow::Result;
 use bursar_runtime::adaptor::logging::{Action, MemorySink};
 use bursar_runtime::driver::{Access, GpuUuid};
 use bursar_runtime::{
-    BudgetSnapshot, DeviceRuntime, ErrorClass, Logging, PhysicalMemoryResource as _, ResourceError,
-    StaleReason, Tag, source::vmm,
+    BudgetSnapshot, DeviceRuntime, ErrorClass, Logging, NoContextRuntime,
+    PhysicalMemoryResource as _, ResourceError, StaleReason, Tag, source::vmm,
 };
 use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
@@ -19,12 +19,11 @@ fn uuid() -> GpuUuid {
 }
 
 fn example() -> Result<()> {
-    let runtime = DeviceRuntime::without_context(uuid())?;
+    let runtime = NoContextRuntime::start(uuid())?;
     // The limit is the GPU's memory unless the program sets a lower one.
     runtime.set_limit(8 * MIB);
     let log = Arc::new(MemorySink::default());
-    let logged = runtime.with_physical(|memory| Logging::new(memory, Arc::clone(&log)));
-    let memory = logged.physical();
+    let memory = Logging::new(Arc::clone(runtime.physical()), Arc::clone(&log));
     // The driver creates memory in multiples of 2 MiB.
     let block = memory.create(memory.round_up(5 * MIB)?, Tag("weights"))?;
     let refused = memory.create(4 * MIB, Tag("more")).unwrap_err();
@@ -43,7 +42,7 @@ fn example() -> Result<()> {
         actions,
         [Action::Allocate, Action::AllocateFailure, Action::Free]
     );
-    assert_eq!(runtime.counts().bytes.peak, 6 * MIB);
+    assert_eq!(runtime.budget().used, 0);
     Ok(())
 }
 
@@ -51,7 +50,7 @@ fn example() -> Result<()> {
 fn runtime_without_a_context_makes_no_context_call() {
     run_in_subprocess(ONE_GPU, |machine| {
         example().unwrap();
-        let runtime = DeviceRuntime::without_context(uuid()).unwrap();
+        let runtime = NoContextRuntime::start(uuid()).unwrap();
         assert_eq!(runtime.total_memory().unwrap(), 16 << 30);
         assert!(runtime.driver_version().unwrap() > 0);
         let memory = runtime.physical();
@@ -68,7 +67,7 @@ fn runtime_without_a_context_makes_no_context_call() {
 #[test]
 fn physical_memory_is_mapped_by_its_importer() {
     run_in_subprocess(ONE_GPU, |machine| {
-        let runtime = DeviceRuntime::without_context(uuid()).unwrap();
+        let runtime = NoContextRuntime::start(uuid()).unwrap();
         let memory = runtime.physical();
         let block = memory.create(2 * MIB, Tag("test")).unwrap();
         let descriptor = block.export().unwrap();
@@ -92,16 +91,14 @@ fn physical_memory_is_mapped_by_its_importer() {
 #[test]
 fn runtime_without_a_context_creates_nothing_once_stale() {
     run_in_subprocess(ONE_GPU, |_| {
-        let runtime = DeviceRuntime::without_context(uuid()).unwrap();
+        let runtime = NoContextRuntime::start(uuid()).unwrap();
         let memory = runtime.physical();
         let block = memory.create(2 * MIB, Tag("test")).unwrap();
-        runtime.shut_down();
+        runtime.state().shut_down();
         let refused = memory.create(2 * MIB, Tag("test")).unwrap_err();
         assert_eq!(refused, ResourceError::Ended(StaleReason::ShutDown));
         memory.release(block).unwrap();
         let (limit, used) = (16 << 30, 0);
         assert_eq!(runtime.budget(), BudgetSnapshot { limit, used });
-        let counts = runtime.counts();
-        assert_eq!((counts.blocks.total, counts.failed_allocations), (1, 1));
     });
 }

@@ -133,7 +133,7 @@ fn runtime() -> Outcome {
 /// Creates and exports memory without a context, and maps it with one.
 fn without_context() -> Outcome {
     let uuid = Driver::get()?.device(0)?.uuid()?;
-    let runtime = DeviceRuntime::without_context(uuid)?;
+    let runtime = bursar_runtime::NoContextRuntime::start(uuid)?;
     let memory = runtime.physical();
     let bytes = memory.round_up(1)?;
     let block = memory.create(bytes, Tag("physical"))?;

@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
 use super::node_usage::PodRequests;
-use crate::cluster::PodOnNode;
+use super::pod_on_node::PodOnNode;
 use crate::cluster::facts::pod_request::{
     aggregate_requests, gpu_request, has_ended, mirrored_uid,
 };

@@ -18,9 +18,11 @@
 //! into the page that it shares with the shim, and a state reads that fence on each check.
 //!
 //! * [`subscription`] tells threads and tasks of a change, so that they need not poll.
+//! * [`poller`] calls values regularly while they exist.
 //! * `waiters` wakes them.
 #![forbid(unsafe_code)]
 
+pub mod poller;
 pub mod subscription;
 mod waiters;
 

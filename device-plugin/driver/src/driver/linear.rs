@@ -11,7 +11,7 @@ impl Context {
     ///
     /// # Errors
     /// The error that the driver returned.
-    pub(crate) fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
+    pub fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
         call!(self.driver(), cuMemAlloc_v2(&raw mut address, bytes))?;
@@ -20,9 +20,6 @@ impl Context {
 
     /// `cuMemFree`: frees linear, stream-ordered or managed memory that the host no longer refers
     /// to. Waits for work that may use it.
-    ///
-    /// # Errors
-    /// The driver's error; the driver refuses an address inside an allocation.
     pub(crate) fn free(&self, address: u64) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemFree_v2(address))
@@ -32,7 +29,7 @@ impl Context {
     ///
     /// # Errors
     /// The error that the driver returned.
-    pub(crate) fn allocate_async(&self, bytes: usize, stream: &Stream) -> Result<u64, CudaError> {
+    pub fn allocate_async(&self, bytes: usize, stream: &Stream) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
         call!(
@@ -43,9 +40,6 @@ impl Context {
     }
 
     /// `cuMemFreeAsync`: frees memory after the present work of the stream.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemFreeAsync(address, stream.raw()))

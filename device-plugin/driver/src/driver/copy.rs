@@ -62,9 +62,6 @@ impl Mapping {
 
 impl Context {
     /// Fills device memory and waits.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemsetD8_v2(address, value, bytes))?;
@@ -74,9 +71,6 @@ impl Context {
     }
 
     /// Fills device memory in the order of a stream.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn fill_async(
         &self,
         address: u64,
@@ -92,9 +86,6 @@ impl Context {
     }
 
     /// Copies to the device and waits.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
@@ -107,9 +98,6 @@ impl Context {
     }
 
     /// Copies from the device and waits.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
@@ -119,9 +107,6 @@ impl Context {
     }
 
     /// Copies between two devices in the order of a stream of either.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
     pub(crate) fn copy_from_peer_async(
         &self,
         to: u64,

@@ -185,7 +185,7 @@ impl Stream {
 
     /// Returns whether no other handle can submit to the stream. The default stream is available to
     /// every caller.
-    pub(crate) fn is_sole_handle(&self) -> bool {
+    pub fn is_sole_handle(&self) -> bool {
         !self.0.raw.is_null() && Arc::strong_count(&self.0) == 1
     }
 

@@ -13,7 +13,7 @@ const INVALID_VALUE: i32 = 1;
 /// Bytes that the driver says are managed memory. The owner of the view also owns the memory and
 /// frees it after the view.
 #[derive(Debug)]
-pub(crate) struct HostView {
+pub struct HostView {
     address: usize,
     bytes: usize,
 }
@@ -56,7 +56,7 @@ impl Context {
 impl HostView {
     /// Returns the bytes. The caller has waited for all work that writes them and admits none while
     /// the slice lives.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    pub fn bytes(&self) -> &[u8] {
         // SAFETY: the driver said that these bytes are managed, so the host can read them. They
         // live as long as the view, and no work writes them meanwhile.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes) }
@@ -64,7 +64,7 @@ impl HostView {
 
     /// Returns the bytes for changes. The caller has waited for all work that uses them and admits
     /// none while the slice lives.
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and the view, of which there is one, is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
     }

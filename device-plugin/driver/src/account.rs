@@ -36,7 +36,7 @@ impl BudgetAccount {
     ///
     /// # Errors
     /// [`ResourceError::OverBudget`]; nothing is charged.
-    pub(crate) fn charge_for(&self, ordinal: u32, bytes: u64) -> Result<(), ResourceError> {
+    pub fn charge_for(&self, ordinal: u32, bytes: u64) -> Result<(), ResourceError> {
         self.charge(bytes)
             .map_err(|BudgetSnapshot { limit, used }| ResourceError::OverBudget {
                 ordinal,

@@ -5,9 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Device, GpuUuid};
 use crate::error::{CudaError, ResourceError};
-use crate::resource::physical::{
-    PhysicalBlock, PhysicalMemoryResource, ReleaseError, check_physical_origin,
-};
+use crate::physical::{PhysicalBlock, PhysicalMemoryResource, ReleaseError, check_physical_origin};
 use crate::resource::{Origin, Tag};
 
 /// Exportable physical memory of one GPU, one call of the driver for each block.

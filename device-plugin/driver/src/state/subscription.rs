@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::poller::{Polled, Poller};
 use super::{DeviceState, StaleReason};
-use crate::sync::poller::{Polled, Poller};
 
 /// Time between two reads of the agent's fence.
 pub const FENCE_INTERVAL: Duration = Duration::from_millis(100);
@@ -23,8 +23,8 @@ pub const FENCE_INTERVAL: Duration = Duration::from_millis(100);
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use bursar_runtime::ErrorMonitor;
-/// # use bursar_runtime::StaleReason;
+/// # use bursar_driver::state::ErrorMonitor;
+/// # use bursar_driver::state::StaleReason;
 /// let monitor = ErrorMonitor::new();
 /// let state = monitor.new_state();
 /// let mut changes = state.subscribe();

@@ -299,7 +299,7 @@ impl Mapping {
     }
 
     /// Leaves the memory mapped until the process ends, because work may still use it.
-    pub(crate) fn leave_mapped(&mut self) {
+    pub fn leave_mapped(&mut self) {
         self.mapped = false;
         std::mem::forget(Arc::clone(&self.reservation));
     }

@@ -7,13 +7,13 @@ use std::thread;
 use std::time::Duration;
 
 /// Value that a [`Poller`] calls.
-pub(crate) trait Polled: Send + Sync {
+pub trait Polled: Send + Sync {
     /// Looks for a change. The poller calls this from its own thread, without a lock.
     fn poll(&self);
 }
 
 /// Thread that calls registered values after each interval.
-pub(crate) struct Poller {
+pub struct Poller {
     name: &'static str,
     interval: Duration,
     /// Registered values; `None` while the thread does not exist.
@@ -22,7 +22,7 @@ pub(crate) struct Poller {
 
 impl Poller {
     /// Creates a poller without a thread.
-    pub(crate) const fn new(name: &'static str, interval: Duration) -> Poller {
+    pub const fn new(name: &'static str, interval: Duration) -> Poller {
         Poller {
             name,
             interval,
@@ -32,7 +32,7 @@ impl Poller {
 
     /// Registers a value until it is dropped. Without a thread, which the system may refuse, the
     /// value is not called.
-    pub(crate) fn add(&'static self, value: Weak<dyn Polled>) {
+    pub fn add(&'static self, value: Weak<dyn Polled>) {
         let mut polled = self.polled.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(all) = &mut *polled {
             all.push(value);
@@ -67,7 +67,7 @@ impl Poller {
 
     /// Returns whether the thread exists.
     #[cfg(test)]
-    pub(crate) fn is_running(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         let polled = self.polled.lock();
         polled.unwrap_or_else(PoisonError::into_inner).is_some()
     }

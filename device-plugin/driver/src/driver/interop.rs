@@ -142,11 +142,18 @@ impl Stream {
 }
 
 /// Slice of cudarc over memory that it does not own.
-pub(crate) struct LentSlice<T>(Option<CudaSlice<T>>);
+pub struct LentSlice<T>(Option<CudaSlice<T>>);
 
 impl<T> LentSlice<T> {
-    /// Lends `len` items at an address that the caller owns, as long as the result lives.
-    pub(crate) fn new(
+    /// Lends `len` items at an address.
+    ///
+    /// # Safety
+    /// The caller owns memory of that size at the address as long as the result lives, and the host
+    /// does not refer to it.
+    ///
+    /// # Errors
+    /// cudarc's panic.
+    pub unsafe fn new(
         stream: &Arc<CudaStream>,
         address: u64,
         len: usize,
@@ -157,14 +164,16 @@ impl<T> LentSlice<T> {
         Ok(LentSlice(Some(slice)))
     }
 
-    pub(crate) fn view(&self) -> CudaView<'_, T> {
+    /// Returns the items.
+    pub fn view(&self) -> CudaView<'_, T> {
         self.0
             .as_ref()
             .expect("only a drop takes the slice")
             .as_view()
     }
 
-    pub(crate) fn view_mut(&mut self) -> CudaViewMut<'_, T> {
+    /// Returns the items for changes.
+    pub fn view_mut(&mut self) -> CudaViewMut<'_, T> {
         self.0
             .as_mut()
             .expect("only a drop takes the slice")

@@ -138,7 +138,7 @@ impl Context {
     ///
     /// # Errors
     /// The error that the driver returned.
-    pub(crate) fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
+    pub fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
         call!(

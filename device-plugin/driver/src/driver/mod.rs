@@ -32,7 +32,7 @@ mod vmm;
 pub use bursar_protocol::gpu_uuid::{GpuUuid, InvalidUuid};
 pub use context::{Context, ContextGuard};
 pub use device::Device;
-pub(crate) use host_view::HostView;
+pub use host_view::HostView;
 pub use kernel::{Kernel, Parameter};
 pub use linear::LINEAR_ALIGNMENT;
 pub use managed::{Advice, Attach, Location, Residency};

@@ -50,7 +50,10 @@ impl Function {
 impl Kernel {
     /// Loads the checksum kernel. Its parameters are an address, a length, and the address of the
     /// sum.
-    pub(crate) fn checksum(context: &Context) -> Result<Kernel, CudaError> {
+    ///
+    /// # Errors
+    /// The error that the driver returned.
+    pub fn checksum(context: &Context) -> Result<Kernel, CudaError> {
         const PARAMETERS: &[Parameter] = &[
             Parameter::Memory(Access::Read),
             Parameter::Value(8),
@@ -71,8 +74,7 @@ impl Kernel {
         self.function.context()
     }
 
-    /// Launches the kernel in a stream. Callers in this crate pass addresses of memory that the
-    /// host does not refer to before the work is done.
+    /// Launches the kernel in a stream; see [`raw::launch`](super::raw::launch).
     pub(crate) fn launch(
         &self,
         stream: &Stream,

@@ -6,10 +6,14 @@
 //! returning it to the resource that created it. Each adaptor puts its own origin on the block.
 #![forbid(unsafe_code)]
 
+mod source;
+
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+
+pub use source::Physical;
 
 use crate::driver::{Access, Context, GpuUuid, Handle, Mapping};
 use crate::error::{CudaError, ErrorClass, ResourceError};
@@ -27,7 +31,7 @@ pub struct PhysicalBlock {
 
 impl PhysicalBlock {
     /// Creates a block; only sources call this. The number is unique within a source, and not zero.
-    pub(crate) fn new(handle: Handle, origin: Origin, number: u64) -> PhysicalBlock {
+    pub fn new(handle: Handle, origin: Origin, number: u64) -> PhysicalBlock {
         PhysicalBlock {
             handle: ManuallyDrop::new(handle),
             origin,
@@ -36,12 +40,12 @@ impl PhysicalBlock {
     }
 
     /// Returns the handle for the release; only sources call this.
-    pub(crate) fn into_handle(self) -> Handle {
+    pub fn into_handle(self) -> Handle {
         ManuallyDrop::into_inner(self.handle)
     }
 
     /// Returns the handle, to map the memory.
-    pub(crate) fn handle(&self) -> &Handle {
+    pub fn handle(&self) -> &Handle {
         &self.handle
     }
 
@@ -61,7 +65,7 @@ impl PhysicalBlock {
     }
 
     /// Puts another origin on the block; only adaptors call this.
-    pub(crate) fn with_origin(self, origin: Origin) -> PhysicalBlock {
+    pub fn with_origin(self, origin: Origin) -> PhysicalBlock {
         PhysicalBlock { origin, ..self }
     }
 
@@ -209,7 +213,7 @@ impl<R: PhysicalMemoryResource + ?Sized> PhysicalMemoryResource for Arc<R> {
 ///
 /// # Errors
 /// [`ReleaseError`] with [`ResourceError::Foreign`].
-pub(crate) fn check_physical_origin(
+pub fn check_physical_origin(
     origin: Origin,
     block: PhysicalBlock,
 ) -> Result<PhysicalBlock, ReleaseError> {
