@@ -5,19 +5,15 @@
 
 mod figures;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
-use bursar_crds::Amount;
-use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::{HealthStatus, RuntimeState};
 use bursar_crds::numbers::to_i64;
 use bursar_enforcement::audit::metrics::AuditMetrics;
-use bursar_gpu_node::report::{NodeReport, ready_condition};
+use bursar_gpu_node::report::NodeReport;
 use bursar_ledger::units::Resource;
-use bursar_metrics::{GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels, gauge_value};
+use bursar_metrics::{Label, LatestFigures, RegisterMetric as _, gauge_value, resource_label};
 use bursar_node::metrics::NodeMetrics;
 use bursar_retained::status::RetainedStatus;
 use prometheus_client::encoding::text::encode;
@@ -27,33 +23,17 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use figures::{
-    FaultLabels, GpuFigures, GpuInfoLabels, GpuStateLabels, NodeConditionLabels, RetainedFigures,
-    RuntimeFailureLabels,
-};
-
-/// The state of an allocator runtime as a label.
-const fn runtime_state(state: RuntimeState) -> &'static str {
-    match state {
-        RuntimeState::Stopped => "stopped",
-        RuntimeState::Starting => "starting",
-        RuntimeState::Ready => "ready",
-        RuntimeState::Refused => "refused",
-        RuntimeState::Stuck => "stuck",
-        RuntimeState::Drained => "drained",
-        RuntimeState::Unknown => "unknown",
-    }
-}
+use figures::{ReportFigures, RetainedFigures};
 
 /// The agent's metrics. Clones share the same values.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
-    device_ids: Family<ResourceLabels, Gauge>,
+    device_ids: Family<Label<&'static str>, Gauge>,
     unknown_spec_entries: Gauge,
     state_write_lag: Gauge,
-    registrations: Family<ResourceLabels, Counter>,
-    gpus: LatestFigures<GpuFigures>,
+    registrations: Family<Label<&'static str>, Counter>,
+    gpus: LatestFigures<ReportFigures>,
     kept: LatestFigures<RetainedFigures>,
     tasks: Gauge,
     /// The metrics of the node's allocations.
@@ -123,98 +103,33 @@ impl Metrics {
 
     /// Counts a registration that the kubelet accepted.
     pub(crate) fn count_registration(&self, resource: Resource) {
-        self.registrations.get_or_create(&resource.into()).inc();
+        self.registrations
+            .get_or_create(&resource_label(resource))
+            .inc();
     }
 
     /// Sets the figures of a node report: devices, and each GPU's memory and health.
     ///
     /// A GPU that leaves the report leaves the metrics.
     pub(crate) fn set_report(&self, report: &NodeReport) {
-        let NodeReport {
-            status,
-            conditions: _,
-            exported,
-            unknown_spec_entries,
-        } = report;
         let device_ids = [
-            (Resource::DeviceMemory, status.device_memory),
-            (Resource::ManagedMemory, status.managed_memory),
+            (Resource::DeviceMemory, report.status.device_memory),
+            (Resource::ManagedMemory, report.status.managed_memory),
         ];
         for (resource, memory) in device_ids {
             self.device_ids
-                .get_or_create(&resource.into())
+                .get_or_create(&resource_label(resource))
                 .set(memory.allocatable.into());
         }
         self.unknown_spec_entries
-            .set(gauge_value(*unknown_spec_entries));
-        let mut figures = GpuFigures {
-            conditions: condition_figures(report),
-            faults: fault_figures(report),
-            ..GpuFigures::default()
-        };
-        let quantum = bytes_of(status.quantum.as_ref());
-        for gpu in &status.gpus {
-            let info = GpuInfoLabels {
-                gpu: gpu.uuid.clone(),
-                index: gpu.index.to_string(),
-                model: gpu.model.clone(),
-                driver: status.driver_version.clone().unwrap_or_default(),
-            };
-            figures.infos.push((info, 1));
-            let label = || GpuLabels {
-                gpu: gpu.uuid.clone(),
-            };
-            let capacity = i64::from(gpu.capacity) * quantum;
-            let free = i64::from(gpu.free) * quantum;
-            let leaked = exported.get(&gpu.uuid);
-            figures.sizes.push((label(), bytes_of(Some(&gpu.memory))));
-            figures.capacities.push((label(), capacity));
-            let states = [
-                ("free", free),
-                ("bound", (capacity - free).max(0)),
-                ("leaked", leaked.map_or(0, |leaked| to_i64(leaked.bytes.0))),
-                ("withheld", bytes_of(gpu.withheld.as_ref())),
-            ];
-            for (state, amount) in states {
-                let label = GpuStateLabels {
-                    gpu: gpu.uuid.clone(),
-                    state,
-                };
-                figures.memory.push((label, amount));
-            }
-            let is_healthy = gpu.health.status == HealthStatus::Healthy;
-            figures.healthy.push((label(), is_healthy.into()));
-        }
-        self.gpus.replace(figures);
+            .set(gauge_value(report.unknown_spec_entries));
+        self.gpus.replace(ReportFigures(Some(report.clone())));
     }
 
     /// Sets the number of retained leases of each GPU, their bytes, and the state of the GPU's
     /// allocator runtime.
     pub(crate) fn set_retained(&self, kept: &RetainedStatus) {
-        let mut figures = RetainedFigures::default();
-        for (gpu, (leases, bytes)) in &kept.live {
-            figures.leases.push((gpu.into(), gauge_value(*leases)));
-            figures.bytes.push((gpu.into(), to_i64(bytes.0)));
-        }
-        for (gpu, runtime) in &kept.runtimes {
-            for state in RuntimeState::ALL {
-                let label = GpuStateLabels {
-                    gpu: gpu.to_string(),
-                    state: runtime_state(state),
-                };
-                let is_in_state = runtime.state == state;
-                figures.runtime_states.push((label, is_in_state.into()));
-            }
-            figures.runtime_starts.push((gpu.into(), runtime.starts));
-            for (class, count) in &runtime.failures {
-                let label = RuntimeFailureLabels {
-                    gpu: gpu.to_string(),
-                    class: class.as_str(),
-                };
-                figures.runtime_failures.push((label, *count));
-            }
-        }
-        self.kept.replace(figures);
+        self.kept.replace(RetainedFigures(kept.clone()));
     }
 
     /// Sets how long the state directory has lacked the newest records.
@@ -229,43 +144,12 @@ impl Default for Metrics {
     }
 }
 
-/// Each condition of the node: 1 while it is True, 0 while it is False, -1 while it is Unknown.
-fn condition_figures(report: &NodeReport) -> Vec<(NodeConditionLabels, i64)> {
-    let ready = ready_condition(&report.conditions);
-    let conditions = std::iter::once(&ready).chain(&report.conditions);
-    let figures = conditions.map(|update| {
-        let condition = update.type_;
-        let value = update.holds.map_or(-1, i64::from);
-        (NodeConditionLabels { condition }, value)
-    });
-    figures.collect()
-}
-
-/// The number of open faults by GPU and action.
-fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
-    let mut open: BTreeMap<FaultLabels, i64> = BTreeMap::new();
-    for fault in &report.status.faults {
-        let labels = FaultLabels {
-            gpu: fault.gpu.to_string(),
-            action: fault.action.map_or("undecided", FaultAction::label),
-        };
-        *open.entry(labels).or_default() += 1;
-    }
-    open.into_iter().collect()
-}
-
-/// The amount in bytes; zero where it is absent.
-fn bytes_of(amount: Option<&Amount>) -> i64 {
-    amount
-        .and_then(|amount| amount.bytes().ok())
-        .map_or(0, to_i64)
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use bursar_crds::gpu_node::{self, FaultKind};
+    use bursar_crds::context_policy::FaultAction;
+    use bursar_crds::gpu_node::{self, FaultKind, RuntimeState};
     use bursar_enforcement::attestation::GapReason;
     use bursar_enforcement::audit::compare::{AuditResult, Finding};
     use bursar_enforcement::audit::metrics::AuditFigures;

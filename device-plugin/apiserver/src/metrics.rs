@@ -1,6 +1,6 @@
 //! Counts writes, failures of the watch and dropped Events.
 
-use bursar_metrics::{RegisterMetric as _, ResultLabels};
+use bursar_metrics::{Label, RegisterMetric as _};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
@@ -9,17 +9,17 @@ use prometheus_client::registry::Registry;
 #[derive(Clone, Debug)]
 pub struct ApiMetrics {
     watch_failures: Counter,
-    gpu_node_writes: Family<ResultLabels, Counter>,
+    gpu_node_writes: Family<Label<&'static str>, Counter>,
     pub(crate) events_dropped: Counter,
 }
 
 impl ApiMetrics {
     /// Registers the metrics, which are all zero.
     pub fn new(registry: &mut Registry) -> Self {
-        let gpu_node_writes = Family::<ResultLabels, Counter>::default();
+        let gpu_node_writes = Family::<Label<_>, Counter>::default();
         // Prometheus' rate does not see the step from no series to the first error.
         for result in ["ok", "error"] {
-            drop(gpu_node_writes.get_or_create(&ResultLabels { result }));
+            drop(gpu_node_writes.get_or_create(&[("result", result)]));
         }
         Self {
             watch_failures: registry.register_metric(
@@ -44,7 +44,7 @@ impl ApiMetrics {
     pub fn count_gpu_node_write(&self, ok: bool) {
         let result = if ok { "ok" } else { "error" };
         self.gpu_node_writes
-            .get_or_create(&ResultLabels { result })
+            .get_or_create(&[("result", result)])
             .inc();
     }
 

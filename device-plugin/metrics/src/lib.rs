@@ -5,50 +5,27 @@
 
 mod latest;
 
-use bursar_ledger::units::{GpuUuid, Resource};
-use prometheus_client::encoding::EncodeLabelSet;
+use bursar_ledger::units::Resource;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 
 pub use latest::{EncodeFamilies, FamilyEncoder, LatestFigures};
 
-/// The label of a resource that the agent offers.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ResourceLabels {
-    resource: &'static str,
-}
+/// The one label of a series: its name and value.
+pub type Label<V = String> = [(&'static str, V); 1];
 
-impl From<Resource> for ResourceLabels {
-    fn from(resource: Resource) -> Self {
-        Self {
-            resource: match resource {
-                Resource::DeviceMemory => "gpu-memory",
-                Resource::ManagedMemory => "managed-memory",
-            },
-        }
-    }
+/// The label of a resource that the agent offers.
+pub fn resource_label(resource: Resource) -> Label<&'static str> {
+    let resource = match resource {
+        Resource::DeviceMemory => "gpu-memory",
+        Resource::ManagedMemory => "managed-memory",
+    };
+    [("resource", resource)]
 }
 
 /// The label of a GPU or MIG instance.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub struct GpuLabels {
-    /// The UUID.
-    pub gpu: String,
-}
-
-impl From<&GpuUuid> for GpuLabels {
-    fn from(gpu: &GpuUuid) -> Self {
-        Self {
-            gpu: gpu.to_string(),
-        }
-    }
-}
-
-/// The label of an operation's result.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ResultLabels {
-    /// The result in one word.
-    pub result: &'static str,
+pub fn gpu_label(uuid: impl ToString) -> Label {
+    [("gpu", uuid.to_string())]
 }
 
 /// Buckets from 50 us, a call without a wait, to 50 s, twice the longest wait.

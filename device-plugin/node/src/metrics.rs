@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use bursar_ledger::units::Resource;
-use bursar_metrics::{
-    RegisterMetric as _, ResourceLabels, ResultLabels, gauge_value, seconds_histogram,
-};
+use bursar_metrics::{Label, RegisterMetric as _, gauge_value, resource_label, seconds_histogram};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -52,11 +50,11 @@ pub struct Counts {
 /// The metrics of the node's allocations. Clones share the same values.
 #[derive(Clone, Debug)]
 pub struct NodeMetrics {
-    booked: Family<ResourceLabels, Gauge>,
-    bound: Family<ResourceLabels, Gauge>,
-    waiting: Family<ResourceLabels, Gauge>,
+    booked: Family<Label<&'static str>, Gauge>,
+    bound: Family<Label<&'static str>, Gauge>,
+    waiting: Family<Label<&'static str>, Gauge>,
     allocate_seconds: Histogram,
-    bind_seconds: Family<ResultLabels, Histogram>,
+    bind_seconds: Family<Label<&'static str>, Histogram>,
     wait_seconds: Histogram,
     oldest_wait: Gauge,
     releases: Counter,
@@ -124,7 +122,7 @@ impl NodeMetrics {
     pub fn observe_prepare(&self, result: BindResult, took: Duration) {
         let result = result.as_str();
         self.bind_seconds
-            .get_or_create(&ResultLabels { result })
+            .get_or_create(&[("result", result)])
             .observe(took.as_secs_f64());
     }
 
@@ -155,7 +153,7 @@ impl NodeMetrics {
             bound,
             waiting,
         } = counts;
-        let label = ResourceLabels::from(resource);
+        let label = resource_label(resource);
         self.booked.get_or_create(&label).set(gauge_value(booked));
         self.bound.get_or_create(&label).set(gauge_value(bound));
         self.waiting.get_or_create(&label).set(gauge_value(waiting));

@@ -1,127 +1,176 @@
 //! Encodes the figures of GPUs and of their retained memory.
 
-use bursar_metrics::{EncodeFamilies, FamilyEncoder, GpuLabels};
-use prometheus_client::encoding::EncodeLabelSet;
+use std::collections::BTreeMap;
+use std::fmt;
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub(super) struct GpuStateLabels {
-    pub(super) gpu: String,
-    pub(super) state: &'static str,
-}
+use bursar_crds::Amount;
+use bursar_crds::context_policy::FaultAction;
+use bursar_crds::gpu_node::{GpuStatus, HealthStatus, RuntimeState};
+use bursar_crds::numbers::to_i64;
+use bursar_gpu_node::report::{NodeReport, ready_condition};
+use bursar_metrics::{EncodeFamilies, FamilyEncoder, Label, gauge_value, gpu_label};
+use bursar_retained::status::RetainedStatus;
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub(super) struct GpuInfoLabels {
-    pub(super) gpu: String,
-    pub(super) index: String,
-    pub(super) model: String,
-    pub(super) driver: String,
-}
+/// The figures of the latest report.
+#[derive(Debug, Default)]
+pub(super) struct ReportFigures(pub(super) Option<NodeReport>);
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub(super) struct NodeConditionLabels {
-    pub(super) condition: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub(super) struct FaultLabels {
-    pub(super) gpu: String,
-    pub(super) action: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-pub(super) struct RuntimeFailureLabels {
-    pub(super) gpu: String,
-    pub(super) class: &'static str,
-}
-
-/// The figures of the GPUs in one report.
-#[derive(Clone, Debug, Default)]
-pub(super) struct GpuFigures {
-    pub(super) infos: Vec<(GpuInfoLabels, i64)>,
-    pub(super) conditions: Vec<(NodeConditionLabels, i64)>,
-    pub(super) faults: Vec<(FaultLabels, i64)>,
-    pub(super) sizes: Vec<(GpuLabels, i64)>,
-    pub(super) capacities: Vec<(GpuLabels, i64)>,
-    pub(super) memory: Vec<(GpuStateLabels, i64)>,
-    pub(super) healthy: Vec<(GpuLabels, i64)>,
-}
-
-impl EncodeFamilies for GpuFigures {
-    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
+impl EncodeFamilies for ReportFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let Some(report) = &self.0 else {
+            return Ok(());
+        };
+        let status = &report.status;
+        let quantum = bytes_of(status.quantum.as_ref());
+        let gpus = || status.gpus.iter();
+        let each = |figure: &dyn Fn(&GpuStatus) -> i64| -> Vec<(Label, i64)> {
+            gpus()
+                .map(|gpu| (gpu_label(&gpu.uuid), figure(gpu)))
+                .collect()
+        };
+        let capacity = |gpu: &GpuStatus| i64::from(gpu.capacity) * quantum;
         tables.gauges(
             "bursar_gpu_memory_size_bytes",
             "Memory of a GPU, as the driver reports it",
-            self.sizes.clone(),
+            each(&|gpu| bytes_of(Some(&gpu.memory))),
         )?;
         tables.gauges(
             "bursar_gpu_memory_capacity_bytes",
             "Memory of a GPU that pods can have",
-            self.capacities.clone(),
+            each(&capacity),
         )?;
+        let by_state = gpus().flat_map(|gpu| {
+            let free = i64::from(gpu.free) * quantum;
+            let leaked = report.exported.get(&gpu.uuid);
+            let states = [
+                ("free", free),
+                ("bound", (capacity(gpu) - free).max(0)),
+                ("leaked", leaked.map_or(0, |leaked| to_i64(leaked.bytes.0))),
+                ("withheld", bytes_of(gpu.withheld.as_ref())),
+            ];
+            states.map(|(state, bytes)| (with_state(&gpu.uuid, state), bytes))
+        });
         tables.gauges(
             "bursar_gpu_memory_bytes",
             "Memory of a GPU by state: bound, free, leaked, withheld",
-            self.memory.clone(),
+            by_state.collect(),
         )?;
         tables.gauges(
             "bursar_gpu_healthy",
             "1 while new pods may be bound to the GPU",
-            self.healthy.clone(),
+            each(&|gpu| (gpu.health.status == HealthStatus::Healthy).into()),
         )?;
+        let infos = gpus().map(|gpu| {
+            let labels = [
+                ("gpu", gpu.uuid.clone()),
+                ("index", gpu.index.to_string()),
+                ("model", gpu.model.clone()),
+                ("driver", status.driver_version.clone().unwrap_or_default()),
+            ];
+            (labels, 1)
+        });
         tables.gauges(
             "bursar_gpu_info",
             "Index, model and driver of a GPU; always 1",
-            self.infos.clone(),
+            infos.collect(),
         )?;
+        let mut open: BTreeMap<_, i64> = BTreeMap::new();
+        for fault in &status.faults {
+            let action = fault.action.map_or("undecided", FaultAction::label);
+            let labels = [("gpu", fault.gpu.as_str()), ("action", action)];
+            *open.entry(labels).or_default() += 1;
+        }
         tables.gauges(
             "bursar_gpu_faults_open",
             "Open faults of a GPU and of programs on it, by action",
-            self.faults.clone(),
+            open.into_iter().collect(),
         )?;
+        let ready = ready_condition(&report.conditions);
+        let conditions = std::iter::once(&ready).chain(&report.conditions);
+        let conditions = conditions.map(|update| {
+            let value = update.holds.map_or(-1, i64::from);
+            ([("condition", update.type_)], value)
+        });
         tables.gauges(
             "bursar_node_condition",
             "1 while a condition of the node is True, 0 while it is False, -1 while it is Unknown",
-            self.conditions.clone(),
+            conditions.collect(),
         )
     }
 }
 
 /// The retained leases and the allocator runtime of each GPU.
-#[derive(Clone, Debug, Default)]
-pub(super) struct RetainedFigures {
-    pub(super) leases: Vec<(GpuLabels, i64)>,
-    pub(super) bytes: Vec<(GpuLabels, i64)>,
-    pub(super) runtime_states: Vec<(GpuStateLabels, i64)>,
-    pub(super) runtime_starts: Vec<(GpuLabels, u64)>,
-    pub(super) runtime_failures: Vec<(RuntimeFailureLabels, u64)>,
-}
+#[derive(Debug, Default)]
+pub(super) struct RetainedFigures(pub(super) RetainedStatus);
 
 impl EncodeFamilies for RetainedFigures {
-    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let live = || self.0.live.iter();
+        let runtimes = || self.0.runtimes.iter();
+        let leases = live().map(|(gpu, (leases, _))| (gpu_label(gpu), gauge_value(*leases)));
         tables.gauges(
             "bursar_gpu_retained_leases",
             "Leases of retained memory in the fd store",
-            self.leases.clone(),
+            leases.collect(),
         )?;
+        let bytes = live().map(|(gpu, (_, bytes))| (gpu_label(gpu), to_i64(bytes.0)));
         tables.gauges(
             "bursar_gpu_retained_bytes",
             "Retained memory in the fd store",
-            self.bytes.clone(),
+            bytes.collect(),
         )?;
+        let states = runtimes().flat_map(|(gpu, runtime)| {
+            RuntimeState::ALL.map(|state| {
+                let is_in_state = runtime.state == state;
+                (with_state(gpu, runtime_state(state)), is_in_state.into())
+            })
+        });
         tables.gauges(
             "bursar_gpu_runtime_state",
             "1 for the state of the GPU's allocator runtime, 0 for every other",
-            self.runtime_states.clone(),
+            states.collect(),
         )?;
+        let starts = runtimes().map(|(gpu, runtime)| (gpu_label(gpu), runtime.starts));
         tables.counters(
             "bursar_gpu_runtime_starts",
             "Starts of the GPU's allocator runtime",
-            self.runtime_starts.clone(),
+            starts.collect(),
         )?;
+        let failures = runtimes().flat_map(|(gpu, runtime)| {
+            let failures = runtime.failures.iter();
+            failures.map(|(class, count)| {
+                let labels = [("gpu", gpu.as_str()), ("class", class.as_str())];
+                (labels, *count)
+            })
+        });
         tables.counters(
             "bursar_gpu_runtime_failures",
             "Failures of the GPU's allocator runtime, by class",
-            self.runtime_failures.clone(),
+            failures.collect(),
         )
     }
+}
+
+fn with_state(gpu: impl ToString, state: &str) -> [(&'static str, String); 2] {
+    [("gpu", gpu.to_string()), ("state", state.to_owned())]
+}
+
+/// The state of an allocator runtime as a label.
+const fn runtime_state(state: RuntimeState) -> &'static str {
+    match state {
+        RuntimeState::Stopped => "stopped",
+        RuntimeState::Starting => "starting",
+        RuntimeState::Ready => "ready",
+        RuntimeState::Refused => "refused",
+        RuntimeState::Stuck => "stuck",
+        RuntimeState::Drained => "drained",
+        RuntimeState::Unknown => "unknown",
+    }
+}
+
+/// The amount in bytes; zero where it is absent.
+fn bytes_of(amount: Option<&Amount>) -> i64 {
+    amount
+        .and_then(|amount| amount.bytes().ok())
+        .map_or(0, to_i64)
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use bursar_crds::context_policy::FaultAction;
 use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
 use bursar_metrics::{
-    EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, gauge_value,
-    seconds_histogram,
+    EncodeFamilies, FamilyEncoder, Label, LatestFigures, RegisterMetric as _, gauge_value,
+    gpu_label, seconds_histogram,
 };
 use bursar_node::allocator::BoundContainer;
+use bursar_node::checkpoint_state::ContainerName;
 use bursar_protocol::error_class::ErrorClass;
 use bursar_sessions::{Account, ContainerUsage, Fault, RecoveryAction};
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
@@ -23,70 +23,8 @@ use prometheus_client::registry::Registry;
 use crate::attestation::GapReason;
 use crate::audit::compare::{AuditResult, Finding};
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct ContainerLabels {
-    namespace: String,
-    pod: String,
-    container: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct AccountLabels {
-    #[prometheus(flatten)]
-    labels: ContainerLabels,
-    account: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct ContainerGpuLabels {
-    #[prometheus(flatten)]
-    labels: ContainerLabels,
-    gpu: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct PartLabels {
-    #[prometheus(flatten)]
-    labels: AccountLabels,
-    part: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct FunctionLabels {
-    #[prometheus(flatten)]
-    labels: ContainerLabels,
-    function: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct ReasonLabels {
-    #[prometheus(flatten)]
-    labels: ContainerLabels,
-    reason: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct LayerLabels {
-    #[prometheus(flatten)]
-    labels: ContainerLabels,
-    layer: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct FindingLabels {
-    finding: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct FaultLabels {
-    cause: String,
-    action: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct RecoveryLabels {
-    action: &'static str,
-}
+/// Namespace, pod and container.
+type ContainerLabels = [(&'static str, String); 3];
 
 /// Buckets in seconds. The lowest is for a program that the shim executes again in its process. The
 /// highest is for a container that the kubelet restarts after a back-off.
@@ -121,20 +59,20 @@ pub struct AuditFigures {
 #[derive(Clone, Debug)]
 pub struct AuditMetrics {
     figures: LatestFigures<AuditFigures>,
-    findings: Family<FindingLabels, Counter>,
+    findings: Family<Label<&'static str>, Counter>,
     kills: Counter,
-    poisoned: Family<FaultLabels, Counter>,
-    recoveries: Family<RecoveryLabels, Histogram>,
+    poisoned: Family<[(&'static str, String); 2], Counter>,
+    recoveries: Family<Label<&'static str>, Histogram>,
     seconds: Histogram,
 }
 
 impl AuditMetrics {
     /// Registers the metrics, which are all zero.
     pub fn new(registry: &mut Registry) -> Self {
-        let findings = Family::<FindingLabels, Counter>::default();
+        let findings = Family::<Label<_>, Counter>::default();
         // A counter that begins at its first finding has no increase for an alert.
         for finding in Finding::KINDS {
-            drop(findings.get_or_create(&FindingLabels { finding }));
+            drop(findings.get_or_create(&[("finding", finding)]));
         }
         Self {
             figures: LatestFigures::register(registry),
@@ -200,16 +138,10 @@ impl AuditFigures {
                     utilization.extend(percent.map(|percent| {
                         let labels = container_labels(container);
                         let gpu = gpu.to_string();
-                        (
-                            ContainerGpuLabels { labels, gpu },
-                            f64::from(*percent) / 100.0,
-                        )
+                        ((labels, [("gpu", gpu)]), f64::from(*percent) / 100.0)
                     }));
                 }
-                let labels = AccountLabels {
-                    labels: container_labels(container),
-                    account: name.to_owned(),
-                };
+                let labels = (container_labels(container), [("account", name)]);
                 // Managed memory that the quota covers is used memory too.
                 let in_use = account.used + account.managed;
                 quota.push((labels.clone(), gauge_value(account.quota.0)));
@@ -225,7 +157,7 @@ impl AuditFigures {
                 ];
                 charged.extend(parts.map(|(part, bytes)| {
                     let labels = labels.clone();
-                    (PartLabels { labels, part }, gauge_value(bytes.0))
+                    ((labels, [("part", part)]), gauge_value(bytes.0))
                 }));
                 drift.extend(difference.map(|difference| (labels, *difference)));
             }
@@ -267,8 +199,7 @@ impl AuditFigures {
             let denied = usage.denied.iter();
             denied.map(|(function, count)| {
                 let labels = container_labels(container);
-                let function = function.clone();
-                (FunctionLabels { labels, function }, *count)
+                ((labels, [("function", function)]), *count)
             })
         });
         tables.counters(
@@ -325,10 +256,10 @@ impl AuditFigures {
             ];
             layers.extend(holds.map(|(layer, holds)| {
                 let labels = labels.clone();
-                (LayerLabels { labels, layer }, holds.into())
+                ((labels, [("layer", layer)]), holds.into())
             }));
             let reason = gap.map_or("", GapReason::as_str);
-            enforced.push((ReasonLabels { labels, reason }, gap.is_none().into()));
+            enforced.push(((labels, [("reason", reason)]), gap.is_none().into()));
         }
         tables.gauges(
             "bursar_container_enforced",
@@ -343,13 +274,12 @@ impl AuditFigures {
     }
 
     fn encode_gpus(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
-        let label = |gpu: &GpuUuid| GpuLabels::from(gpu);
         let unattributed = self.result.unattributed_signed.iter();
         tables.gauges(
             "bursar_gpu_unattributed_bytes",
             "Used memory of a GPU less that of its processes by NVML",
             unattributed
-                .map(|(gpu, bytes)| (label(gpu), *bytes))
+                .map(|(gpu, bytes)| (gpu_label(gpu), *bytes))
                 .collect(),
         )?;
         let untracked = self.result.untracked_processes.iter();
@@ -357,14 +287,14 @@ impl AuditFigures {
             "bursar_gpu_untracked_processes",
             "Processes that use a GPU without a session",
             untracked
-                .map(|(gpu, count)| (label(gpu), gauge_value(*count as u64)))
+                .map(|(gpu, count)| (gpu_label(gpu), gauge_value(*count as u64)))
                 .collect(),
         )?;
         let gpus = self.gpus.iter();
         tables.gauges(
             "bursar_gpu_audit_stale",
             "1 while NVML has not listed the processes of a GPU for 5 s",
-            gpus.map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
+            gpus.map(|gpu| (gpu_label(gpu), self.stale.contains(gpu).into()))
                 .collect(),
         )?;
         let gpus = self.result.unattributed_signed.keys();
@@ -372,7 +302,7 @@ impl AuditFigures {
         tables.gauges(
             "bursar_gpu_holders_unknown",
             "1 if the driver did not report all processes that hold memory of a GPU",
-            gpus.map(|gpu| (label(gpu), is_unknown(gpu).into()))
+            gpus.map(|gpu| (gpu_label(gpu), is_unknown(gpu).into()))
                 .collect(),
         )
     }
@@ -394,8 +324,7 @@ impl AuditMetrics {
 
     /// Counts a new finding.
     pub fn count_finding(&self, finding: &Finding) {
-        let finding = finding.kind();
-        let label = FindingLabels { finding };
+        let label = [("finding", finding.kind())];
         self.findings.get_or_create(&label).inc();
     }
 
@@ -411,7 +340,7 @@ impl AuditMetrics {
         // Without a decision an XID named the process, and the agent awaits a further report.
         let action = fault.decision().map(RecoveryAction::to_api);
         let action = action.map_or("fence", FaultAction::label);
-        let label = FaultLabels { cause, action };
+        let label = [("cause", cause), ("action", action.to_owned())];
         self.poisoned.get_or_create(&label).inc();
     }
 
@@ -419,7 +348,7 @@ impl AuditMetrics {
     pub fn observe_recovery(&self, action: RecoveryAction, took: Duration) {
         let action = action.to_api().label();
         self.recoveries
-            .get_or_create(&RecoveryLabels { action })
+            .get_or_create(&[("action", action)])
             .observe(took.as_secs_f64());
     }
 
@@ -432,14 +361,10 @@ impl AuditMetrics {
 /// The labels of a container. Containers of one pod whose names are unknown have the same labels,
 /// and the encoder keeps one series of them.
 fn container_labels(container: &BoundContainer) -> ContainerLabels {
-    let holder = container.name.as_ref();
-    let pod = holder.and_then(|holder| holder.pod.as_ref());
-    ContainerLabels {
-        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+    let [namespace, mut pod, name] = ContainerName::parts(container.name.as_ref());
+    if pod.is_empty() {
         // The UID replaces a pod name that the kubelet has not reported.
-        pod: pod.map_or_else(|| container.pod.to_string(), |pod| pod.name.clone()),
-        container: holder
-            .map(|holder| holder.container.clone())
-            .unwrap_or_default(),
+        pod = container.pod.to_string();
     }
+    [("namespace", namespace), ("pod", pod), ("container", name)]
 }
