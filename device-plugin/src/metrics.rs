@@ -158,10 +158,10 @@ mod tests {
     use bursar_node::allocator::BoundContainer;
     use bursar_node::checkpoint_state::{ContainerName, PodName};
     use bursar_node::metrics::{BindResult, Counts};
-    use bursar_retained::runtimes::{FailureClass, RuntimeReport};
     use bursar_sessions::{
         Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage, RecoveryAction,
     };
+    use bursar_supervision::runtimes::{FailureClass, RuntimeReport};
 
     use super::*;
 

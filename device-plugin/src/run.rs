@@ -21,12 +21,12 @@ use bursar_host::driver_files::Driver;
 use bursar_ledger::units::GpuUuid;
 use bursar_node::actor::Snapshot;
 use bursar_node::host::HostError;
-use bursar_retained::provisioners::Provisioners;
 use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::NodePublicKey;
 use bursar_retained::tokens::seal::NameTooLong;
 use bursar_sessions::Sessions;
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
+use bursar_supervision::provisioners::Provisioners;
 use kube::Client;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -121,6 +121,7 @@ struct Tenants {
     sessions: Arc<Sessions>,
     leases: LeaseHandle,
     retained: watch::Receiver<RetainedStatus>,
+    scrubbed: watch::Receiver<BTreeSet<GpuUuid>>,
     released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
     /// `None` where retained memory is off.
     supervised: Option<Supervised>,

@@ -2,7 +2,7 @@
 //! context.
 //!
 //! A resource hands out [`PhysicalBlock`]s. A block can be exported as a file descriptor, or mapped
-//! by a process that has a context. As with [`Block`](crate::Block), the owner frees a block by
+//! by a process that has a context. As with a block of device memory, the owner frees it by
 //! returning it to the resource that created it. Each adaptor puts its own origin on the block.
 #![forbid(unsafe_code)]
 

@@ -16,7 +16,6 @@ use bursar_kubelet::devices::{Devices, DevicesError};
 use bursar_kubelet::pod_resources::ListedContainer;
 use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
 use bursar_ledger::{BootTime, LedgerView};
-use bursar_retained::status::RetainedStatus;
 use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
@@ -111,7 +110,7 @@ pub struct Inputs {
     pub owners: Option<watch::Receiver<GpuOwners>>,
     /// The GPUs whose driver was proven to clear freed memory; `None` where namespaces share all
     /// GPUs.
-    pub retained: Option<watch::Receiver<RetainedStatus>>,
+    pub scrubbed: Option<watch::Receiver<BTreeSet<GpuUuid>>>,
     /// The spec of the node's `GpuNode`; `None` until the agent has read the object.
     pub spec: watch::Receiver<Option<ParsedSpec>>,
     /// The memory of each GPU that is in use and charged to no container, as the audit found it.
@@ -255,7 +254,7 @@ impl NodeTask {
                     }
                     self.apply_inventory().await;
                 }
-                Ok(()) = wait_if_present(&mut self.inputs.retained) => self.apply_scrub_status().await,
+                Ok(()) = wait_if_present(&mut self.inputs.scrubbed) => self.apply_scrub_status().await,
                 // Without the API server the last known spec stays in force.
                 Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,
                 Ok(()) = self.inputs.withheld.changed() => {
@@ -419,8 +418,8 @@ impl NodeTask {
     }
 
     async fn apply_scrub_status(&mut self) {
-        if let Some(retained) = &mut self.inputs.retained {
-            let cleared = retained.borrow_and_update().scrubbed.clone();
+        if let Some(scrubbed) = &mut self.inputs.scrubbed {
+            let cleared = scrubbed.borrow_and_update().clone();
             self.allocator
                 .set_scrubbed_gpus(cleared, clock::now())
                 .await;

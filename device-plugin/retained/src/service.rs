@@ -35,11 +35,11 @@ use self::store::encode_record;
 use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
 use super::lease_ids::LeaseIds;
 use super::leases::{Effect, LeaseTable};
-use super::provisioners::{Program, Provisioners};
-use super::runtimes;
-use super::scrub_check::{DriverEpoch, ScrubCache, ScrubCheckResult};
 use super::status::{self, RetainedStatus};
 use crate::tokens::seal::NodeKey;
+use bursar_supervision::provisioners::{Program, Provisioners};
+use bursar_supervision::runtimes;
+use bursar_supervision::scrub_check::{DriverEpoch, ScrubCache, ScrubCheckResult};
 
 /// The granularity of device memory of every NVIDIA GPU; sizes are rounded up to it.
 const GRANULARITY: u64 = 2 << 20;
@@ -79,6 +79,8 @@ pub struct LeaseService {
     pub drain: watch::Receiver<DrainState>,
     /// Publishes the drained GPUs that this service has released.
     pub released_gpus: watch::Sender<BTreeSet<GpuUuid>>,
+    /// Publishes the GPUs whose driver was proven to clear freed memory.
+    pub scrubbed: watch::Sender<BTreeSet<GpuUuid>>,
     /// Publishes the state of retained memory.
     pub status: watch::Sender<RetainedStatus>,
 }
@@ -342,7 +344,7 @@ impl State {
         publish_changed(&self.service.live_leases, self.leases.live_leases());
     }
 
-    /// Publishes the live leases, the released GPUs and the status.
+    /// Publishes the live leases, the released and the scrubbed GPUs, and the status.
     fn publish(&self) {
         self.publish_live_leases();
         publish_changed(&self.service.released_gpus, self.released_gpus());
@@ -355,6 +357,7 @@ impl State {
                 self.drained.contains(gpu)
             }),
         );
+        publish_changed(&self.service.scrubbed, status.scrubbed.clone());
         publish_changed(&self.service.status, status);
     }
 }

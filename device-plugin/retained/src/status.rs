@@ -9,8 +9,8 @@ use bursar_crds::numbers::{to_i32, to_i64};
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 
 use super::leases::{LeaseRecord, LeaseTable};
-use super::runtimes::RuntimeReport;
-use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
+use bursar_supervision::runtimes::RuntimeReport;
+use bursar_supervision::scrub_check::{DriverEpoch, ScrubCache, Verdict};
 
 /// The state of retained memory on this node.
 #[derive(Clone, Debug, Default, PartialEq)]

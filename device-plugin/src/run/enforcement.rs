@@ -17,15 +17,15 @@ use bursar_kubelet::lifecycle::Registration;
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_retained::fdstore_client;
 use bursar_retained::lease_ids::LeaseIds;
-use bursar_retained::provisioners::{Program, Provisioners};
-use bursar_retained::scrub_check::ScrubCache;
 use bursar_retained::service::LeaseService;
 use bursar_retained::status::RetainedStatus;
-use bursar_retained::supervision::Supervisor;
 use bursar_retained::tokens::key;
 use bursar_retained::tokens::seal::NodeKey;
 use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
 use bursar_sessions::{CgroupResolver, RecoveryPolicy, Sessions};
+use bursar_supervision::provisioners::{Program, Provisioners};
+use bursar_supervision::scrub_check::ScrubCache;
+use bursar_supervision::supervision::Supervisor;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -77,12 +77,14 @@ impl Agent {
             live_leases: live_sender,
             drain: gpus.drain.clone(),
             released_gpus: watch::Sender::default(),
+            scrubbed: watch::Sender::default(),
             status,
         };
         let tenants = Tenants {
             sessions,
             leases,
             retained,
+            scrubbed: service.scrubbed.subscribe(),
             released_gpus: service.released_gpus.subscribe(),
             supervised: self.config.retained_memory.enabled.then(|| Supervised {
                 provisioners: service.provisioners.clone(),

@@ -111,7 +111,7 @@ impl Agent {
                 .as_ref()
                 .map(|supervised| supervised.fitness.subscribe()),
             drain: gpus.drain.clone(),
-            retained: (!allow_unscrubbed).then(|| tenants.retained.clone()),
+            scrubbed: (!allow_unscrubbed).then(|| tenants.scrubbed.clone()),
             spec: self.spec.clone(),
             withheld,
         }

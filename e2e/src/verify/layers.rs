@@ -55,9 +55,9 @@ const FLOORS: &[&[&str]] = &[
     ],
     &["bursar-gpu", "bursar-relay"],
     &["bursar-sessions"],
-    &["bursar-retained"],
+    &["bursar-supervision"],
     &["bursar-node"],
-    &["bursar-enforcement"],
+    &["bursar-enforcement", "bursar-retained"],
     &["bursar-gpu-node"],
     &["bursar-device-plugin", "bursar-e2e"],
 ];

@@ -22,7 +22,7 @@ use bursar_node::allocator::{BoundContainer, NodeProblems, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_node::host::Subsystem;
 use bursar_node::metrics::Counts;
-use bursar_retained::runtimes::{FailureClass, RuntimeReport};
+use bursar_supervision::runtimes::{FailureClass, RuntimeReport};
 
 use super::*;
 use crate::carry_over::carry_over;

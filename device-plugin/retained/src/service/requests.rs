@@ -17,9 +17,9 @@ use super::store::encode_record;
 use super::{Acks, Completion, GRANULARITY, State, reply_refused};
 use crate::fdstore_client::{Connection, FdStoreError, SentDescriptor};
 use crate::leases::{Content, LeaseRecord, OpenRequest, Opened, WRITE_TOKEN_LIFETIME};
-use crate::provisioners::{ProvisionerError, Provisioners};
-use crate::scrub_check::Verdict;
 use crate::tokens::TokenAuthority;
+use bursar_supervision::provisioners::{ProvisionerError, Provisioners};
+use bursar_supervision::scrub_check::Verdict;
 
 /// The memory of a new lease.
 pub(super) struct CreatedMemory {

@@ -6,7 +6,7 @@ use bursar_ledger::units::GpuUuid;
 
 use super::keep_alive::KeepAlive;
 use super::{Completion, State};
-use crate::scrub_check::{self, DriverEpoch, ScrubCheckResult, Verdict};
+use bursar_supervision::scrub_check::{self, DriverEpoch, ScrubCheckResult, Verdict};
 
 /// The delay between two scrub checks of a GPU without a verdict.
 const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);

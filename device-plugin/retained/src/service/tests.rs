@@ -15,7 +15,7 @@ use super::requests::send_memory;
 use super::*;
 use crate::fdstore_client::FakeFdStore;
 use crate::leases::{Content, LeaseKey, LeaseRecord, Writer};
-use crate::scrub_check::{ScrubProcess, Verdict};
+use bursar_supervision::scrub_check::{ScrubProcess, Verdict};
 
 /// A driver that cannot answer.
 struct FakeSilentSampler;
@@ -109,6 +109,7 @@ impl Fixture {
             live_leases: watch::Sender::default(),
             drain: drained,
             released_gpus: watch::Sender::default(),
+            scrubbed: watch::Sender::default(),
             status: watch::Sender::default(),
         });
         // The verdicts of scrub checks are for the GPU's generation.

@@ -27,7 +27,7 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The most memory that the process takes of a GPU: a context, and what it reads
 /// (`provisioner/src/scrub_check.rs`).
-pub(crate) const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
+pub const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that the agent reads of the output.
 const MAX_LINE_LENGTH: usize = 4096;
@@ -283,7 +283,7 @@ pub(crate) fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), Str
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 impl From<Child> for ScrubProcess {
     fn from(child: Child) -> ScrubProcess {
         ScrubProcess(Some(child))

@@ -306,7 +306,7 @@ pub struct RuntimeReport {
 }
 
 /// The reports of these runtimes.
-pub(crate) fn reports(
+pub fn reports(
     runtimes: &BTreeMap<GpuUuid, RuntimeRecord>,
     is_drained: impl Fn(&GpuUuid) -> bool,
 ) -> BTreeMap<GpuUuid, RuntimeReport> {

@@ -261,7 +261,7 @@ impl Provisioners {
     }
 
     /// Waits until the driver has scrubbed freed memory, so that the next create need not.
-    pub(crate) async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
+    pub async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
         let timeout = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
         let scrubbed = self
             .ask(
@@ -311,7 +311,7 @@ impl Provisioners {
     }
 
     /// Whether a GPU may have a provisioner.
-    pub(crate) fn may_hold(&self, gpu: &GpuUuid) -> bool {
+    pub fn may_hold(&self, gpu: &GpuUuid) -> bool {
         self.threads().may_hold(gpu)
     }
 
@@ -371,10 +371,10 @@ impl Provisioners {
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 impl Program {
     /// A program of a folder, on a machine without a driver.
-    pub(crate) fn without_driver(folder: &std::path::Path, name: &str) -> Program {
+    pub fn without_driver(folder: &std::path::Path, name: &str) -> Program {
         Program {
             path: folder.join(name),
             driver: DriverConfig {
