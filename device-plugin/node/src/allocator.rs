@@ -143,6 +143,13 @@ impl<H: HostOps> NodeAllocator<H> {
         let _ = self.save_checkpoint();
     }
 
+    /// Adds the allocation of an entry, unless the ledger has it.
+    pub(super) fn add_pending(&mut self, entry: &CheckpointEntry, now: BootTime) {
+        let device_ids = entry.device_ids.clone();
+        self.ledger
+            .add_pending(entry.allocation, entry.resource, device_ids, now);
+    }
+
     /// PreStartContainer: sends the result at once, when a GPU has room, or at the deadline.
     pub async fn bind(
         &mut self,
@@ -160,9 +167,7 @@ impl<H: HostOps> NodeAllocator<H> {
         } = request;
         let (pod, resource) = (request.pod.clone(), request.resource);
         for entry in &checkpoint_entries {
-            let device_ids = request.device_ids.clone();
-            self.ledger
-                .add_pending(entry.allocation, resource, device_ids, now);
+            self.add_pending(entry, now);
         }
         if let Some(name) = &pod_name {
             self.ledger.set_namespace(&pod, &name.namespace);

@@ -140,12 +140,7 @@ impl<H: HostOps> NodeAllocator<H> {
             .filter(|entry| entry.resource == Resource::ManagedMemory)
         {
             let placement = Placement::Managed(entry.device_ids.quanta());
-            self.ledger.add_pending(
-                entry.allocation,
-                entry.resource,
-                entry.device_ids.clone(),
-                now,
-            );
+            self.add_pending(entry, now);
             self.ledger.restore_binding(
                 entry.allocation,
                 entry.resource,
@@ -161,12 +156,7 @@ impl<H: HostOps> NodeAllocator<H> {
     fn restore_pending_allocations(&mut self, kubelet: &[CheckpointEntry], now: BootTime) {
         for entry in kubelet {
             if self.pod_cgroups.watch(&entry.pod) != PodCgroup::Gone {
-                self.ledger.add_pending(
-                    entry.allocation,
-                    entry.resource,
-                    entry.device_ids.clone(),
-                    now,
-                );
+                self.add_pending(entry, now);
                 self.record_container_name(entry);
             }
         }
