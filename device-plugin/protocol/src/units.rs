@@ -1,13 +1,21 @@
 //! Counts memory in the units of credit.
 #![forbid(unsafe_code)]
 
+use serde::{Deserialize, Deserializer, Serialize};
+
 /// Bytes of one unit. The driver allocates larger blocks; 4 KiB is exact for every quota, because
 /// quanta are at least 256 MiB. 32 bits count 16 TiB of such units.
 pub const UNIT: u64 = 4096;
 
 /// An amount of memory in units of 4 KiB.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Units(pub u32);
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct Units(#[serde(deserialize_with = "capped")] pub u32);
+
+fn capped<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    Ok(u32::deserialize(deserializer)?.min(Units::MAX.0))
+}
 
 impl Units {
     /// No memory.
@@ -84,5 +92,7 @@ mod tests {
         assert_eq!(Units::holding(Units::MAX.bytes() + 1), None);
         assert_eq!(Units::within(u64::MAX), Units::MAX);
         assert_eq!(Units::MAX.checked_add(Units(1)), None);
+        let read: Units = serde_json::from_str(&u32::MAX.to_string()).unwrap();
+        assert_eq!(read, Units::MAX);
     }
 }

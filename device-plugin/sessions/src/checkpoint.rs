@@ -31,16 +31,16 @@ pub(super) struct CheckpointContent {
     /// The live processes.
     pub(super) processes: Vec<ProcessEntry>,
     /// The pids of exited images that are still charged, with their units by account.
-    pub(super) exited: Vec<(u32, Vec<u32>)>,
+    pub(super) exited: Vec<(u32, Vec<Units>)>,
     /// The quota overrides in units, by account.
     #[serde(default)]
-    pub(super) overrides: Vec<Option<u32>>,
+    pub(super) overrides: Vec<Option<Units>>,
     /// The orphaned exports of exited images, by pid, with their units by account.
     #[serde(default)]
-    pub(super) orphaned: Vec<(u32, Vec<u32>)>,
+    pub(super) orphaned: Vec<(u32, Vec<Units>)>,
     /// The leases that the container owns, each with its account and units.
     #[serde(default)]
-    pub(super) leases: Vec<(u64, usize, u32)>,
+    pub(super) leases: Vec<(u64, usize, Units)>,
     /// The GPUs, in the order of the accounts, for a reader without the container's binding.
     #[serde(default)]
     pub(super) gpus: Vec<GpuUuid>,
@@ -66,32 +66,31 @@ pub(super) struct ProcessEntry {
     #[serde(default)]
     pub(super) generation: u64,
     /// The grants in units, by account.
-    pub(super) granted: Vec<u32>,
+    pub(super) granted: Vec<Units>,
     /// The units that the process last reported as exported, by account.
     #[serde(default)]
-    pub(super) exported: Vec<u32>,
+    pub(super) exported: Vec<Units>,
 }
 
 impl CheckpointContent {
     pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
-        let on_gpu = |(lease, index, units): &(u64, usize, u32)| {
-            let bytes = Bytes(Units(*units).min(Units::MAX).bytes());
-            Some((*lease, (self.gpus.get(*index)?.clone(), bytes)))
+        let on_gpu = |(lease, index, units): &(u64, usize, Units)| {
+            let gpu = self.gpus.get(*index)?.clone();
+            Some((*lease, (gpu, Bytes(units.bytes()))))
         };
         leases.filter_map(on_gpu).collect()
     }
 
     /// The bytes of each GPU that processes have exported, live or exited.
     pub(super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
-        let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();
+        let of = |units: &[Units], index: usize| units.get(index).copied().unwrap_or_default();
         let exported = |index: usize| {
             let living = self.processes.iter();
             let living =
                 living.map(|entry| of(&entry.exported, index).min(of(&entry.granted, index)));
             let dead = self.orphaned.iter().map(|(_, units)| of(units, index));
-            let units = living.chain(dead).map(|units| Units(units).min(Units::MAX));
-            Bytes(units.sum::<Units>().bytes())
+            Bytes(living.chain(dead).sum::<Units>().bytes())
         };
         let gpus = self.gpus.iter().enumerate();
         gpus.map(|(index, gpu)| (gpu.clone(), exported(index)))

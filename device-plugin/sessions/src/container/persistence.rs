@@ -105,9 +105,9 @@ impl Container {
     }
 
     /// Applies the quotas that the operator had ordered.
-    fn restore_quotas(&mut self, overrides: &[Option<u32>]) {
+    fn restore_quotas(&mut self, overrides: &[Option<Units>]) {
         for (quota, units) in self.overrides.iter_mut().zip(overrides) {
-            *quota = units.map(Units);
+            *quota = *units;
         }
         for index in 0..self.accounts.len() {
             self.apply_quota(index);
@@ -115,21 +115,20 @@ impl Container {
     }
 
     /// Charges the bytes of images that had exited, and their `orphaned` exports.
-    fn restore_exited(&mut self, exited: &[(u32, Vec<u32>)], orphaned: &[(u32, Vec<u32>)]) {
+    fn restore_exited(&mut self, exited: &[(u32, Vec<Units>)], orphaned: &[(u32, Vec<Units>)]) {
         for (pid, units) in exited {
-            self.credit.restore_grant(*pid, &to_units(units));
+            self.credit.restore_grant(*pid, units);
             self.credit.mark_exited(*pid, &[]);
         }
         for (pid, units) in orphaned {
-            self.credit.restore_grant(*pid, &to_units(units));
-            self.credit.mark_exited(*pid, &to_units(units));
+            self.credit.restore_grant(*pid, units);
+            self.credit.mark_exited(*pid, units);
         }
     }
 
-    fn restore_leases(&mut self, leases: &[(u64, usize, u32)]) {
+    fn restore_leases(&mut self, leases: &[(u64, usize, Units)]) {
         for (lease, account, units) in leases {
-            let units = Units(*units).min(Units::MAX);
-            self.credit.adopt_lease(*lease, *account, units);
+            self.credit.adopt_lease(*lease, *account, *units);
         }
     }
 
@@ -148,8 +147,7 @@ impl Container {
             exported,
         } in entries
         {
-            let exported = to_units(&exported);
-            self.credit.restore_grant(process.pid, &to_units(&granted));
+            self.credit.restore_grant(process.pid, &granted);
             if resolver.process(process.pid) != Some(process) {
                 self.credit.mark_exited(process.pid, &exported);
                 self.fault_log.record_exit(process, generation);
@@ -189,14 +187,7 @@ impl Container {
             return false;
         }
         self.publish_to_siblings();
-        let units =
-            |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
-        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| {
-            by_pid
-                .iter()
-                .map(|(pid, accounts)| (*pid, units(accounts)))
-                .collect()
-        };
+        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| by_pid.clone().into_iter().collect();
         let [exited, orphaned] = self.credit.exited_and_orphaned();
         let content = CheckpointContent {
             processes: self
@@ -206,13 +197,13 @@ impl Container {
                     process: state.process,
                     image: state.image,
                     generation: state.generation,
-                    granted: units(
-                        self.credit
-                            .grants()
-                            .get(&state.process.pid)
-                            .map_or(&[], Vec::as_slice),
-                    ),
-                    exported: units(&state.exported),
+                    granted: self
+                        .credit
+                        .grants()
+                        .get(&state.process.pid)
+                        .cloned()
+                        .unwrap_or_default(),
+                    exported: state.exported.clone(),
                 })
                 .collect(),
             exited: by_pid(exited),
@@ -221,15 +212,11 @@ impl Container {
                 .credit
                 .leases()
                 .iter()
-                .map(|(lease, (account, units))| (*lease, *account, units.0))
+                .map(|(lease, (account, units))| (*lease, *account, *units))
                 .collect(),
             gpus: self.gpus(),
             incomplete: self.is_checkpoint_lost || self.has_untracked(),
-            overrides: self
-                .overrides
-                .iter()
-                .map(|order| order.map(|units| units.0))
-                .collect(),
+            overrides: self.overrides.clone(),
             generation: self.generation,
             fault_log: self.fault_log.clone(),
         };
@@ -242,11 +229,4 @@ impl Container {
         }
         written.is_ok()
     }
-}
-
-fn to_units(units: &[u32]) -> Vec<Units> {
-    units
-        .iter()
-        .map(|units| Units(*units).min(Units::MAX))
-        .collect()
 }
