@@ -1,6 +1,6 @@
 //! Publishes Events about faults and builds their entries in the GpuNode's status.
 
-use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_apiserver::{Events, Reason};
 use bursar_crds::gpu_node::{self, FaultContainer, FaultKind};
 use bursar_crds::numbers::{to_i64, truncate_to_seconds};
 use bursar_ledger::units::AllocationId;
@@ -9,6 +9,7 @@ use bursar_node::checkpoint_state::ContainerName;
 use bursar_sessions::{Fault, RecoveryAction};
 
 use super::restarts::Restart;
+use crate::audit::events::publish;
 
 /// The identifier of a fault; an image is poisoned at most once.
 pub(crate) fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
@@ -22,7 +23,8 @@ pub(crate) fn open_fault(
     gpu_generation: u64,
     containers: &[BoundContainer],
 ) -> gpu_node::Fault {
-    let bound = find_container(allocation, containers);
+    let mut bound = containers.iter();
+    let bound = bound.find(|container| container.allocation == *allocation);
     let container = bound.map(|bound| {
         let [namespace, pod, container] = ContainerName::parts(bound.name.as_ref());
         FaultContainer {
@@ -54,14 +56,26 @@ pub(crate) fn publish_fault(
     containers: &[BoundContainer],
 ) {
     let reason = Reason::ContextPoisoned;
-    publish(events, reason, message(fault), allocation, containers);
+    publish(
+        events,
+        reason,
+        message(fault),
+        Some(*allocation),
+        containers,
+    );
 }
 
 /// Publishes an Event about a program that runs again.
 pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[BoundContainer]) {
     let reason = Reason::ContextRestarted;
     let message = restart_message(restart);
-    publish(events, reason, message, &restart.allocation, containers);
+    publish(
+        events,
+        reason,
+        message,
+        Some(restart.allocation),
+        containers,
+    );
 }
 
 fn restart_message(restart: &Restart) -> String {
@@ -71,31 +85,6 @@ fn restart_message(restart: &Restart) -> String {
     format!(
         "{outcome}, {seconds:.1} s after the fault (generation {generation} instead of {before})"
     )
-}
-
-/// Publishes on the pod if its name is known, otherwise on the node.
-fn publish(
-    events: &Events,
-    reason: Reason,
-    message: String,
-    allocation: &AllocationId,
-    containers: &[BoundContainer],
-) {
-    let container = find_container(allocation, containers);
-    let holder = container.and_then(|container| container.name.as_ref());
-    let named =
-        container.zip(holder.and_then(|holder| Some((&holder.container, holder.pod.clone()?))));
-    match named {
-        Some((container, (name, pod))) => {
-            let pod = PodRef {
-                namespace: pod.namespace,
-                name: pod.name,
-                uid: container.pod.clone(),
-            };
-            events.on_pod(pod, reason, format!("container {name}: {message}"));
-        }
-        None => events.on_node(reason, message),
-    }
 }
 
 fn message(fault: &Fault) -> String {
@@ -116,14 +105,6 @@ fn message(fault: &Fault) -> String {
     // Tenants read the Event and must not learn a pid of the host.
     let generation = fault.image.generation;
     format!("{cause} poisoned the context of a process (generation {generation}): {done}")
-}
-
-fn find_container<'a>(
-    allocation: &AllocationId,
-    containers: &'a [BoundContainer],
-) -> Option<&'a BoundContainer> {
-    let mut all = containers.iter();
-    all.find(|container| container.allocation == *allocation)
 }
 
 #[cfg(test)]
