@@ -158,10 +158,11 @@ pub(super) fn runbooks() -> anyhow::Result<()> {
         .lines()
         .filter_map(|line| line.strip_prefix("### "))
         .collect();
+    let events: Vec<&str> = quoted_after(&events, "=> (\"").collect();
+    anyhow::ensure!(!events.is_empty(), "found no reason of an Event");
     let mut missing: Vec<&str> = alert_names(&alerts)
-        .chain(quoted_after(&events, "=> \""))
-        .filter(|name| name.starts_with(|first: char| first.is_ascii_uppercase()))
-        .filter(|name| !["Normal", "Warning"].contains(name) && !headings.contains(name))
+        .chain(events)
+        .filter(|name| !headings.contains(name))
         .collect();
     let words = quoted_after(&conditions, ": &str = \"");
     missing.extend(words.filter(|word| {

@@ -58,61 +58,41 @@ pub enum Reason {
 impl Reason {
     /// The reason in the Event and in metric labels.
     pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Bound => "GpuMemoryBound",
-            Self::WaitingForRoom => "WaitingForGpuMemory",
-            Self::NotBound => "GpuMemoryNotBound",
-            Self::GpuUnhealthy => "GpuUnhealthy",
-            Self::GpuHealthy => "GpuHealthy",
-            Self::GpuMemoryLost => "GpuMemoryLost",
-            Self::GpusMissing => "GpusMissing",
-            Self::TooManyDeviceIds => "TooManyDeviceIds",
-            Self::CheckpointRebuilt => "CheckpointRebuilt",
-            Self::CheckpointUnwritable => "CheckpointUnwritable",
-            Self::CdiUnusable => "CdiUnusable",
-            Self::RegistrationFailed => "RegistrationFailed",
-            Self::OverQuota => "GpuMemoryOverQuota",
-            Self::UntrackedProcess => "GpuUntrackedProcess",
-            Self::TamperedPage => "GpuCreditTampered",
-            Self::Unaccounted => "GpuMemoryUnaccounted",
-            Self::MemoryLeaked => "GpuMemoryLeaked",
-            Self::OutlivedPod => "GpuProcessesOutlivedPod",
-            Self::Killed => "GpuProcessKilled",
-            Self::MemoryDenied => "GpuMemoryDenied",
-            Self::ContextRestarted => "GpuContextRestarted",
-            Self::ContextPoisoned => "GpuContextPoisoned",
-            Self::NotEnforced => "GpuQuotaNotEnforced",
-            Self::Enforced => "GpuQuotaEnforced",
-        }
+        self.describe().0
     }
 
     pub(super) const fn type_(self) -> EventType {
+        self.describe().1
+    }
+
+    const fn describe(self) -> (&'static str, EventType) {
+        use EventType::{Normal, Warning};
         match self {
+            Self::Bound => ("GpuMemoryBound", Normal),
+            Self::WaitingForRoom => ("WaitingForGpuMemory", Warning),
+            Self::NotBound => ("GpuMemoryNotBound", Warning),
+            Self::GpuUnhealthy => ("GpuUnhealthy", Warning),
+            Self::GpuHealthy => ("GpuHealthy", Normal),
             // A reboot loses it too, which an admin expects.
-            Self::Bound
-            | Self::GpuHealthy
-            | Self::GpuMemoryLost
-            | Self::Enforced
-            | Self::ContextRestarted => EventType::Normal,
-            Self::WaitingForRoom
-            | Self::NotBound
-            | Self::GpuUnhealthy
-            | Self::GpusMissing
-            | Self::TooManyDeviceIds
-            | Self::CheckpointRebuilt
-            | Self::CheckpointUnwritable
-            | Self::CdiUnusable
-            | Self::RegistrationFailed
-            | Self::OverQuota
-            | Self::UntrackedProcess
-            | Self::TamperedPage
-            | Self::Unaccounted
-            | Self::MemoryLeaked
-            | Self::OutlivedPod
-            | Self::Killed
-            | Self::MemoryDenied
-            | Self::ContextPoisoned
-            | Self::NotEnforced => EventType::Warning,
+            Self::GpuMemoryLost => ("GpuMemoryLost", Normal),
+            Self::GpusMissing => ("GpusMissing", Warning),
+            Self::TooManyDeviceIds => ("TooManyDeviceIds", Warning),
+            Self::CheckpointRebuilt => ("CheckpointRebuilt", Warning),
+            Self::CheckpointUnwritable => ("CheckpointUnwritable", Warning),
+            Self::CdiUnusable => ("CdiUnusable", Warning),
+            Self::RegistrationFailed => ("RegistrationFailed", Warning),
+            Self::OverQuota => ("GpuMemoryOverQuota", Warning),
+            Self::UntrackedProcess => ("GpuUntrackedProcess", Warning),
+            Self::TamperedPage => ("GpuCreditTampered", Warning),
+            Self::Unaccounted => ("GpuMemoryUnaccounted", Warning),
+            Self::MemoryLeaked => ("GpuMemoryLeaked", Warning),
+            Self::OutlivedPod => ("GpuProcessesOutlivedPod", Warning),
+            Self::Killed => ("GpuProcessKilled", Warning),
+            Self::MemoryDenied => ("GpuMemoryDenied", Warning),
+            Self::ContextRestarted => ("GpuContextRestarted", Normal),
+            Self::ContextPoisoned => ("GpuContextPoisoned", Warning),
+            Self::NotEnforced => ("GpuQuotaNotEnforced", Warning),
+            Self::Enforced => ("GpuQuotaEnforced", Normal),
         }
     }
 }
