@@ -50,7 +50,7 @@ pub struct Counts {
 /// The metrics of the node's allocations. Clones share the same values.
 #[derive(Clone, Debug)]
 pub struct NodeMetrics {
-    booked: Family<Label<&'static str>, Gauge>,
+    pending: Family<Label<&'static str>, Gauge>,
     bound: Family<Label<&'static str>, Gauge>,
     waiting: Family<Label<&'static str>, Gauge>,
     allocate_seconds: Histogram,
@@ -58,14 +58,14 @@ pub struct NodeMetrics {
     wait_seconds: Histogram,
     oldest_wait: Gauge,
     releases: Counter,
-    collected: Counter,
+    dropped: Counter,
 }
 
 impl NodeMetrics {
     /// Registers the metrics, which are all zero.
     pub fn new(registry: &mut Registry) -> Self {
         Self {
-            booked: registry.register_metric(
+            pending: registry.register_metric(
                 "bursar_agent_pending_allocations",
                 "Allocations without a binding yet",
                 Family::default(),
@@ -105,7 +105,7 @@ impl NodeMetrics {
                 "Pods whose memory was released at their end",
                 Counter::default(),
             ),
-            collected: registry.register_metric(
+            dropped: registry.register_metric(
                 "bursar_agent_pending_allocations_dropped",
                 "Pending allocations dropped because no container followed",
                 Counter::default(),
@@ -142,19 +142,19 @@ impl NodeMetrics {
     }
 
     /// Counts pending allocations that were dropped because no container followed.
-    pub(crate) fn count_collected(&self, bookings: usize) {
-        self.collected.inc_by(bookings as u64);
+    pub(crate) fn count_dropped(&self, allocations: usize) {
+        self.dropped.inc_by(allocations as u64);
     }
 
     /// Sets the ledger's numbers of `resource`.
     pub fn set_counts(&self, resource: Resource, counts: Counts) {
         let Counts {
-            pending: booked,
+            pending,
             bound,
             waiting,
         } = counts;
         let label = resource_label(resource);
-        self.booked.get_or_create(&label).set(gauge_value(booked));
+        self.pending.get_or_create(&label).set(gauge_value(pending));
         self.bound.get_or_create(&label).set(gauge_value(bound));
         self.waiting.get_or_create(&label).set(gauge_value(waiting));
     }

@@ -42,9 +42,9 @@ impl<H: HostOps> NodeAllocator<H> {
         self.last_collection = Some(now);
         if let Some(checkpoint) = checkpoint.filter(|checkpoint| checkpoint.skipped == 0) {
             let known = checkpoint.entries.iter().map(|entry| entry.allocation);
-            let collected = self.ledger.gc_pending(&known.collect(), now);
-            self.metrics.count_collected(collected.len());
-            for allocation in collected {
+            let dropped = self.ledger.gc_pending(&known.collect(), now);
+            self.metrics.count_dropped(dropped.len());
+            for allocation in dropped {
                 info!(%allocation, "pending allocation without a pod dropped");
                 self.checkpoint_dirty = true;
                 self.container_names.remove(&allocation);
