@@ -159,42 +159,42 @@ pub struct GpuNodeSpec {
     /// GPUs on which the agent sets memory aside for a pod of higher priority, whose victims are
     /// being evicted. A GPU has one reservation at a time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 112), extend("default" = []))]
+    #[schemars(length(max = MAX_GPUS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gpu".to_owned()]))]
     pub reservations: Vec<Reservation>,
     /// Quotas of running containers that are lower than their requests. A container without an
     /// entry has its request, and an entry above the request changes nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64), extend("default" = []))]
+    #[schemars(length(max = MAX_QUOTAS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOverride>,
     /// Context policies of namespaces. In every other namespace the cluster's default applies, with
     /// at most 5 restarts in 10 minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 1024), extend("default" = []))]
+    #[schemars(length(max = MAX_CONTEXTS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
     pub context_policies: Vec<ContextPolicyEntry>,
     /// Restarts of containers whose fault the agent has only reported so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16), extend("default" = []))]
+    #[schemars(length(max = MAX_RESTARTS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["fault".to_owned()]))]
     pub restarts: Vec<RestartRequest>,
     /// How often the operator moved pending pods of an owner to other nodes. The agent ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64), extend("default" = []))]
+    #[schemars(length(max = MAX_RECORDED_RELOCATIONS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
     pub relocations: Vec<Relocation>,
     /// UUIDs of GPUs to drain for a reset or another driver. The agent kills the containers with
     /// memory on them, starts none there, and discards their retained memory. A GPU stands for its
     /// MIG instances too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 112), inner(length(min = 1, max = 96)), extend("default" = []))]
+    #[schemars(length(max = MAX_GPUS), inner(length(min = 1, max = 96)), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub drain: Vec<String>,
     /// The settings of the pods on the node that request GPU memory, which the agent must know. The
     /// operator has not seen a pod that is absent, or the pod has ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 1024), extend("default" = [], "x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_POD_SETTINGS), extend("default" = [], "x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<PodSettings>,
 }
 
@@ -310,37 +310,37 @@ pub struct GpuNodeStatus {
     /// Managed memory, in quanta. Zero where the node offers none.
     pub managed_memory: NodeMemory,
     /// The GPUs, and MIG instances as GPUs of their own.
-    #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
+    #[schemars(length(max = MAX_GPUS), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
     pub gpus: Vec<GpuStatus>,
     /// Containers that wait until the node has room for them; at most 64. Those that wait for
     /// device memory come before those that wait for managed memory. Of these, the first are those
     /// that the node's GPUs could hold if they were empty, by priority, the longest waiting first.
-    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_WAITING), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<PendingContainer>,
     /// The number of containers without enforcement of their quota.
     #[serde(skip_serializing_if = "is_zero")]
     pub not_enforced_count: i32,
     /// Containers without enforcement of their quota, and the reasons; at most 16.
-    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_NOT_ENFORCED), extend("x-kubernetes-list-type" = "atomic"))]
     pub not_enforced: Vec<EnforcementGap>,
     /// The state of each entry of `spec.quotas`.
-    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_QUOTAS), extend("x-kubernetes-list-type" = "atomic"))]
     pub quotas: Vec<QuotaStatus>,
     /// Open faults, those that need the operator or an admin first; at most 64.
-    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
+    #[schemars(length(max = MAX_FAULTS), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
     /// The containers with memory on the node, those with faults first; at most 256.
-    #[schemars(length(max = 256), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_CONTAINERS), extend("x-kubernetes-list-type" = "atomic"))]
     pub containers: Vec<GpuContainer>,
     /// The number of leases of retained memory.
     #[serde(skip_serializing_if = "is_zero")]
     pub retained_count: i32,
     /// The leases of retained memory, by namespace and name; at most 128, the largest of each
     /// namespace.
-    #[schemars(length(max = 128), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = MAX_RETAINED), extend("x-kubernetes-list-type" = "atomic"))]
     pub retained: Vec<RetainedLease>,
     /// Use and fault counters of each namespace's pods on this node; at most 32.
-    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
+    #[schemars(length(max = MAX_NAMESPACES), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinDeviceIdLimit,
     /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,

@@ -54,12 +54,12 @@ pub struct GpuStatus {
     /// The waiting pods for which free memory is set aside, and how much. They are the pod of the
     /// reservation, and the first pod of the node's queue.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 4), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = super::MAX_SET_ASIDE), extend("x-kubernetes-list-type" = "atomic"))]
     pub set_aside: Vec<GpuPod>,
     /// The pods with memory on the GPU, those with the most first; at most 256, and at most 3,584
     /// entries on the whole node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 256), extend("x-kubernetes-list-type" = "atomic"))]
+    #[schemars(length(max = super::MAX_PODS), extend("x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<GpuPod>,
     /// The number of pods with memory on the GPU that `pods` does not list.
     #[serde(default, skip_serializing_if = "super::is_zero")]
