@@ -1,6 +1,6 @@
 //! Compares 64 processes of one container with a reference model.
 //!
-//! The processes make 100,000 random calls and are killed at any moment. The agent is killed 10
+//! The processes make 30,000 random calls and are killed at any moment. The agent is killed 4
 //! times; with `BURSAR_LONG`, a million and 100. A neighbour must not notice.
 //!
 //! ```text
@@ -54,7 +54,7 @@ impl Plan {
         let (operations, restarts, stops) = if long {
             (1_000_000, 100, 10)
         } else {
-            (100_000, 10, 4)
+            (30_000, 4, 4)
         };
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let seed = std::env::var("BURSAR_SOAK_SEED").ok();
