@@ -181,7 +181,7 @@ pub fn node_task(
         view: allocator.view(clock::now()),
         queued_claims: Vec::new(),
         counts: counts(&allocator),
-        uvm: allocator.uvm.clone(),
+        uvm: allocator.uvm().clone(),
         generations: BTreeMap::new(),
         problems: NodeProblems::default(),
         devices_error: None,
@@ -350,7 +350,7 @@ impl NodeTask {
             awaits_first_starts: self.awaits_first_starts,
             ..self.allocator.host_mut().uvm_module()
         };
-        if module == self.allocator.uvm {
+        if module == *self.allocator.uvm() {
             return;
         }
         self.allocator.set_uvm_module(module, clock::now()).await;
@@ -476,7 +476,7 @@ impl NodeTask {
             view: self.allocator.view(clock::now()),
             queued_claims: self.allocator.queued_claims(),
             counts: counts(&self.allocator),
-            uvm: self.allocator.uvm.clone(),
+            uvm: self.allocator.uvm().clone(),
             generations: self.generations.by_gpu(),
             problems: NodeProblems {
                 late_write: self.generations.late_write(),

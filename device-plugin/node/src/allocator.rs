@@ -22,40 +22,42 @@
 //! whose record cannot be written fails, and the kubelet retries.
 
 mod binding;
+mod effects;
 mod gpus;
 mod leases;
+mod names;
 mod records;
 mod release;
-mod views;
 mod waiting;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use bursar_config::ResourcesConfig;
+use bursar_crds::gpu_node::Reservation;
 use bursar_gpu::GpuState;
+use bursar_gpu::cuda_fitness::{CudaFitnesses, CudaVerdict, gpus_where};
 use bursar_gpu::uvm::UvmModule;
 use bursar_host::pod_cgroups::{PodCgroup, PodCgroups};
 use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::plugin::PrepareError;
+use bursar_kubelet::pod_resources::ListedContainer;
 use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Resource};
-use bursar_ledger::{BindOutcome, BindRequest, Binding, BootTime, ClaimId, Ledger, WaitHandle};
-use tracing::warn;
+use bursar_ledger::{BindOutcome, BindRequest, Binding, BindingRef, BootTime, Ledger, LedgerView};
+use tracing::{info, warn};
 
-use super::checkpoint_state::{ContainerName, NodeCheckpoint, PodName};
+use super::capacity;
+use super::checkpoint_state::NodeCheckpoint;
 use super::host::{HostError, HostOps};
-use crate::metrics::NodeMetrics;
+use crate::metrics::{Counts, NodeMetrics};
 
+use effects::PendingEffects;
+use gpus::NodeGpus;
+use leases::device_bindings;
+pub(crate) use names::ContainerNames;
 use records::ResultSender;
 pub use records::{BoundContainer, BoundMemory, NodeProblems, PrepareRequest, QueuedClaim, Reply};
-
-/// A PreStartContainer call that waits for room.
-#[derive(Debug)]
-struct WaitingCall {
-    request: BindRequest,
-    ticket: WaitHandle,
-    deadline: BootTime,
-    result: ResultSender,
-}
+use waiting::{WaitQueue, WaitingCall};
 
 /// The node's ledger with the state of the host.
 #[derive(Debug)]
@@ -65,20 +67,11 @@ pub struct NodeAllocator<H> {
     pub(super) ledger: Ledger,
     pub(super) host: H,
     pub(super) pod_cgroups: PodCgroups,
-    pub(super) container_names: BTreeMap<AllocationId, ContainerName>,
-    /// The GPUs of the inventory, for their device nodes.
-    pub(super) gpus: Vec<GpuState>,
-    /// The driver's module for managed memory, as it was read last.
-    pub(super) uvm: UvmModule,
-    waiting_calls: BTreeMap<ClaimId, WaitingCall>,
-    /// Every claim that waits. A claim outlives the single calls of the kubelet.
-    queued_claims: BTreeMap<ClaimId, QueuedClaim>,
+    pub(super) names: ContainerNames,
+    gpus: NodeGpus,
+    waits: WaitQueue,
+    pub(super) effects: PendingEffects,
     metrics: NodeMetrics,
-    /// Ended allocations whose files and sockets are not removed yet.
-    pub(super) pending_teardown: BTreeSet<AllocationId>,
-    /// Bound allocations that lack their socket or CDI file.
-    pub(super) pending_setup: BTreeSet<AllocationId>,
-    gpu_generations: BTreeMap<GpuUuid, u64>,
     /// Ended leases that the ledger accounts for and whose record is not written yet.
     unrecorded_leases: Vec<LeaseId>,
     /// Pods of the ledger that had no cgroup at the last collection.
@@ -110,15 +103,11 @@ impl<H: HostOps> NodeAllocator<H> {
             ledger: Ledger::new(config.quantum),
             host,
             pod_cgroups: pods,
-            container_names: BTreeMap::new(),
-            gpus: Vec::new(),
-            uvm: UvmModule::default(),
-            waiting_calls: BTreeMap::new(),
-            queued_claims: BTreeMap::new(),
+            names: ContainerNames::default(),
+            gpus: NodeGpus::default(),
+            waits: WaitQueue::default(),
+            effects: PendingEffects::default(),
             metrics,
-            pending_teardown: BTreeSet::new(),
-            pending_setup: BTreeSet::new(),
-            gpu_generations: BTreeMap::new(),
             unrecorded_leases: Vec::new(),
             pods_without_cgroup: BTreeSet::new(),
             last_collection: None,
@@ -182,16 +171,22 @@ impl<H: HostOps> NodeAllocator<H> {
         };
         self.checkpoint_dirty = true;
         self.watch_cgroup(&pod);
-        self.record_pod_name(&pod, pod_name, &container, &checkpoint_entries);
+        self.names.set_pod(
+            &self.ledger,
+            &pod,
+            pod_name.as_ref(),
+            &container,
+            &checkpoint_entries,
+        );
         ended.extend(started.ended);
         // The ledger drops claims of other pods, and keeps idle claims of this one.
         for allocation in &ended {
             if !self.ledger.has_allocation(*allocation) {
-                self.container_names.remove(allocation);
+                self.names.remove(*allocation);
             }
         }
         let exported = self.account_for_ended(&ended, now).await;
-        self.pending_teardown.extend(ended.iter().copied());
+        self.effects.begin_teardown(ended.iter().copied());
         match started.outcome {
             BindOutcome::Bound(binding) => {
                 let result = self.finish_bound(&binding, exported, now).await;
@@ -224,7 +219,7 @@ impl<H: HostOps> NodeAllocator<H> {
         now: BootTime,
     ) -> Result<BoundMemory, PrepareError> {
         self.record_wait(binding.claim, now);
-        let result = match self.find_drained_gpu(binding) {
+        let result = match self.gpus.find_drained(&binding.placement) {
             Some(gpu) => Err(PrepareError::Drained(gpu)),
             None => self.commit_binding(binding).await,
         };
@@ -242,13 +237,9 @@ impl<H: HostOps> NodeAllocator<H> {
         request: &BindRequest,
         held: &[CheckpointEntry],
     ) -> Vec<AllocationId> {
-        let Self {
-            ledger,
-            container_names,
-            ..
-        } = self;
+        let Self { ledger, names, .. } = self;
         let is_started = |allocation: &AllocationId| {
-            let name = container_names.get(allocation).map(|name| &name.container);
+            let name = names.container(*allocation);
             name.is_some_and(|name| held.iter().any(|entry| entry.container == *name))
         };
         let BindRequest {
@@ -261,7 +252,7 @@ impl<H: HostOps> NodeAllocator<H> {
             !containers.contains(device_ids) && allocations.iter().all(is_started)
         });
         for allocation in &ended {
-            container_names.remove(allocation);
+            names.remove(*allocation);
         }
         ended
     }
@@ -272,10 +263,8 @@ impl<H: HostOps> NodeAllocator<H> {
     pub(crate) fn needs_tick(&mut self) -> bool {
         std::mem::take(&mut self.changed_since_tick)
             || self.checkpoint_dirty
-            || !self.queued_claims.is_empty()
-            || !self.waiting_calls.is_empty()
-            || !self.pending_teardown.is_empty()
-            || !self.pending_setup.is_empty()
+            || !self.waits.is_empty()
+            || !self.effects.is_empty()
             || !self.unrecorded_leases.is_empty()
             || !self.ledger.unreclaimed_versions().is_empty()
     }
@@ -315,7 +304,7 @@ impl<H: HostOps> NodeAllocator<H> {
         let state = NodeCheckpoint {
             boot: self.boot_id.clone(),
             ledger: self.ledger.snapshot(),
-            container_names: self.container_names.clone(),
+            container_names: self.names.record(),
         };
         let result = self.host.save_checkpoint(&state);
         let problem = result.as_ref().err().map(ToString::to_string);
@@ -336,33 +325,165 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    pub(super) fn record_pod_name(
+    /// Replaces the GPUs by those that NVML lists now.
+    pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: BootTime) {
+        self.ledger
+            .set_gpus(capacity::ledger_gpus(&gpus, &self.config));
+        if !gpus.is_empty() && std::mem::take(&mut self.reclaim_all_pending) {
+            // The lost record may have listed any amount of unreclaimed memory.
+            for state in &gpus {
+                self.ledger.mark_tenants_unknown(&state.gpu.uuid);
+                self.ledger
+                    .add_unreclaimed(state.gpu.uuid.clone(), state.gpu.memory, now);
+            }
+        }
+        self.gpus.set_states(gpus);
+        self.checkpoint_dirty = true;
+        self.bind_queued(now).await;
+    }
+
+    pub(crate) fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
+        self.gpus.set_generations(generations);
+    }
+
+    /// Binds managed memory only while the driver's module allows it. Bound memory stays bound.
+    pub async fn set_uvm_module(&mut self, module: UvmModule, now: BootTime) {
+        if *self.gpus.uvm() == module {
+            return;
+        }
+        let before = self.gpus.set_uvm(module).check_eviction();
+        let offered = capacity::managed_capacity(&self.offered());
+        self.ledger.set_managed_capacity(offered);
+        let after = self.gpus.uvm().check_eviction();
+        if self.config.managed_capacity > Bytes::ZERO && after != before {
+            match after {
+                Ok(()) => info!("managed memory is offered"),
+                Err(why) => warn!(%why, "managed memory is not offered"),
+            }
+        }
+        self.bind_queued(now).await;
+    }
+
+    /// The driver's module for managed memory.
+    pub(crate) fn uvm(&self) -> &UvmModule {
+        self.gpus.uvm()
+    }
+
+    /// The resources that the node offers now.
+    pub(crate) fn offered(&self) -> ResourcesConfig {
+        self.gpus.offered(&self.config)
+    }
+
+    /// The resources that the node offers once the first starts have results.
+    pub(crate) fn offered_after_first_starts(&self) -> ResourcesConfig {
+        self.gpus.offered_after_first_starts(&self.config)
+    }
+
+    /// Restricts GPUs of several namespaces to those whose driver was proven to clear freed memory.
+    pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
+        if self.ledger.set_shareable_gpus(cleared) {
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Excludes GPUs that CUDA refused last, until a start succeeds there, and GPUs on which CUDA
+    /// was not tried yet. An unfit GPU is excluded here too: the inventory, which marks it
+    /// unhealthy, may come before or after.
+    pub async fn set_cuda_fitness(&mut self, fitnesses: &CudaFitnesses, now: BootTime) {
+        let refused = gpus_where(fitnesses, |fitness| {
+            matches!(
+                fitness.verdict,
+                CudaVerdict::Refused | CudaVerdict::Unfit(_)
+            )
+        });
+        let tried = gpus_where(fitnesses, |fitness| fitness.verdict != CudaVerdict::Untried);
+        let has_refused_changed = self.ledger.set_refused_gpus(refused);
+        let has_tried_changed = self.ledger.set_tried_gpus(tried);
+        if has_refused_changed || has_tried_changed {
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Excludes memory that is in use and charged to no container from binding.
+    pub async fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: BootTime) {
+        if self.ledger.set_withheld(withheld) {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Applies the operator's reservations.
+    pub async fn set_reservations(&mut self, reservations: &[Reservation], now: BootTime) {
+        if self
+            .ledger
+            .set_reservations(capacity::parse_reservations(reservations))
+        {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Whether a container with device memory has a pod without a name.
+    pub(crate) fn has_unnamed_pods(&self) -> bool {
+        self.names.lacks_pods(&self.ledger)
+    }
+
+    /// Names pods from the containers that the kubelet lists and from its checkpoint entries.
+    pub(crate) fn resolve_missing_names(
         &mut self,
-        pod: &PodUid,
-        name: Option<PodName>,
-        container: &str,
+        listed: &[ListedContainer],
         held: &[CheckpointEntry],
     ) {
-        let allocations: Vec<AllocationId> = self
-            .ledger
-            .allocations()
-            .filter(|(_, holder)| *holder == Some(pod))
-            .map(|(id, _)| id)
-            .collect();
-        for id in allocations {
-            let recorded = held
-                .iter()
-                .find(|entry| entry.allocation == id)
-                .map(|entry| entry.container.as_str());
-            let holder = self
-                .container_names
-                .entry(id)
-                .or_insert_with(|| ContainerName {
-                    container: recorded.unwrap_or(container).to_owned(),
-                    pod: None,
-                });
-            holder.pod = name.clone().or(holder.pod.take());
+        self.checkpoint_dirty |= self.names.resolve(&self.ledger, listed, held);
+    }
+
+    /// The node's memory at `now`.
+    pub fn view(&self, now: BootTime) -> LedgerView {
+        self.ledger.view(now)
+    }
+
+    /// The queued claims, the most urgent first. Only a number of them is published, and the others
+    /// get no help.
+    pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
+        self.waits.retain(|claim| self.ledger.is_queued(claim));
+        self.waits.by_urgency()
+    }
+
+    /// The numbers of `resource` in the ledger.
+    pub fn counts(&self, resource: Resource) -> Counts {
+        let bound = self.ledger.binding_refs();
+        let of_resource = bound.filter(|bound| bound.resource == resource);
+        Counts {
+            pending: self.ledger.unbound_allocations(resource),
+            bound: of_resource.map(|bound| bound.allocations.len()).sum(),
+            waiting: self.waits.count(resource),
         }
+    }
+
+    /// All bindings.
+    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
+        self.ledger.bindings()
+    }
+
+    /// All containers with device memory.
+    pub fn containers(&self) -> Arc<[BoundContainer]> {
+        let container = |bound: BindingRef<'_>, allocation: AllocationId| BoundContainer {
+            claim: bound.claim,
+            allocation,
+            name: self.names.get(allocation).cloned(),
+            cgroup: self.pod_cgroups.path(bound.pod).map(Into::into),
+            pod: bound.pod.clone(),
+        };
+        let containers = device_bindings(&self.ledger).flat_map(|bound| {
+            let allocations = bound.allocations.iter();
+            allocations.map(move |allocation| container(bound, *allocation))
+        });
+        containers.collect()
+    }
+
+    /// The node's problems.
+    pub fn problems(&self) -> &NodeProblems {
+        &self.problems
     }
 }
 

@@ -11,7 +11,6 @@
 //! | [`installer`] | installs the shim's files without blocking the task |
 //! | [`pod_resolver`] | resolves device ids to the container that the kubelet starts |
 //! | [`shared_read`] | reads a file on one blocking thread while its disk hangs |
-//! | [`pod_names`] | resolves missing pod names later |
 //! | [`other_plugins`] | looks for another device plugin that offers this node's GPUs |
 //! | [`capacity`] | computes capacity and devices from GPUs and configuration: pure |
 //! | [`metrics`] | counts allocations and times the kubelet's calls |
@@ -26,7 +25,6 @@ pub mod host;
 mod installer;
 pub mod metrics;
 pub mod other_plugins;
-mod pod_names;
 pub mod pod_resolver;
 mod recover;
 mod shared_read;

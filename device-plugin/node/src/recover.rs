@@ -21,8 +21,8 @@ use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{BootTime, Ledger, Placement, RestoreError, Share};
 use tracing::{info, warn};
 
-use super::allocator::NodeAllocator;
-use super::checkpoint_state::{ContainerName, NodeCheckpoint};
+use super::allocator::{ContainerNames, NodeAllocator};
+use super::checkpoint_state::NodeCheckpoint;
 use super::host::{HostOps, HostSurvey};
 use crate::cdi;
 
@@ -99,7 +99,7 @@ impl<H: HostOps> NodeAllocator<H> {
         let managed = super::capacity::managed_capacity(&self.offered());
         self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
         self.ledger.set_managed_capacity(managed);
-        self.container_names = container_names;
+        self.names = ContainerNames::from_record(container_names);
         Ok(())
     }
 
@@ -125,13 +125,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 pod.clone(),
                 placement,
             );
-            self.container_names.insert(
-                *allocation,
-                ContainerName {
-                    container: container.clone(),
-                    pod: None,
-                },
-            );
+            self.names.add_container(*allocation, container);
         }
         // Managed memory has no file. The container may not have started yet, but counting its
         // memory is harmless, because the kubelet has given its device ids to no other container.
@@ -148,7 +142,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 entry.pod.clone(),
                 placement,
             );
-            self.record_container_name(entry);
+            self.names.add_container(entry.allocation, &entry.container);
         }
     }
 
@@ -157,19 +151,9 @@ impl<H: HostOps> NodeAllocator<H> {
         for entry in kubelet {
             if self.pod_cgroups.watch(&entry.pod) != PodCgroup::Gone {
                 self.add_pending(entry, now);
-                self.record_container_name(entry);
+                self.names.add_container(entry.allocation, &entry.container);
             }
         }
-    }
-
-    fn record_container_name(&mut self, entry: &CheckpointEntry) {
-        let holder = || ContainerName {
-            container: entry.container.clone(),
-            pod: None,
-        };
-        self.container_names
-            .entry(entry.allocation)
-            .or_insert_with(holder);
     }
 
     async fn release_pods_without_cgroup(&mut self, now: BootTime) {
@@ -202,9 +186,9 @@ impl<H: HostOps> NodeAllocator<H> {
         let must_stay = |id: &AllocationId| {
             bound.contains(id) || unread_files.contains(id) && known.contains(id)
         };
-        self.pending_teardown
-            .extend(on_host.filter(|id| !must_stay(id)));
-        self.container_names.retain(|id, _| known.contains(id));
+        self.effects
+            .begin_teardown(on_host.filter(|id| !must_stay(id)));
+        self.names.retain(&known);
     }
 
     async fn serve_sessions(&mut self, cdi: Vec<cdi::CdiBinding>) {
@@ -212,16 +196,15 @@ impl<H: HostOps> NodeAllocator<H> {
             .ledger
             .bindings()
             .filter(|binding| binding.resource == Resource::DeviceMemory);
-        self.pending_setup = bindings.flat_map(|binding| binding.allocations).collect();
+        self.effects
+            .begin_setup(bindings.flat_map(|binding| binding.allocations));
         for device in cdi {
-            if !self.pending_setup.contains(&device.allocation) {
+            if !self.effects.lacks_setup(device.allocation) {
                 continue;
             }
             let managed = self.managed_quota(&device.pod, device.allocation);
             match self.host.serve_session(&device, managed).await {
-                Ok(()) => {
-                    self.pending_setup.remove(&device.allocation);
-                }
+                Ok(()) => self.effects.finish_setup(device.allocation),
                 Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }

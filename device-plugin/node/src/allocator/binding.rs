@@ -1,15 +1,18 @@
-//! Makes a binding visible to its container, and takes ended ones down.
+//! Makes bindings visible to their containers, also those of waiting calls, and takes ended ones
+//! down.
 
-use bursar_gpu::GpuState;
-use bursar_gpu::health::{Health, UnhealthyReason};
+use bursar_kubelet::device_checkpoint::CheckpointEntry;
 use bursar_kubelet::plugin::PrepareError;
-use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta};
-use bursar_ledger::{Binding, Placement};
+use bursar_ledger::units::{AllocationId, Bytes, PodUid, Quanta};
+use bursar_ledger::{Binding, BootTime, ClaimId, Placement, WaitReason};
+use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::super::host::{HostError, HostOps};
+use super::leases::device_bindings;
 use super::records::BoundMemory;
-use super::{NodeAllocator, prepare_failed};
+use super::waiting::WaitingCall;
+use super::{NodeAllocator, prepare_failed, send_result};
 use crate::cdi;
 
 impl<H: HostOps> NodeAllocator<H> {
@@ -56,14 +59,14 @@ impl<H: HostOps> NodeAllocator<H> {
             Placement::Device(shares) => shares,
             Placement::Managed(_) => return self.set_managed_quotas(&binding.pod),
         };
-        self.pending_setup.extend(&binding.allocations);
+        self.effects
+            .begin_setup(binding.allocations.iter().copied());
         for &allocation in &binding.allocations {
-            // The allocation of an init container that had ended may start again.
-            self.pending_teardown.remove(&allocation);
+            self.effects.cancel_teardown(allocation);
             let gpus = shares
                 .iter()
                 .map(|share| {
-                    let nodes = self.device_nodes(&share.gpu)?;
+                    let nodes = self.gpus.device_nodes(&share.gpu)?;
                     let quota = share.quanta.bytes(self.config.quantum);
                     Ok(cdi::BoundGpu {
                         uuid: share.gpu.clone(),
@@ -76,9 +79,9 @@ impl<H: HostOps> NodeAllocator<H> {
                 allocation,
                 pod: binding.pod.clone(),
                 container: self
-                    .container_names
-                    .get(&allocation)
-                    .map(|holder| holder.container.clone())
+                    .names
+                    .container(allocation)
+                    .cloned()
                     .unwrap_or_default(),
                 device_ids: binding.device_ids.clone(),
                 gpus,
@@ -86,7 +89,7 @@ impl<H: HostOps> NodeAllocator<H> {
             let managed = self.managed_quota(&binding.pod, allocation);
             self.host.serve_session(&device, managed).await?;
             self.host.write_cdi(&device).await?;
-            self.pending_setup.remove(&allocation);
+            self.effects.finish_setup(allocation);
         }
         Ok(())
     }
@@ -95,8 +98,7 @@ impl<H: HostOps> NodeAllocator<H> {
     ///
     /// A container without device memory has no GPU from which to use managed memory.
     pub(super) fn set_managed_quotas(&mut self, pod: &PodUid) -> Result<(), HostError> {
-        let exposed: Vec<AllocationId> = self
-            .device_bindings()
+        let exposed: Vec<AllocationId> = device_bindings(&self.ledger)
             .filter(|bound| bound.pod == pod)
             .flat_map(|bound| bound.allocations.iter().copied())
             .collect();
@@ -109,8 +111,7 @@ impl<H: HostOps> NodeAllocator<H> {
 
     /// The managed memory bound to the container of `pod` that has `allocation`.
     pub(in super::super) fn managed_quota(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
-        let container =
-            |id: &AllocationId| self.container_names.get(id).map(|holder| &holder.container);
+        let container = |id: &AllocationId| self.names.container(*id);
         let quanta = self
             .ledger
             .binding_refs()
@@ -126,53 +127,13 @@ impl<H: HostOps> NodeAllocator<H> {
         Quanta(quanta).bytes(self.config.quantum)
     }
 
-    /// A GPU of the binding that is being drained.
-    pub(super) fn find_drained_gpu(&self, binding: &Binding) -> Option<GpuUuid> {
-        let Placement::Device(shares) = &binding.placement else {
-            return None;
-        };
-        let is_drained = |state: &&GpuState| {
-            let why = state.health;
-            matches!(
-                why,
-                Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained)
-            )
-        };
-        let mut drained = self.gpus.iter().filter(is_drained);
-        let bound = |state: &&GpuState| shares.iter().any(|share| share.gpu == state.gpu.uuid);
-        drained.find(bound).map(|state| state.gpu.uuid.clone())
-    }
-
-    pub(super) fn device_nodes(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
-        let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
-        let gpu = &state
-            .ok_or_else(|| HostError::GpuNotListed(uuid.clone()))?
-            .gpu;
-        let capability = |number: &u32| format!("nvidia-caps/nvidia-cap{number}");
-        let nodes = [format!("nvidia{}", gpu.minor)].into_iter();
-        Ok(nodes
-            .chain(gpu.capabilities.iter().map(capability))
-            .collect())
-    }
-
     /// Repeats the steps that failed before.
     pub(super) async fn retry_pending(&mut self) {
         if self.save_checkpoint().is_err() {
             return;
         }
         self.tear_down_ended().await;
-        if self.pending_setup.is_empty() {
-            if self.pending_teardown.is_empty() {
-                self.problems.host = None;
-            }
-            return;
-        }
-        let unfinished = |binding: &Binding| {
-            binding
-                .allocations
-                .iter()
-                .any(|id| self.pending_setup.contains(id))
-        };
+        let unfinished = |binding: &Binding| self.effects.lacks_setup_of(binding);
         let bindings: Vec<Binding> = self.ledger.bindings().filter(unfinished).collect();
         for binding in bindings {
             match self.set_up(&binding).await {
@@ -182,21 +143,81 @@ impl<H: HostOps> NodeAllocator<H> {
                 Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }
-        if self.pending_teardown.is_empty() && self.pending_setup.is_empty() {
+        if self.effects.is_empty() {
             self.problems.host = None;
         }
     }
 
     /// Tears down ended allocations; the next tick repeats what fails.
     pub(in super::super) async fn tear_down_ended(&mut self) {
-        for allocation in self.pending_teardown.clone() {
+        for allocation in self.effects.teardowns() {
             match self.host.tear_down(allocation).await {
-                Ok(()) => {
-                    self.pending_teardown.remove(&allocation);
-                    self.pending_setup.remove(&allocation);
-                }
+                Ok(()) => self.effects.finish_teardown(allocation),
                 Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }
+    }
+
+    /// Queues a call until its claim has room, and sends its caller the `reason`.
+    ///
+    /// `held` are the kubelet's entries for the container.
+    pub(super) fn queue_call(
+        &mut self,
+        call: WaitingCall,
+        held: &[CheckpointEntry],
+        mut reason: WaitReason,
+        wait_reason: oneshot::Sender<WaitReason>,
+        now: BootTime,
+    ) {
+        self.names.name_pods(&self.ledger, &mut reason);
+        info!(pod = %call.request.pod, resource = %call.request.resource, %reason, "waiting");
+        let mut held = held.iter();
+        let name = held.find_map(|entry| self.names.get(entry.allocation).cloned());
+        let (fits_when_empty, message) = (reason.gpus.is_some(), reason.to_string());
+        // The caller may have gone; its call ends with the next tick.
+        let _ = wait_reason.send(reason);
+        self.waits.add(call, name, fits_when_empty, &message, now);
+    }
+
+    /// Binds queued claims until none fits.
+    pub(super) async fn bind_queued(&mut self, now: BootTime) {
+        for binding in self.ledger.advance(now) {
+            self.checkpoint_dirty = true;
+            self.record_wait(binding.claim, now);
+            let result = self.commit_binding(&binding).await;
+            if let Some(call) = self.waits.take_call(binding.claim) {
+                send_result(call, result);
+            }
+        }
+        // All changes are on record before the next event.
+        let _ = self.save_checkpoint();
+    }
+
+    /// Ends the calls whose deadline has passed or whose caller has gone.
+    pub(super) fn expire_waits(&mut self, now: BootTime) {
+        for call in self.waits.take_expired(now) {
+            let mut reason = self.ledger.reason(call.ticket.claim, now);
+            if let Some(reason) = &mut reason {
+                self.names.name_pods(&self.ledger, reason);
+            }
+            self.ledger.stop_waiting(call.ticket, now);
+            self.checkpoint_dirty = true;
+            let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
+            info!(pod = %call.request.pod, reason = message, "no room before the deadline");
+            send_result(call.result, Err(PrepareError::NoRoom(message)));
+        }
+    }
+
+    /// Records the end of a claim's wait. A claim that did not wait has no record.
+    pub(super) fn record_wait(&mut self, claim: ClaimId, now: BootTime) {
+        if let Some(queued_at) = self.waits.end_claim(claim) {
+            self.metrics.observe_wait(now.since(queued_at));
+        }
+    }
+
+    pub(super) fn observe_oldest_wait(&mut self, now: BootTime) {
+        self.waits.retain(|claim| self.ledger.is_queued(claim));
+        let oldest = self.waits.oldest().map(|since| now.since(since));
+        self.metrics.set_oldest_wait(oldest.unwrap_or_default());
     }
 }

@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use bursar_host::pod_cgroups::PodCgroup;
 use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
-use bursar_kubelet::plugin::PrepareError;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_ledger::{Binding, BootTime};
+use bursar_sessions::lease_handle::LedgerUpdate;
 use tracing::info;
 
 use super::super::host::HostOps;
-use super::{NodeAllocator, send_result};
+use super::NodeAllocator;
+use super::leases::lease_inputs;
 
 /// The shortest time between two collections. After a stall of the node task two reads may arrive
 /// at once, and have the same transient failure.
@@ -47,8 +48,8 @@ impl<H: HostOps> NodeAllocator<H> {
             for allocation in dropped {
                 info!(%allocation, "pending allocation without a pod dropped");
                 self.checkpoint_dirty = true;
-                self.container_names.remove(&allocation);
-                self.pending_teardown.insert(allocation);
+                self.names.remove(allocation);
+                self.effects.begin_teardown([allocation]);
             }
         }
         let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
@@ -71,25 +72,36 @@ impl<H: HostOps> NodeAllocator<H> {
         }
         self.metrics.count_release();
         info!(%pod, allocations = ended.len(), "pod released");
-        for (_, call) in self
-            .waiting_calls
-            .extract_if(.., |_, call| call.request.pod == *pod)
-        {
-            send_result(
-                call.result,
-                Err(PrepareError::Failed("the pod has ended".to_owned())),
-            );
-        }
+        self.waits.fail_calls_of(pod);
         self.checkpoint_dirty = true;
         self.account_for_ended(&ended, now).await;
         for allocation in ended {
-            self.container_names.remove(&allocation);
-            self.pending_setup.remove(&allocation);
-            self.pending_teardown.insert(allocation);
+            self.names.remove(allocation);
+            self.effects.finish_setup(allocation);
+            self.effects.begin_teardown([allocation]);
         }
         if self.save_checkpoint().is_ok() {
             self.tear_down_ended().await;
         }
+    }
+
+    /// Reconciles retained leases with the node's bindings; returns whether the leases are known.
+    pub(super) async fn reconcile_leases(&mut self, now: BootTime) -> bool {
+        let inputs = lease_inputs(&self.ledger, &self.names, &self.gpus, self.config.quantum);
+        let LedgerUpdate { orphaned, ended } = self.host.reconcile_leases(inputs).await;
+        // `end_lease` skips a lease that the ledger lists as orphaned. Its bytes become unreclaimed
+        // when `set_orphaned_leases` replaces that list, so this loop runs first.
+        for (lease, gpu, bytes) in ended {
+            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
+            self.ledger.end_lease(lease, gpu, bytes, now);
+            self.unrecorded_leases.push(lease);
+            self.checkpoint_dirty = true;
+        }
+        let known = orphaned.is_some();
+        if let Some(orphaned) = orphaned {
+            self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
+        }
+        known
     }
 
     /// Lets the ledger account for the leases of ended allocations, and for their exported memory,

@@ -230,7 +230,7 @@ fn new_allocator(host: &FakeHost, cgroups: &tempfile::TempDir) -> NodeAllocator<
         PodCgroups::new(cgroups.path().to_owned()),
         NodeMetrics::new(&mut Registry::default()),
     );
-    allocator.uvm = uvm_module(true);
+    allocator.gpus.set_uvm(uvm_module(true));
     let offered = capacity::managed_capacity(&allocator.offered());
     allocator.ledger.set_managed_capacity(offered);
     allocator
@@ -523,7 +523,7 @@ async fn waits_are_listed_by_whether_room_can_end_them() {
         node.tick(1).await;
     }
     let mut pods_with = |set: fn(&mut QueuedClaim)| {
-        let claims = node.allocator.queued_claims.values_mut();
+        let claims = node.allocator.waits.claims_mut();
         claims
             .filter(|claim| claim.pod.as_str() == "second")
             .for_each(set);
@@ -566,13 +566,13 @@ async fn wait_names_the_pod_for_which_memory_is_set_aside() {
     }
     node.admit_device("c", 20..28);
     let _waits = node.start_device("c", 20..28).await;
-    let name = PodName {
+    let name = crate::checkpoint_state::PodName {
         namespace: "team".into(),
         name: "c".into(),
     };
     let pod = "c".parse().unwrap();
-    node.allocator
-        .record_pod_name(&pod, Some(name), "main", &[]);
+    let NodeAllocator { names, ledger, .. } = &mut node.allocator;
+    names.set_pod(ledger, &pod, Some(&name), "main", &[]);
     node.admit_device("d", 28..35);
     let mut answer = node.start_device("d", 28..35).await;
     node.tick(25).await;
@@ -711,8 +711,7 @@ async fn names_of_claims_go_when_another_pod_gets_their_ids() {
     node.end("a").await;
     let allocations = node.allocator.ledger.allocations();
     let known: BTreeSet<AllocationId> = allocations.map(|(id, _)| id).collect();
-    let named: BTreeSet<AllocationId> = node.allocator.container_names.keys().copied().collect();
-    assert_eq!(named, known);
+    assert_eq!(node.allocator.names.allocations(), known);
 }
 
 #[tokio::test]

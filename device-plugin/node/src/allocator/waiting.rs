@@ -1,54 +1,57 @@
-//! Keeps the calls that wait for room, until a claim fits or their deadline passes.
+//! Keeps the calls that wait for room, and the claims that outlive them.
 
-use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
 use bursar_kubelet::plugin::PrepareError;
-use bursar_ledger::{BootTime, ClaimId, WaitReason};
+use bursar_ledger::units::{PodUid, Resource};
+use bursar_ledger::{BindRequest, BootTime, ClaimId, WaitHandle};
 use jiff::Timestamp;
-use tokio::sync::oneshot;
-use tracing::info;
 
-use super::super::host::HostOps;
-use super::{NodeAllocator, QueuedClaim, WaitingCall, send_result};
+use super::records::{QueuedClaim, ResultSender};
+use super::send_result;
+use crate::checkpoint_state::ContainerName;
 
-impl<H: HostOps> NodeAllocator<H> {
-    /// Queues a call until its claim has room, and sends its caller the `reason`. An earlier call
-    /// of the claim ends.
-    ///
-    /// `held` are the kubelet's entries for the container.
-    pub(super) fn queue_call(
-        &mut self,
-        call: WaitingCall,
-        held: &[CheckpointEntry],
-        mut reason: WaitReason,
-        wait_reason: oneshot::Sender<WaitReason>,
-        now: BootTime,
-    ) {
-        self.name_pods(&mut reason);
-        info!(pod = %call.request.pod, resource = %call.request.resource, %reason, "waiting");
-        self.record_queued(&call, held, reason.gpus.is_some(), now);
-        let message = reason.to_string();
-        // The caller may have gone; its call ends with the next tick.
-        let _ = wait_reason.send(reason);
-        if let Some(before) = self.waiting_calls.insert(call.ticket.claim, call) {
-            send_result(before.result, Err(PrepareError::NoRoom(message)));
-        }
+/// A PreStartContainer call that waits for room.
+#[derive(Debug)]
+pub(super) struct WaitingCall {
+    pub(super) request: BindRequest,
+    pub(super) ticket: WaitHandle,
+    pub(super) deadline: BootTime,
+    pub(super) result: ResultSender,
+}
+
+/// The calls and the claims that wait.
+#[derive(Debug, Default)]
+pub(super) struct WaitQueue {
+    calls: BTreeMap<ClaimId, WaitingCall>,
+    /// Every claim that waits. A claim outlives the single calls of the kubelet.
+    claims: BTreeMap<ClaimId, QueuedClaim>,
+}
+
+impl WaitQueue {
+    /// Whether nothing waits.
+    pub(super) fn is_empty(&self) -> bool {
+        self.calls.is_empty() && self.claims.is_empty()
     }
 
-    /// Records that a call's claim waits; the record begins with the first call of the kubelet.
-    fn record_queued(
+    /// Adds a call of the container `name`. An earlier call of its claim ends with the reason
+    /// `message`.
+    pub(super) fn add(
         &mut self,
-        call: &WaitingCall,
-        held: &[CheckpointEntry],
+        call: WaitingCall,
+        name: Option<ContainerName>,
         fits_when_empty: bool,
+        message: &str,
         now: BootTime,
     ) {
         let request = &call.request;
-        let wait = self.queued_claims.entry(call.ticket.claim);
-        wait.and_modify(|wait| wait.fits_when_empty = fits_when_empty)
+        // The record begins with the kubelet's first call.
+        self.claims
+            .entry(call.ticket.claim)
+            .and_modify(|claim| claim.fits_when_empty = fits_when_empty)
             .or_insert_with(|| QueuedClaim {
-                name: held
-                    .iter()
-                    .find_map(|entry| self.container_names.get(&entry.allocation).cloned()),
+                name,
                 pod: request.pod.clone(),
                 resource: request.resource,
                 quanta: request.device_ids.quanta(),
@@ -57,61 +60,70 @@ impl<H: HostOps> NodeAllocator<H> {
                 since: Timestamp::now(),
                 queued_at: now,
             });
-    }
-
-    /// Binds queued claims until none fits.
-    pub(super) async fn bind_queued(&mut self, now: BootTime) {
-        for binding in self.ledger.advance(now) {
-            self.checkpoint_dirty = true;
-            self.record_wait(binding.claim, now);
-            let result = self.commit_binding(&binding).await;
-            if let Some(call) = self.waiting_calls.remove(&binding.claim) {
-                send_result(call.result, result);
-            }
+        if let Some(before) = self.calls.insert(call.ticket.claim, call) {
+            let refused = PrepareError::NoRoom(message.to_owned());
+            send_result(before.result, Err(refused));
         }
-        // All changes are on record before the next event.
-        let _ = self.save_checkpoint();
     }
 
-    /// Ends the calls whose deadline has passed or whose caller has gone.
-    pub(super) fn expire_waits(&mut self, now: BootTime) {
+    /// Removes a bound claim's call, which gets its result from the caller.
+    pub(super) fn take_call(&mut self, claim: ClaimId) -> Option<ResultSender> {
+        self.calls.remove(&claim).map(|call| call.result)
+    }
+
+    /// Ends a claim's wait, over all calls of the kubelet. Returns when it began; `None` for a
+    /// claim that did not wait.
+    pub(super) fn end_claim(&mut self, claim: ClaimId) -> Option<BootTime> {
+        self.claims.remove(&claim).map(|claim| claim.queued_at)
+    }
+
+    /// Removes the calls whose deadline has passed or whose caller has gone.
+    pub(super) fn take_expired(&mut self, now: BootTime) -> Vec<WaitingCall> {
         let has_ended =
             |_: &ClaimId, call: &mut WaitingCall| call.deadline <= now || call.result.is_closed();
-        let ended: Vec<WaitingCall> = self
-            .waiting_calls
-            .extract_if(.., has_ended)
-            .map(|(_, call)| call)
-            .collect();
-        for WaitingCall {
-            request,
-            ticket,
-            result,
-            ..
-        } in ended
+        let ended = self.calls.extract_if(.., has_ended);
+        ended.map(|(_, call)| call).collect()
+    }
+
+    /// Fails the calls of a pod that has ended.
+    pub(super) fn fail_calls_of(&mut self, pod: &PodUid) {
+        for (_, call) in self
+            .calls
+            .extract_if(.., |_, call| call.request.pod == *pod)
         {
-            let mut reason = self.ledger.reason(ticket.claim, now);
-            reason.iter_mut().for_each(|reason| self.name_pods(reason));
-            self.ledger.stop_waiting(ticket, now);
-            self.checkpoint_dirty = true;
-            let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
-            info!(pod = %request.pod, reason = message, "no room before the deadline");
-            send_result(result, Err(PrepareError::NoRoom(message)));
+            let ended = PrepareError::Failed("the pod has ended".to_owned());
+            send_result(call.result, Err(ended));
         }
     }
 
-    /// Records the end of a claim's wait, over all calls of the kubelet. A claim that did not wait
-    /// has no record.
-    pub(super) fn record_wait(&mut self, claim: ClaimId, now: BootTime) {
-        if let Some(wait) = self.queued_claims.remove(&claim) {
-            self.metrics.observe_wait(now.since(wait.queued_at));
-        }
+    /// Drops the claims that are no longer queued.
+    pub(super) fn retain(&mut self, is_queued: impl Fn(ClaimId) -> bool) {
+        self.claims.retain(|claim, _| is_queued(*claim));
     }
 
-    pub(super) fn observe_oldest_wait(&mut self, now: BootTime) {
-        self.queued_claims
-            .retain(|claim, _| self.ledger.is_queued(*claim));
-        let claims = self.queued_claims.values();
-        let oldest = claims.map(|claim| now.since(claim.queued_at)).max();
-        self.metrics.set_oldest_wait(oldest.unwrap_or_default());
+    /// When the claim that waits longest began to wait.
+    pub(super) fn oldest(&self) -> Option<BootTime> {
+        self.claims.values().map(|claim| claim.queued_at).min()
+    }
+
+    /// The number of waiting claims for a resource.
+    pub(super) fn count(&self, resource: Resource) -> usize {
+        let claims = self.claims.values();
+        claims.filter(|claim| claim.resource == resource).count()
+    }
+
+    /// The claims: first those that emptier GPUs could hold, by priority, and the oldest first.
+    pub(super) fn by_urgency(&self) -> Vec<QueuedClaim> {
+        let mut claims: Vec<QueuedClaim> = self.claims.values().cloned().collect();
+        claims.sort_by_cached_key(|claim| {
+            let urgency = (!claim.fits_when_empty, Reverse(claim.priority));
+            (urgency, claim.queued_at, claim.pod.clone())
+        });
+        claims
+    }
+
+    #[cfg(test)]
+    pub(super) fn claims_mut(&mut self) -> impl Iterator<Item = &mut QueuedClaim> {
+        self.claims.values_mut()
     }
 }
