@@ -14,6 +14,7 @@ mod hello;
 pub(super) mod leases;
 mod pages;
 mod persistence;
+mod quotas;
 pub(super) mod recording;
 pub(super) mod siblings;
 mod usage;
@@ -34,13 +35,14 @@ use super::accounts::AmountsByPid;
 use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
-use super::recovery::{Fault, FaultLog};
-use super::usage::DeniedAllocation;
+use super::recovery::FaultLog;
 use super::{
     Account, ContainerResolver, CreditAccounts, ImageMemory, MAX_PROCESSES, Process, SessionSpec,
 };
-use denials::{LogLimiter, SharedLogLimiter};
+use denials::{Denials, LogLimiter, SharedLogLimiter};
+use faults::UnreportedFaults;
 use pages::PagePool;
+use quotas::Quotas;
 use recording::PendingChanges;
 use siblings::ClaimSiblings;
 
@@ -57,22 +59,15 @@ pub(super) struct Container {
     is_checkpoint_lost: bool,
     /// The cgroup of the container that its live processes are in.
     cgroup: Option<String>,
-    denials: Vec<u64>,
+    denials: Denials,
     /// `None` where the agent does not charge contexts.
     context_sizes: Option<Arc<ContextSizes>>,
-    denials_by_function: BTreeMap<String, u64>,
-    last_denied: Option<DeniedAllocation>,
-    /// The allocations that the driver refused within the quota.
-    driver_refusals: u64,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
     /// Limits the log lines that concern all containers.
     shared_log_limiter: SharedLogLimiter,
     requests: u64,
-    /// The quota that the pod requested, by account.
-    requested: Vec<Units>,
-    /// The lower quotas that the operator has ordered since, by account.
-    overrides: Vec<Option<Units>>,
+    quotas: Quotas,
     /// The managed memory that the driver moves away for device memory, by account.
     evictable: Vec<Units>,
     /// When the last image exited.
@@ -81,7 +76,7 @@ pub(super) struct Container {
     generation: u64,
     fault_log: FaultLog,
     /// The faults that the fault task has not taken yet.
-    unreported_faults: Vec<Fault>,
+    unreported_faults: UnreportedFaults,
     /// Whether a GPU of the container is being drained.
     is_drained: bool,
     pages: PagePool,

@@ -14,6 +14,12 @@ use super::super::lock;
 use super::super::usage::DeniedAllocation;
 use super::{Container, ProcessState};
 
+/// The most function names that the agent counts for one container, since its processes choose the
+/// names.
+const MAX_FUNCTIONS: usize = 32;
+/// The name under which denials of all further functions count.
+const OTHER_FUNCTIONS: &str = "other";
+
 /// How often a container's refusals for the same reason are logged, since a program may ask in a
 /// loop.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -75,6 +81,70 @@ impl SharedLogLimiter {
     /// Returns the number of lines left out for the same reason if a line is due now.
     pub(in super::super) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
         lock(&self.0).due(reason, now)
+    }
+}
+
+/// Counts the allocations that the container's processes were denied.
+#[derive(Debug)]
+pub(super) struct Denials {
+    by_account: Vec<u64>,
+    by_function: BTreeMap<String, u64>,
+    last: Option<DeniedAllocation>,
+    /// The allocations that the driver refused within the quota.
+    by_driver: u64,
+}
+
+impl Denials {
+    pub(super) fn new(accounts: usize) -> Denials {
+        Denials {
+            by_account: vec![0; accounts],
+            by_function: BTreeMap::new(),
+            last: None,
+            by_driver: 0,
+        }
+    }
+
+    /// Counts a denial. Returns the name under which it counts: that of the function, if the name
+    /// is valid and the names are few.
+    fn count(&mut self, account: usize, function: &str) -> String {
+        if let Some(count) = self.by_account.get_mut(account) {
+            *count = count.saturating_add(1);
+        }
+        let is_name = (1..=64).contains(&function.len())
+            && function
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        // One entry is reserved for all other functions.
+        let has_room = self.by_function.len() + 1 < MAX_FUNCTIONS;
+        let known = self.by_function.contains_key(function) || has_room;
+        let name = if is_name && known {
+            function
+        } else {
+            OTHER_FUNCTIONS
+        };
+        let count = self.by_function.entry(name.to_owned()).or_default();
+        *count = count.saturating_add(1);
+        name.to_owned()
+    }
+
+    /// The denials of an account.
+    pub(super) fn of_account(&self, account: usize) -> u64 {
+        self.by_account.get(account).copied().unwrap_or(0)
+    }
+
+    /// The denials by driver function.
+    pub(super) fn by_function(&self) -> Vec<(String, u64)> {
+        self.by_function.clone().into_iter().collect()
+    }
+
+    /// The last denial.
+    pub(super) fn last(&self) -> Option<&DeniedAllocation> {
+        self.last.as_ref()
+    }
+
+    /// The allocations that the driver refused within the quota.
+    pub(super) fn by_driver(&self) -> u64 {
+        self.by_driver
     }
 }
 
@@ -140,12 +210,9 @@ impl Container {
             return self.record_driver_refusal(pid, account, bytes, function);
         }
         let index = usize::from(account);
-        if let Some(count) = self.denials.get_mut(index) {
-            *count = count.saturating_add(1);
-        }
-        let function = self.count_denial(function);
+        let function = self.denials.count(index, function);
         let denied_account = self.accounts.get(index).cloned();
-        self.last_denied = denied_account.map(|account| DeniedAllocation {
+        self.denials.last = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
             account,
             bytes: Bytes(bytes),
@@ -162,7 +229,7 @@ impl Container {
 
     /// Records that the driver refused an allocation of a process within its quota.
     fn record_driver_refusal(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
-        self.driver_refusals = self.driver_refusals.saturating_add(1);
+        self.denials.by_driver = self.denials.by_driver.saturating_add(1);
         if let Some(suppressed) = self
             .log_limiter
             .due("refused by the driver", Instant::now())
@@ -179,6 +246,21 @@ impl Container {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn functions_that_peers_name_are_bounded() {
+        let mut denials = Denials::new(1);
+        for number in 0..100 {
+            denials.count(0, &format!("cuMemAlloc{number}"));
+        }
+        assert_eq!(denials.count(0, "not a name\n"), OTHER_FUNCTIONS);
+        // An account that does not exist counts by its function alone.
+        assert_eq!(denials.count(7, "cuMemAlloc0"), "cuMemAlloc0");
+        assert_eq!(denials.of_account(0), 101);
+        assert_eq!(denials.by_function().len(), MAX_FUNCTIONS);
+        let sum: u64 = denials.by_function().iter().map(|(_, count)| count).sum();
+        assert_eq!(sum, 102);
+    }
 
     #[test]
     fn refusals_are_logged_once_a_minute_for_each_reason() {

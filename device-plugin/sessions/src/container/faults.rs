@@ -1,5 +1,6 @@
 //! Records the container's poisoned process images, and commits the decisions about them.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use bursar_gpu::memory_sample::ProcessMemory;
@@ -20,6 +21,23 @@ use super::recording::ChangeNumber;
 
 /// The faults that wait for the fault task at most; the oldest of the container are dropped first.
 const MAX_UNREPORTED_FAULTS: usize = 64;
+
+/// The faults that the fault task has not taken yet, the oldest first.
+#[derive(Debug, Default)]
+pub(super) struct UnreportedFaults(VecDeque<Fault>);
+
+impl UnreportedFaults {
+    fn push(&mut self, fault: Fault) {
+        if self.0.len() >= MAX_UNREPORTED_FAULTS {
+            self.0.pop_front();
+        }
+        self.0.push_back(fault);
+    }
+
+    fn take(&mut self) -> Vec<Fault> {
+        std::mem::take(&mut self.0).into()
+    }
+}
 
 impl Container {
     /// Sets the policy for later faults, which outlives the agent.
@@ -187,15 +205,8 @@ impl Container {
         }
         for fault in held {
             tracing::warn!(allocation = %self.spec.allocation, ?fault, "memory of an ended process is held by another one");
-            self.push_unreported(fault);
+            self.unreported_faults.push(fault);
         }
-    }
-
-    fn push_unreported(&mut self, fault: Fault) {
-        if self.unreported_faults.len() >= MAX_UNREPORTED_FAULTS {
-            self.unreported_faults.remove(0);
-        }
-        self.unreported_faults.push(fault);
     }
 
     /// The open faults.
@@ -205,12 +216,12 @@ impl Container {
 
     /// Whether the fault task has faults to take.
     pub(in super::super) fn has_unreported_faults(&self) -> bool {
-        !self.unreported_faults.is_empty()
+        !self.unreported_faults.0.is_empty()
     }
 
     /// The faults since the last call.
     pub(in super::super) fn take_unreported_faults(&mut self) -> Vec<Fault> {
-        std::mem::take(&mut self.unreported_faults)
+        self.unreported_faults.take()
     }
 
     /// The live images that are not fenced.
@@ -248,7 +259,7 @@ impl Container {
                 let allocation = self.spec.allocation;
                 tracing::warn!(%allocation, pid, ?fault, suppressed, "context poisoned");
             }
-            self.push_unreported(fault);
+            self.unreported_faults.push(fault);
         }
         if before != self.fault_log {
             self.publish_fences();

@@ -13,8 +13,10 @@ use tokio_util::sync::CancellationToken;
 use super::super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
 use super::super::recovery::FaultLog;
 use super::super::{Account, ContainerResolver, CreditAccounts, SessionSpec};
-use super::denials::{LogLimiter, SharedLogLimiter};
+use super::denials::{Denials, LogLimiter, SharedLogLimiter};
+use super::faults::UnreportedFaults;
 use super::pages::PagePool;
+use super::quotas::Quotas;
 use super::recording::PendingChanges;
 use super::{Container, ProcessState, RestoredProcess};
 
@@ -78,21 +80,17 @@ impl Container {
             processes: BTreeMap::new(),
             is_checkpoint_lost: false,
             cgroup: None,
-            denials: vec![0; accounts.len()],
+            denials: Denials::new(accounts.len()),
             context_sizes: None,
-            denials_by_function: BTreeMap::new(),
-            last_denied: None,
-            driver_refusals: 0,
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
-            requested,
-            overrides: vec![None; accounts.len()],
+            quotas: Quotas::new(requested),
             evictable: Vec::new(),
             last_exit: None,
             generation: 0,
             fault_log: FaultLog::default(),
-            unreported_faults: Vec::new(),
+            unreported_faults: UnreportedFaults::default(),
             is_drained: false,
             pages: PagePool::new(CreditPage::create),
             pending_changes: PendingChanges::default(),
@@ -106,9 +104,7 @@ impl Container {
 
     /// Applies the quotas that the operator had ordered.
     fn restore_quotas(&mut self, overrides: &[Option<Units>]) {
-        for (quota, units) in self.overrides.iter_mut().zip(overrides) {
-            *quota = *units;
-        }
+        self.quotas.restore(overrides);
         for index in 0..self.accounts.len() {
             self.apply_quota(index);
         }
@@ -216,7 +212,7 @@ impl Container {
                 .collect(),
             gpus: self.gpus(),
             incomplete: self.is_checkpoint_lost || self.has_untracked(),
-            overrides: self.overrides.clone(),
+            overrides: self.quotas.ordered().to_vec(),
             generation: self.generation,
             fault_log: self.fault_log.clone(),
         };

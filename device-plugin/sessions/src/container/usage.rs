@@ -12,13 +12,8 @@ use super::super::accounts::NO_PID;
 use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
 use super::denials::SharedLogLimiter;
+use super::quotas::QuotaInForce;
 use super::{Account, Container, ProcessState};
-
-/// The most function names that the agent counts for one container, since its processes choose the
-/// names.
-const MAX_FUNCTIONS: usize = 32;
-/// The name under which denials of all further functions count.
-const OTHER_FUNCTIONS: &str = "other";
 
 impl Container {
     /// The pids of exited processes whose memory the account still charges.
@@ -42,7 +37,7 @@ impl Container {
             ),
             exited: Bytes(self.credit.exited(index).bytes()),
             peak: Bytes(self.credit.peak(index).bytes()),
-            denied: self.denials.get(index).copied().unwrap_or(0),
+            denied: self.denials.of_account(index),
             processes: self.processes.len(),
         };
         self.accounts.iter().enumerate().map(usage).collect()
@@ -93,9 +88,9 @@ impl Container {
             exited_pids: self.credit.exited_pids(),
             had_managed: self.had_managed(),
             requests: self.requests,
-            denied: self.denials_by_function.clone().into_iter().collect(),
-            last_denied: self.last_denied.clone(),
-            driver_refusals: self.driver_refusals,
+            denied: self.denials.by_function(),
+            last_denied: self.denials.last().cloned(),
+            driver_refusals: self.denials.by_driver(),
             unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
             poisoned_images: self.fault_log.poisoned,
             ordered_restarts: self.fault_log.restarted,
@@ -200,14 +195,10 @@ impl Container {
         let Some(index) = self.accounts.iter().position(|other| other == account) else {
             return;
         };
-        let Some(current) = self.overrides.get_mut(index) else {
-            return;
-        };
         let ordered = bytes.map(|bytes| Units::within(bytes.0));
-        if *current == ordered {
+        if !self.quotas.order(index, ordered) {
             return;
         }
-        *current = ordered;
         self.apply_quota(index);
         self.write_checkpoint();
     }
@@ -237,23 +228,19 @@ impl Container {
         let Some(index) = self.accounts.iter().position(|other| other == account) else {
             return;
         };
-        if let Some(requested) = self.requested.get_mut(index) {
-            *requested = Units::within(quota.0);
-        }
+        self.quotas.request(index, Units::within(quota.0));
         self.apply_quota(index);
     }
 
     /// Applies the requested quota of an account, or a lower override.
     pub(super) fn apply_quota(&mut self, index: usize) {
-        let requested = self.requested.get(index).copied().unwrap_or(Units::ZERO);
-        let ordered = self.overrides.get(index).copied().flatten();
-        let mut quota = ordered.map_or(requested, |ordered| ordered.min(requested));
-        if self.accounts.get(index) == Some(&Account::Managed) {
-            let is_covered = requested == Units::ZERO;
-            self.credit.set_covered(is_covered.then_some(index));
-            if is_covered {
-                quota = ordered.unwrap_or(Units::MAX);
-            }
+        let is_managed = self.accounts.get(index) == Some(&Account::Managed);
+        let (quota, covered) = match self.quotas.in_force(index, is_managed) {
+            QuotaInForce::Own(quota) => (quota, None),
+            QuotaInForce::Covered(quota) => (quota, Some(index)),
+        };
+        if is_managed {
+            self.credit.set_covered(covered);
         }
         self.credit.set_quota(index, quota);
         // The quota of covered managed memory follows those of the GPUs.
@@ -267,24 +254,5 @@ impl Container {
             }
         }
         self.reclaim_excess();
-    }
-
-    /// Counts a denial by its function, if the name is valid and the names are few.
-    pub(super) fn count_denial(&mut self, function: &str) -> String {
-        let is_name = (1..=64).contains(&function.len())
-            && function
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-        // One entry is reserved for all other functions.
-        let has_room = self.denials_by_function.len() + 1 < MAX_FUNCTIONS;
-        let known = self.denials_by_function.contains_key(function) || has_room;
-        let name = if is_name && known {
-            function
-        } else {
-            OTHER_FUNCTIONS
-        };
-        let count = self.denials_by_function.entry(name.to_owned()).or_default();
-        *count = count.saturating_add(1);
-        name.to_owned()
     }
 }
