@@ -112,29 +112,6 @@ pub struct CondemnedProcess {
     pub ends_alone: bool,
 }
 
-/// The figures of one account of one container at a moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AccountUsage {
-    /// The container's allocation.
-    pub allocation: AllocationId,
-    /// The account.
-    pub account: Account,
-    /// The bytes that the container may use.
-    pub quota: Bytes,
-    /// The bytes that live processes may use without asking the agent.
-    pub granted: Bytes,
-    /// The bytes that live processes report as used, at most what the agent granted.
-    pub used: Bytes,
-    /// The grants of exited processes that the driver may still charge.
-    pub exited: Bytes,
-    /// The largest sum of granted and exited bytes so far.
-    pub peak: Bytes,
-    /// The number of denied allocations.
-    pub denied: u64,
-    /// The number of live processes that have a session.
-    pub processes: usize,
-}
-
 /// Why a request about an allocation's socket failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionsError {
@@ -484,15 +461,6 @@ impl Sessions {
             .ok_or(SessionsError::Unknown(*allocation))?;
         act(&mut lock(&running.container));
         Ok(())
-    }
-
-    /// Every account of every served allocation.
-    pub fn account_usage(&self) -> Vec<AccountUsage> {
-        let running = lock(&self.shared.containers);
-        running
-            .values()
-            .flat_map(|running| lock(&running.container).account_usage())
-            .collect()
     }
 }
 

@@ -194,7 +194,7 @@ async fn any_user_of_the_container_can_connect() {
     );
     assert_eq!(std::fs::read_dir(&alloc).unwrap().count(), 1);
     run_blocking(folder.path(), assert_served).await;
-    assert_eq!(sessions.account_usage()[0].processes, 1);
+    assert_eq!(sessions.container_usage()[0].processes.len(), 1);
 }
 
 #[tokio::test]
@@ -285,7 +285,7 @@ async fn removed_allocation_leaves_no_files() {
     run_blocking(folder.path(), assert_served).await;
     sessions.remove(&AllocationId::from_bits(7)).await.unwrap();
     sessions.remove(&AllocationId::from_bits(7)).await.unwrap();
-    assert!(sessions.account_usage().is_empty());
+    assert!(sessions.container_usage().is_empty());
     for left in ["alloc", "sessions"] {
         assert_eq!(
             std::fs::read_dir(folder.path().join(left)).unwrap().count(),
@@ -462,7 +462,7 @@ async fn driver_is_sampled_once_for_all_exited_processes_of_a_gpu() {
     );
     sessions.serve(session_spec()).await.unwrap();
     let start = Instant::now();
-    while sessions.account_usage()[0].exited > Bytes::ZERO {
+    while sessions.container_usage()[0].accounts[0].exited > Bytes::ZERO {
         assert!(start.elapsed() < Duration::from_secs(5), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -506,8 +506,9 @@ async fn driver_is_sampled_once_for_all_waiting_containers() {
         sessions.serve(served).await.unwrap();
     }
     let start = Instant::now();
-    let settled = |usage: &AccountUsage| usage.exited.0 == 100 * bursar_protocol::units::UNIT;
-    while !sessions.account_usage().iter().step_by(2).all(settled) {
+    let settled =
+        |usage: &ContainerUsage| usage.accounts[0].exited.0 == 100 * bursar_protocol::units::UNIT;
+    while !sessions.container_usage().iter().all(settled) {
         assert!(start.elapsed() < Duration::from_secs(20), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -582,7 +583,7 @@ async fn query_needs_no_session_and_ends_its_connection() {
         assert_eq!(session.read(&mut [0]).unwrap(), 0, "not within a session");
     })
     .await;
-    assert_eq!(sessions.account_usage()[0].processes, 1);
+    assert_eq!(sessions.container_usage()[0].processes.len(), 1);
 }
 
 #[tokio::test]

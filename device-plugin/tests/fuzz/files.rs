@@ -92,11 +92,11 @@ fn session_record_of_any_content_is_served() {
             let membership = Arc::new(CgroupResolver::new("/proc".into()));
             let sessions = Sessions::new(run_dir, Arc::new(EmptySampler), membership);
             sessions.serve(served.clone()).await.unwrap();
-            for usage in sessions.account_usage() {
+            let usage = sessions.container_usage().into_iter();
+            for usage in usage.flat_map(|container| container.accounts) {
                 assert!(usage.granted.0 <= Units::MAX.bytes(), "{usage:?}");
                 assert!(usage.exited.0 <= Units::MAX.bytes(), "{usage:?}");
             }
-            sessions.container_usage();
             sessions.remove(&served.allocation).await.unwrap();
             // This runtime drops the aborted listener only when the test's task gives way.
             tokio::task::yield_now().await;

@@ -85,9 +85,8 @@ impl SharedLogLimiter {
 }
 
 /// Counts the allocations that the container's processes were denied.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Denials {
-    by_account: Vec<u64>,
     by_function: BTreeMap<String, u64>,
     last: Option<DeniedAllocation>,
     /// The allocations that the driver refused within the quota.
@@ -95,21 +94,9 @@ pub(super) struct Denials {
 }
 
 impl Denials {
-    pub(super) fn new(accounts: usize) -> Denials {
-        Denials {
-            by_account: vec![0; accounts],
-            by_function: BTreeMap::new(),
-            last: None,
-            by_driver: 0,
-        }
-    }
-
     /// Counts a denial. Returns the name under which it counts: that of the function, if the name
     /// is valid and the names are few.
-    fn count(&mut self, account: usize, function: &str) -> String {
-        if let Some(count) = self.by_account.get_mut(account) {
-            *count = count.saturating_add(1);
-        }
+    fn count(&mut self, function: &str) -> String {
         let is_name = (1..=64).contains(&function.len())
             && function
                 .bytes()
@@ -125,11 +112,6 @@ impl Denials {
         let count = self.by_function.entry(name.to_owned()).or_default();
         *count = count.saturating_add(1);
         name.to_owned()
-    }
-
-    /// The denials of an account.
-    pub(super) fn of_account(&self, account: usize) -> u64 {
-        self.by_account.get(account).copied().unwrap_or(0)
     }
 
     /// The denials by driver function.
@@ -210,7 +192,7 @@ impl Container {
             return self.record_driver_refusal(pid, account, bytes, function);
         }
         let index = usize::from(account);
-        let function = self.denials.count(index, function);
+        let function = self.denials.count(function);
         let denied_account = self.accounts.get(index).cloned();
         self.denials.last = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
@@ -249,14 +231,12 @@ mod tests {
 
     #[test]
     fn functions_that_peers_name_are_bounded() {
-        let mut denials = Denials::new(1);
+        let mut denials = Denials::default();
         for number in 0..100 {
-            denials.count(0, &format!("cuMemAlloc{number}"));
+            denials.count(&format!("cuMemAlloc{number}"));
         }
-        assert_eq!(denials.count(0, "not a name\n"), OTHER_FUNCTIONS);
-        // An account that does not exist counts by its function alone.
-        assert_eq!(denials.count(7, "cuMemAlloc0"), "cuMemAlloc0");
-        assert_eq!(denials.of_account(0), 101);
+        assert_eq!(denials.count("not a name\n"), OTHER_FUNCTIONS);
+        assert_eq!(denials.count("cuMemAlloc0"), "cuMemAlloc0");
         assert_eq!(denials.by_function().len(), MAX_FUNCTIONS);
         let sum: u64 = denials.by_function().iter().map(|(_, count)| count).sum();
         assert_eq!(sum, 102);

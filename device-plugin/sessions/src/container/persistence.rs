@@ -80,7 +80,7 @@ impl Container {
             processes: BTreeMap::new(),
             is_checkpoint_lost: false,
             cgroup: None,
-            denials: Denials::new(accounts.len()),
+            denials: Denials::default(),
             context_sizes: None,
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),

@@ -199,7 +199,7 @@ fn tampered_page_gains_nothing() {
         assert!(honest.slot(0).unwrap().others() <= units(128 * MIB));
         let _ = container.request(1, 0, units(MIB));
         assert!(!is_granted(&container.request(2, 0, units(256 * MIB))));
-        let usage = container.account_usage().remove(0);
+        let usage = container.container_usage().accounts.remove(0);
         assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
     }
 }
@@ -218,7 +218,10 @@ fn exec_marks_the_former_images_grants_exited() {
             used: 0
         }
     );
-    assert_eq!(container.account_usage()[0].exited, Bytes::gib(1));
+    assert_eq!(
+        container.container_usage().accounts[0].exited,
+        Bytes::gib(1)
+    );
     assert!(!is_granted(&container.request(1, 0, units(1))));
     settle_one(&mut container, 1, Bytes::mib(1500));
     assert!(
@@ -258,7 +261,7 @@ fn late_exit_of_a_replaced_image_changes_nothing() {
     hello(&mut container, 1, 7).unwrap();
     hello(&mut container, 1, 8).unwrap();
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
-    assert_eq!(container.account_usage()[0].processes, 1);
+    assert_eq!(container.container_usage().processes.len(), 1);
 }
 
 #[test]
@@ -304,14 +307,17 @@ fn process_is_marked_exited_when_it_ended_without_an_agent() {
     charge_all(&mut before, &page, 666, 1 << 30);
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
-    assert_eq!(after.account_usage()[0].exited, Bytes::gib(1));
+    assert_eq!(after.container_usage().accounts[0].exited, Bytes::gib(1));
     let is_settling = |after: &Container| {
         after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now(), BootTime::default())
     };
     assert!(is_settling(&after), "refused before a sample");
     settle_one(&mut after, 666, Bytes::ZERO);
     assert!(!is_settling(&after));
-    assert_eq!(fixture.restart().0.account_usage()[0].exited, Bytes::ZERO);
+    assert_eq!(
+        fixture.restart().0.container_usage().accounts[0].exited,
+        Bytes::ZERO
+    );
 }
 
 #[test]
@@ -364,7 +370,7 @@ fn query_lists_pids_of_the_callers_namespace() {
     else {
         panic!("not a usage");
     };
-    let exited = container.account_usage()[0].exited.0;
+    let exited = container.container_usage().accounts[0].exited.0;
     assert!(exited >= 4 * MIB);
     assert_eq!((quota, used), (1 << 30, 123 * MIB + exited));
     let listed: Vec<_> = processes
@@ -422,18 +428,22 @@ fn process_keeps_its_state_when_no_page_is_left() {
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 512 * MIB);
-    let before = container.account_usage();
+    let before = container.container_usage().accounts;
     container.pages = PagePool::new(|_| Err(PageError::NotAPage("out of descriptors")));
     for image in [7, 8] {
         assert_eq!(
             hello(&mut container, 1, image).err(),
             Some(RejectReason::Busy)
         );
-        assert_eq!(container.account_usage(), before, "as image {image}");
+        assert_eq!(
+            container.container_usage().accounts,
+            before,
+            "as image {image}"
+        );
     }
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     assert_eq!(
-        container.account_usage()[0].processes,
+        container.container_usage().processes.len(),
         0,
         "its exit still counts"
     );
@@ -475,7 +485,7 @@ fn checkpoint_is_not_written_when_unchanged() {
     let other = hello(&mut container, 2, 7).unwrap();
     charge_all(&mut container, &other, 2, MIB);
     assert_eq!(
-        fixture.restart().0.account_usage()[0].granted,
+        fixture.restart().0.container_usage().accounts[0].granted,
         Bytes::mib(64)
     );
 }
@@ -740,7 +750,7 @@ fn process_keeps_its_grant_when_it_never_adopts_a_new_page() {
             .charge(units(units_of(granted) - MIB))
             .is_ok()
     );
-    let usage = container.account_usage().remove(0);
+    let usage = container.container_usage().accounts.remove(0);
     assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
 }
 
@@ -786,7 +796,10 @@ fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
     let queried = container.orphaned_exports(&gpu).unwrap();
     assert!(!container.cap_orphaned_exports(&gpu, Bytes::gib(5), &queried));
     assert!(container.cap_orphaned_exports(&gpu, Bytes::gib(3), &queried));
-    assert_eq!(container.account_usage()[0].exited, Bytes::gib(3));
+    assert_eq!(
+        container.container_usage().accounts[0].exited,
+        Bytes::gib(3)
+    );
     assert_eq!(container.exported_bytes(), [(gpu.clone(), Bytes::gib(3))]);
     assert!(
         !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &queried),
@@ -827,11 +840,11 @@ fn exports_are_capped_by_the_grant() {
     let page = hello(&mut container, 2, 8).unwrap();
     charge_all(&mut container, &page, 2, 64 * MIB);
     page.slot(0).unwrap().export(Units::MAX);
-    let granted = container.account_usage()[0].granted;
+    let granted = container.container_usage().accounts[0].granted;
     for (pid, image) in [(1, 7), (2, 8)] {
         container.handle_exit(Process { pid, start: 1 }, image);
     }
-    assert_eq!(container.account_usage()[0].exited, granted);
+    assert_eq!(container.container_usage().accounts[0].exited, granted);
 }
 
 #[test]
@@ -843,7 +856,10 @@ fn exports_stay_charged_when_the_page_is_lowered() {
     container.handle_refresh(1);
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert_eq!(container.account_usage()[0].exited, Bytes(512 * MIB));
+    assert_eq!(
+        container.container_usage().accounts[0].exited,
+        Bytes(512 * MIB)
+    );
 }
 
 #[test]
@@ -861,7 +877,7 @@ fn exports_outlive_the_agent_and_the_process() {
         after.handle_exit(Process { pid: 1, start: 1 }, 7);
         settle_one(&mut after, 1, Bytes::ZERO);
         assert_eq!(
-            after.account_usage()[0].exited,
+            after.container_usage().accounts[0].exited,
             Bytes::gib(1),
             "exited before: {dies}"
         );
@@ -893,9 +909,12 @@ fn sample_from_before_an_exit_releases_nothing() {
         &FakeHost,
         BootTime::default(),
     );
-    assert_eq!(container.account_usage()[0].exited, Bytes::gib(1));
+    assert_eq!(
+        container.container_usage().accounts[0].exited,
+        Bytes::gib(1)
+    );
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
+    assert_eq!(container.container_usage().accounts[0].exited, Bytes::ZERO);
 }
 
 /// Restarts the agent with this content of the checkpoint, or without one.
@@ -941,7 +960,7 @@ fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
         // without a context.
         hello(&mut again, 1, 7).unwrap();
         assert_eq!(
-            again.account_usage()[0].granted,
+            again.container_usage().accounts[0].granted,
             Bytes::gib(2),
             "{content:?}"
         );
@@ -964,20 +983,20 @@ fn request_is_refused_when_the_checkpoint_fails() {
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, MIB);
-    let before = container.account_usage();
+    let before = container.container_usage().accounts;
     // A folder in the place of the temporary file makes every write fail.
     let temporary = fixture.folder.path().join("record.tmp");
     std::fs::create_dir(&temporary).unwrap();
     assert!(!is_granted(&container.request(1, 0, units(512 * MIB))));
     assert_eq!(
         (
-            container.account_usage()[0].granted,
-            container.account_usage()[0].used
+            container.container_usage().accounts[0].granted,
+            container.container_usage().accounts[0].used
         ),
         (before[0].granted, before[0].used)
     );
     assert_eq!(
-        fixture.start().account_usage()[0].granted,
+        fixture.start().container_usage().accounts[0].granted,
         before[0].granted
     );
     std::fs::remove_dir(temporary).unwrap();

@@ -7,7 +7,6 @@ use bursar_ledger::units::{Bytes, GpuUuid};
 
 use bursar_protocol::units::Units;
 
-use super::super::AccountUsage;
 use super::super::accounts::NO_PID;
 use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
@@ -21,54 +20,35 @@ impl Container {
         self.credit.exited_pids()
     }
 
-    /// Every account, for status and metrics.
-    pub(in super::super) fn account_usage(&self) -> Vec<AccountUsage> {
-        let usage = |(index, account): (usize, &Account)| AccountUsage {
-            allocation: self.spec.allocation,
-            account: account.clone(),
-            quota: Bytes(self.credit.quota(index).bytes()),
-            granted: Bytes(self.credit.granted(index).bytes()),
-            used: Bytes(
-                self.processes
-                    .iter()
-                    .map(|(pid, state)| self.used_by(*pid, state, index))
-                    .sum::<Units>()
-                    .bytes(),
-            ),
-            exited: Bytes(self.credit.exited(index).bytes()),
-            peak: Bytes(self.credit.peak(index).bytes()),
-            denied: self.denials.of_account(index),
-            processes: self.processes.len(),
-        };
-        self.accounts.iter().enumerate().map(usage).collect()
-    }
-
     /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
         let bytes = |units: Units| Bytes(units.bytes());
         let covered = self.credit.covered();
         // The accounts of the GPUs have the bytes of covered managed memory.
-        let shown = |index: usize, bytes: Bytes| match covered == Some(index) {
+        let shown = |index: usize, units: Units| match covered == Some(index) {
             true => Bytes::ZERO,
-            false => bytes,
+            false => bytes(units),
         };
-        let accounts = self
-            .account_usage()
-            .into_iter()
-            .enumerate()
-            .map(|(index, usage)| AccountBalance {
-                account: usage.account,
-                quota: shown(index, usage.quota),
-                granted: shown(index, usage.granted),
-                used: shown(index, usage.used),
-                exited: shown(index, usage.exited),
-                exported: bytes(self.live_exports(index)),
-                leased: bytes(self.credit.leased(index)),
-                managed: bytes(self.covered_use(index)),
-                untracked: bytes(self.credit.untracked(index)),
-                overhead: bytes(self.credit.overhead(index)),
-                peak: shown(index, usage.peak),
-            });
+        let used = |index| {
+            let processes = self.processes.iter();
+            processes
+                .map(|(pid, state)| self.used_by(*pid, state, index))
+                .sum()
+        };
+        let accounts = self.accounts.iter().enumerate();
+        let accounts = accounts.map(|(index, account)| AccountBalance {
+            account: account.clone(),
+            quota: shown(index, self.credit.quota(index)),
+            granted: shown(index, self.credit.granted(index)),
+            used: shown(index, used(index)),
+            exited: shown(index, self.credit.exited(index)),
+            exported: bytes(self.live_exports(index)),
+            leased: bytes(self.credit.leased(index)),
+            managed: bytes(self.covered_use(index)),
+            untracked: bytes(self.credit.untracked(index)),
+            overhead: bytes(self.credit.overhead(index)),
+            peak: shown(index, self.credit.peak(index)),
+        });
         let granted = |pid| {
             let accounts = 0..self.accounts.len();
             accounts.map(move |index| bytes(self.credit.granted_to(pid, index)))

@@ -167,7 +167,8 @@ async fn hostile_peers_gain_nothing_and_delay_no_neighbour() {
         times[times.len() * 99 / 100]
     });
     while !crowd.iter().all(tokio::task::JoinHandle::is_finished) {
-        for usage in sessions.account_usage() {
+        let usage = sessions.container_usage().into_iter();
+        for usage in usage.flat_map(|container| container.accounts) {
             assert!(
                 usage.granted.0 + usage.exited.0 <= usage.quota.0,
                 "{usage:?}"

@@ -205,17 +205,17 @@ fn poisoned_image_is_marked_exited_once_by_its_exec() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 512 * MIB);
     report(&mut container, 1, 719);
-    let granted = container.account_usage()[0].granted;
+    let granted = container.container_usage().accounts[0].granted;
     for image in [8, 8, 8] {
         hello(&mut container, 1, image).unwrap();
-        let usage = &container.account_usage()[0];
+        let usage = &container.container_usage().accounts[0];
         assert_eq!((usage.granted, usage.exited), (Bytes::ZERO, granted));
     }
     // The pidfd of the former image is that of the new one, so this exit ends nothing of it.
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
-    assert_eq!(container.account_usage()[0].exited, granted);
+    assert_eq!(container.container_usage().accounts[0].exited, granted);
     settle_one(&mut container, 1, Bytes::ZERO);
-    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
+    assert_eq!(container.container_usage().accounts[0].exited, Bytes::ZERO);
     assert!(is_granted(&container.request(1, 0, units(1 << 30))));
 }
 
@@ -462,10 +462,10 @@ fn container_is_restarted_when_a_child_holds_ended_memory() {
         panic!()
     };
     assert!(held.is_memory_held());
-    assert!(container.account_usage()[0].exited >= Bytes::mib(512));
+    assert!(container.container_usage().accounts[0].exited >= Bytes::mib(512));
     sample(&mut container, &ProcessMemory::default(), 2_100);
     assert!(container.open_faults().is_empty());
-    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
+    assert_eq!(container.container_usage().accounts[0].exited, Bytes::ZERO);
 }
 
 #[test]

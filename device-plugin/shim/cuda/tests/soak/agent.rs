@@ -73,7 +73,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     });
     let (mut over, mut reads) = (0, 0);
     loop {
-        let usage = sessions.account_usage();
+        let usage = sessions.container_usage();
         reads += 1;
         let above = |usage: &&_| above_quota(usage);
         over += usage.iter().filter(above).count() as u64;
@@ -82,10 +82,15 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
             .find(|usage| usage.allocation == CROWD)
             .unwrap();
         if requests.recv_timeout(LOOK_EVERY).is_ok() {
+            let account = &crowd.accounts[0];
             let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
             println!(
                 "{} {} {} {} {} {over} {reads} {descriptors}",
-                crowd.quota.0, crowd.granted.0, crowd.used.0, crowd.exited.0, crowd.processes,
+                account.quota.0,
+                account.granted.0,
+                account.used.0,
+                account.exited.0,
+                crowd.processes.len(),
             );
         }
         for usage in usage.iter().filter(above) {
@@ -94,8 +99,9 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     }
 }
 
-fn above_quota(usage: &bursar_sessions::AccountUsage) -> bool {
-    usage.granted.0 + usage.exited.0 > usage.quota.0
+fn above_quota(usage: &bursar_sessions::ContainerUsage) -> bool {
+    let mut accounts = usage.accounts.iter();
+    accounts.any(|account| account.granted.0 + account.exited.0 > account.quota.0)
 }
 
 /// The agent's process.

@@ -16,7 +16,7 @@ use bursar_host::clock::{self, ClockReading};
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, Bytes};
 use bursar_sessions::{
-    Account, AccountUsage, ContainerUsage, Fault, Process, RecoveryPolicy, SessionSpec, Sessions,
+    Account, ContainerUsage, Fault, Process, RecoveryPolicy, SessionSpec, Sessions,
 };
 use bursar_sim_state::{MachineDir, Sim};
 
@@ -27,6 +27,18 @@ mod program;
 
 pub use agent::{Everyone, SimCharges};
 pub use program::Client;
+
+/// The figures of one account, and the container's denials and processes.
+#[derive(Clone, Debug)]
+pub struct AccountUsage {
+    pub quota: Bytes,
+    pub granted: Bytes,
+    pub used: Bytes,
+    pub exited: Bytes,
+    pub peak: Bytes,
+    pub denied: u64,
+    pub processes: usize,
+}
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
@@ -234,11 +246,17 @@ impl Container {
 
     /// Returns the usage of an account by number: the GPUs', then managed memory's.
     pub fn usage_of(&self, account: usize) -> AccountUsage {
-        self.sessions
-            .as_ref()
-            .unwrap()
-            .account_usage()
-            .remove(account)
+        let usage = self.container_usage().remove(0);
+        let balance = &usage.accounts[account];
+        AccountUsage {
+            quota: balance.quota,
+            granted: balance.granted,
+            used: balance.used,
+            exited: balance.exited,
+            peak: balance.peak,
+            denied: usage.denied.iter().map(|(_, count)| count).sum(),
+            processes: usage.processes.len(),
+        }
     }
 
     /// Returns the agent's records of the container.
