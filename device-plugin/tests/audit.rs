@@ -25,6 +25,9 @@ mod devices;
 mod faults;
 #[path = "audit/findings.rs"]
 mod findings;
+#[allow(dead_code, reason = "the tests of leases use the rest of it")]
+#[path = "leases/api.rs"]
+mod gpu_node_api;
 #[path = "audit/honest.rs"]
 mod honest;
 #[path = "audit/large.rs"]

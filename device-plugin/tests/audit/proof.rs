@@ -3,8 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use crate::common::eventually;
 use crate::container::{Container, PLAIN};
 use crate::devices::DeviceCgroups;
+use crate::gpu_node_api::FakeGpuNodeApi;
 use crate::honest::check_no_findings;
 use crate::managed::{machine_with, start_owner};
 use crate::reclaim::{park, wait_for_bytes_in_state};
@@ -49,5 +51,35 @@ async fn memory_stays_unreclaimed_until_managed_memory_has_left() {
     check_no_findings(&machine).await;
     drop(owner);
     machine.end(&owner_pod);
+    machine.until_started(&queued_pod).await;
+}
+
+#[tokio::test]
+async fn drain_frees_memory_that_managed_memory_hides() {
+    let mut api = None;
+    let machine = machine_with(|machine| api = Some(FakeGpuNodeApi::start(machine))).await;
+    let api = api.unwrap();
+    let mut devices = DeviceCgroups::v1(&machine);
+    let (_, mut owner) = start_owner(&machine, &mut devices, 64).await;
+    let managed = owner.number(&format!("managed {}", 64 * GIB));
+    let pod = machine.admit("exporter", 8).await;
+    let mut exporter = Container::start(&machine, &pod, PLAIN).await;
+    exporter.ok("open libcuda.so.1");
+    exporter.ok(&format!("export {}", 6 * GIB));
+    let parked = park(&mut exporter);
+    owner.ok(&format!("touch {managed} {}", 16 * GIB));
+    drop((exporter, parked));
+    machine.end(&pod);
+    wait_for_bytes_in_state(&machine, "leaked", 6 * GIB).await;
+    let queued_pod = machine.admit("queued", 12).await;
+    let expected = "waiting for 12 GiB on one GPU: largest free 9 GiB";
+    machine.until_refused(&queued_pod, expected).await;
+    let status = api.status();
+    let mut gpus = status["gpus"].as_array().unwrap().iter();
+    let is_shared = |gpu: &&serde_json::Value| gpu["free"] != 0;
+    let gpu = gpus.find(is_shared).unwrap()["uuid"].as_str().unwrap();
+    api.drain(&[gpu]);
+    eventually("the drain ends the owner", || !owner.is_alive()).await;
+    api.drain(&[]);
     machine.until_started(&queued_pod).await;
 }

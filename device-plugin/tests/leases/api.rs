@@ -12,20 +12,23 @@ use crate::machine::Machine;
 
 const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
 
-/// The names of all pods that the tests of this target start.
-const PODS: [&str; 14] = [
+/// The names of all pods that the tests over this server start.
+const PODS: [&str; 17] = [
     "a",
     "b",
     "busy",
     "c",
     "d",
     "exporter",
+    "fills",
     "full",
     "held",
     "idle",
+    "managed",
     "neighbour",
     "open",
     "other",
+    "queued",
     "slow",
     "whole",
 ];
