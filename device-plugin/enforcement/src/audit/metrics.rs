@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::context_policy::FaultAction;
-use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_metrics::{
     EncodeFamilies, FamilyEncoder, Label, LatestFigures, RegisterMetric as _, gauge_value,
     gpu_label, seconds_histogram,
@@ -14,7 +14,7 @@ use bursar_metrics::{
 use bursar_node::allocator::BoundContainer;
 use bursar_node::checkpoint_state::ContainerName;
 use bursar_protocol::error_class::ErrorClass;
-use bursar_sessions::{Account, ContainerUsage, Fault, RecoveryAction};
+use bursar_sessions::{Account, AccountBalance, ContainerUsage, Fault, RecoveryAction};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
@@ -108,6 +108,7 @@ impl AuditMetrics {
 impl EncodeFamilies for AuditFigures {
     fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         self.encode_accounts(tables)?;
+        self.encode_processes(tables)?;
         self.encode_containers(tables)?;
         self.encode_enforcement(tables)?;
         self.encode_gpus(tables)
@@ -120,77 +121,84 @@ impl AuditFigures {
         containers.filter_map(|container| Some((container, self.usage.get(&container.allocation)?)))
     }
 
+    /// Each account of a container with usage.
+    fn accounts(
+        &self,
+    ) -> impl Iterator<Item = (&BoundContainer, &ContainerUsage, &AccountBalance)> {
+        let containers = self.containers_with_usage();
+        containers.flat_map(|(container, usage)| {
+            let accounts = usage.accounts.iter();
+            accounts.map(move |account| (container, usage, account))
+        })
+    }
+
     fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
-        let (mut quota, mut used, mut peak) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut charged, mut drift, mut utilization) = (Vec::new(), Vec::new(), Vec::new());
-        for (container, usage) in self.containers_with_usage() {
-            for account in &usage.accounts {
-                let (name, difference) = match &account.account {
-                    Account::Gpu(gpu) => {
-                        let key = (usage.allocation, gpu.clone());
-                        (gpu.as_str(), self.result.drift.get(&key))
-                    }
-                    Account::Managed => ("managed", None),
-                };
-                if let Account::Gpu(gpu) = &account.account {
-                    let key = (usage.allocation, gpu.clone());
-                    let percent = self.result.sm_percents.get(&key);
-                    utilization.extend(percent.map(|percent| {
-                        let labels = container_labels(container);
-                        let gpu = gpu.to_string();
-                        ((labels, [("gpu", gpu)]), f64::from(*percent) / 100.0)
-                    }));
-                }
-                let labels = (container_labels(container), [("account", name)]);
-                // Managed memory that the quota covers is used memory too.
-                let in_use = account.used + account.managed;
-                quota.push((labels.clone(), gauge_value(account.quota.0)));
-                used.push((labels.clone(), gauge_value(in_use.0)));
-                peak.push((labels.clone(), gauge_value(account.peak.0)));
-                let parts = [
-                    ("granted", account.granted),
-                    ("exited", account.exited),
-                    ("leased", account.leased),
-                    ("managed", account.managed),
-                    ("untracked", account.untracked),
-                    ("overhead", account.overhead),
-                ];
-                charged.extend(parts.map(|(part, bytes)| {
-                    let labels = labels.clone();
-                    ((labels, [("part", part)]), gauge_value(bytes.0))
-                }));
-                drift.extend(difference.map(|difference| (labels, *difference)));
-            }
-        }
+        let gauges = |of: fn(&AccountBalance) -> Bytes| -> Vec<_> {
+            let accounts = self.accounts();
+            let gauge = |(container, _, account)| {
+                let bytes = of(account);
+                (account_labels(container, account), gauge_value(bytes.0))
+            };
+            accounts.map(gauge).collect()
+        };
         tables.gauges(
             "bursar_container_memory_quota_bytes",
             "Quota of a container's account",
-            quota,
+            gauges(|account| account.quota),
         )?;
         tables.gauges(
             "bursar_container_memory_used_bytes",
             "Memory that the processes of a container use, as their shims report it",
-            used,
+            // Managed memory that the quota covers is used memory too.
+            gauges(|account| account.used + account.managed),
         )?;
         tables.gauges(
             "bursar_container_memory_peak_bytes",
             "Most memory that a container has had at a time",
-            peak,
+            gauges(|account| account.peak),
         )?;
+        let charged = self.accounts().flat_map(|(container, _, account)| {
+            let labels = account_labels(container, account);
+            charged_parts(account).map(|(part, bytes)| {
+                let labels = (labels.clone(), [("part", part)]);
+                (labels, gauge_value(bytes.0))
+            })
+        });
         tables.gauges(
             "bursar_container_memory_charged_bytes",
             "Memory charged to the quota of a container's account, by part",
-            charged,
-        )?;
+            charged.collect(),
+        )
+    }
+
+    /// Encodes what NVML reports of the processes of each container.
+    fn encode_processes(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let on_gpus = || {
+            self.accounts().filter_map(|(container, usage, account)| {
+                let Account::Gpu(gpu) = &account.account else {
+                    return None;
+                };
+                Some((container, account, (usage.allocation, gpu.clone())))
+            })
+        };
+        let drift = on_gpus().filter_map(|(container, account, key)| {
+            let difference = self.result.drift.get(&key)?;
+            Some((account_labels(container, account), *difference))
+        });
         tables.gauges(
             "bursar_container_drift_bytes",
             "Memory of a container's processes by NVML less that of the agent's accounts",
-            drift,
+            drift.collect(),
         )?;
+        let utilization = on_gpus().filter_map(|(container, _, key)| {
+            let percent = self.result.sm_percents.get(&key)?;
+            let labels = (container_labels(container), [("gpu", key.1.to_string())]);
+            Some((labels, f64::from(*percent) / 100.0))
+        });
         tables.ratios(
             "bursar_container_sm_utilization_ratio",
             "SM utilization of a GPU by a container's processes, by NVML",
-            utilization,
+            utilization.collect(),
         )
     }
 
@@ -360,6 +368,30 @@ impl AuditMetrics {
 
 /// The labels of a container. Containers of one pod whose names are unknown have the same labels,
 /// and the encoder keeps one series of them.
+/// A container's labels, and the GPU of the account or `managed`.
+fn account_labels(
+    container: &BoundContainer,
+    account: &AccountBalance,
+) -> (ContainerLabels, [(&'static str, String); 1]) {
+    let name = match &account.account {
+        Account::Gpu(gpu) => gpu.to_string(),
+        Account::Managed => "managed".to_owned(),
+    };
+    (container_labels(container), [("account", name)])
+}
+
+/// The parts that are charged to the quota of an account.
+fn charged_parts(account: &AccountBalance) -> [(&'static str, Bytes); 6] {
+    [
+        ("granted", account.granted),
+        ("exited", account.exited),
+        ("leased", account.leased),
+        ("managed", account.managed),
+        ("untracked", account.untracked),
+        ("overhead", account.overhead),
+    ]
+}
+
 fn container_labels(container: &BoundContainer) -> ContainerLabels {
     let [namespace, mut pod, name] = ContainerName::parts(container.name.as_ref());
     if pod.is_empty() {
