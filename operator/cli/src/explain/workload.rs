@@ -78,10 +78,9 @@ pub fn explain(snapshot: &Snapshot, controlled: &Controlled<'_>) -> Explanation 
         .saturating_sub(i64::try_from(alive.len()).unwrap_or(i64::MAX))
         .max(0);
     let failure = controlled.failure();
-    let verdict = if missing > 0 || failure.is_some() {
-        Verdict::Fails
-    } else {
-        Verdict::Runs
+    let verdict = match missing > 0 || failure.is_some() {
+        true => Verdict::Fails,
+        false => Verdict::Runs,
     };
     explanation.conclude(
         verdict,
@@ -113,10 +112,9 @@ pub fn explain(snapshot: &Snapshot, controlled: &Controlled<'_>) -> Explanation 
     if let Some(worst) = failing.min_by_key(|pod| Reverse(pod.verdict)) {
         explanation.verdict = explanation.verdict.max(worst.verdict);
         explanation.say("pod", worst.headline);
-        worst
-            .causes
-            .into_iter()
-            .for_each(|cause| explanation.add(cause));
+        for cause in worst.causes {
+            explanation.add(cause);
+        }
         explanation.lines.extend(worst.lines);
     }
     explanation.remedies();

@@ -39,8 +39,8 @@ fn healthy() -> Snapshot {
             json!({ "metadata": { "name": "bursar" }, "spec": { "selector": { "matchLabels": { "app.kubernetes.io/name": "bursar" } } } }),
         ],
         network_policies: vec![
-            json!({ "spec": { "ingress": [{ "from": [{ "namespaceSelector": {
-            "matchLabels": { "kubernetes.io/metadata.name": "monitoring" } } }] }] } }),
+            json!({ "spec": { "policyTypes": ["Ingress"], "ingress": [{ "from": [{ "namespaceSelector": { "matchExpressions": [
+                { "key": "kubernetes.io/metadata.name", "operator": "In", "values": ["observability", "monitoring"] } ] } }] }] } }),
         ],
         leases: vec![parse(
             json!({ "metadata": { "name": "n" }, "spec": { "renewTime": ago(5) } }),
@@ -333,6 +333,14 @@ fn metrics_fd_stores_relays_and_clocks_are_found() {
     finds(
         &with(|all| {
             all.namespaces.pop();
+        }),
+        "NotScraped",
+        Level::Warn,
+    );
+    finds(
+        &with(|all| {
+            // The chart's policy without namespaces and peers.
+            all.network_policies[0] = json!({ "spec": { "policyTypes": ["Ingress"] } });
         }),
         "NotScraped",
         Level::Warn,

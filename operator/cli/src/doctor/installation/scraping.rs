@@ -1,6 +1,9 @@
 //! Checks that Prometheus reads the metrics.
 
-use serde_json::{Map, Value};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use kube::core::{Selector, SelectorExt as _};
+use serde::Deserialize as _;
+use serde_json::Value;
 
 use super::super::{Finding, Level};
 use super::namespace;
@@ -10,11 +13,11 @@ use crate::snapshot::{ABSENT, Kind, Snapshot};
 /// Whether a PodMonitor selects Bursar's pods, and a namespace may read their metrics.
 pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
     let own = namespace(snapshot)?;
-    if let Some(selected) = closed_to(snapshot) {
+    if let Some(closed) = closed(snapshot) {
         return Some(Finding::new(
             Level::Warn,
             "NotScraped",
-            format!("no namespace has the labels that may read the metrics: {selected}"),
+            closed,
             "set networkPolicy.monitoringNamespaces or metricsPeers to the namespace of \
              Prometheus",
         ));
@@ -51,34 +54,47 @@ pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
     })
 }
 
-/// The namespace labels in a rule of a NetworkPolicy of Bursar's that admits no namespace.
-fn closed_to(snapshot: &Snapshot) -> Option<String> {
+/// What a NetworkPolicy of Bursar's admits to the metrics, if that is no namespace at all.
+fn closed(snapshot: &Snapshot) -> Option<String> {
     if !snapshot.has_all(Kind::Namespaces) || snapshot.namespaces.is_empty() {
         return None;
     }
+    let limits_ingress = |spec: &&Value| {
+        let types = spec["policyTypes"].as_array();
+        types.is_none_or(|types| types.iter().any(|name| name == "Ingress"))
+    };
     let policies = snapshot.network_policies.iter();
-    let rules = policies.filter_map(|policy| policy["spec"]["ingress"].as_array());
-    rules.flatten().find_map(|rule| {
-        let peers = rule["from"].as_array()?;
-        let admits = |peer: &Value| {
-            // A peer without namespace labels is of another kind, such as an address.
-            let labels = peer["namespaceSelector"]["matchLabels"].as_object();
-            labels.is_none_or(|labels| snapshot.namespaces.iter().any(|of| has_labels(of, labels)))
-        };
-        if peers.iter().any(admits) {
-            return None;
-        }
-        let labels = peers.first()?["namespaceSelector"]["matchLabels"].as_object()?;
-        let labels = labels.iter();
-        let list =
-            labels.map(|(key, value)| format!("{key}={}", value.as_str().unwrap_or_default()));
-        Some(list.collect::<Vec<_>>().join(","))
+    let mut specs = policies
+        .map(|policy| &policy["spec"])
+        .filter(limits_ingress);
+    specs.find_map(|spec| match spec["ingress"].as_array() {
+        None => Some("the NetworkPolicy admits nobody to the metrics".to_owned()),
+        Some(rules) => rules
+            .iter()
+            .find_map(|rule| closed_to(rule, &snapshot.namespaces)),
     })
 }
 
-fn has_labels(namespace: &Named, labels: &Map<String, Value>) -> bool {
-    let found = &namespace.metadata.labels;
-    labels
-        .iter()
-        .all(|(key, value)| found.get(key).map(String::as_str) == value.as_str())
+fn closed_to(rule: &Value, namespaces: &[Named]) -> Option<String> {
+    let peers = rule["from"].as_array().filter(|peers| !peers.is_empty())?;
+    // A peer without a selector of namespaces is of another kind, such as an address.
+    let selectors: Option<Vec<Selector>> = peers.iter().map(namespace_selector).collect();
+    let selectors = selectors?;
+    let is_admitted = |of: &Named| {
+        let mut selectors = selectors.iter();
+        selectors.any(|selector| selector.matches(&of.metadata.labels))
+    };
+    if namespaces.iter().any(is_admitted) {
+        return None;
+    }
+    let list: Vec<String> = selectors.iter().map(Selector::to_string).collect();
+    let list = list.join(" or ");
+    Some(format!(
+        "no namespace has the labels that may read the metrics: {list}"
+    ))
+}
+
+fn namespace_selector(peer: &Value) -> Option<Selector> {
+    let selector = LabelSelector::deserialize(&peer["namespaceSelector"]).ok()?;
+    selector.try_into().ok()
 }
