@@ -20,7 +20,7 @@ use bursar_protocol::fdstore::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::{mpsc, oneshot};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 /// The deadline of one message. The fd store waits for nothing while it answers.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -208,12 +208,14 @@ struct ClientThread {
 
 impl ClientThread {
     fn run(mut self) {
+        let mut is_away = false;
         while !self.events.is_closed() {
             self.connection += 1;
             let connected = self.connect();
             match connected {
                 Ok((stream, stored, capacity)) => {
                     info!(leases = stored.len(), capacity, "fd store connected");
+                    is_away = false;
                     let connection = Connection {
                         number: self.connection,
                         calls: self.calls.clone(),
@@ -233,7 +235,12 @@ impl ClientThread {
                     info!(error = %ended, "fd store disconnected");
                     let _ = self.events.send(StoreEvent::Lost);
                 }
-                Err(error) => debug!(%error, "failed to connect to the fd store; retrying"),
+                // One line for each outage.
+                Err(error) if is_away => debug!(%error, "failed to connect to the fd store"),
+                Err(error) => {
+                    warn!(%error, "failed to connect to the fd store; trying again: if its version is not the agent's, delete its pod, which ends all retained memory");
+                    is_away = true;
+                }
             }
             self.fail_calls_for(RECONNECT_DELAY);
         }

@@ -238,8 +238,8 @@ fn retained_memory(retained: &RetainedStatus) -> State {
         ),
         _ if !is_store_connected => holds_not(
             names::FD_STORE_UNAVAILABLE,
-            "the fd store does not reply: see its pod's log; if its version is not the agent's, \
-             delete the pod, which ends all retained memory",
+            "the fd store does not reply: see its pod's log and the agent's; if its version is not \
+             the agent's, delete the pod, which ends all retained memory",
         ),
         (_, Some((gpu, runtime))) if runtime.state == RuntimeState::Refused => holds_not(
             names::CUDA_REFUSED,
