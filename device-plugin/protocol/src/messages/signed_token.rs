@@ -15,6 +15,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
+
 use super::DecodeError;
 use super::token::{GpuToken, MAX_NODE, MAX_TOKEN, MemoryId};
 
@@ -41,7 +43,7 @@ impl NodePublicKey {
 impl fmt::Display for NodePublicKey {
     /// Formats the key as 64 hex digits, as `GpuNode` has it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&HEXLOWER.encode(&self.0))
     }
 }
 
@@ -53,20 +55,10 @@ impl FromStr for NodePublicKey {
     /// # Errors
     /// [`DecodeError`] for anything else.
     fn from_str(text: &str) -> Result<NodePublicKey, DecodeError> {
-        let malformed = || DecodeError::BadValue("public key (64 hex digits)");
-        let mut key = [0; 32];
-        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-        if pairs.len() != key.len() || !rest.is_empty() {
-            return Err(malformed());
-        }
-        for (byte, pair) in key.iter_mut().zip(pairs) {
-            // `from_str_radix` accepts a sign as well.
-            let is_hex = pair.iter().all(u8::is_ascii_hexdigit);
-            let pair = std::str::from_utf8(pair).map_err(|_| malformed())?;
-            let parsed = u8::from_str_radix(pair, 16).ok().filter(|_| is_hex);
-            *byte = parsed.ok_or_else(malformed)?;
-        }
-        Ok(NodePublicKey(key))
+        let key = HEXLOWER_PERMISSIVE.decode(text.as_bytes()).ok();
+        let key = key.and_then(|key| key.try_into().ok());
+        key.map(NodePublicKey)
+            .ok_or(DecodeError::BadValue("public key (64 hex digits)"))
     }
 }
 

@@ -98,50 +98,21 @@ pub(crate) enum StoredRecord {
     },
 }
 
-/// Serializes a key as 64 hex digits, because blobs occupy the fd store's memory. Older agents
-/// wrote a list of numbers.
+/// Serializes a key as 64 hex digits, because blobs occupy the fd store's memory.
 mod hex {
-    use std::fmt::Write as _;
-
     use bursar_protocol::messages::retained::Key;
+    use data_encoding::HEXLOWER;
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serializer};
 
     pub(super) fn serialize<S: Serializer>(key: &Key, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut text = String::with_capacity(2 * key.len());
-        for byte in key {
-            // Writing to a `String` cannot fail.
-            let _ = write!(text, "{byte:02x}");
-        }
-        serializer.serialize_str(&text)
-    }
-
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Written {
-        Text(String),
-        Numbers(Key),
+        serializer.serialize_str(&HEXLOWER.encode(key))
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Key, D::Error> {
-        match Written::deserialize(from)? {
-            Written::Numbers(key) => Ok(key),
-            Written::Text(text) => parse(&text).ok_or_else(|| D::Error::custom("no key")),
-        }
-    }
-
-    fn parse(text: &str) -> Option<Key> {
-        let mut key = Key::default();
-        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-        if pairs.len() != key.len() || !rest.is_empty() {
-            return None;
-        }
-        for (byte, pair) in key.iter_mut().zip(pairs) {
-            let pair = str::from_utf8(pair).ok()?;
-            // `from_str_radix` accepts a sign as well.
-            let digits = pair.bytes().all(|digit| digit.is_ascii_hexdigit());
-            *byte = u8::from_str_radix(pair, 16).ok().filter(|_| digits)?;
-        }
-        Some(key)
+        let text = String::deserialize(from)?;
+        let key = HEXLOWER.decode(text.as_bytes()).map_err(D::Error::custom)?;
+        key.try_into()
+            .map_err(|_| D::Error::custom("a key has 64 hex digits"))
     }
 }
