@@ -1,7 +1,7 @@
 //! Runs each command of the harness.
 
 use std::future::Future;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -63,20 +63,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             keep,
             bursar,
         } => interruptible(demo(cluster.name, keep, bursar, progress))?,
-        Command::CliArchive { to, target } => {
-            let target = target.unwrap_or_else(cli_archive::default_target);
-            let archive = cli_archive::write(
-                &cli_archive::build(&target)?,
-                &target,
-                cli_archive::VERSION,
-                &to,
-            )?;
-            progress.report(format_args!(
-                "{} for {target}, and {}",
-                archive.display(),
-                to.join(cli_archive::MANIFEST).display()
-            ));
-        }
+        Command::CliArchive { to, target } => write_cli_archive(&to, target, &progress)?,
         Command::Release(args) => make_release(&args.options(), &progress)?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {
@@ -84,6 +71,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn write_cli_archive(to: &Path, target: Option<String>, progress: &Progress) -> anyhow::Result<()> {
+    let target = target.unwrap_or_else(cli_archive::default_target);
+    let program = cli_archive::build(&target)?;
+    let archive = cli_archive::write(&program, &target, cli_archive::VERSION, to)?;
+    progress.report(format_args!(
+        "{} for {target}, and {}",
+        archive.display(),
+        to.join(cli_archive::MANIFEST).display()
+    ));
+    Ok(())
 }
 
 fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {

@@ -318,18 +318,15 @@ impl PodBuilder {
             let limits = resources.limits.get_or_insert_default();
             limits.extend(self.limits.clone());
         }
-        let others = self.others.iter().map(|plan| {
-            let container = self.build_container(&plan.name, plan.arguments.clone(), plan.gib);
-            let always = (plan.role == Role::Sidecar).then(|| "Always".to_owned());
-            let container = Container {
-                restart_policy: always,
-                ..container
-            };
-            (plan.role, container)
-        });
-        let (other_beside, other_init): (Vec<_>, Vec<_>) =
-            others.partition(|(role, _)| *role == Role::Beside);
-        let container = |(_, container)| container;
+        let of_role = |is_beside: bool| {
+            let plans = self.others.iter();
+            let plans = plans.filter(move |plan| (plan.role == Role::Beside) == is_beside);
+            plans.map(|plan| Container {
+                restart_policy: (plan.role == Role::Sidecar).then(|| "Always".to_owned()),
+                ..self.build_container(&plan.name, plan.arguments.clone(), plan.gib)
+            })
+        };
+        let volumes = self.volumes.iter();
         Pod {
             metadata: ObjectMeta {
                 name: Some(self.name.clone()),
@@ -340,20 +337,10 @@ impl PodBuilder {
                 containers: [main]
                     .into_iter()
                     .chain(beside)
-                    .chain(other_beside.into_iter().map(container))
+                    .chain(of_role(true))
                     .collect(),
-                init_containers: Some(
-                    sidecar
-                        .chain(init)
-                        .chain(other_init.into_iter().map(container))
-                        .collect(),
-                ),
-                volumes: Some(
-                    self.volumes
-                        .iter()
-                        .map(|(_, volume)| volume.clone())
-                        .collect(),
-                ),
+                init_containers: Some(sidecar.chain(init).chain(of_role(false)).collect()),
+                volumes: Some(volumes.map(|(_, volume)| volume.clone()).collect()),
                 node_selector: self.node.as_deref().map(hostname),
                 priority_class_name: self.priority_class.clone(),
                 restart_policy: Some(if self.restarts { "Always" } else { "Never" }.to_owned()),

@@ -211,6 +211,27 @@ impl GpuGenerations {
             changed = true;
         }
         let before = self.entries.clone();
+        self.update_entries(gpus);
+        self.warn_of_late_write();
+        self.evict_absent();
+        changed |= self.entries != before;
+        self.has_unsaved |= changed;
+        let grown = grown(&known, self.by_gpu());
+        if self.is_unread || !self.has_unsaved {
+            return grown;
+        }
+        if changed {
+            self.disk_file.write(self.entries.clone());
+        }
+        match self.run_file.save(&self.entries) {
+            Ok(()) => self.has_unsaved = false,
+            Err(error) if changed => warn!(%error, "failed to write generations to the run folder"),
+            Err(_) => {}
+        }
+        grown
+    }
+
+    fn update_entries(&mut self, gpus: &[GpuState]) {
         let first = first_generation(&self.entries);
         for state in gpus {
             let entry = self
@@ -236,6 +257,9 @@ impl GpuGenerations {
                 entry.gpu = None;
             }
         }
+    }
+
+    fn warn_of_late_write(&mut self) {
         let late = self.late_write();
         if let Some(LateWrite { directory, lag }) = &late
             && !self.is_lagging
@@ -247,22 +271,6 @@ impl GpuGenerations {
             );
         }
         self.is_lagging = late.is_some();
-        self.evict_absent();
-        changed |= self.entries != before;
-        self.has_unsaved |= changed;
-        let grown = grown(&known, self.by_gpu());
-        if self.is_unread || !self.has_unsaved {
-            return grown;
-        }
-        if changed {
-            self.disk_file.write(self.entries.clone());
-        }
-        match self.run_file.save(&self.entries) {
-            Ok(()) => self.has_unsaved = false,
-            Err(error) if changed => warn!(%error, "failed to write generations to the run folder"),
-            Err(_) => {}
-        }
-        grown
     }
 
     /// The write of the file on the disk, if it is late.

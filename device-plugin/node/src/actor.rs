@@ -257,11 +257,7 @@ impl NodeTask {
                 Ok(()) = wait_if_present(&mut self.inputs.scrubbed) => self.apply_scrub_status().await,
                 // Without the API server the last known spec stays in force.
                 Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,
-                Ok(()) = self.inputs.withheld.changed() => {
-                    let withheld = self.inputs.withheld.borrow_and_update().clone();
-                    self.allocator.set_withheld(withheld, clock::now()).await;
-                    self.publish();
-                }
+                Ok(()) = self.inputs.withheld.changed() => self.apply_withheld().await,
                 _ = tick.tick() => {
                     self.allocator.release_ended_pods(clock::now()).await;
                     ticks = ticks.wrapping_add(1);
@@ -284,6 +280,12 @@ impl NodeTask {
                 }
             }
         }
+    }
+
+    async fn apply_withheld(&mut self) {
+        let withheld = self.inputs.withheld.borrow_and_update().clone();
+        self.allocator.set_withheld(withheld, clock::now()).await;
+        self.publish();
     }
 
     async fn handle(&mut self, command: Command) {

@@ -20,83 +20,93 @@ impl EncodeFamilies for ReportFigures {
         let Some(report) = &self.0 else {
             return Ok(());
         };
-        let status = &report.status;
-        let quantum = bytes_of(status.quantum.as_ref());
-        let gpus = || status.gpus.iter();
-        let each = |figure: &dyn Fn(&GpuStatus) -> i64| -> Vec<(Label, i64)> {
-            gpus()
-                .map(|gpu| (gpu_label(&gpu.uuid), figure(gpu)))
-                .collect()
-        };
-        let capacity = |gpu: &GpuStatus| i64::from(gpu.capacity) * quantum;
-        tables.gauges(
-            "bursar_gpu_memory_size_bytes",
-            "Memory of a GPU, as the driver reports it",
-            each(&|gpu| bytes_of(Some(&gpu.memory))),
-        )?;
-        tables.gauges(
-            "bursar_gpu_memory_capacity_bytes",
-            "Memory of a GPU that pods can have",
-            each(&capacity),
-        )?;
-        let by_state = gpus().flat_map(|gpu| {
-            let free = i64::from(gpu.free) * quantum;
-            let leaked = report.exported.get(&gpu.uuid);
-            let states = [
-                ("free", free),
-                ("bound", (capacity(gpu) - free).max(0)),
-                ("leaked", leaked.map_or(0, |leaked| to_i64(leaked.bytes.0))),
-                ("withheld", bytes_of(gpu.withheld.as_ref())),
-            ];
-            states.map(|(state, bytes)| (with_state(&gpu.uuid, state), bytes))
-        });
-        tables.gauges(
-            "bursar_gpu_memory_bytes",
-            "Memory of a GPU by state: bound, free, leaked, withheld",
-            by_state.collect(),
-        )?;
-        tables.gauges(
-            "bursar_gpu_healthy",
-            "1 while new pods may be bound to the GPU",
-            each(&|gpu| (gpu.health.status == HealthStatus::Healthy).into()),
-        )?;
-        let infos = gpus().map(|gpu| {
-            let labels = [
-                ("gpu", gpu.uuid.clone()),
-                ("index", gpu.index.to_string()),
-                ("model", gpu.model.clone()),
-                ("driver", status.driver_version.clone().unwrap_or_default()),
-            ];
-            (labels, 1)
-        });
-        tables.gauges(
-            "bursar_gpu_info",
-            "Index, model and driver of a GPU; always 1",
-            infos.collect(),
-        )?;
-        let mut open: BTreeMap<_, i64> = BTreeMap::new();
-        for fault in &status.faults {
-            let action = fault.action.map_or("undecided", FaultAction::label);
-            let labels = [("gpu", fault.gpu.as_str()), ("action", action)];
-            *open.entry(labels).or_default() += 1;
-        }
-        tables.gauges(
-            "bursar_gpu_faults_open",
-            "Open faults of a GPU and of programs on it, by action",
-            open.into_iter().collect(),
-        )?;
-        let ready = ready_condition(&report.conditions);
-        let conditions = std::iter::once(&ready).chain(&report.conditions);
-        let conditions = conditions.map(|update| {
-            let value = update.holds.map_or(-1, i64::from);
-            ([("condition", update.type_)], value)
-        });
-        tables.gauges(
-            "bursar_node_condition",
-            "1 while a condition of the node is True, 0 while it is False, -1 while it is Unknown",
-            conditions.collect(),
-        )
+        encode_memory(report, tables)?;
+        encode_health(report, tables)
     }
+}
+
+fn of_each_gpu(report: &NodeReport, figure: impl Fn(&GpuStatus) -> i64) -> Vec<(Label, i64)> {
+    let gpus = report.status.gpus.iter();
+    gpus.map(|gpu| (gpu_label(&gpu.uuid), figure(gpu)))
+        .collect()
+}
+
+fn encode_memory(report: &NodeReport, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+    let quantum = bytes_of(report.status.quantum.as_ref());
+    let capacity = |gpu: &GpuStatus| i64::from(gpu.capacity) * quantum;
+    tables.gauges(
+        "bursar_gpu_memory_size_bytes",
+        "Memory of a GPU, as the driver reports it",
+        of_each_gpu(report, |gpu| bytes_of(Some(&gpu.memory))),
+    )?;
+    tables.gauges(
+        "bursar_gpu_memory_capacity_bytes",
+        "Memory of a GPU that pods can have",
+        of_each_gpu(report, capacity),
+    )?;
+    let by_state = report.status.gpus.iter().flat_map(|gpu| {
+        let free = i64::from(gpu.free) * quantum;
+        let leaked = report.exported.get(&gpu.uuid);
+        let states = [
+            ("free", free),
+            ("bound", (capacity(gpu) - free).max(0)),
+            ("leaked", leaked.map_or(0, |leaked| to_i64(leaked.bytes.0))),
+            ("withheld", bytes_of(gpu.withheld.as_ref())),
+        ];
+        states.map(|(state, bytes)| (with_state(&gpu.uuid, state), bytes))
+    });
+    tables.gauges(
+        "bursar_gpu_memory_bytes",
+        "Memory of a GPU by state: bound, free, leaked, withheld",
+        by_state.collect(),
+    )
+}
+
+fn encode_health(report: &NodeReport, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+    let status = &report.status;
+    tables.gauges(
+        "bursar_gpu_healthy",
+        "1 while new pods may be bound to the GPU",
+        of_each_gpu(report, |gpu| {
+            (gpu.health.status == HealthStatus::Healthy).into()
+        }),
+    )?;
+    let infos = status.gpus.iter().map(|gpu| {
+        let labels = [
+            ("gpu", gpu.uuid.clone()),
+            ("index", gpu.index.to_string()),
+            ("model", gpu.model.clone()),
+            ("driver", status.driver_version.clone().unwrap_or_default()),
+        ];
+        (labels, 1)
+    });
+    tables.gauges(
+        "bursar_gpu_info",
+        "Index, model and driver of a GPU; always 1",
+        infos.collect(),
+    )?;
+    let mut open: BTreeMap<_, i64> = BTreeMap::new();
+    for fault in &status.faults {
+        let action = fault.action.map_or("undecided", FaultAction::label);
+        let labels = [("gpu", fault.gpu.as_str()), ("action", action)];
+        *open.entry(labels).or_default() += 1;
+    }
+    tables.gauges(
+        "bursar_gpu_faults_open",
+        "Open faults of a GPU and of programs on it, by action",
+        open.into_iter().collect(),
+    )?;
+    let ready = ready_condition(&report.conditions);
+    let conditions = std::iter::once(&ready).chain(&report.conditions);
+    let conditions = conditions.map(|update| {
+        let value = update.holds.map_or(-1, i64::from);
+        ([("condition", update.type_)], value)
+    });
+    tables.gauges(
+        "bursar_node_condition",
+        "1 while a condition of the node is True, 0 while it is False, -1 while it is Unknown",
+        conditions.collect(),
+    )
 }
 
 /// The retained leases and the allocator runtime of each GPU.

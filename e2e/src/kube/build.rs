@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use super::packages::{self, PackageError};
@@ -132,21 +132,7 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
         .stderr(stderr)
         .spawn()
         .map_err(BuildError::NoGo)?;
-    let mut last_report = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().map_err(file(&log))? {
-            break status;
-        }
-        if last_report.elapsed() >= Duration::from_secs(15) {
-            progress.report(format_args!(
-                "{}: still building after {} s",
-                part.name,
-                start.elapsed().as_secs()
-            ));
-            last_report = Instant::now();
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    };
+    let status = wait_for(&mut child, part.name, progress).map_err(file(&log))?;
     let missing = part
         .programs
         .iter()
@@ -171,6 +157,23 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
         start.elapsed().as_secs_f64()
     ));
     Ok(())
+}
+
+/// Waits for the end of a build, and reports every 15 s that it goes on.
+fn wait_for(child: &mut Child, name: &str, progress: &Progress) -> io::Result<ExitStatus> {
+    let start = Instant::now();
+    let mut last_report = start;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        if last_report.elapsed() >= Duration::from_secs(15) {
+            let seconds = start.elapsed().as_secs();
+            progress.report(format_args!("{name}: still building after {seconds} s"));
+            last_report = Instant::now();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 fn network_hint(text: &str) -> &'static str {

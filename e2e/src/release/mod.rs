@@ -176,19 +176,13 @@ pub fn make(
     } = options;
     let version = version.as_str();
     let started_on = Timestamp::now();
-    let mut folders = destinations
-        .iter()
-        .filter_map(|destination| match destination {
-            Destination::Folder(folder) => Some(folder.clone()),
-            Destination::Registry(_) => None,
-        });
-    let registries: Vec<&str> = destinations
-        .iter()
-        .filter_map(|destination| match destination {
-            Destination::Registry(registry) => Some(registry.as_str()),
-            Destination::Folder(_) => None,
-        })
-        .collect();
+    let (mut folder, mut registries) = (None, Vec::new());
+    for destination in destinations {
+        match destination {
+            Destination::Folder(path) => folder = folder.or_else(|| Some(path.clone())),
+            Destination::Registry(registry) => registries.push(registry.as_str()),
+        }
+    }
     if destinations.is_empty() {
         return Err(ReleaseError::NoDestination);
     }
@@ -197,7 +191,7 @@ pub fn make(
     let signer = key.as_deref().map(|key| Signer::new(key, progress));
     let signer = signer.transpose()?;
 
-    let folder = folders.next().unwrap_or_else(|| default_folder(version));
+    let folder = folder.unwrap_or_else(|| default_folder(version));
     match fs::remove_dir_all(folder.join(LAYOUTS)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(file_error(&folder)(error));
@@ -205,15 +199,7 @@ pub fn make(
         _ => fs::create_dir_all(&folder).map_err(file_error(&folder))?,
     }
     let digests = match programs {
-        Some(programs) => {
-            write_bills(programs, version, &folder, progress)?;
-            let digests = write_images(programs, version, &folder, progress)?;
-            let path = folder.join(file_of_provenance(version, images::architecture()));
-            let provenance =
-                provenance::predicate(version, started_on).map_err(file_error(&path))?;
-            write_json(&path, &provenance)?;
-            digests
-        }
+        Some(programs) => write_programs(programs, version, &folder, started_on, progress)?,
         None => join_images(parts, &folder)?,
     };
     let references = ImageReferences {
@@ -267,6 +253,23 @@ pub fn make(
         images,
         chart: chart.map(|registry| format!("oci://{registry}/charts/bursar")),
     })
+}
+
+/// Writes the images of these programs, their bills of materials and their provenance. Returns the
+/// images' digests.
+fn write_programs(
+    programs: &Binaries,
+    version: &str,
+    folder: &Path,
+    started_on: Timestamp,
+    progress: &Progress,
+) -> Result<BTreeMap<&'static str, String>, ReleaseError> {
+    write_bills(programs, version, folder, progress)?;
+    let digests = write_images(programs, version, folder, progress)?;
+    let path = folder.join(file_of_provenance(version, images::architecture()));
+    let provenance = provenance::predicate(version, started_on).map_err(file_error(&path))?;
+    write_json(&path, &provenance)?;
+    Ok(digests)
 }
 
 /// Returns the folder of a release that goes to registries only.

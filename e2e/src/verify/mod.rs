@@ -92,15 +92,7 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         chosen.retain(|check| check.trial().is_some());
     }
     if args.list {
-        let width = chosen
-            .iter()
-            .map(|check| check.name.len())
-            .max()
-            .unwrap_or(0);
-        for check in chosen {
-            let tier = if check.is_long { "(long) " } else { "" };
-            println!("{:width$}  {tier}{}", check.name, check.promise);
-        }
+        list(&chosen);
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
@@ -108,17 +100,12 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     if !is_long && let Some(seed) = seeds::fix() {
         progress.report(format_args!("random tests have the tree's seed, {seed}"));
     }
-    let mut passed = match args.kubernetes {
-        None if is_long => PassedChecks::of_tree(),
-        _ => PassedChecks::default(),
-    };
+    let mut passed = passed_before(&chosen, args);
     if args.long {
         let before = chosen.len();
         chosen.retain(|check| !(check.is_long && passed.has(&check.name)));
         let known = before - chosen.len();
-        progress.report(format_args!(
-            "{known} checks have passed on this tree before"
-        ));
+        progress.report(format_args!("{known} checks passed before on this tree"));
     }
     let version = args.kubernetes.unwrap_or(KUBERNETES_VERSIONS[0]);
     let jobs = || checks::background_jobs(&chosen, version, is_long);
@@ -166,6 +153,24 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     };
     repeat_failed(&mut outcomes, repeat, &progress);
     Ok(report(&outcomes))
+}
+
+/// Prints the checks with their promises.
+fn list(checks: &[&Check]) {
+    let lengths = checks.iter().map(|check| check.name.len());
+    let width = lengths.max().unwrap_or(0);
+    for check in checks {
+        let tier = if check.is_long { "(long) " } else { "" };
+        println!("{:width$}  {tier}{}", check.name, check.promise);
+    }
+}
+
+/// The checks that passed before on this tree, where these are of the long tier.
+fn passed_before(chosen: &[&Check], args: &VerifyArgs) -> PassedChecks {
+    match args.kubernetes {
+        None if chosen.iter().any(|check| check.is_long) => PassedChecks::of_tree(),
+        _ => PassedChecks::default(),
+    }
 }
 
 /// Runs the tests of a few failed checks once more, with nothing beside them. `repeat` returns

@@ -58,20 +58,9 @@ pub async fn run(
                 Ok(()) => {
                     info!(node, ?gpus, "applied a drain for NVIDIA's operators");
                     let before = applied.insert(uid, gpus.clone());
-                    if gpus.is_empty() == before.is_none_or(|before| before.is_empty()) {
-                        continue;
+                    if gpus.is_empty() != before.is_none_or(|before| before.is_empty()) {
+                        publish_drain(&writer, &node, &gpus).await;
                     }
-                    let (reason, note) = match gpus.is_empty() {
-                        false => (
-                            "GpusDraining",
-                            "NVIDIA's operators change the driver or MIG instances: GPUs of this node are drained",
-                        ),
-                        true => (
-                            "GpusReturned",
-                            "NVIDIA's operators are done: GPUs of this node get pods again",
-                        ),
-                    };
-                    publish_on_node(writer.client(), &node, reason, note).await;
                 }
                 Err(error) => {
                     failed = true;
@@ -85,4 +74,19 @@ pub async fn run(
         }
         failing = failed;
     }
+}
+
+/// Publishes on the node that NVIDIA's operators begin or end a drain.
+async fn publish_drain(writer: &ApiWriter, node: &str, gpus: &[String]) {
+    let (reason, note) = match gpus.is_empty() {
+        false => (
+            "GpusDraining",
+            "NVIDIA's operators change the driver or MIG instances: GPUs of this node are drained",
+        ),
+        true => (
+            "GpusReturned",
+            "NVIDIA's operators are done: GPUs of this node get pods again",
+        ),
+    };
+    publish_on_node(writer.client(), node, reason, note).await;
 }

@@ -93,11 +93,8 @@ pub async fn run(
         let recent = xids.borrow_and_update().clone();
         for (line, suspect) in pending.take_confirmed(&recent, now.moment) {
             inputs.sessions.record_xid(&suspect, line.xid, now);
-            info!(
-                pid = line.pid,
-                xid = line.xid,
-                "xid of a container's process"
-            );
+            let (pid, xid) = (line.pid, line.xid);
+            info!(pid, xid, "xid of a container's process");
         }
         if is_whole {
             release(&mut waiting);

@@ -8,7 +8,7 @@ use super::super::boot_time::BootTime;
 use super::super::claim::{Claim, State};
 use super::super::types::{ClaimId, SetAside, WaitReason};
 use super::Planned;
-use crate::units::{Bytes, Quanta, Resource};
+use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 impl Ledger {
     /// The reason why the claim waits; none where it does not wait.
@@ -28,12 +28,12 @@ impl Ledger {
         now: BootTime,
     ) -> WaitReason {
         let claim = &self.claims[&id];
+        let is_device = claim.resource == Resource::DeviceMemory;
         let queue = self.queue(claim.resource, now);
-        let bins = self.bins(claim.resource, now);
-        let bins = match claim.resource {
-            Resource::DeviceMemory => self.bins_open_to(&claim.pod, &bins),
-            Resource::ManagedMemory => bins,
-        };
+        let mut bins = self.bins(claim.resource, now);
+        if is_device {
+            bins = self.bins_open_to(&claim.pod, &bins);
+        }
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
@@ -42,10 +42,9 @@ impl Ledger {
         let shares = binder::split_quanta(&bins, quanta, request.min_bins);
         let healthy = bins.iter().filter(|bin| bin.capacity > 0).count();
         let wanted = request.min_bins;
-        let too_few_gpus = (claim.resource == Resource::DeviceMemory
-            && u32::from(wanted) <= quanta
-            && usize::from(wanted) > healthy)
-            .then_some((wanted, healthy));
+        let too_few_gpus =
+            (is_device && u32::from(wanted) <= quanta && usize::from(wanted) > healthy)
+                .then_some((wanted, healthy));
         let beyond_instance = shares.is_none() && {
             let capacities = bins
                 .iter()
@@ -54,55 +53,43 @@ impl Ledger {
             capacities.sum::<u32>() >= quanta
         };
         let shares = shares.filter(|_| binder::fits_when_empty(&bins, &request));
-        let (gpus, largest_free_gpu) = match claim.resource {
-            Resource::ManagedMemory => (None, None),
-            Resource::DeviceMemory => (
-                shares.and_then(|shares| u16::try_from(shares.len()).ok()?.try_into().ok()),
-                largest.and_then(|i| self.gpus.keys().nth(i).cloned()),
-            ),
-        };
+        let gpu_count = shares.and_then(|shares| u16::try_from(shares.len()).ok()?.try_into().ok());
+        let largest_gpu = largest.filter(|_| is_device);
         let others = request.quanta.iter().skip(1);
-        let set_aside = match (claim.resource, largest) {
-            (Resource::DeviceMemory, Some(gpu)) => self.set_aside_by(planned).into_iter().nth(gpu),
-            _ => None,
-        };
-        let set_aside = set_aside.into_iter().flat_map(|(_, pods)| pods);
-        let for_other_pods = set_aside.filter(|(pod, _)| *pod != claim.pod);
+        let on_gpu = |gpu: Option<&GpuUuid>| gpu.filter(|_| is_device).cloned();
         WaitReason {
             resource: claim.resource,
             needed: claim.device_ids.quanta().bytes(self.quantum),
             other_containers: others
                 .map(|quanta| Quanta(*quanta).bytes(self.quantum))
                 .collect(),
-            gpus,
+            gpus: gpu_count.filter(|_| is_device),
             too_few_gpus: too_few_gpus.filter(|_| wanted > 1),
             beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
-            largest_free_gpu,
-            set_aside: for_other_pods
-                .map(|(pod, quanta)| SetAside {
-                    name: pod.to_string(),
-                    pod,
-                    amount: quanta.bytes(self.quantum),
-                })
-                .collect(),
-            closed_gpu: match claim.resource {
-                Resource::DeviceMemory => self.closed_gpu(id).cloned(),
-                Resource::ManagedMemory => None,
-            },
-            refused_gpu: match claim.resource {
-                Resource::DeviceMemory => self.refused_gpu().cloned(),
-                Resource::ManagedMemory => None,
-            },
-            untried_gpu: match claim.resource {
-                Resource::DeviceMemory => self.untried_gpu().cloned(),
-                Resource::ManagedMemory => None,
-            },
+            largest_free_gpu: largest_gpu.and_then(|i| self.gpus.keys().nth(i).cloned()),
+            set_aside: largest_gpu.map_or(Vec::new(), |i| self.set_aside_on(i, claim, planned)),
+            closed_gpu: on_gpu(self.closed_gpu(id)),
+            refused_gpu: on_gpu(self.refused_gpu()),
+            untried_gpu: on_gpu(self.untried_gpu()),
             claims_ahead: queue.iter().take_while(|&&other| other != id).count(),
-            withheld: match claim.resource {
-                Resource::DeviceMemory => self.withheld_total(),
-                Resource::ManagedMemory => Bytes::ZERO,
+            withheld: match is_device {
+                true => self.withheld_total(),
+                false => Bytes::ZERO,
             },
         }
+    }
+
+    /// What the plan sets aside on the GPU of this index for other pods than the claim's.
+    fn set_aside_on(&self, gpu: usize, claim: &Claim, planned: &Planned) -> Vec<SetAside> {
+        let on_gpu = self.set_aside_by(planned).into_iter().nth(gpu);
+        let pods = on_gpu.into_iter().flat_map(|(_, pods)| pods);
+        pods.filter(|(pod, _)| *pod != claim.pod)
+            .map(|(pod, quanta)| SetAside {
+                name: pod.to_string(),
+                pod,
+                amount: quanta.bytes(self.quantum),
+            })
+            .collect()
     }
 }

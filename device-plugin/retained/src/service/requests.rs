@@ -90,22 +90,24 @@ impl State {
                 }
             }
             RetainedRequest::Discard { version: _, lease } => {
-                let lease = LeaseId(lease);
-                match self.leases.discard(caller, lease) {
-                    Ok(effects) => {
-                        info!(%lease, allocation = %caller.allocation, "lease discarded");
-                        let ends = self.leases.get(lease).is_none();
-                        if ends {
-                            self.discarding.entry(lease).or_default().push(reply);
-                            self.apply_effects(effects);
-                        } else {
-                            let acks = self.apply_effects(effects);
-                            self.reply_after_acks(acks, RetainedResponse::Discarded, reply);
-                        }
-                    }
-                    Err(why) => reply_refused(reply, why),
-                }
+                self.discard(caller, LeaseId(lease), reply);
             }
+        }
+    }
+
+    fn discard(&mut self, caller: Caller, lease: LeaseId, reply: oneshot::Sender<Reply>) {
+        let effects = match self.leases.discard(caller, lease) {
+            Ok(effects) => effects,
+            Err(why) => return reply_refused(reply, why),
+        };
+        info!(%lease, allocation = %caller.allocation, "lease discarded");
+        let ends = self.leases.get(lease).is_none();
+        if ends {
+            self.discarding.entry(lease).or_default().push(reply);
+            self.apply_effects(effects);
+        } else {
+            let acks = self.apply_effects(effects);
+            self.reply_after_acks(acks, RetainedResponse::Discarded, reply);
         }
     }
 

@@ -214,28 +214,25 @@ impl ProcessSupervisor {
         let pid = child.id();
         let ready = receive(&socket, START_TIMEOUT, &self.ends);
         self.provisioner = Some(Provisioner { child, socket });
-        let (class, error) = match ready {
-            Ok((
-                ProvisionerResponse::Ready {
-                    concurrent_managed_access,
-                    ..
-                },
-                _,
-            )) => {
+        let (class, error) = match ready.map(|(response, _)| response) {
+            Ok(ProvisionerResponse::Ready {
+                concurrent_managed_access,
+                ..
+            }) => {
                 info!(gpu = %self.gpu, pid, "provisioner started");
                 return Ok(match concurrent_managed_access {
                     true => ManagedAccess::Concurrent,
                     false => ManagedAccess::Exclusive,
                 });
             }
-            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
+            Ok(ProvisionerResponse::Failed { code, call }) => {
                 let class = match refusal(code) {
                     Some(_) => FailureClass::Refused,
                     None => FailureClass::Driver,
                 };
                 (class, ProvisionerError::Driver { code, call })
             }
-            Ok((other, _)) => {
+            Ok(other) => {
                 let reason = format!("unexpected first message: {other:?}");
                 (FailureClass::Exit, ProvisionerError::Exited(reason))
             }

@@ -303,13 +303,7 @@ impl Process {
             lock(&self.residency).forget(address, removed.len);
             // SAFETY: its chunk is mapped while the piece has its place there.
             unsafe { clear_piece(address, removed.len) };
-            let ended = lock(&self.space).managed_pieces.remove(address);
-            if let Some((base, _)) = ended {
-                // SAFETY: `map_chunk` mapped it, and nothing there is listed.
-                unsafe { unmap_pages(base, CHUNK) };
-                lock(&self.chunks).free(&self.image, base);
-            }
-            return;
+            return self.release_managed_piece(address);
         }
         if removed.kind != AllocationKind::HostRegistered {
             // SAFETY: `map_pages` mapped it with this length, and it is unlisted.
@@ -329,6 +323,16 @@ impl Process {
                 lock(&self.chunks).free(&self.image, address);
             }
             AllocationKind::Captured | AllocationKind::Host | AllocationKind::HostRegistered => {}
+        }
+    }
+
+    /// Frees the chunk of a managed piece, if the piece was its last.
+    fn release_managed_piece(&self, address: u64) {
+        let ended = lock(&self.space).managed_pieces.remove(address);
+        if let Some((base, _)) = ended {
+            // SAFETY: `map_chunk` mapped it, and nothing there is listed.
+            unsafe { unmap_pages(base, CHUNK) };
+            lock(&self.chunks).free(&self.image, base);
         }
     }
 

@@ -36,6 +36,18 @@ impl PodAttestor {
         host: &HostView,
         room: &mut u64,
     ) -> (BTreeMap<u32, AttestedProcess>, Option<EnforcementGap>) {
+        self.read_due(processes, view, host, room);
+        self.judge(processes, host.now)
+    }
+
+    /// Reads the processes that are due while there is room, those that have waited longest first.
+    fn read_due(
+        &mut self,
+        processes: &[(u32, Stat)],
+        view: Option<&ContainerView>,
+        host: &HostView,
+        room: &mut u64,
+    ) {
         let mut due = Vec::new();
         for &(pid, stat) in processes {
             if self.needs_reading((pid, stat), host.now) {
@@ -68,10 +80,18 @@ impl PodAttestor {
             };
             self.processes.insert(pid, record);
         }
+    }
+
+    /// The processes as they were last read, and the first gap of any.
+    fn judge(
+        &self,
+        processes: &[(u32, Stat)],
+        now: Instant,
+    ) -> (BTreeMap<u32, AttestedProcess>, Option<EnforcementGap>) {
         let (mut running, mut gap) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
             let waiting_since = self.waiting_since.get(pid);
-            if waiting_since.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
+            if waiting_since.is_some_and(|since| now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
                 gap.get_or_insert_with(|| EnforcementGap::not_attested(why));
             }

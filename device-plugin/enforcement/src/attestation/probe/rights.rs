@@ -42,6 +42,18 @@ pub(super) struct DeviceCheck {
     unanswered_since: Option<Instant>,
 }
 
+impl DeviceCheck {
+    fn gap(&self, now: Instant) -> Option<EnforcementGap> {
+        if let Some(openable) = &self.openable {
+            return evaluate::check_openable(openable);
+        }
+        // A container that just ended gives no answer either.
+        let silent = self.unanswered_since?;
+        (now.duration_since(silent) >= MAX_AGE)
+            .then(|| EnforcementGap::not_attested("its cgroup prevents the check of device access"))
+    }
+}
+
 impl PodAttestor {
     /// Checks the rights of a container's first process, which limit those of all its processes.
     pub(super) fn check_rights(
@@ -89,23 +101,7 @@ impl PodAttestor {
             evaluate::needs_device_check(&grant.nodes, &visible, bounding, over_the_host);
         if must_check && !other_gpus.is_empty() {
             let now = self.check_devices(folder, (other_gpus, visible), device_check, host);
-            gap = match &now {
-                DeviceCheck {
-                    openable: Some(openable),
-                    ..
-                } => evaluate::check_openable(openable),
-                // A container that just ended gives no answer either.
-                DeviceCheck {
-                    unanswered_since: silent,
-                    ..
-                } => silent
-                    .filter(|since| host.now.duration_since(*since) >= MAX_AGE)
-                    .map(|_| {
-                        EnforcementGap::not_attested(
-                            "its cgroup prevents the check of device access",
-                        )
-                    }),
-            };
+            gap = now.gap(host.now);
             device_check = Some(now);
         }
         RightsRecord {
