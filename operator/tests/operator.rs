@@ -17,6 +17,7 @@ mod restored;
 #[path = "operator/versions.rs"]
 mod versions;
 
+use std::mem::replace;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -37,6 +38,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 const BUDGETS: &str = "gpumemorybudgets";
+
+/// The longest wait of a test for what the operator does at once.
+const END: Duration = Duration::from_secs(30);
 
 /// Returns whether the long tier of `cargo verify` runs.
 fn is_long() -> bool {
@@ -154,6 +158,26 @@ impl Running {
             status["deviceMemory"]["requested"]["quanta"] == quanta
         })
         .await
+    }
+
+    /// Waits until the operator writes nothing more. The last write may come late, as an unanswered
+    /// one is tried again after 5 s.
+    async fn until_quiet(&self) {
+        let begin = Instant::now();
+        let mut writes = self.api.writes().len();
+        loop {
+            sleep(Duration::from_secs(3)).await;
+            let before = replace(&mut writes, self.api.writes().len());
+            if writes == before {
+                return;
+            }
+            let late = || self.api.writes()[before..].to_vec();
+            assert!(
+                begin.elapsed() < END,
+                "the operator writes on: {:?}",
+                late()
+            );
+        }
     }
 
     /// Kills the operator and returns the API server.

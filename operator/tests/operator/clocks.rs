@@ -96,6 +96,7 @@ async fn stays_on_a_lost_gpu(off: SignedDuration) -> Duration {
 #[tokio::test(start_paused = true)]
 async fn lost_gpu_has_the_same_grace_by_any_nodes_clock() {
     let stays = join_all([-HOUR, SignedDuration::ZERO, HOUR].map(stays_on_a_lost_gpu)).await;
-    let patient = |stayed: &Duration| *stayed >= Duration::from_secs(25);
-    assert!(stays.iter().all(patient), "{stays:?}");
+    let (shortest, longest) = (stays.iter().min().unwrap(), stays.iter().max().unwrap());
+    assert!(*shortest >= Duration::from_secs(25), "{stays:?}");
+    assert!(*longest - *shortest <= Duration::from_secs(2), "{stays:?}");
 }

@@ -7,10 +7,7 @@ use bursar_sim_api::{SimApiServer, WriteFault};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{BUDGETS, Running, budget, condition, is_long, pod, small};
-
-/// A wide bound on the time until the final state.
-const END: Duration = Duration::from_secs(30);
+use crate::{BUDGETS, END, Running, budget, condition, is_long, pod, small};
 
 const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
 /// A resource that no quota of the operator caps.
@@ -205,25 +202,6 @@ async fn until(goal: &str, api: &SimApiServer, done: impl Fn(&SimApiServer) -> b
     );
 }
 
-/// Waits until the operator writes nothing more.
-async fn until_quiet(api: &SimApiServer) {
-    let start = Instant::now();
-    let mut before = api.writes().len();
-    loop {
-        sleep(Duration::from_secs(3)).await;
-        let now = api.writes().len();
-        if now == before {
-            return;
-        }
-        assert!(
-            start.elapsed() < END,
-            "the operator does not stop writing: {:?}",
-            &api.writes()[before..]
-        );
-        before = now;
-    }
-}
-
 /// Runs every transition while write number `number` meets `fault`. With `killed` the operator
 /// crashes then. Returns how many such writes occurred.
 ///
@@ -255,7 +233,7 @@ async fn run_transitions(number: usize, fault: WriteFault, killed: bool) -> usiz
         until(&goal, &running.api, done).await;
         failed_writes += usize::from(meets_fault && running.api.has_failed_write());
     }
-    until_quiet(&running.api).await;
+    running.until_quiet().await;
     running.stop().await;
     failed_writes
 }
@@ -477,7 +455,7 @@ async fn late_watch_causes_no_second_write() {
         running.api.set_watch_paused(kind, false);
     }
     until("it is in force", &running.api, |api| ready(api, 2)).await;
-    until_quiet(&running.api).await;
+    running.until_quiet().await;
     running.stop().await;
 }
 
@@ -492,7 +470,7 @@ async fn two_operators_converge() {
         }
     };
     transitions.await;
-    until_quiet(&first.api).await;
+    first.until_quiet().await;
     second.stop().await;
     first.stop().await;
 }

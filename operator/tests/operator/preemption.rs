@@ -1,6 +1,5 @@
 //! Tests that a waiting pod gets a GPU from borrowers, with any write failing.
 
-use std::mem::replace;
 use std::time::Duration;
 
 use axum::http::StatusCode;
@@ -9,10 +8,7 @@ use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::{Running, is_long};
-
-/// A wide bound: an unanswered write takes 5 s.
-const END: Duration = Duration::from_secs(30);
+use super::{END, Running, is_long};
 
 fn pod(name: &str, gib: u32, borrows: bool, runs: bool) -> Value {
     let amount = json!({ "bursar.dev/gpu-memory-gib": gib.to_string() });
@@ -121,20 +117,8 @@ async fn run_until_bound(write_failure: Option<(usize, WriteFault)>) -> usize {
         !running.api.get("pods", "team", "small").is_null(),
         "{write_failure:?}"
     );
-    // The writes end. The last one may come late, as an unanswered write is tried again after 5 s.
-    let mut writes = running.api.writes().len();
-    loop {
-        sleep(Duration::from_millis(2500)).await;
-        let before = replace(&mut writes, running.api.writes().len());
-        if writes == before {
-            break;
-        }
-        assert!(
-            begin.elapsed() < END,
-            "{write_failure:?}: the operator writes on: {:?}",
-            running.api.writes()
-        );
-    }
+    running.until_quiet().await;
+    let writes = running.api.writes().len();
     running.stop().await;
     writes
 }
