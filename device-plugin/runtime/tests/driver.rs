@@ -39,6 +39,15 @@ fn context(ordinal: u32) -> Context {
     device.primary_context().unwrap()
 }
 
+/// The thread's current context, as the driver says; 0 for none.
+fn current_context() -> usize {
+    let mut current = std::ptr::null_mut();
+    // SAFETY: the pointer is valid for the call.
+    let code = unsafe { cudarc::driver::sys::cuCtxGetCurrent(&raw mut current) };
+    assert_eq!(code as i32, 0);
+    current as usize
+}
+
 /// Asserts the error of every entry point without a driver.
 fn assert_no_driver() {
     let error = Driver::get().unwrap_err();
@@ -97,13 +106,20 @@ fn device_is_found_by_ordinal_and_uuid() {
 fn enter_restores_the_previous_current_context() {
     run_in_subprocess(TWO_GPUS, |_| {
         let [first, second] = [0, 1].map(context);
-        let _outer = first.enter().unwrap();
+        assert_eq!(current_context(), 0);
+        let outer = first.enter().unwrap();
+        let current = current_context();
+        assert_ne!(current, 0);
+        // Each call enters its own context.
         assert_eq!(second.memory_info().unwrap().1, 16 << 30);
-        let stream = second.stream().unwrap();
-        drop(stream);
-        let inner = first.enter().unwrap();
+        drop(second.stream().unwrap());
+        assert_eq!(current_context(), current);
+        let inner = second.enter().unwrap();
+        assert_ne!(current_context(), current);
         drop(inner);
-        first.synchronize().unwrap();
+        assert_eq!(current_context(), current);
+        drop(outer);
+        assert_eq!(current_context(), 0);
     });
 }
 

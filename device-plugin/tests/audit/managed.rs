@@ -49,7 +49,7 @@ pub(crate) async fn start_owner(
     (pod, owner)
 }
 
-async fn count_audits(machine: &Machine) -> i64 {
+pub(crate) async fn count_audits(machine: &Machine) -> i64 {
     let count = metric_value(machine, "bursar_agent_audit_seconds_count", "").await;
     count.unwrap()
 }

@@ -28,16 +28,16 @@ pub async fn eventually(description: &str, mut reached: impl FnMut() -> bool) ->
     start.elapsed()
 }
 
-/// Checks a promise by the best of three attempts. A busy machine may miss the time now and then,
-/// but a wrong agent misses it every time.
+/// Checks a promise by the first attempt, or by both of two more. A busy machine may miss the time
+/// now and then.
 ///
 /// # Panics
-/// When three attempts in a row took longer.
+/// When two attempts took longer.
 pub async fn assert_within(promise: Duration, attempt: impl AsyncFn() -> Duration) {
-    let mut times = Vec::new();
-    while times.last().is_none_or(|last| *last >= promise) {
-        assert!(times.len() < 3, "each took {promise:?} or more: {times:?}");
-        times.push(attempt().await);
+    let mut times = vec![attempt().await];
+    if times[0] >= promise {
+        times.extend([attempt().await, attempt().await]);
+        assert!(times[1..].iter().all(|time| *time < promise), "{times:?}");
     }
     println!("took {times:?}");
 }

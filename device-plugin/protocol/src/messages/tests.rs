@@ -119,23 +119,15 @@ proptest! {
     }
 
     #[test]
-    fn garbage_is_rejected_or_encodes_to_itself(bytes in vec(any::<u8>(), 0..512)) {
-        if let Ok(message) = Request::parse(&bytes) {
-            prop_assert_eq!(message.payload(), bytes.clone());
-        }
-        if let Ok(message) = Response::parse(&bytes) {
-            prop_assert_eq!(message.payload(), bytes);
-        }
-    }
-
-    #[test]
     fn parse_never_panics_when_a_message_is_mutated(
         message in request(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
     ) {
         let mut bytes = message.payload();
         let place = at.index(bytes.len());
         bytes[place] = byte;
-        let _ = Request::parse(&bytes);
+        if let Ok(other) = Request::parse(&bytes) {
+            prop_assert_eq!(other.payload(), bytes.clone());
+        }
         let short = &message.payload()[..cut.index(bytes.len())];
         prop_assert!(Request::parse(short).is_err(), "{:?} parsed though it was cut", short);
         let mut long = message.payload();

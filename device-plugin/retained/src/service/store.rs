@@ -102,3 +102,56 @@ fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
 pub(super) fn encode_record(record: &LeaseRecord) -> Option<Blob> {
     serde_json::to_string(record).ok()?.try_into().ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn parse(record: &Value) -> StoredRecord {
+        parse_record(&record.to_string().try_into().unwrap())
+    }
+
+    #[test]
+    fn lease_of_another_version_is_read_as_far_as_it_goes() {
+        let known = json!({
+            "title": { "namespace": "team", "name": "weights", "key": "0a".repeat(32), "gpu": "GPU-a" },
+            "bytes": 4096, "gpu-generation": 1, "owner": "0000000000000001", "pod": "a",
+            "openers": ["a"], "content": { "committed": { "token": 1, "checksum": 2 } },
+        });
+        let StoredRecord::Read(record) = parse(&known) else {
+            panic!("{:?}", parse(&known));
+        };
+        assert_eq!(
+            encode_record(&record)
+                .unwrap()
+                .as_str()
+                .parse::<Value>()
+                .unwrap(),
+            known
+        );
+        let with = |field: &str, value: Value| {
+            let mut other = known.clone();
+            other[field] = value;
+            parse(&other)
+        };
+        let charge = Some(("GPU-a".parse().unwrap(), Bytes(4096)));
+        for (field, value) in [
+            ("content", json!({ "sealed": {} })),
+            ("title", json!({ "space": "team", "gpu": "GPU-a" })),
+            ("owner", json!({ "pod": "a" })),
+        ] {
+            let read = with(field, value);
+            assert!(
+                matches!(&read, StoredRecord::Unreadable { extent, .. } if *extent == charge),
+                "{field}: {read:?}"
+            );
+        }
+        let read = with("bytes", json!("4Ki"));
+        assert!(
+            matches!(read, StoredRecord::Unreadable { extent: None, .. }),
+            "{read:?}"
+        );
+    }
+}

@@ -319,6 +319,7 @@ fn no_second_victim_while_memory_is_proven_free() {
     let mut history = History::default();
     let mut second = 0;
     while cluster.left.is_empty() {
+        assert!(second < 600, "nobody is evicted");
         let now = Duration::from_secs(second);
         for step in plan(&cluster.index(), &mut history, &OPTIONS, now) {
             cluster.apply(step, &mut history, now);
