@@ -19,7 +19,7 @@
 //! or starts its own and shows it with [`Tenant::adopt`]. A load that needs many processes is a
 //! [`Tenant::run_many`]. A load that needs none is a future over [`Node::machine`].
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -40,10 +40,9 @@ use crate::machine::{GPU, Machine};
 /// The limit of a neighbour's round trip under any load, at the 99th percentile.
 const ROUND_TRIP_LIMIT: Duration = Duration::from_millis(100);
 
-/// On a machine that is busy with other programs, the limit is this many times the 99th percentile
-/// without the load, and at most [`BUSY_LIMIT`]. An idle machine answers within 0.3 ms.
-const MAX_SLOWDOWN: u32 = 50;
-const BUSY_LIMIT: Duration = Duration::from_millis(500);
+/// The limit is at least this many times the 99th percentile of a thread of the test that echoes a
+/// byte under the same load: where that waits for a processor, so does the agent.
+const MAX_BESIDE_ECHO: u32 = 20;
 
 /// One part in this many of the neighbour's time may be spent on round trips beyond
 /// the limit.
@@ -78,8 +77,6 @@ pub(crate) struct Node {
     pub(crate) machine: Machine,
     neighbour: Tenant,
     before: AgentUsage,
-    /// The longest good round trip under a load, on this machine.
-    pub(crate) round_trip_limit: Duration,
 }
 
 /// The agent's resources.
@@ -97,7 +94,7 @@ pub(crate) struct AgentUsage {
 pub(crate) struct LoadResult {
     /// The 99th percentile of the round trips, and its limit.
     pub(crate) p99: Duration,
-    limit: Duration,
+    pub(crate) limit: Duration,
     trips: usize,
     /// The time of all round trips with their pauses, and of those beyond the limit.
     total: Duration,
@@ -147,16 +144,12 @@ impl Node {
         let neighbour = Tenant::start(&machine, "neighbour").await;
         neighbour.adopt(&machine, std::process::id());
         // A first run lets the agent allocate what it needs once.
-        let measure = || measure_round_trips(&neighbour.socket, &AtomicBool::new(true));
-        measure();
-        let alone = p99(&measure());
-        println!("alone: {alone:?}");
+        measure_round_trips(&neighbour.socket, &AtomicBool::new(true));
         let before = agent_usage(&machine);
         Node {
             machine,
             neighbour,
             before,
-            round_trip_limit: (alone * MAX_SLOWDOWN).clamp(ROUND_TRIP_LIMIT, BUSY_LIMIT),
         }
     }
 
@@ -182,7 +175,7 @@ impl Node {
         over.store(true, Ordering::SeqCst);
         let times = neighbour.await.unwrap();
         most = most.max(agent_usage(&self.machine));
-        let result = LoadResult::from_round_trips(&times, self.round_trip_limit, most);
+        let result = LoadResult::new(&times, most);
         (output, result)
     }
 
@@ -202,8 +195,10 @@ impl Node {
 }
 
 impl LoadResult {
-    /// Evaluates the neighbour's sorted round trips.
-    fn from_round_trips(times: &[Duration], limit: Duration, most: AgentUsage) -> LoadResult {
+    /// Evaluates the neighbour's round trips.
+    fn new(trips: &RoundTrips, most: AgentUsage) -> LoadResult {
+        let times = &trips.agent;
+        let limit = ROUND_TRIP_LIMIT.max(p99(&trips.echo) * MAX_BESIDE_ECHO);
         LoadResult {
             p99: p99(times),
             limit,
@@ -378,8 +373,25 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
     }
 }
 
-/// The neighbour's times until each answer, sorted.
-fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
+/// The neighbour's times until each answer of the agent, and of the echo, sorted.
+struct RoundTrips {
+    agent: Vec<Duration>,
+    echo: Vec<Duration>,
+}
+
+/// Starts a thread that echoes each byte until the returned end is closed.
+fn start_echo() -> UnixStream {
+    let (near, mut far) = UnixStream::pair().unwrap();
+    std::thread::spawn(move || {
+        let mut byte = [0];
+        while far.read_exact(&mut byte).is_ok() && far.write_all(&byte).is_ok() {}
+    });
+    near
+}
+
+/// Measures until the load is over. The echo is asked after each answer of the agent.
+fn measure_round_trips(socket: &Path, over: &AtomicBool) -> RoundTrips {
+    let mut echo = start_echo();
     let mut stream = UnixStream::connect(socket).unwrap();
     let limit = Some(Duration::from_secs(60));
     stream.set_read_timeout(limit).unwrap();
@@ -391,19 +403,27 @@ fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     stream.write_all(&hello.frame()).unwrap();
     let (_, page) = receive_with_fd(&stream, &mut [0; 4096]).unwrap();
     let _page = CreditPage::open(page.expect("the neighbour is welcome")).unwrap();
-    let mut times = Vec::new();
-    while !over.load(Ordering::SeqCst) || times.len() < MIN_ROUND_TRIPS {
+    let mut trips = RoundTrips {
+        agent: Vec::new(),
+        echo: Vec::new(),
+    };
+    while !over.load(Ordering::SeqCst) || trips.agent.len() < MIN_ROUND_TRIPS {
         let start = Instant::now();
         stream.write_all(&Request::Refresh.frame()).unwrap();
         assert_eq!(
             connect::read_message::<Response>(&mut stream).unwrap(),
             Response::Refreshed
         );
-        times.push(start.elapsed());
+        trips.agent.push(start.elapsed());
+        let start = Instant::now();
+        echo.write_all(&[0]).unwrap();
+        echo.read_exact(&mut [0]).unwrap();
+        trips.echo.push(start.elapsed());
         std::thread::sleep(PAUSE);
     }
-    times.sort();
-    times
+    trips.agent.sort();
+    trips.echo.sort();
+    trips
 }
 
 /// The path of the hostile program, compiled once.
@@ -435,11 +455,30 @@ mod tests {
     };
 
     fn load_result(milliseconds: u64, most: AgentUsage) -> LoadResult {
-        LoadResult::from_round_trips(
-            &[Duration::from_millis(milliseconds); MIN_ROUND_TRIPS],
-            ROUND_TRIP_LIMIT,
-            most,
-        )
+        let agent = vec![Duration::from_millis(milliseconds); MIN_ROUND_TRIPS];
+        LoadResult::new(&beside_idle_echo(agent), most)
+    }
+
+    fn beside_idle_echo(agent: Vec<Duration>) -> RoundTrips {
+        RoundTrips {
+            agent,
+            echo: vec![Duration::from_micros(20); MIN_ROUND_TRIPS],
+        }
+    }
+
+    #[test]
+    fn agent_is_not_at_fault_where_an_echo_waits_as_well() {
+        let trips = |agent, echo| RoundTrips {
+            agent: vec![Duration::from_millis(agent); MIN_ROUND_TRIPS],
+            echo: vec![Duration::from_millis(echo); MIN_ROUND_TRIPS],
+        };
+        let violates = |trips| {
+            let result = LoadResult::new(&trips, BEFORE);
+            violation(&result, BEFORE, BEFORE).is_some()
+        };
+        assert!(violates(trips(150, 1)));
+        assert!(!violates(trips(150, 10)));
+        assert!(violates(trips(200, 10)));
     }
 
     #[test]
@@ -473,7 +512,7 @@ mod tests {
         stalls.push(Duration::from_secs(2));
         let bad = [
             (
-                LoadResult::from_round_trips(&stalls, ROUND_TRIP_LIMIT, BEFORE),
+                LoadResult::new(&beside_idle_echo(stalls), BEFORE),
                 BEFORE,
                 "stood still",
             ),
