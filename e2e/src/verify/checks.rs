@@ -366,7 +366,9 @@ fn chart() -> anyhow::Result<()> {
 mod tests {
     use std::collections::BTreeSet;
     use std::fs;
+    use std::path::PathBuf;
 
+    use super::super::style;
     use super::*;
 
     fn entry(text: &str) -> Result<Check, String> {
@@ -382,6 +384,33 @@ mod tests {
         let misspelt = format!("{check}target = ['--lib']\n");
         assert!(entry(&misspelt).unwrap_err().contains("unknown field"));
         assert!(entry(&format!("{check}targets = ['--lib']\n")).is_ok());
+    }
+
+    /// Whether a source file may have the test of this name: it has the function, and its path or
+    /// its own modules have the name's modules.
+    fn may_have(path: &str, source: &str, name: &str) -> bool {
+        let (modules, function) = name.rsplit_once("::").unwrap_or(("", name));
+        let mut modules = modules.split("::").filter(|module| !module.is_empty());
+        source.contains(&format!("fn {function}("))
+            && modules.all(|module| {
+                let mut parts = path.split(['/', '.']);
+                parts.any(|part| part == module) || source.contains(&format!("mod {module} {{"))
+            })
+    }
+
+    #[test]
+    fn every_named_test_exists() {
+        let mut files = Vec::new();
+        style::sources(&paths::repository(), &mut files).unwrap();
+        let read =
+            |path: &PathBuf| Some((path.to_str()?.to_owned(), fs::read_to_string(path).ok()?));
+        let sources: Vec<(String, String)> = files.iter().filter_map(read).collect();
+        let selections = all().iter().flat_map(Check::tests);
+        let mut missing = selections.flat_map(|tests| &tests.names).filter(|name| {
+            let mut sources = sources.iter();
+            !sources.any(|(path, source)| may_have(path, source, name))
+        });
+        assert_eq!(missing.next(), None);
     }
 
     #[test]
