@@ -386,16 +386,15 @@ mod tests {
         assert!(entry(&format!("{check}targets = ['--lib']\n")).is_ok());
     }
 
-    /// Whether a source file may have the test of this name: it has the function, and its path or
-    /// its own modules have the name's modules.
+    /// Whether a source file may have the test of this name: it has the function or the trial, and
+    /// its path or its own modules have the name's modules.
     fn may_have(path: &str, source: &str, name: &str) -> bool {
         let (modules, function) = name.rsplit_once("::").unwrap_or(("", name));
         let mut modules = modules.split("::").filter(|module| !module.is_empty());
-        source.contains(&format!("fn {function}("))
-            && modules.all(|module| {
-                let mut parts = path.split(['/', '.']);
-                parts.any(|part| part == module) || source.contains(&format!("mod {module} {{"))
-            })
+        let definitions = [format!("fn {function}("), format!("\"{function}\"")];
+        definitions.iter().any(|text| source.contains(text))
+            && modules
+                .all(|module| path.contains(module) || source.contains(&format!("mod {module} {{")))
     }
 
     #[test]
