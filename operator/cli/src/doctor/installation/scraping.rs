@@ -54,7 +54,7 @@ pub(super) fn scraped(snapshot: &Snapshot) -> Option<Finding> {
     })
 }
 
-/// What a NetworkPolicy of Bursar's admits to the metrics, if that is no namespace at all.
+/// States that a NetworkPolicy of Bursar's admits no namespace to the metrics, if so.
 fn closed(snapshot: &Snapshot) -> Option<String> {
     if !snapshot.has_all(Kind::Namespaces) || snapshot.namespaces.is_empty() {
         return None;
