@@ -80,7 +80,7 @@ impl Ledger {
         }
     }
 
-    /// The memory that the plan sets aside on the GPU of this index for other pods than the claim's.
+    /// The memory that the plan sets aside on a GPU for other pods than the claim's.
     fn set_aside_on(&self, gpu: usize, claim: &Claim, planned: &Planned) -> Vec<SetAside> {
         let on_gpu = self.set_aside_by(planned).into_iter().nth(gpu);
         let pods = on_gpu.into_iter().flat_map(|(_, pods)| pods);
