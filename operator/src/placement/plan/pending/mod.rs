@@ -87,6 +87,7 @@ pub(super) fn plan(
         relocations: Vec::new(),
         considered: Vec::new(),
         unsatisfiable: Vec::new(),
+        victims: BTreeSet::new(),
         has_closed_gpus: snapshot.has_closed_gpus(),
         jobs: BTreeMap::new(),
     };
@@ -133,6 +134,8 @@ struct Planner<'a> {
     considered: Vec<String>,
     /// Unscheduled pods that no victims could help. Similar pods need no search.
     unsatisfiable: Vec<PendingPod<'a>>,
+    /// The victims of this plan. One on several GPUs may make room for several pods.
+    victims: BTreeSet<&'a str>,
     /// Whether some GPU is open to one namespace alone.
     has_closed_gpus: bool,
     /// Reads of the Jobs whose policies matter.

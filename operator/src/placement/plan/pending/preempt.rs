@@ -182,10 +182,14 @@ impl<'a> Planner<'a> {
                     .iter()
                     .map(|candidate| (candidate, reservation.gpu.as_str()))
             });
-        let victims: Vec<Victim> = of_gpus
+        let due: Vec<(&Candidate<'a>, &str)> = of_gpus
             .filter(|(candidate, _)| self.history.may_evict(candidate.uid, self.now))
-            .filter_map(|(candidate, gpu)| self.victim(candidate, gpu))
+            .filter(|(candidate, _)| self.victims.insert(candidate.uid))
             .take(MAX_STEPS)
+            .collect();
+        let victims = due.into_iter();
+        let victims: Vec<Victim> = victims
+            .filter_map(|(candidate, gpu)| self.victim(candidate, gpu))
             .collect();
         (nominate || !victims.is_empty()).then(|| Step::Preempt {
             pending_pod: pod_ref(pending.key, pending.pod),

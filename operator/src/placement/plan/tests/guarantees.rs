@@ -448,7 +448,8 @@ fn cohorts_get_their_guarantees() {
         // Lending evicts each pod once, for one pending pod that is then bound, and no more than
         // this pod lacks. A pending pod of higher priority may intervene.
         let live = &teams.live;
-        prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
+        let evicted: BTreeSet<&String> = live.evicted.iter().collect();
+        prop_assert_eq!(evicted.len(), live.evicted.len(), "{:?}", live.evicted);
         for ((pending_pod, node), round) in &live.rounds {
             if !teams.has_one_priority(&pods, team(pending_pod) % cohorts) {
                 continue;

@@ -462,6 +462,19 @@ fn reservation_includes_what_the_pod_has_since() {
 }
 
 #[test]
+fn victim_on_two_gpus_is_evicted_once_for_two_pods() {
+    let mut cluster = FakeCluster::default()
+        .node("a", &[8, 8])
+        .pod("x", 16, BORROWED, Some(("a", Some(0))))
+        .first("x", "a-1", 8)
+        .pod("p", 8, GUARANTEED, Some(("a", None)))
+        .pod("q", 8, GUARANTEED, Some(("a", None)));
+    cluster.run(&mut History::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["x"]);
+    assert!(cluster.bound("p") && cluster.bound("q"));
+}
+
+#[test]
 fn victim_on_two_gpus_counts_once_in_the_nodes_quanta() {
     let mut cluster = FakeCluster::default()
         .node("a", &[8, 12, 5])
