@@ -9,7 +9,7 @@ use crate::devices::DeviceCgroups;
 use crate::gpu_node_api::FakeGpuNodeApi;
 use crate::honest::check_no_findings;
 use crate::managed::{machine_with, start_owner};
-use crate::reclaim::{park, wait_for_bytes_in_state};
+use crate::reclaim::{export_from, park, wait_for_bytes_in_state};
 
 const GIB: u64 = 1 << 30;
 /// For so long nothing is given away. A proof without managed memory takes half a second.
@@ -21,10 +21,7 @@ async fn memory_stays_unreclaimed_until_managed_memory_has_left() {
     let mut devices = DeviceCgroups::v1(&machine);
     let (owner_pod, mut owner) = start_owner(&machine, &mut devices, 64).await;
     let managed = owner.number(&format!("managed {}", 64 * GIB));
-    let pod = machine.admit("exporter", 8).await;
-    let mut exporter = Container::start(&machine, &pod, PLAIN).await;
-    exporter.ok("open libcuda.so.1");
-    exporter.ok(&format!("export {}", 6 * GIB));
+    let (pod, mut exporter) = export_from(&machine, "exporter").await;
     let parked = park(&mut exporter);
     owner.ok(&format!("touch {managed} {}", 16 * GIB));
     drop(exporter);
@@ -62,10 +59,7 @@ async fn drain_frees_memory_that_managed_memory_hides() {
     let mut devices = DeviceCgroups::v1(&machine);
     let (_, mut owner) = start_owner(&machine, &mut devices, 64).await;
     let managed = owner.number(&format!("managed {}", 64 * GIB));
-    let pod = machine.admit("exporter", 8).await;
-    let mut exporter = Container::start(&machine, &pod, PLAIN).await;
-    exporter.ok("open libcuda.so.1");
-    exporter.ok(&format!("export {}", 6 * GIB));
+    let (pod, mut exporter) = export_from(&machine, "exporter").await;
     let parked = park(&mut exporter);
     owner.ok(&format!("touch {managed} {}", 16 * GIB));
     drop((exporter, parked));

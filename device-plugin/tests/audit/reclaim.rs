@@ -25,7 +25,12 @@ impl Drop for ParkedProcess {
 /// Starts a program that exports 6 GiB in a pod of 8 GiB. The other GPU is full.
 async fn start_exporter(machine: &Machine) -> (Pod, Container) {
     machine.run("full", 16).await;
-    let pod = machine.admit("a", 8).await;
+    export_from(machine, "a").await
+}
+
+/// Starts a program that exports 6 GiB in a pod of 8 GiB.
+pub(crate) async fn export_from(machine: &Machine, name: &str) -> (Pod, Container) {
+    let pod = machine.admit(name, 8).await;
     let mut program = Container::start(machine, &pod, PLAIN).await;
     program.ok("open libcuda.so.1");
     program.ok(&format!("export {}", 6 * GIB));
