@@ -357,6 +357,10 @@ mod tests {
             let now = self.start + at;
             self.record.fail_start(failure(class), now) - now
         }
+
+        fn succeed(&mut self) {
+            self.record.succeed(ManagedAccess::Concurrent, self.start);
+        }
     }
 
     #[test]
@@ -419,9 +423,7 @@ mod tests {
         }
         let unfit = Some(UnhealthyReason::CudaRefused);
         assert_eq!(fixture.record.unfit_reason(), unfit);
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         assert!(!fixture.record.is_refused());
         // A request that hangs later is no start.
         fixture
@@ -438,9 +440,7 @@ mod tests {
             assert!(!fixture.record.is_refused());
             assert_eq!(fixture.record.state(), RuntimeState::Starting);
         }
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         for second in [50, 60, 70] {
             assert!(!fixture.record.is_refused());
             fixture.fail(Duration::from_secs(second), FailureClass::Driver);
@@ -450,9 +450,7 @@ mod tests {
         fixture.fail(Duration::from_secs(80), FailureClass::Driver);
         let unfit = Some(UnhealthyReason::CudaRefused);
         assert_eq!(fixture.record.unfit_reason(), unfit);
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         assert!(!fixture.record.is_refused());
     }
 
@@ -477,9 +475,7 @@ mod tests {
         assert!(fixture.record.is_tried(), "a retry does not begin again");
         fixture.record.end();
         assert!(!fixture.record.is_tried());
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         assert!(fixture.record.is_tried());
     }
 
@@ -491,14 +487,10 @@ mod tests {
             .collect();
         assert_eq!(delays, [200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]);
         // A process that ends right after each start does not start in a tight loop.
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         let delay = fixture.fail(Duration::from_secs(1), FailureClass::Exit);
         assert_eq!(delay, Duration::from_secs(10));
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         let delay = fixture.fail(STEADY_AFTER, FailureClass::Exit);
         assert_eq!(delay, Duration::from_millis(200));
     }
@@ -506,9 +498,7 @@ mod tests {
     #[test]
     fn ended_runtime_keeps_its_counts_alone() {
         let mut fixture = Fixture::new();
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         for second in [0, 20, 40] {
             fixture.fail(Duration::from_secs(second), FailureClass::Refused);
         }
@@ -539,9 +529,7 @@ mod tests {
         fixture.fail(Duration::from_secs(1), FailureClass::Exit);
         fixture.record.end();
         assert!(fixture.record.fitness(true).lacks_concurrent_access);
-        fixture
-            .record
-            .succeed(ManagedAccess::Concurrent, fixture.start);
+        fixture.succeed();
         assert!(!fixture.record.fitness(true).lacks_concurrent_access);
     }
 
