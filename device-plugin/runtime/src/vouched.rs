@@ -1,6 +1,6 @@
-//! Calls the functions of [`raw`] for which this crate vouches: it passes addresses of its own
-//! blocks only. Their owner's borrow keeps the host from referring to a block before the work is
-//! done.
+//! Calls the unsafe functions of [`raw`]. The runtime vouches for each address, because it passes
+//! only those of its own blocks. While the work goes on, it borrows the block's owner, so that the
+//! host cannot refer to the block.
 #![allow(
     unsafe_code,
     reason = "each block's owner is borrowed as the call needs"

@@ -1,4 +1,5 @@
-//! Fills, copies, frees and uses memory by address, for which the caller vouches.
+//! Fills, copies, frees and uses memory by address. The driver cannot check that the address is
+//! still the caller's, so each function is unsafe, and its caller vouches for the address.
 
 use super::{Context, Grid, HostView, Kernel, Stream};
 use crate::error::CudaError;
