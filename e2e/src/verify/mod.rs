@@ -100,7 +100,10 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     if !is_long && let Some(seed) = seeds::fix() {
         progress.report(format_args!("random tests have the tree's seed, {seed}"));
     }
-    let mut passed = passed_before(&chosen, args);
+    let mut passed = match args.kubernetes {
+        None if is_long => PassedChecks::of_tree(),
+        _ => PassedChecks::default(),
+    };
     if args.long {
         let before = chosen.len();
         chosen.retain(|check| !(check.is_long && passed.has(&check.name)));
@@ -162,14 +165,6 @@ fn list(checks: &[&Check]) {
     for check in checks {
         let tier = if check.is_long { "(long) " } else { "" };
         println!("{:width$}  {tier}{}", check.name, check.promise);
-    }
-}
-
-/// The checks that passed before on this tree, where these are of the long tier.
-fn passed_before(chosen: &[&Check], args: &VerifyArgs) -> PassedChecks {
-    match args.kubernetes {
-        None if chosen.iter().any(|check| check.is_long) => PassedChecks::of_tree(),
-        _ => PassedChecks::default(),
     }
 }
 

@@ -8,8 +8,7 @@ use super::reservations::lacking;
 use super::shares::Shares;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::cluster::facts::node::Gpu;
-use crate::cluster::facts::pod::Owner;
-use crate::cluster::facts::pod::PriorityKind;
+use crate::cluster::facts::pod::{Owner, PriorityKind};
 use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::quanta::Quanta;
 
