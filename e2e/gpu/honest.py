@@ -4,7 +4,7 @@ usage: honest.py ARCHIVE [--seconds N]
 
 ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver, nvcc and gcc, and a Python with torch, triton,
 cupy, jax and numba; no network. The script starts a cluster of one node with Bursar and runs all programs at the same
-time, each in a pod of its own, for N seconds. Most start again and again, allocate their whole quota and compute. Two
+time, each in a pod of its own, for N seconds. Most start again and again, allocate their whole quota and compute. Three
 run all the while, and two more over both GPUs where the machine has two, one of them as a user that is not root. Prints
 one table, and exits with 1 for a finding, a killed process or a wrong result.
 """
@@ -43,6 +43,7 @@ def programs(seconds):
     yield "VMM sleep and wake", [*again, "/programs/direct", "sleep-wake", "2048"], {}
     yield "graph memory", [*again, "/programs/direct", "graph", "1024"], {}
     yield "torch all the while", [PYTHON, "/programs/steady.py", str(seconds)], {}
+    yield "2,000 captured graphs all the while", [PYTHON, "/programs/graphs.py", str(seconds)], {}
     yield "NCCL all the while", [PYTHON, "/programs/ranks.py", "ddp", str(seconds)], {}
 
 

@@ -1,6 +1,7 @@
 """Compares on a real GPU the outcomes of public test suites in a pod with those on the machine itself.
 
 usage: suites.py ARCHIVE FOLDER [--only SUITE ...] [--rounds N] [--workers N] [--seconds N] [--environment NAME=VALUE]
+                 [--beside SECONDS]
        suites.py native FOLDER ...
 
 ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver and gcc, and a Python with cupy, numba-cuda,
@@ -13,13 +14,15 @@ pytest, pytest-xdist and pytest-benchmark; no network. The caller fills FOLDER, 
     site/         installed by `pip install --no-deps --target`: rmm-cu13, librmm-cu13, rapids-logger, filecheck
 
 The script runs each suite as its authors wrote it, on the machine and in a pod by turns, and compares the outcome of
-each test. With `native` it starts no cluster and runs the first half. It prints each suite's version and one table. It
-exits with 1 if an outcome differs, if a suite has no tests, or for a finding, and with 2 for an empty folder.
+each test. With `native` it starts no cluster and runs the first half. With `--beside` a pod replays captured graphs
+for SECONDS in the meantime. It prints each suite's version and one table. It exits with 1 if an outcome differs, if a
+suite has no tests, or for a finding, and with 2 for an empty folder.
 """
 
 import argparse
 import collections
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +33,8 @@ import image
 from cluster import CUDA, FINDINGS, PYTHON, REFERENCE, Cluster, pod
 from table import Table
 
-QUOTA_GIB = 32
+HERE = os.path.dirname(os.path.abspath(__file__))
+QUOTA_GIB, GRAPHS_GIB = 32, 4
 # A test's outcome by the element of its JUnit report; one without these passed.
 NOT_PASSED = ("failure", "error", "skipped")
 Suite = collections.namedtuple("Suite", "name version command folder")
@@ -51,8 +55,9 @@ def suites(options, programs):
         yield Suite(f"cupy {part}", module_version("cupy"), f"cd /tmp && {command}", tests)
     tests = f"{numba}/testing"
     # A class's tests stay together, as the suite demands. It makes an error of a warning of NumPy 2.5. Its conftest.py
-    # lies beside no test.
-    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, '-p', 'conftest', '--dist', 'loadscope')}"
+    # lies beside no test, so it is loaded as a plugin, and once.
+    loaded = "-p", "conftest", "--noconftest"
+    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, *loaded, '--dist', 'loadscope')}"
     yield Suite("numba-cuda", module_version("numba_cuda"), command, tests)
     tests = f"{rmm}/python/rmm/rmm/tests"
     yield Suite("rmm", module_version("rmm"), f"cd /tmp && {pytest(options, tests)}", tests)
@@ -176,9 +181,18 @@ def compare(runner, suite, table):
 
 
 def run(runner, wanted, table):
-    """Runs the suites, and adds a row for each and one for the findings."""
+    """Runs the suites, and adds a row for each, one for the graphs and one for the findings."""
+    beside = runner.cluster and runner.options.beside
+    if beside:
+        shutil.copy(f"{HERE}/programs/graphs.py", f"{runner.scratch}/programs")
+        command = [PYTHON, "/programs/graphs.py", str(beside)]
+        runner.cluster.apply(pod("graphs", GRAPHS_GIB, command, f"{runner.scratch}/programs"))
     for suite in wanted:
         compare(runner, suite, table)
+    if beside:
+        phase, answer, log = runner.cluster.answer("graphs", beside)
+        right = phase == "Succeeded" and answer and answer["wrong"] == 0
+        table.add("captured graphs", "", "", answer, beside, wrong=None if right else f"{phase}: {log[-1500:]}")
     if runner.cluster:
         findings = runner.cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
         # The native half runs beside the cluster.
@@ -195,6 +209,7 @@ def parse(arguments=None):
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=6, help="processes of a suite; 0 runs it in one")
     parser.add_argument("--seconds", type=int, default=600, help="the longest time of one run")
+    parser.add_argument("--beside", type=int, default=0, help="seconds for which a pod replays graphs in the meantime")
     parser.add_argument("--environment", nargs="+", default=[], metavar="NAME=VALUE", help="variables of all suites")
     parser.add_argument("--tail", action="store_true", help="print the end of each output")
     options = parser.parse_args(arguments)
