@@ -12,11 +12,13 @@ pytest, pytest-xdist and pytest-benchmark; no network. The caller fills FOLDER, 
     rmm/          `python/rmm/rmm/tests` of rapidsai/rmm, of the version of the wheels
     hami-core/    `src` and `test` of Project-HAMi/HAMi-core, and its commit in `VERSION`
     site/         installed by `pip install --no-deps --target`: rmm-cu13, librmm-cu13, rapids-logger, filecheck
+    numpy/        installed likewise for numba-cuda alone: numpy 2.3, where the Python has a newer one
 
-The script runs each suite as its authors wrote it, on the machine and in a pod by turns, and compares the outcome of
-each test. With `native` it starts no cluster and runs the first half. With `--beside` a pod replays captured graphs
-for SECONDS in the meantime. It prints each suite's version and one table. It exits with 1 if an outcome differs, if a
-suite has no tests, or for a finding, and with 2 for an empty folder.
+The script runs each suite as its authors wrote it, on the machine first and then in pods, and compares the outcome of
+each test. No cluster runs beside the first half, because the audit reports programs of the machine that use its GPUs.
+With `native` the script ends after that half. With `--beside` a pod replays captured graphs for SECONDS beside the
+second one. The script prints each suite's version and one table. It exits with 1 if an outcome differs, if a suite
+has no tests, or for a finding, and with 2 for an empty folder.
 """
 
 import argparse
@@ -54,11 +56,12 @@ def suites(options, programs):
         command = pytest(options, "-c", f"{cupy}/pyproject.toml", "-m", "'not slow'", tests)
         yield Suite(f"cupy {part}", module_version("cupy"), f"cd /tmp && {command}", tests)
     tests = f"{numba}/testing"
-    # A class's tests stay together, as the suite demands. It makes an error of a warning of NumPy 2.5. Its conftest.py
-    # lies beside no test, so it is loaded as a plugin, and once.
+    # A class's tests stay together, as the suite demands. Its conftest.py lies beside no test, so it is loaded as a
+    # plugin, and once. The suite makes an error of a warning of NumPy 2.5.
     loaded = "-p", "conftest", "--noconftest"
-    command = f"cd {tests} && CUDA_HOME={CUDA} {pytest(options, *loaded, '--dist', 'loadscope')}"
-    yield Suite("numba-cuda", module_version("numba_cuda"), command, tests)
+    numpy = f"export PYTHONPATH={options.folder}/numpy:$PYTHONPATH"
+    command = f"{numpy}; cd {tests} && {pytest(options, *loaded, '--dist', 'loadscope')}"
+    yield Suite("numba-cuda", f"{numpy.replace('export ', '')} {module_version('numba_cuda')}", command, tests)
     tests = f"{rmm}/python/rmm/rmm/tests"
     yield Suite("rmm", module_version("rmm"), f"cd /tmp && {pytest(options, tests)}", tests)
     run = f"for one in {programs}/hami/*; do timeout 60 $one > /dev/null 2>&1; echo $(basename $one) $?; done > $REPORT"
@@ -108,14 +111,16 @@ def count(found):
 class Runner:
     """Runs suites on the machine and in pods, with the same command and the same paths."""
 
-    def __init__(self, options, scratch, cluster):
-        self.options, self.scratch, self.cluster, self.number = options, scratch, cluster, 0
+    def __init__(self, options, scratch):
+        self.options, self.scratch, self.cluster, self.number = options, scratch, None, 0
 
     def variables(self, report):
         path = os.pathsep.join(filter(None, [f"{self.options.folder}/site", os.environ.get("PYTHONPATH")]))
         # One cache for all runs, because a run without one compiles for minutes.
         cache = f"{self.scratch}/reports/cache"
         fixed = {"REPORT": report, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CUPY_CACHE_DIR": cache}
+        # A suite looks for the compiler in these, and else where the machine's PATH may have it and a pod's has not.
+        fixed |= {"CUDA_PATH": CUDA, "CUDA_HOME": CUDA}
         return fixed | dict(pair.split("=", 1) for pair in self.options.environment)
 
     def run(self, suite, in_pod):
@@ -158,46 +163,41 @@ def differences(native, in_pod):
     return [f"{name}: {native.get(name)}, {in_pod.get(name)}" for name in names if native.get(name) != in_pod.get(name)]
 
 
-def compare(runner, suite, table):
-    """Runs a suite by turns, and adds its row."""
-    native, in_pod, times = {}, {}, []
-    for turn in range(runner.options.rounds * (2 if runner.cluster else 1)):
-        is_pod = bool(runner.cluster) and turn % 2 == 1
-        found, seconds, output = runner.run(suite, is_pod)
-        version = next((line[8:] for line in output.splitlines() if line.startswith("version ")), "unknown")
-        table.say(f"{suite.name} {version}, {'pod' if is_pod else 'native'}: {count(found)}, {seconds:.0f} s")
+def outcomes_of(runner, suite, in_pod, table):
+    """Runs a suite. Returns its version, the outcome of each test, and the seconds of each run."""
+    found, version, times = {}, "unknown", []
+    for _ in range(runner.options.rounds):
+        once, seconds, output = runner.run(suite, in_pod)
+        version = next((line[8:] for line in output.splitlines() if line.startswith("version ")), version)
+        table.say(f"{suite.name} {version}, {'pod' if in_pod else 'native'}: {count(once)}, {seconds:.0f} s")
         times.append(f"{seconds:.0f}")
-        if not found or runner.options.tail:
+        if not once or runner.options.tail:
             print(output[-3000:], flush=True)
         # A test that has two outcomes on the machine has both there, in either order.
-        into = in_pod if is_pod else native
-        for name, outcome in found.items():
-            into[name] = "+".join(sorted({*into.get(name, outcome).split("+"), outcome}))
-    wrong = None if native else "no tests"
-    if runner.cluster and (different := differences(native, in_pod)):
-        wrong = f"{len(different)} differ: {'; '.join(different[:8])}"
-    shown = f"{count(in_pod)}" if runner.cluster else "not run"
-    table.add(suite.name, version, count(native), shown, " ".join(times), wrong=wrong)
+        for name, outcome in once.items():
+            found[name] = "+".join(sorted({*found.get(name, outcome).split("+"), outcome}))
+    return version, found, " ".join(times)
 
 
-def run(runner, wanted, table):
-    """Runs the suites, and adds a row for each, one for the graphs and one for the findings."""
-    beside = runner.cluster and runner.options.beside
+def compare(runner, native, table):
+    """Runs the suites in pods, and adds a row for each that compares it with the machine's runs."""
+    beside = runner.options.beside
     if beside:
         shutil.copy(f"{HERE}/programs/graphs.py", f"{runner.scratch}/programs")
         command = [PYTHON, "/programs/graphs.py", str(beside)]
         runner.cluster.apply(pod("graphs", GRAPHS_GIB, command, f"{runner.scratch}/programs"))
-    for suite in wanted:
-        compare(runner, suite, table)
+    for suite, (version, expected, before) in native.items():
+        _, found, after = outcomes_of(runner, suite, True, table)
+        different = differences(expected, found)
+        wrong = f"{len(different)} differ: {'; '.join(different[:8])}" if different else None
+        shown = count(expected), count(found), f"{before}; {after}"
+        table.add(suite.name, version, *shown, wrong=wrong if expected else "no tests")
     if beside:
         phase, answer, log = runner.cluster.answer("graphs", beside)
         right = phase == "Succeeded" and answer and answer["wrong"] == 0
         table.add("captured graphs", "", "", answer, beside, wrong=None if right else f"{phase}: {log[-1500:]}")
-    if runner.cluster:
-        findings = runner.cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
-        # The native half runs beside the cluster.
-        findings = [finding for finding in findings if not finding[2].startswith("a process of the host")]
-        table.add("findings", "", "", len(findings), "", wrong=str(findings) if findings else None)
+    findings = runner.cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
+    table.add("findings", "", "", len(findings), "", wrong=str(findings) if findings else None)
 
 
 def parse(arguments=None):
@@ -240,14 +240,17 @@ def main():
         wanted = prepare(options, scratch)
         if wanted is None:
             return 2
+        runner = Runner(options, scratch)
+        native = {suite: outcomes_of(runner, suite, False, table) for suite in wanted}
         if options.archive == "native":
-            run(Runner(options, scratch, None), wanted, table)
+            for suite, (version, found, seconds) in native.items():
+                table.add(suite.name, version, count(found), "not run", seconds, wrong=None if found else "no tests")
             return table.show()
         archive = image.write(REFERENCE, scratch)
-        with Cluster(os.path.abspath(options.archive), scratch) as cluster:
-            cluster.load(archive)
-            cluster.kill_findings()
-            run(Runner(options, scratch, cluster), wanted, table)
+        with Cluster(os.path.abspath(options.archive), scratch) as runner.cluster:
+            runner.cluster.load(archive)
+            runner.cluster.kill_findings()
+            compare(runner, native, table)
     return table.show()
 
 
