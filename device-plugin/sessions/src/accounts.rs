@@ -9,7 +9,6 @@
 
 mod exited;
 mod leases;
-mod overhead;
 mod untracked;
 
 use std::collections::BTreeMap;

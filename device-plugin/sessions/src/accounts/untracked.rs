@@ -1,4 +1,4 @@
-//! Charges the memory of untracked processes.
+//! Charges what the driver reports beyond the grants: untracked processes and overhead.
 
 use std::collections::BTreeMap;
 
@@ -40,6 +40,20 @@ impl CreditAccounts {
     pub(crate) fn clear_untracked(&mut self, pid: u32) {
         for charged in &mut self.untracked {
             charged.remove(&pid);
+        }
+    }
+
+    /// The units of an account that the driver takes and no process is charged for.
+    pub(crate) fn overhead(&self, account: usize) -> Units {
+        self.overheads.get(account).copied().unwrap_or(Units::ZERO)
+    }
+
+    /// Replaces the overhead of an account. The account grants these units to no process. More than
+    /// the quota is not counted.
+    pub(crate) fn set_overhead(&mut self, account: usize, units: Units) {
+        let units = units.min(self.quota(account));
+        if let Some(slot) = self.overheads.get_mut(account) {
+            *slot = units;
         }
     }
 }
