@@ -12,6 +12,7 @@ mod faults;
 mod fences;
 mod hello;
 pub(super) mod leases;
+mod memory;
 mod pages;
 mod persistence;
 mod quotas;
@@ -19,7 +20,6 @@ pub(super) mod recording;
 pub(super) mod siblings;
 mod usage;
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,11 +36,10 @@ use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
 use super::recovery::FaultLog;
-use super::{
-    Account, ContainerResolver, CreditAccounts, ImageMemory, MAX_PROCESSES, Process, SessionSpec,
-};
+use super::{Account, ContainerResolver, ImageMemory, MAX_PROCESSES, Process, SessionSpec};
 use denials::{Denials, LogLimiter, SharedLogLimiter};
 use faults::UnreportedFaults;
+use memory::ContainerMemory;
 use pages::PagePool;
 use quotas::Quotas;
 use recording::PendingChanges;
@@ -50,10 +49,8 @@ pub(super) use hello::Admission;
 
 pub(super) struct Container {
     spec: SessionSpec,
-    accounts: Vec<Account>,
-    credit: CreditAccounts,
+    memory: ContainerMemory,
     checkpoint: SessionCheckpoint,
-    processes: BTreeMap<u32, ProcessState>,
     /// Whether the checkpoint is lost and the driver has not yet shown which processes have memory.
     /// Until then the agent grants nothing.
     is_checkpoint_lost: bool,
@@ -68,8 +65,6 @@ pub(super) struct Container {
     shared_log_limiter: SharedLogLimiter,
     requests: u64,
     quotas: Quotas,
-    /// The managed memory that the driver moves away for device memory, by account.
-    evictable: Vec<Units>,
     /// When the last image exited.
     last_exit: Option<Instant>,
     /// The process generation of the last image that said hello.
@@ -144,7 +139,7 @@ impl Container {
         let cgroup = resolver
             .container(pid, &self.spec.pod)
             .ok_or(RejectReason::Identity)?;
-        let others = self.processes.keys().any(|other| *other != pid);
+        let others = self.memory.processes.keys().any(|other| *other != pid);
         match &self.cgroup {
             Some(known) if others && *known != cgroup => Err(RejectReason::Identity),
             _ => Ok(cgroup),
@@ -161,21 +156,23 @@ impl Container {
     ) -> Result<Response, RejectReason> {
         self.resolve_cgroup(pid, resolver)?;
         let index = self
+            .memory
             .accounts
             .iter()
             .position(|other| to_wire_account(other) == *account)
             .ok_or(RejectReason::Account)?;
         let depth = resolver.namespace_pids(pid).len();
         let mut used = self
+            .memory
             .credit
             .exited(index)
-            .saturating_add(self.credit.untracked(index))
-            .saturating_add(self.credit.overhead(index))
-            .saturating_add(self.credit.leased(index))
-            .saturating_add(self.credit.sibling_charges(index))
+            .saturating_add(self.memory.credit.untracked(index))
+            .saturating_add(self.memory.credit.overhead(index))
+            .saturating_add(self.memory.credit.leased(index))
+            .saturating_add(self.memory.credit.sibling_charges(index))
             .saturating_add(self.covered_use(index));
         let mut processes = Vec::new();
-        for (pid, state) in &self.processes {
+        for (pid, state) in &self.memory.processes {
             let units = self.used_by(*pid, state, index);
             used = used.saturating_add(units);
             let namespace_pid = depth
@@ -189,20 +186,21 @@ impl Container {
             }
         }
         Ok(Response::Usage {
-            quota: self.credit.quota(index).bytes(),
+            quota: self.memory.credit.quota(index).bytes(),
             used: used.bytes(),
             processes,
         })
     }
 
     fn has_untracked(&self) -> bool {
-        (0..self.accounts.len()).any(|index| self.credit.untracked(index) > Units::ZERO)
+        (0..self.memory.accounts.len())
+            .any(|index| self.memory.credit.untracked(index) > Units::ZERO)
     }
 
     /// Notes that a process has sent a message, and so has its page. Returns whether its exports
     /// have changed: the checkpoint must hold them before the agent answers.
     fn update_exports(&mut self, pid: u32) -> bool {
-        let Some(state) = self.processes.get_mut(&pid) else {
+        let Some(state) = self.memory.processes.get_mut(&pid) else {
             return false;
         };
         state.has_adopted_page = true;
@@ -221,30 +219,32 @@ impl Container {
     /// Writes the usage of the container's other processes into every page.
     pub(super) fn refresh_pages(&self) {
         let exited = self
+            .memory
             .credit
             .exited_and_orphaned()
             .map(|amounts| amounts.len())
             .iter()
             .sum::<usize>();
-        let siblings = self.processes.len().saturating_sub(1) + exited;
+        let siblings = self.memory.processes.len().saturating_sub(1) + exited;
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-        for index in 0..self.accounts.len() {
+        for index in 0..self.memory.accounts.len() {
             let uses = self
+                .memory
                 .processes
                 .iter()
                 .map(|(pid, state)| (state, self.used_by(*pid, state, index)))
                 .collect::<Vec<_>>();
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
-            let all = all.saturating_add(self.credit.exited(index));
-            let all = all.saturating_add(self.credit.untracked(index));
-            let all = all.saturating_add(self.credit.overhead(index));
-            let all = all.saturating_add(self.credit.leased(index));
-            let all = all.saturating_add(self.credit.sibling_charges(index));
+            let all = all.saturating_add(self.memory.credit.exited(index));
+            let all = all.saturating_add(self.memory.credit.untracked(index));
+            let all = all.saturating_add(self.memory.credit.overhead(index));
+            let all = all.saturating_add(self.memory.credit.leased(index));
+            let all = all.saturating_add(self.memory.credit.sibling_charges(index));
             let all = all.saturating_add(self.covered_use(index));
             // A process whose covered managed memory changes must ask for the figure.
-            let covered = self.credit.covered_by(index);
+            let covered = self.memory.credit.covered_by(index);
             let has_covered =
-                covered.is_some_and(|covered| self.credit.granted(covered) > Units::ZERO);
+                covered.is_some_and(|covered| self.memory.credit.granted(covered) > Units::ZERO);
             let siblings = siblings.saturating_add(u32::from(has_covered));
             for (state, used) in uses {
                 if let Some(slot) = state.page.as_ref().and_then(|page| page.slot(index)) {
@@ -257,7 +257,7 @@ impl Container {
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
     /// whole grant counts.
     fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
-        let granted = self.credit.granted_to(pid, account);
+        let granted = self.memory.credit.granted_to(pid, account);
         let slot = state.adopted_page().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }

@@ -35,9 +35,10 @@ impl Container {
     ) -> (Response, Option<ChangeNumber>) {
         let change = self.update_exports(pid).then(|| self.note_change());
         let index = usize::from(account);
-        let here = self.accounts.get(index);
+        let here = self.memory.accounts.get(index);
         let units = here.map_or(Units::ZERO, |account| self.context_charge(account));
         for slot in self
+            .memory
             .processes
             .values()
             .filter_map(|member| member.page.as_ref()?.slot(index))

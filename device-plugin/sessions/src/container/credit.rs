@@ -29,18 +29,19 @@ impl Container {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
         let free = self
+            .memory
             .credit
             .free(index)
             .saturating_add(self.idle_credit_for(pid, index));
         let of_ending: Units = self
             .fault_log
             .ending_pids(now)
-            .map(|ending| self.credit.granted_against(ending, index))
+            .map(|ending| self.memory.credit.granted_against(ending, index))
             .sum();
         let with_ended = free
             .saturating_add(of_ending)
-            .saturating_add(self.credit.exited_against(index))
-            .saturating_add(self.credit.sibling_charges(index));
+            .saturating_add(self.memory.credit.exited_against(index))
+            .saturating_add(self.memory.credit.sibling_charges(index));
         let has_ended = self.last_exit_in_claim().is_some_and(recently);
         recently(received_at)
             && (has_ended || of_ending > Units::ZERO)
@@ -63,10 +64,10 @@ impl Container {
             return Err(RefusalReason::RecordLost);
         }
         self.update_from_siblings();
-        if self.credit.free(index) < need {
+        if self.memory.credit.free(index) < need {
             self.reclaim_for(pid, index, need);
         }
-        let granted = self.credit.grant(pid, index, need);
+        let granted = self.memory.credit.grant(pid, index, need);
         granted.map_err(|_| RefusalReason::Quota)
     }
 
@@ -78,7 +79,7 @@ impl Container {
         index: usize,
         units: Units,
     ) -> Result<Units, RefusalReason> {
-        let state = self.processes.get_mut(&pid);
+        let state = self.memory.processes.get_mut(&pid);
         let granted = state.is_some_and(|state| {
             let page = state.page.as_ref();
             let Some(slot) = page.and_then(|page| page.slot(index)) else {
@@ -89,36 +90,40 @@ impl Container {
             granted
         });
         if granted {
-            if self.credit.covered() == Some(index) {
+            if self.memory.credit.covered() == Some(index) {
                 // The pages of the GPUs' accounts must show the bytes.
                 self.refresh_pages();
             }
             return Ok(units);
         }
-        self.credit.revoke(pid, index, units);
+        self.memory.credit.revoke(pid, index, units);
         Err(RefusalReason::NoPage)
     }
 
     pub(super) fn idle_credit_of_others(&self, pid: u32, account: usize) -> Units {
-        let others = self.processes.iter().filter(|(other, _)| **other != pid);
+        let others = self
+            .memory
+            .processes
+            .iter()
+            .filter(|(other, _)| **other != pid);
         others
             .filter_map(|(other, state)| {
                 let slot = state.adopted_page()?.slot(account)?;
-                Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
+                Some(Units(slot.word().idle()).min(self.memory.credit.granted_to(*other, account)))
             })
             .sum()
     }
 
     /// The covered managed memory that counts against an account.
     pub(super) fn covered_use(&self, account: usize) -> Units {
-        let Some(covered) = self.credit.covered_by(account) else {
+        let Some(covered) = self.memory.credit.covered_by(account) else {
             return Units::ZERO;
         };
-        let members = self.processes.iter();
+        let members = self.memory.processes.iter();
         let live: Units = members
             .map(|(pid, state)| self.used_by(*pid, state, covered))
             .sum();
-        live.saturating_add(self.credit.exited(covered))
+        live.saturating_add(self.memory.credit.exited(covered))
     }
 
     /// The idle credit that may be taken for a request. It is that of the account's other
@@ -126,10 +131,10 @@ impl Container {
     pub(super) fn idle_credit_for(&self, pid: u32, account: usize) -> Units {
         let own = self.idle_credit_of_others(pid, account);
         let of_all = |account| self.idle_credit_of_others(NO_PID, account);
-        let sharing = match self.credit.covered_by(account) {
+        let sharing = match self.memory.credit.covered_by(account) {
             Some(covered) => Some(of_all(covered)),
-            None if self.credit.covered() == Some(account) => {
-                self.credit.covering().map(of_all).min()
+            None if self.memory.credit.covered() == Some(account) => {
+                self.memory.credit.covering().map(of_all).min()
             }
             None => None,
         };
@@ -139,9 +144,9 @@ impl Container {
     /// Takes back idle credit until an account has `need` free, if there is enough of it. Managed
     /// memory that is covered needs room on every GPU.
     pub(super) fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
-        let covered = self.credit.covered();
+        let covered = self.memory.credit.covered();
         let limiting: Vec<_> = match covered == Some(account) {
-            true => self.credit.covering().collect(),
+            true => self.memory.credit.covering().collect(),
             false => vec![account],
         };
         // The process has used up its idle credit of the account itself.
@@ -149,28 +154,37 @@ impl Container {
         let idle = |of: usize| self.idle_credit_of_others(asker(of), of);
         let shared = covered.map_or(Units::ZERO, idle);
         let missing = |credit: &CreditAccounts, of: usize| need.saturating_sub(credit.free(of));
-        let is_enough = |of: &usize| idle(*of).saturating_add(shared) >= missing(&self.credit, *of);
+        let is_enough =
+            |of: &usize| idle(*of).saturating_add(shared) >= missing(&self.memory.credit, *of);
         if !limiting.iter().all(is_enough) {
             return;
         }
         if let Some(covered) = covered {
-            let most = limiting.iter().map(|of| missing(&self.credit, *of)).max();
+            let most = limiting
+                .iter()
+                .map(|of| missing(&self.memory.credit, *of))
+                .max();
             self.reclaim_idle(asker(covered), covered, most.unwrap_or(Units::ZERO));
         }
         for of in limiting {
-            let left = missing(&self.credit, of);
+            let left = missing(&self.memory.credit, of);
             self.reclaim_idle(asker(of), of, left);
         }
     }
 
     pub(super) fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
-        for (other, state) in self.processes.iter().filter(|(other, _)| **other != pid) {
+        for (other, state) in self
+            .memory
+            .processes
+            .iter()
+            .filter(|(other, _)| **other != pid)
+        {
             let Some(slot) = state.adopted_page().and_then(|page| page.slot(account)) else {
                 continue;
             };
-            let at_most = missing.min(self.credit.granted_to(*other, account));
+            let at_most = missing.min(self.memory.credit.granted_to(*other, account));
             let taken = slot.reclaim(at_most);
-            missing = missing.saturating_sub(self.credit.revoke(*other, account, taken));
+            missing = missing.saturating_sub(self.memory.credit.revoke(*other, account, taken));
         }
     }
 }

@@ -141,7 +141,7 @@ impl Container {
     ) -> Response {
         let index = usize::from(account);
         if let Some(suppressed) = self.log_limiter.due(reason.as_str(), Instant::now()) {
-            let credit = &self.credit;
+            let credit = &self.memory.credit;
             tracing::info!(
                 allocation = %self.spec.allocation,
                 pod = %self.spec.pod,
@@ -163,7 +163,7 @@ impl Container {
         }
         let knows = |member: &ProcessState| member.protocol_version >= POISON_SINCE;
         match reason {
-            RefusalReason::Fenced if self.processes.get(&pid).is_some_and(knows) => {
+            RefusalReason::Fenced if self.memory.processes.get(&pid).is_some_and(knows) => {
                 Response::Fenced { account }
             }
             RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
@@ -174,7 +174,7 @@ impl Container {
             }
             RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
                 account,
-                free: self.credit.free(index),
+                free: self.memory.credit.free(index),
             },
         }
     }
@@ -193,13 +193,13 @@ impl Container {
         }
         let index = usize::from(account);
         let function = self.denials.count(function);
-        let denied_account = self.accounts.get(index).cloned();
+        let denied_account = self.memory.accounts.get(index).cloned();
         self.denials.last = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
             account,
             bytes: Bytes(bytes),
-            quota: Bytes(self.credit.quota(index).bytes()),
-            free: Bytes(self.credit.free(index).bytes()),
+            quota: Bytes(self.memory.credit.quota(index).bytes()),
+            free: Bytes(self.memory.credit.free(index).bytes()),
         });
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let key = format!("denied {function}");

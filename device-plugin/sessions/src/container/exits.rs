@@ -24,14 +24,15 @@ pub(super) const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 impl Container {
     /// Handles the exit of a process image, whose grants stay charged.
     pub(in super::super) fn handle_exit(&mut self, process: Process, image: u64) {
-        let state = self.processes.get(&process.pid);
+        let state = self.memory.processes.get(&process.pid);
         if state.is_none_or(|state| (state.process, state.image) != (process, image)) {
             return;
         }
-        let Some(state) = self.processes.remove(&process.pid) else {
+        let Some(state) = self.memory.processes.remove(&process.pid) else {
             return;
         };
-        self.credit
+        self.memory
+            .credit
             .mark_exited(process.pid, &state.current_exports());
         let now = Instant::now();
         self.return_pages(state.page_fds, now);
@@ -54,7 +55,7 @@ impl Container {
 
     /// The exited processes to look up in the driver; `None` where the agent need not sample.
     pub(in super::super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
-        let [exited, _] = self.credit.exited_and_orphaned();
+        let [exited, _] = self.memory.credit.exited_and_orphaned();
         (!exited.is_empty() || self.is_checkpoint_lost).then(|| exited.clone())
     }
 
@@ -68,18 +69,18 @@ impl Container {
         resolver: &dyn ContainerResolver,
         now: BootTime,
     ) {
-        let before = (self.credit.clone(), self.is_checkpoint_lost);
+        let before = (self.memory.credit.clone(), self.is_checkpoint_lost);
         self.find_untracked(samples, resolver);
         for (pid, units) in query {
-            if self.credit.exited_and_orphaned()[0].get(pid) == Some(units)
+            if self.memory.credit.exited_and_orphaned()[0].get(pid) == Some(units)
                 && self.is_reclaimed(*pid, samples)
             {
-                self.credit.release_exited(*pid);
+                self.memory.credit.release_exited(*pid);
             }
         }
         self.close_released_faults();
         self.escalate_held_memory(samples, now);
-        if before != (self.credit.clone(), self.is_checkpoint_lost) {
+        if before != (self.memory.credit.clone(), self.is_checkpoint_lost) {
             self.refresh_pages();
             self.note_change();
         }
@@ -89,7 +90,7 @@ impl Container {
     pub(super) fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
         samples.iter().enumerate().all(|(index, sample)| {
             // After an exec the pid lives on with a new image.
-            let state = self.processes.get(&pid);
+            let state = self.memory.processes.get(&pid);
             let own = state.map(|state| self.own_memory(pid, state, index));
             let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
             sample
@@ -129,16 +130,16 @@ impl Container {
         self.is_checkpoint_lost = false;
         for (index, sample) in samples.iter().enumerate() {
             let untracked = sample.iter().filter(|(pid, _)| {
-                let has_session = self.processes.contains_key(pid);
+                let has_session = self.memory.processes.contains_key(pid);
                 !has_session && resolver.container(*pid, &self.spec.pod).is_some()
             });
             // Where the driver does not report an amount, the process may have all of the quota.
-            let all = self.credit.quota(index);
+            let all = self.memory.credit.quota(index);
             let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
             let untracked = untracked
                 .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
                 .collect();
-            self.credit.set_untracked(index, untracked);
+            self.memory.credit.set_untracked(index, untracked);
         }
     }
 }

@@ -14,13 +14,13 @@ use super::{Container, ProcessState};
 impl Container {
     pub(super) fn account_index(&self, gpu: &GpuUuid) -> Option<usize> {
         let is_it = |account: &Account| matches!(account, Account::Gpu(other) if other == gpu);
-        self.accounts.iter().position(is_it)
+        self.memory.accounts.iter().position(is_it)
     }
 
     /// The orphaned exports of this GPU that are not proven free.
     pub(in super::super) fn orphaned_exports(&self, gpu: &GpuUuid) -> Option<AmountsByPid> {
-        let any = self.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
-        let [_, orphaned] = self.credit.exited_and_orphaned();
+        let any = self.memory.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
+        let [_, orphaned] = self.memory.credit.exited_and_orphaned();
         any.then(|| orphaned.clone())
     }
 
@@ -29,7 +29,7 @@ impl Container {
         let Some(index) = self.account_index(gpu) else {
             return BTreeMap::new();
         };
-        let members = self.processes.iter();
+        let members = self.memory.processes.iter();
         members
             .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
             .collect()
@@ -46,10 +46,10 @@ impl Container {
         let Some(index) = self.account_index(gpu) else {
             return false;
         };
-        let before = self.credit.orphaned(index);
+        let before = self.memory.credit.orphaned(index);
         let most = Units::holding(bound.0).unwrap_or(Units::MAX);
-        self.credit.cap_orphaned(index, most, query);
-        let changed = self.credit.orphaned(index) != before;
+        self.memory.credit.cap_orphaned(index, most, query);
+        let changed = self.memory.credit.orphaned(index) != before;
         if changed {
             self.refresh_pages();
             self.note_change();
@@ -61,7 +61,10 @@ impl Container {
     pub(in super::super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
         let exported = |index: usize| {
             let live = self.live_exports(index);
-            Bytes(live.saturating_add(self.credit.orphaned(index)).bytes())
+            Bytes(
+                live.saturating_add(self.memory.credit.orphaned(index))
+                    .bytes(),
+            )
         };
         let gpus = self.gpus().into_iter().enumerate();
         gpus.map(|(index, gpu)| (gpu, exported(index))).collect()
@@ -69,7 +72,7 @@ impl Container {
 
     /// The units that live processes report as exported, at most their grants.
     pub(super) fn live_exports(&self, index: usize) -> Units {
-        let members = self.processes.iter();
+        let members = self.memory.processes.iter();
         let exported = members.map(|(pid, state)| self.exports_of(*pid, state, index));
         exported.sum()
     }
@@ -77,7 +80,7 @@ impl Container {
     /// The units that one live process reports as exported, at most its grant.
     pub(super) fn exports_of(&self, pid: u32, state: &ProcessState, index: usize) -> Units {
         let exported = state.current_exports().get(index).copied();
-        let granted = self.credit.granted_to(pid, index);
+        let granted = self.memory.credit.granted_to(pid, index);
         exported.unwrap_or(Units::ZERO).min(granted)
     }
 }

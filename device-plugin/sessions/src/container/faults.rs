@@ -63,12 +63,16 @@ impl Container {
     ) -> (Response, Option<ChangeNumber>) {
         let has_changed = self.update_exports(pid);
         let source = FaultSource::Cuda { code, can_reexec };
-        let gpu = match self.accounts.get(usize::from(account)) {
+        let gpu = match self.memory.accounts.get(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
             _ => None,
         };
         let decision = is_fault(code).then(|| self.record_fault(pid, gpu, source, root, now));
-        let version = self.processes.get(&pid).map(|state| state.protocol_version);
+        let version = self
+            .memory
+            .processes
+            .get(&pid)
+            .map(|state| state.protocol_version);
         let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
         let answer = Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
@@ -84,13 +88,13 @@ impl Container {
     /// process if its parent is outside of the container. `kubectl exec` starts no init of a
     /// namespace, and the init of a namespace that the container created has its parent inside.
     pub(in super::super) fn pid_namespace_init(&self, pid: u32) -> Option<Process> {
-        let state = self.processes.get(&pid)?;
+        let state = self.memory.processes.get(&pid)?;
         (state.namespace_pids.last() == Some(&1)).then_some(state.process)
     }
 
     /// Handles the close of a process's socket after the agent's last answer.
     pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
-        let state = self.processes.get(&process.pid);
+        let state = self.memory.processes.get(&process.pid);
         let same = state.filter(|state| (state.process, state.image) == (process, image));
         let Some(generation) = same.map(|state| state.generation) else {
             return;
@@ -114,7 +118,7 @@ impl Container {
         on: &[GpuUuid],
         by: BootTime,
     ) -> Option<XidTarget> {
-        let state = self.processes.get(&pid)?;
+        let state = self.memory.processes.get(&pid)?;
         let mut gpus = self.spec.gpus.iter().map(|(gpu, _)| gpu);
         let gpu = gpus.find(|gpu| on.contains(gpu))?.clone();
         (state.process.start_moment() <= by).then_some(XidTarget {
@@ -139,7 +143,7 @@ impl Container {
             process,
             generation,
         } = target.image;
-        let state = self.processes.get(&process.pid);
+        let state = self.memory.processes.get(&process.pid);
         if state.is_some_and(|state| (state.process, state.generation) == (process, generation)) {
             self.record_fault(
                 process.pid,
@@ -175,18 +179,18 @@ impl Container {
 
     /// Whether a process has a session.
     pub(in super::super) fn has_session(&self, process: Process) -> bool {
-        let state = self.processes.get(&process.pid);
+        let state = self.memory.processes.get(&process.pid);
         state.is_some_and(|state| state.process == process)
     }
 
     /// The process behind a pid that has a session.
     pub(in super::super) fn process_of(&self, pid: u32) -> Option<Process> {
-        Some(self.processes.get(&pid)?.process)
+        Some(self.memory.processes.get(&pid)?.process)
     }
 
     /// Closes the faults of ended images whose memory the driver has freed.
     pub(super) fn close_released_faults(&mut self) {
-        let [exited, _] = self.credit.exited_and_orphaned();
+        let [exited, _] = self.memory.credit.exited_and_orphaned();
         self.fault_log
             .close_released(|pid| exited.contains_key(&pid));
     }
@@ -197,7 +201,8 @@ impl Container {
         let before = self.fault_log.clone();
         let is_listed = |pid| {
             // After an exec the driver lists the new image.
-            !self.processes.contains_key(&pid) && samples.iter().any(|sample| sample.contains(pid))
+            !self.memory.processes.contains_key(&pid)
+                && samples.iter().any(|sample| sample.contains(pid))
         };
         let held = self.fault_log.record_held(is_listed, now);
         if held.is_empty() || !self.commit_decisions(&before) {
@@ -226,7 +231,7 @@ impl Container {
 
     /// The live images that are not fenced.
     pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
-        let members = self.processes.values();
+        let members = self.memory.processes.values();
         members
             .filter(|state| self.fence_of(state).is_none())
             .map(|state| ProcessImage {
@@ -245,7 +250,7 @@ impl Container {
         root: Option<Process>,
         now: ClockReading,
     ) -> Option<RecoveryAction> {
-        let state = self.processes.get(&pid)?;
+        let state = self.memory.processes.get(&pid)?;
         let image = ProcessImage {
             process: state.process,
             generation: state.generation,

@@ -7,14 +7,14 @@ use super::{Container, ProcessState};
 impl Container {
     /// Whether the agent grants nothing more to a process's image.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
-        let state = self.processes.get(&pid);
+        let state = self.memory.processes.get(&pid);
         self.is_drained
             || state.is_some_and(|state| state.has_broken_page || self.fence_of(state).is_some())
     }
 
     /// Writes into every process's page whether the agent has fenced it, and why.
     pub(super) fn publish_fences(&self) {
-        for state in self.processes.values() {
+        for state in self.memory.processes.values() {
             if let Some(page) = &state.page {
                 page.set_fence(self.fence_of(state));
             }

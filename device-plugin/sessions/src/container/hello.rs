@@ -54,10 +54,11 @@ impl Container {
     ) -> Result<Admission, RejectReason> {
         let pid = process.pid;
         let cgroup = self.resolve_cgroup(pid, resolver)?;
-        let former = self.processes.get(&pid);
+        let former = self.memory.processes.get(&pid);
         let former = former.filter(|state| state.process == process);
         let known = former.is_some_and(|state| state.image == image || state.keeps_image());
-        if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
+        if !self.memory.processes.contains_key(&pid) && self.memory.processes.len() >= MAX_PROCESSES
+        {
             return Err(RejectReason::Busy);
         }
         // The agent takes a page before it changes anything, so that a process without a page keeps
@@ -78,12 +79,12 @@ impl Container {
             self.generation
         });
         let untracked = self.untracked_by(pid);
-        self.credit.clear_untracked(pid);
+        self.memory.credit.clear_untracked(pid);
         self.update_from_siblings();
         self.fill_page(&page, pid, known, holdings, &untracked, &exported);
         self.cgroup = Some(cgroup);
         let superseded = CancellationToken::new();
-        self.processes.insert(
+        self.memory.processes.insert(
             pid,
             ProcessState {
                 process,
@@ -116,7 +117,7 @@ impl Container {
         pid: u32,
         now: Instant,
     ) -> Result<(CreditPage, Arc<OwnedFd>), RejectReason> {
-        let page = self.pages.take_page(self.accounts.len(), now);
+        let page = self.pages.take_page(self.memory.accounts.len(), now);
         page.map_err(|error| {
             if let Some(suppressed) = self.log_limiter.due("no page", now) {
                 let allocation = self.spec.allocation;
@@ -128,7 +129,7 @@ impl Container {
 
     /// Ends the connection that a process had before, and its image if the new one is not `known`.
     fn end_former_connection(&mut self, pid: u32, known: bool, now: Instant) -> FormerConnection {
-        let Some(before) = self.processes.remove(&pid) else {
+        let Some(before) = self.memory.processes.remove(&pid) else {
             return FormerConnection::default();
         };
         before.superseded.cancel();
@@ -142,7 +143,9 @@ impl Container {
         }
         self.return_pages(former, now);
         if !known {
-            self.credit.mark_exited(pid, &std::mem::take(&mut exported));
+            self.memory
+                .credit
+                .mark_exited(pid, &std::mem::take(&mut exported));
             self.last_exit = Some(now);
             self.fault_log
                 .record_exit(before.process, before.generation);
@@ -172,7 +175,7 @@ impl Container {
     ) {
         let amount_of =
             |amounts: &[Units], index: usize| amounts.get(index).copied().unwrap_or(Units::ZERO);
-        for (index, account) in self.accounts.iter().enumerate() {
+        for (index, account) in self.memory.accounts.iter().enumerate() {
             let Some(slot) = page.slot(index) else {
                 continue;
             };
@@ -185,13 +188,15 @@ impl Container {
             let minimum = amount_of(untracked, index)
                 .saturating_sub(Units::within(self.uncharged_margin().0));
             let granted = if known {
-                self.credit.granted_to(pid, index)
+                self.memory.credit.granted_to(pid, index)
             } else {
-                self.credit.admit_claimed(pid, index, claimed.max(minimum))
+                self.memory
+                    .credit
+                    .admit_claimed(pid, index, claimed.max(minimum))
             };
-            slot.set_quota(self.credit.quota(index));
+            slot.set_quota(self.memory.credit.quota(index));
             slot.set_context(self.context_charge(account));
-            slot.set_evictable(amount_of(&self.evictable, index));
+            slot.set_evictable(amount_of(&self.memory.evictable, index));
             slot.set_exported(amount_of(exported, index));
             slot.set(CreditWord {
                 granted: granted.0,
@@ -202,9 +207,9 @@ impl Container {
 
     /// The bytes that a process had as an untracked process, by account.
     fn untracked_by(&self, pid: u32) -> Vec<Units> {
-        let accounts = 0..self.accounts.len();
+        let accounts = 0..self.memory.accounts.len();
         accounts
-            .map(|index| self.credit.untracked_by(pid, index))
+            .map(|index| self.memory.credit.untracked_by(pid, index))
             .collect()
     }
 
@@ -212,12 +217,12 @@ impl Container {
     fn welcome(&self, version: u16, generation: u64) -> Response {
         let quota = |(index, account): (usize, &Account)| Quota {
             account: to_wire_account(account),
-            bytes: self.credit.quota(index).bytes(),
+            bytes: self.memory.credit.quota(index).bytes(),
         };
         Response::Welcome {
             version: version.min(VERSION),
             generation: (version >= POISON_SINCE).then_some(generation),
-            quotas: self.accounts.iter().enumerate().map(quota).collect(),
+            quotas: self.memory.accounts.iter().enumerate().map(quota).collect(),
         }
     }
 }

@@ -61,7 +61,7 @@ impl Container {
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
         self.update_from_siblings();
         let idle = self.idle_credit_for(NO_PID, index);
-        let free = self.credit.free(index);
+        let free = self.memory.credit.free(index);
         let missing = need.saturating_sub(free);
         if missing > idle {
             return Err(Bytes(free.saturating_add(idle).bytes()));
@@ -69,10 +69,10 @@ impl Container {
         if missing > Units::ZERO {
             self.reclaim_for(NO_PID, index, need);
         }
-        let leased = self.credit.charge_lease(lease.0, index, need);
+        let leased = self.memory.credit.charge_lease(lease.0, index, need);
         leased.map_err(|free| Bytes(free.bytes()))?;
         if !self.write_checkpoint() {
-            self.credit.refund_lease(lease.0);
+            self.memory.credit.refund_lease(lease.0);
             return Err(Bytes::ZERO);
         }
         self.refresh_pages();
@@ -84,9 +84,9 @@ impl Container {
         let Some(index) = self.account_index(gpu) else {
             return;
         };
-        if !self.credit.leases().contains_key(&lease.0) {
+        if !self.memory.credit.leases().contains_key(&lease.0) {
             let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-            self.credit.adopt_lease(lease.0, index, units);
+            self.memory.credit.adopt_lease(lease.0, index, units);
             self.record_leases();
         }
     }
@@ -101,25 +101,25 @@ impl Container {
         bytes: Bytes,
     ) -> bool {
         self.adopt_lease(gpu, lease, bytes);
-        let before = self.credit.clone();
-        self.credit.release_lease(lease.0);
+        let before = self.memory.credit.clone();
+        self.memory.credit.release_lease(lease.0);
         let is_on_record = self.record_leases();
         if !is_on_record {
-            self.credit = before;
+            self.memory.credit = before;
         }
         is_on_record
     }
 
     /// Refunds a charged lease that has no memory.
     pub(in super::super) fn refund_lease(&mut self, lease: LeaseId) {
-        self.credit.refund_lease(lease.0);
+        self.memory.credit.refund_lease(lease.0);
         self.record_leases();
     }
 
     /// The charged leases, each with its GPU and bytes.
     pub(in super::super) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         let gpus = self.gpus();
-        let leases = self.credit.leases().iter();
+        let leases = self.memory.credit.leases().iter();
         leases
             .filter_map(|(lease, (index, units))| {
                 let gpu = gpus.get(*index)?.clone();

@@ -15,6 +15,7 @@ use super::super::recovery::FaultLog;
 use super::super::{Account, ContainerResolver, CreditAccounts, SessionSpec};
 use super::denials::{Denials, LogLimiter, SharedLogLimiter};
 use super::faults::UnreportedFaults;
+use super::memory::ContainerMemory;
 use super::pages::PagePool;
 use super::quotas::Quotas;
 use super::recording::PendingChanges;
@@ -49,7 +50,7 @@ impl Container {
         container.restore_leases(&content.leases);
         let known = container.restore_processes(content.processes, resolver);
         container.close_released_faults();
-        let [exited, _] = container.credit.exited_and_orphaned();
+        let [exited, _] = container.memory.credit.exited_and_orphaned();
         if !exited.is_empty() {
             // This agent has not sampled the memory of the exited processes yet.
             container.last_exit = Some(Instant::now());
@@ -75,9 +76,13 @@ impl Container {
         let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
         Container {
             spec,
-            credit: CreditAccounts::new(requested.clone()),
+            memory: ContainerMemory {
+                accounts,
+                credit: CreditAccounts::new(requested.clone()),
+                processes: BTreeMap::new(),
+                evictable: Vec::new(),
+            },
             checkpoint,
-            processes: BTreeMap::new(),
             is_checkpoint_lost: false,
             cgroup: None,
             denials: Denials::default(),
@@ -86,7 +91,6 @@ impl Container {
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
             quotas: Quotas::new(requested),
-            evictable: Vec::new(),
             last_exit: None,
             generation: 0,
             fault_log: FaultLog::default(),
@@ -98,14 +102,13 @@ impl Container {
             orphans_changed: watch::Sender::default(),
             closer: None,
             siblings: None,
-            accounts,
         }
     }
 
     /// Applies the quotas that the operator had ordered.
     fn restore_quotas(&mut self, overrides: &[Option<Units>]) {
         self.quotas.restore(overrides);
-        for index in 0..self.accounts.len() {
+        for index in 0..self.memory.accounts.len() {
             self.apply_quota(index);
         }
     }
@@ -113,18 +116,18 @@ impl Container {
     /// Charges the bytes of images that had exited, and their `orphaned` exports.
     fn restore_exited(&mut self, exited: &[(u32, Vec<Units>)], orphaned: &[(u32, Vec<Units>)]) {
         for (pid, units) in exited {
-            self.credit.restore_grant(*pid, units);
-            self.credit.mark_exited(*pid, &[]);
+            self.memory.credit.restore_grant(*pid, units);
+            self.memory.credit.mark_exited(*pid, &[]);
         }
         for (pid, units) in orphaned {
-            self.credit.restore_grant(*pid, units);
-            self.credit.mark_exited(*pid, units);
+            self.memory.credit.restore_grant(*pid, units);
+            self.memory.credit.mark_exited(*pid, units);
         }
     }
 
     fn restore_leases(&mut self, leases: &[(u64, usize, Units)]) {
         for (lease, account, units) in leases {
-            self.credit.adopt_lease(*lease, *account, *units);
+            self.memory.credit.adopt_lease(*lease, *account, *units);
         }
     }
 
@@ -143,9 +146,9 @@ impl Container {
             exported,
         } in entries
         {
-            self.credit.restore_grant(process.pid, &granted);
+            self.memory.credit.restore_grant(process.pid, &granted);
             if resolver.process(process.pid) != Some(process) {
-                self.credit.mark_exited(process.pid, &exported);
+                self.memory.credit.mark_exited(process.pid, &exported);
                 self.fault_log.record_exit(process, generation);
                 continue;
             }
@@ -155,7 +158,7 @@ impl Container {
                 image,
                 superseded: superseded.clone(),
             });
-            self.processes.insert(
+            self.memory.processes.insert(
                 process.pid,
                 ProcessState {
                     process,
@@ -184,9 +187,10 @@ impl Container {
         }
         self.publish_to_siblings();
         let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| by_pid.clone().into_iter().collect();
-        let [exited, orphaned] = self.credit.exited_and_orphaned();
+        let [exited, orphaned] = self.memory.credit.exited_and_orphaned();
         let content = CheckpointContent {
             processes: self
+                .memory
                 .processes
                 .values()
                 .map(|state| ProcessEntry {
@@ -194,6 +198,7 @@ impl Container {
                     image: state.image,
                     generation: state.generation,
                     granted: self
+                        .memory
                         .credit
                         .grants()
                         .get(&state.process.pid)
@@ -205,6 +210,7 @@ impl Container {
             exited: by_pid(exited),
             orphaned: by_pid(orphaned),
             leases: self
+                .memory
                 .credit
                 .leases()
                 .iter()

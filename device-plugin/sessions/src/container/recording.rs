@@ -146,7 +146,7 @@ impl Container {
 
     fn notify_change(&self) {
         self.change_notify.notify_one();
-        let [_, orphaned] = self.credit.exited_and_orphaned();
+        let [_, orphaned] = self.memory.credit.exited_and_orphaned();
         if !orphaned.is_empty() {
             self.orphans_changed.send_replace(());
         }
@@ -174,7 +174,7 @@ impl Container {
         } in requests
         {
             // A process that has exited would keep the account of this grant for ever.
-            if answer.is_closed() || !self.processes.contains_key(&pid) {
+            if answer.is_closed() || !self.memory.processes.contains_key(&pid) {
                 continue;
             }
             has_changes |= self.update_exports(pid);
@@ -189,7 +189,7 @@ impl Container {
             let outcome = units.and_then(|units| match written {
                 true => self.grant_to_page(pid, index, units),
                 false => {
-                    self.credit.revoke(pid, index, units);
+                    self.memory.credit.revoke(pid, index, units);
                     Err(RefusalReason::Unrecorded)
                 }
             });

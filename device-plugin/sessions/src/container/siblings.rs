@@ -64,7 +64,9 @@ impl Container {
         };
         let gpus = 0..self.spec.gpus.len();
         let charges = SiblingCharges {
-            units: gpus.map(|index| self.credit.own_charged(index)).collect(),
+            units: gpus
+                .map(|index| self.memory.credit.own_charged(index))
+                .collect(),
             last_exit: self.last_exit,
         };
         siblings.with_lock(|all| drop(all.insert(self.spec.allocation, charges)));
@@ -84,7 +86,7 @@ impl Container {
                 }
             }
         });
-        self.credit.set_sibling_charges(inherited);
+        self.memory.credit.set_sibling_charges(inherited);
     }
 
     /// When the last image of this container, or of another one of its claim, exited.
@@ -104,11 +106,11 @@ impl Container {
             return Bytes::ZERO;
         };
         let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        let units = units.min(self.credit.quota(index));
-        let before = self.credit.clone();
-        self.credit.charge_orphaned(index, units);
+        let units = units.min(self.memory.credit.quota(index));
+        let before = self.memory.credit.clone();
+        self.memory.credit.charge_orphaned(index, units);
         if !self.write_checkpoint() {
-            self.credit = before;
+            self.memory.credit = before;
             return Bytes::ZERO;
         }
         self.refresh_pages();

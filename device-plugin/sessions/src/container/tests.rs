@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_gpu::memory_sample::ProcessMemory;

@@ -17,47 +17,51 @@ use super::{Account, Container, ProcessState};
 impl Container {
     /// The pids of exited processes whose memory the account still charges.
     pub(crate) fn exited_pids(&self) -> Vec<u32> {
-        self.credit.exited_pids()
+        self.memory.credit.exited_pids()
     }
 
     /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
         let bytes = |units: Units| Bytes(units.bytes());
-        let covered = self.credit.covered();
+        let covered = self.memory.credit.covered();
         // The accounts of the GPUs have the bytes of covered managed memory.
         let shown = |index: usize, units: Units| match covered == Some(index) {
             true => Bytes::ZERO,
             false => bytes(units),
         };
         let used = |index| {
-            let processes = self.processes.iter();
+            let processes = self.memory.processes.iter();
             processes
                 .map(|(pid, state)| self.used_by(*pid, state, index))
                 .sum()
         };
-        let accounts = self.accounts.iter().enumerate();
+        let accounts = self.memory.accounts.iter().enumerate();
         let accounts = accounts.map(|(index, account)| AccountBalance {
             account: account.clone(),
-            quota: shown(index, self.credit.quota(index)),
-            granted: shown(index, self.credit.granted(index)),
+            quota: shown(index, self.memory.credit.quota(index)),
+            granted: shown(index, self.memory.credit.granted(index)),
             used: shown(index, used(index)),
-            exited: shown(index, self.credit.exited(index)),
+            exited: shown(index, self.memory.credit.exited(index)),
             exported: bytes(self.live_exports(index)),
-            leased: bytes(self.credit.leased(index)),
+            leased: bytes(self.memory.credit.leased(index)),
             managed: bytes(self.covered_use(index)),
-            untracked: bytes(self.credit.untracked(index)),
-            overhead: bytes(self.credit.overhead(index)),
-            peak: shown(index, self.credit.peak(index)),
+            untracked: bytes(self.memory.credit.untracked(index)),
+            overhead: bytes(self.memory.credit.overhead(index)),
+            peak: shown(index, self.memory.credit.peak(index)),
         });
         let granted = |pid| {
-            let accounts = 0..self.accounts.len();
-            accounts.map(move |index| bytes(self.credit.granted_to(pid, index)))
+            let accounts = 0..self.memory.accounts.len();
+            accounts.map(move |index| bytes(self.memory.credit.granted_to(pid, index)))
         };
-        let members = self.processes.iter().map(|(pid, state)| ProcessCredit {
-            process: state.process,
-            granted: granted(*pid).collect(),
-            tampered: self.is_page_tampered(*pid, state),
-        });
+        let members = self
+            .memory
+            .processes
+            .iter()
+            .map(|(pid, state)| ProcessCredit {
+                process: state.process,
+                granted: granted(*pid).collect(),
+                tampered: self.is_page_tampered(*pid, state),
+            });
         ContainerUsage {
             allocation: self.spec.allocation,
             pod: self.spec.pod.clone(),
@@ -65,7 +69,7 @@ impl Container {
             accounts: accounts.collect(),
             processes: members.collect(),
             generation: self.generation,
-            exited_pids: self.credit.exited_pids(),
+            exited_pids: self.memory.credit.exited_pids(),
             had_managed: self.had_managed(),
             requests: self.requests,
             denied: self.denials.by_function(),
@@ -81,9 +85,9 @@ impl Container {
 
     /// Whether a process was ever granted managed memory.
     fn had_managed(&self) -> bool {
-        let accounts = self.accounts.iter().enumerate();
+        let accounts = self.memory.accounts.iter().enumerate();
         let mut managed = accounts.filter(|(_, account)| **account == Account::Managed);
-        managed.any(|(index, _)| self.credit.peak(index) > Units::ZERO)
+        managed.any(|(index, _)| self.memory.credit.peak(index) > Units::ZERO)
     }
 
     /// Sets the closer of the container's sockets.
@@ -107,10 +111,10 @@ impl Container {
         let Some(page) = &state.page else {
             return false;
         };
-        (0..self.accounts.len()).any(|index| {
+        (0..self.memory.accounts.len()).any(|index| {
             let word = page.slot(index).map(|slot| slot.word());
             word.is_some_and(|word| {
-                !word.is_frozen() && word.granted != self.credit.granted_to(pid, index).0
+                !word.is_frozen() && word.granted != self.memory.credit.granted_to(pid, index).0
             })
         })
     }
@@ -122,15 +126,20 @@ impl Container {
         account: &Account,
         mut charged: BTreeMap<u32, Bytes>,
     ) {
-        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+        let Some(index) = self
+            .memory
+            .accounts
+            .iter()
+            .position(|other| other == account)
+        else {
             return;
         };
-        charged.retain(|pid, _| !self.processes.contains_key(pid));
-        let before = self.credit.untracked(index);
+        charged.retain(|pid, _| !self.memory.processes.contains_key(pid));
+        let before = self.memory.credit.untracked(index);
         let charged = charged.into_iter();
         let charged = charged.map(|(pid, bytes)| (pid, Units::within(bytes.0)));
-        self.credit.set_untracked(index, charged.collect());
-        if self.credit.untracked(index) != before {
+        self.memory.credit.set_untracked(index, charged.collect());
+        if self.memory.credit.untracked(index) != before {
             self.refresh_pages();
         }
     }
@@ -140,9 +149,11 @@ impl Container {
         let Some(index) = self.account_index(gpu) else {
             return;
         };
-        let before = self.credit.overhead(index);
-        self.credit.set_overhead(index, Units::within(bytes.0));
-        if self.credit.overhead(index) != before {
+        let before = self.memory.credit.overhead(index);
+        self.memory
+            .credit
+            .set_overhead(index, Units::within(bytes.0));
+        if self.memory.credit.overhead(index) != before {
             self.reclaim_excess();
             self.refresh_pages();
         }
@@ -155,12 +166,15 @@ impl Container {
             return;
         };
         let units = Units::within(bytes.0);
-        self.evictable.resize(self.accounts.len(), Units::ZERO);
-        match self.evictable.get_mut(index) {
+        self.memory
+            .evictable
+            .resize(self.memory.accounts.len(), Units::ZERO);
+        match self.memory.evictable.get_mut(index) {
             Some(before) if *before != units => *before = units,
             _ => return,
         }
         for slot in self
+            .memory
             .processes
             .values()
             .filter_map(|state| state.page.as_ref()?.slot(index))
@@ -172,7 +186,12 @@ impl Container {
     /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
     /// holds the override.
     pub(in super::super) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
-        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+        let Some(index) = self
+            .memory
+            .accounts
+            .iter()
+            .position(|other| other == account)
+        else {
             return;
         };
         let ordered = bytes.map(|bytes| Units::within(bytes.0));
@@ -187,15 +206,15 @@ impl Container {
     /// used again.
     pub(in super::super) fn reclaim_excess(&mut self) {
         let mut changed = false;
-        for index in 0..self.accounts.len() {
-            let excess = self.credit.excess(index);
+        for index in 0..self.memory.accounts.len() {
+            let excess = self.memory.credit.excess(index);
             if excess > Units::ZERO {
-                let before = self.credit.granted(index);
+                let before = self.memory.credit.granted(index);
                 self.reclaim_idle(NO_PID, index, excess);
-                if let Some(covered) = self.credit.covered_by(index) {
-                    self.reclaim_idle(NO_PID, covered, self.credit.excess(index));
+                if let Some(covered) = self.memory.credit.covered_by(index) {
+                    self.reclaim_idle(NO_PID, covered, self.memory.credit.excess(index));
                 }
-                changed |= self.credit.granted(index) != before;
+                changed |= self.memory.credit.granted(index) != before;
             }
         }
         if changed {
@@ -205,7 +224,12 @@ impl Container {
 
     /// Changes the requested quota of an account.
     pub(in super::super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
-        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+        let Some(index) = self
+            .memory
+            .accounts
+            .iter()
+            .position(|other| other == account)
+        else {
             return;
         };
         self.quotas.request(index, Units::within(quota.0));
@@ -214,23 +238,24 @@ impl Container {
 
     /// Applies the requested quota of an account, or a lower override.
     pub(super) fn apply_quota(&mut self, index: usize) {
-        let is_managed = self.accounts.get(index) == Some(&Account::Managed);
+        let is_managed = self.memory.accounts.get(index) == Some(&Account::Managed);
         let (quota, covered) = match self.quotas.in_force(index, is_managed) {
             QuotaInForce::Own(quota) => (quota, None),
             QuotaInForce::Covered(quota) => (quota, Some(index)),
         };
         if is_managed {
-            self.credit.set_covered(covered);
+            self.memory.credit.set_covered(covered);
         }
-        self.credit.set_quota(index, quota);
+        self.memory.credit.set_quota(index, quota);
         // The quota of covered managed memory follows those of the GPUs.
-        for index in 0..self.accounts.len() {
+        for index in 0..self.memory.accounts.len() {
             for slot in self
+                .memory
                 .processes
                 .values()
                 .filter_map(|state| state.page.as_ref()?.slot(index))
             {
-                slot.set_quota(self.credit.quota(index));
+                slot.set_quota(self.memory.credit.quota(index));
             }
         }
         self.reclaim_excess();

@@ -95,7 +95,7 @@ impl FakeNode {
     }
 
     fn generation(&self) -> u64 {
-        self.container.processes[&self.process.pid].generation
+        self.container.memory.processes[&self.process.pid].generation
     }
 
     fn hello(&mut self) {
