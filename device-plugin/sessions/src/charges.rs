@@ -14,7 +14,7 @@ impl Sessions {
     /// that is not served.
     pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
         if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).exported_bytes();
+            return lock(&running.container).memory().exported_bytes();
         }
         let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
@@ -38,7 +38,7 @@ impl Sessions {
     /// answers for an allocation that is not served.
     pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).charged_leases();
+            return lock(&running.container).memory().charged_leases();
         }
         let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
@@ -55,7 +55,9 @@ impl Sessions {
     /// away there for device memory.
     pub fn set_evictable(&self, gpu: &GpuUuid, bytes: Bytes) {
         for running in lock(&self.shared.containers).values() {
-            lock(&running.container).set_evictable(gpu, bytes);
+            lock(&running.container)
+                .memory_mut()
+                .set_evictable(gpu, bytes);
         }
     }
 
@@ -64,7 +66,7 @@ impl Sessions {
         let running = lock(&self.shared.containers);
         let containers = running.values().map(|running| lock(&running.container));
         containers
-            .flat_map(|container| container.exited_pids())
+            .flat_map(|container| container.memory().credit.exited_pids())
             .collect()
     }
 
@@ -73,7 +75,7 @@ impl Sessions {
         let running = lock(&self.shared.containers);
         running
             .iter()
-            .map(|(id, running)| (*id, lock(&running.container).charged_leases()))
+            .map(|(id, running)| (*id, lock(&running.container).memory().charged_leases()))
             .collect()
     }
 

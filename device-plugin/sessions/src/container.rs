@@ -12,7 +12,7 @@ mod faults;
 mod fences;
 mod hello;
 pub(super) mod leases;
-mod memory;
+pub(super) mod memory;
 mod pages;
 mod persistence;
 mod quotas;
@@ -24,7 +24,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bursar_ledger::units::GpuUuid;
 use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::messages::{self, ProcessUsage, RejectReason, Response};
 use bursar_protocol::units::Units;
@@ -170,10 +169,10 @@ impl Container {
             .saturating_add(self.memory.credit.overhead(index))
             .saturating_add(self.memory.credit.leased(index))
             .saturating_add(self.memory.credit.sibling_charges(index))
-            .saturating_add(self.covered_use(index));
+            .saturating_add(self.memory.covered_use(index));
         let mut processes = Vec::new();
         for (pid, state) in &self.memory.processes {
-            let units = self.used_by(*pid, state, index);
+            let units = self.memory.used_by(*pid, state, index);
             used = used.saturating_add(units);
             let namespace_pid = depth
                 .checked_sub(1)
@@ -192,74 +191,13 @@ impl Container {
         })
     }
 
-    fn has_untracked(&self) -> bool {
-        (0..self.memory.accounts.len())
-            .any(|index| self.memory.credit.untracked(index) > Units::ZERO)
+    /// The accounts, and the processes that use them.
+    pub(super) fn memory(&self) -> &ContainerMemory {
+        &self.memory
     }
 
-    /// Notes that a process has sent a message, and so has its page. Returns whether its exports
-    /// have changed: the checkpoint must hold them before the agent answers.
-    fn update_exports(&mut self, pid: u32) -> bool {
-        let Some(state) = self.memory.processes.get_mut(&pid) else {
-            return false;
-        };
-        state.has_adopted_page = true;
-        let exported = state.current_exports();
-        let has_changed = state.exported != exported;
-        state.exported = exported;
-        has_changed
-    }
-
-    /// The GPUs, in the order of the accounts.
-    pub(super) fn gpus(&self) -> Vec<GpuUuid> {
-        let gpus = self.spec.gpus.iter();
-        gpus.map(|(gpu, _)| gpu.clone()).collect()
-    }
-
-    /// Writes the usage of the container's other processes into every page.
-    pub(super) fn refresh_pages(&self) {
-        let exited = self
-            .memory
-            .credit
-            .exited_and_orphaned()
-            .map(|amounts| amounts.len())
-            .iter()
-            .sum::<usize>();
-        let siblings = self.memory.processes.len().saturating_sub(1) + exited;
-        let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-        for index in 0..self.memory.accounts.len() {
-            let uses = self
-                .memory
-                .processes
-                .iter()
-                .map(|(pid, state)| (state, self.used_by(*pid, state, index)))
-                .collect::<Vec<_>>();
-            let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
-            let all = all.saturating_add(self.memory.credit.exited(index));
-            let all = all.saturating_add(self.memory.credit.untracked(index));
-            let all = all.saturating_add(self.memory.credit.overhead(index));
-            let all = all.saturating_add(self.memory.credit.leased(index));
-            let all = all.saturating_add(self.memory.credit.sibling_charges(index));
-            let all = all.saturating_add(self.covered_use(index));
-            // A process whose covered managed memory changes must ask for the figure.
-            let covered = self.memory.credit.covered_by(index);
-            let has_covered =
-                covered.is_some_and(|covered| self.memory.credit.granted(covered) > Units::ZERO);
-            let siblings = siblings.saturating_add(u32::from(has_covered));
-            for (state, used) in uses {
-                if let Some(slot) = state.page.as_ref().and_then(|page| page.slot(index)) {
-                    slot.set_others(all.saturating_sub(used), siblings);
-                }
-            }
-        }
-    }
-
-    /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
-    /// whole grant counts.
-    fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
-        let granted = self.memory.credit.granted_to(pid, account);
-        let slot = state.adopted_page().and_then(|page| page.slot(account));
-        slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
+    pub(super) fn memory_mut(&mut self) -> &mut ContainerMemory {
+        &mut self.memory
     }
 }
 

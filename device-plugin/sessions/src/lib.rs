@@ -199,7 +199,10 @@ impl Shared {
     /// whether the task ends.
     fn release_unused_gpu(&self, gpu: &GpuUuid) -> bool {
         let mut watched = lock(&self.gpus_with_task);
-        let has_it = |running: &RunningContainer| lock(&running.container).gpus().contains(gpu);
+        let has_it = |running: &RunningContainer| {
+            let container = lock(&running.container);
+            container.memory().account_index(gpu).is_some()
+        };
         let is_used = lock(&self.containers).values().any(has_it)
             || lock(&self.unreclaimed).contains_key(gpu);
         if !is_used {
@@ -386,7 +389,7 @@ impl Sessions {
         charged: BTreeMap<u32, Bytes>,
     ) {
         let _ = self.with_container(allocation, |container| {
-            container.set_untracked(account, charged)
+            container.memory_mut().set_untracked(account, charged)
         });
     }
 

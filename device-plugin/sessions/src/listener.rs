@@ -155,7 +155,8 @@ async fn settle_exited(
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let (gpus, changed) = {
         let container = lock(&container);
-        (container.gpus(), container.change_notify())
+        let gpus: Vec<_> = container.memory().gpus().cloned().collect();
+        (gpus, container.change_notify())
     };
     loop {
         every.tick().await;

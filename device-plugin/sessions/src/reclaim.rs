@@ -113,9 +113,12 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
 
 fn collect_candidates(shared: &Shared, gpu: &GpuUuid) -> Option<Candidates> {
     let running = lock(&shared.containers);
-    let orphaned = running
-        .iter()
-        .filter_map(|(id, running)| Some((*id, lock(&running.container).orphaned_exports(gpu)?)));
+    let orphaned = running.iter().filter_map(|(id, running)| {
+        Some((
+            *id,
+            lock(&running.container).memory().orphaned_exports(gpu)?,
+        ))
+    });
     let candidates = Candidates {
         orphaned: orphaned.collect(),
         unreclaimed: lock(&shared.unreclaimed)

@@ -56,7 +56,7 @@ impl Sessions {
             })?;
         let (container, restored) =
             self.restore_container(spec, record, served_before, Arc::clone(&closer));
-        let gpus = container.gpus();
+        let gpus: Vec<_> = container.memory().gpus().cloned().collect();
         let container = Arc::new(Mutex::new(container));
         let task = listener::ListenerTask {
             container: Arc::clone(&container),

@@ -33,7 +33,7 @@ impl Container {
         pid: u32,
         account: u8,
     ) -> (Response, Option<ChangeNumber>) {
-        let change = self.update_exports(pid).then(|| self.note_change());
+        let change = self.memory.update_exports(pid).then(|| self.note_change());
         let index = usize::from(account);
         let here = self.memory.accounts.get(index);
         let units = here.map_or(Units::ZERO, |account| self.context_charge(account));

@@ -150,7 +150,7 @@ impl Container {
                 reason = reason.as_str(),
                 asked = need.bytes(),
                 free = credit.free(index).bytes(),
-                idle = self.idle_credit_for(pid, index).bytes(),
+                idle = self.memory.idle_credit_for(pid, index).bytes(),
                 quota = credit.quota(index).bytes(),
                 granted = credit.granted(index).bytes(),
                 own = credit.granted_to(pid, index).bytes(),

@@ -18,8 +18,8 @@ impl Container {
     /// memory, with a session or untracked. The checkpoint does not hold this state, since the
     /// drain task repeats the call.
     pub(in super::super) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
-        let mut drained = self.gpus();
-        drained.retain(|gpu| gpus.contains(gpu));
+        let own = self.memory.gpus();
+        let drained: Vec<_> = own.filter(|gpu| gpus.contains(gpu)).cloned().collect();
         if self.is_drained == drained.is_empty() {
             self.is_drained = !drained.is_empty();
             self.publish_fences();

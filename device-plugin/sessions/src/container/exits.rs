@@ -39,7 +39,7 @@ impl Container {
         self.last_exit = Some(now);
         self.fault_log.record_exit(process, state.generation);
         self.close_released_faults();
-        self.refresh_pages();
+        self.memory.refresh_pages();
         self.note_change();
     }
 
@@ -81,7 +81,7 @@ impl Container {
         self.close_released_faults();
         self.escalate_held_memory(samples, now);
         if before != (self.memory.credit.clone(), self.is_checkpoint_lost) {
-            self.refresh_pages();
+            self.memory.refresh_pages();
             self.note_change();
         }
     }
@@ -101,10 +101,10 @@ impl Container {
 
     /// The bytes that a live process itself has allocated.
     pub(super) fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
-        let exported = self.exports_of(pid, state, index);
+        let exported = self.memory.exports_of(pid, state, index);
         OwnMemory {
             allocation: self.spec.allocation,
-            charged: Bytes(self.used_by(pid, state, index).bytes()),
+            charged: Bytes(self.memory.used_by(pid, state, index).bytes()),
             exported: Bytes(exported.bytes()),
             uncharged_margin: self.uncharged_margin(),
         }

@@ -61,7 +61,7 @@ impl Container {
         root: Option<Process>,
         now: ClockReading,
     ) -> (Response, Option<ChangeNumber>) {
-        let has_changed = self.update_exports(pid);
+        let has_changed = self.memory.update_exports(pid);
         let source = FaultSource::Cuda { code, can_reexec };
         let gpu = match self.memory.accounts.get(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),

@@ -78,7 +78,7 @@ impl Container {
             self.generation = self.generation.saturating_add(1);
             self.generation
         });
-        let untracked = self.untracked_by(pid);
+        let untracked = self.memory.untracked_by(pid);
         self.memory.credit.clear_untracked(pid);
         self.update_from_siblings();
         self.fill_page(&page, pid, known, holdings, &untracked, &exported);
@@ -101,7 +101,7 @@ impl Container {
                 superseded: superseded.clone(),
             },
         );
-        self.refresh_pages();
+        self.memory.refresh_pages();
         self.publish_fences();
         Ok(Admission {
             welcome: self.welcome(version, generation),
@@ -203,14 +203,6 @@ impl Container {
                 used: used.0,
             });
         }
-    }
-
-    /// The bytes that a process had as an untracked process, by account.
-    fn untracked_by(&self, pid: u32) -> Vec<Units> {
-        let accounts = 0..self.memory.accounts.len();
-        accounts
-            .map(|index| self.memory.credit.untracked_by(pid, index))
-            .collect()
     }
 
     /// The answer to a hello, in the lower of both protocol versions.

@@ -1,7 +1,5 @@
 //! Charges the leases that the container owns, and authorizes its processes for lease requests.
 
-use std::collections::BTreeMap;
-
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 use bursar_protocol::messages::{Account, RejectReason};
@@ -34,8 +32,8 @@ impl Container {
             return Err(NotAuthorized::Fenced);
         }
         let has = |account: &Account| {
-            self.gpus()
-                .iter()
+            self.memory
+                .gpus()
                 .any(|gpu| account.device_uuid() == Some(gpu.as_str()))
         };
         match gpu.is_none_or(has) {
@@ -55,19 +53,19 @@ impl Container {
         lease: LeaseId,
         bytes: Bytes,
     ) -> Result<(), Bytes> {
-        let (Some(index), false) = (self.account_index(gpu), self.is_checkpoint_lost) else {
+        let (Some(index), false) = (self.memory.account_index(gpu), self.is_checkpoint_lost) else {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
         self.update_from_siblings();
-        let idle = self.idle_credit_for(NO_PID, index);
+        let idle = self.memory.idle_credit_for(NO_PID, index);
         let free = self.memory.credit.free(index);
         let missing = need.saturating_sub(free);
         if missing > idle {
             return Err(Bytes(free.saturating_add(idle).bytes()));
         }
         if missing > Units::ZERO {
-            self.reclaim_for(NO_PID, index, need);
+            self.memory.reclaim_for(NO_PID, index, need);
         }
         let leased = self.memory.credit.charge_lease(lease.0, index, need);
         leased.map_err(|free| Bytes(free.bytes()))?;
@@ -75,13 +73,13 @@ impl Container {
             self.memory.credit.refund_lease(lease.0);
             return Err(Bytes::ZERO);
         }
-        self.refresh_pages();
+        self.memory.refresh_pages();
         Ok(())
     }
 
     /// Charges a lease that the fd store has, unless the account charges it already.
     pub(in super::super) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
-        let Some(index) = self.account_index(gpu) else {
+        let Some(index) = self.memory.account_index(gpu) else {
             return;
         };
         if !self.memory.credit.leases().contains_key(&lease.0) {
@@ -116,20 +114,8 @@ impl Container {
         self.record_leases();
     }
 
-    /// The charged leases, each with its GPU and bytes.
-    pub(in super::super) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
-        let gpus = self.gpus();
-        let leases = self.memory.credit.leases().iter();
-        leases
-            .filter_map(|(lease, (index, units))| {
-                let gpu = gpus.get(*index)?.clone();
-                Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
-            })
-            .collect()
-    }
-
     fn record_leases(&mut self) -> bool {
-        self.refresh_pages();
+        self.memory.refresh_pages();
         self.write_checkpoint()
     }
 }

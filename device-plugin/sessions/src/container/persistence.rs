@@ -216,8 +216,8 @@ impl Container {
                 .iter()
                 .map(|(lease, (account, units))| (*lease, *account, *units))
                 .collect(),
-            gpus: self.gpus(),
-            incomplete: self.is_checkpoint_lost || self.has_untracked(),
+            gpus: self.memory.gpus().cloned().collect(),
+            incomplete: self.is_checkpoint_lost || self.memory.has_untracked(),
             overrides: self.quotas.ordered().to_vec(),
             generation: self.generation,
             fault_log: self.fault_log.clone(),

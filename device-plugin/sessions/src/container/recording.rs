@@ -91,8 +91,8 @@ impl Container {
     /// Handles a query for the use of other processes. Returns the change that the checkpoint must
     /// hold before the answer.
     pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
-        let has_changed = self.update_exports(pid);
-        self.refresh_pages();
+        let has_changed = self.memory.update_exports(pid);
+        self.memory.refresh_pages();
         has_changed.then(|| self.note_change())
     }
 
@@ -177,7 +177,7 @@ impl Container {
             if answer.is_closed() || !self.memory.processes.contains_key(&pid) {
                 continue;
             }
-            has_changes |= self.update_exports(pid);
+            has_changes |= self.memory.update_exports(pid);
             let units = self.reserve_credit(pid, usize::from(account), need);
             has_changes |= units.is_ok();
             granted.push((pid, account, need, units, answer));

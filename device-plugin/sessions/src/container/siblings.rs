@@ -102,7 +102,7 @@ impl Container {
     /// Charges exports that an earlier container of another claim left on a GPU, within the quota.
     /// Returns the bytes that the checkpoint now holds.
     pub(in super::super) fn inherit_exports(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
-        let Some(index) = self.account_index(gpu) else {
+        let Some(index) = self.memory.account_index(gpu) else {
             return Bytes::ZERO;
         };
         let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
@@ -113,7 +113,7 @@ impl Container {
             self.memory.credit = before;
             return Bytes::ZERO;
         }
-        self.refresh_pages();
+        self.memory.refresh_pages();
         Bytes(units.bytes())
     }
 }

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;
-use bursar_ledger::units::{Bytes, LeaseId, PodUid};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId, PodUid};
 
 use bursar_protocol::VERSION;
 use bursar_protocol::credit::CreditWord;
@@ -196,7 +196,7 @@ fn tampered_page_gains_nothing() {
         },
     ] {
         liar.slot(0).unwrap().set(word);
-        container.refresh_pages();
+        container.memory.refresh_pages();
         assert!(honest.slot(0).unwrap().others() <= units(128 * MIB));
         let _ = container.request(1, 0, units(MIB));
         assert!(!is_granted(&container.request(2, 0, units(256 * MIB))));
@@ -460,7 +460,7 @@ fn refresh_takes_time_linear_in_processes() {
         }
         let time = || {
             let start = std::time::Instant::now();
-            container.refresh_pages();
+            container.memory.refresh_pages();
             start.elapsed()
         };
         (0..50).map(|_| time()).min().unwrap()
@@ -480,7 +480,7 @@ fn checkpoint_is_not_written_when_unchanged() {
     let path = fixture.folder.path().join("record.json");
     std::fs::remove_file(&path).unwrap();
     container.request(1, 0, Units::ZERO);
-    container.refresh_pages();
+    container.memory.refresh_pages();
     assert!(!path.exists());
     page.slot(0).unwrap().discharge(units(MIB));
     let other = hello(&mut container, 2, 7).unwrap();
@@ -556,7 +556,7 @@ fn quota_override_reclaims_idle_credit_beside_other_charges() {
             true => container
                 .charge_lease(&"GPU-aaaa".parse().unwrap(), LeaseId(7), eight)
                 .unwrap(),
-            false => container.set_untracked(&gpu(), [(2, eight)].into()),
+            false => container.memory.set_untracked(&gpu(), [(2, eight)].into()),
         }
         charge_all(&mut container, &page, 1, eight.0);
         let slot = page.slot(0).unwrap();
@@ -602,7 +602,7 @@ fn untracked_bytes_count_for_all_until_hello() {
     let fixture = Fixture::with_quota(Bytes::mib(100));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    container.set_untracked(
+    container.memory.set_untracked(
         &gpu(),
         BTreeMap::from([(2, Bytes::mib(60)), (1, Bytes::mib(90))]),
     );
@@ -794,21 +794,24 @@ fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
         "no bound is proven yet"
     );
     let gpu = "GPU-aaaa".parse().unwrap();
-    let queried = container.orphaned_exports(&gpu).unwrap();
+    let queried = container.memory.orphaned_exports(&gpu).unwrap();
     assert!(!container.cap_orphaned_exports(&gpu, Bytes::gib(5), &queried));
     assert!(container.cap_orphaned_exports(&gpu, Bytes::gib(3), &queried));
     assert_eq!(
         container.container_usage().accounts[0].exited,
         Bytes::gib(3)
     );
-    assert_eq!(container.exported_bytes(), [(gpu.clone(), Bytes::gib(3))]);
+    assert_eq!(
+        container.memory.exported_bytes(),
+        [(gpu.clone(), Bytes::gib(3))]
+    );
     assert!(
         !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &queried),
         "the query is outdated"
     );
-    let queried = container.orphaned_exports(&gpu).unwrap();
+    let queried = container.memory.orphaned_exports(&gpu).unwrap();
     assert!(container.cap_orphaned_exports(&gpu, Bytes::ZERO, &queried));
-    assert_eq!(container.orphaned_exports(&gpu), None);
+    assert_eq!(container.memory.orphaned_exports(&gpu), None);
     assert!(is_granted(&container.request(2, 0, units(4 << 30))));
 }
 
@@ -890,7 +893,7 @@ fn exports_outlive_the_agent_and_the_process() {
             .exported_bytes();
         assert_eq!(
             found,
-            after.exported_bytes(),
+            after.memory.exported_bytes(),
             "the checkpoint alone shows as much"
         );
     }

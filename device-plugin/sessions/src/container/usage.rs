@@ -1,6 +1,5 @@
 //! Reports the container's usage to the audit and the metrics, and applies quotas.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bursar_ledger::units::{Bytes, GpuUuid};
@@ -12,14 +11,9 @@ use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
 use super::denials::SharedLogLimiter;
 use super::quotas::QuotaInForce;
-use super::{Account, Container, ProcessState};
+use super::{Account, Container};
 
 impl Container {
-    /// The pids of exited processes whose memory the account still charges.
-    pub(crate) fn exited_pids(&self) -> Vec<u32> {
-        self.memory.credit.exited_pids()
-    }
-
     /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
         let bytes = |units: Units| Bytes(units.bytes());
@@ -32,7 +26,7 @@ impl Container {
         let used = |index| {
             let processes = self.memory.processes.iter();
             processes
-                .map(|(pid, state)| self.used_by(*pid, state, index))
+                .map(|(pid, state)| self.memory.used_by(*pid, state, index))
                 .sum()
         };
         let accounts = self.memory.accounts.iter().enumerate();
@@ -42,9 +36,9 @@ impl Container {
             granted: shown(index, self.memory.credit.granted(index)),
             used: shown(index, used(index)),
             exited: shown(index, self.memory.credit.exited(index)),
-            exported: bytes(self.live_exports(index)),
+            exported: bytes(self.memory.live_exports(index)),
             leased: bytes(self.memory.credit.leased(index)),
-            managed: bytes(self.covered_use(index)),
+            managed: bytes(self.memory.covered_use(index)),
             untracked: bytes(self.memory.credit.untracked(index)),
             overhead: bytes(self.memory.credit.overhead(index)),
             peak: shown(index, self.memory.credit.peak(index)),
@@ -60,7 +54,7 @@ impl Container {
             .map(|(pid, state)| ProcessCredit {
                 process: state.process,
                 granted: granted(*pid).collect(),
-                tampered: self.is_page_tampered(*pid, state),
+                tampered: self.memory.is_page_tampered(*pid, state),
             });
         ContainerUsage {
             allocation: self.spec.allocation,
@@ -70,7 +64,7 @@ impl Container {
             processes: members.collect(),
             generation: self.generation,
             exited_pids: self.memory.credit.exited_pids(),
-            had_managed: self.had_managed(),
+            had_managed: self.memory.had_managed(),
             requests: self.requests,
             denied: self.denials.by_function(),
             last_denied: self.denials.last().cloned(),
@@ -81,13 +75,6 @@ impl Container {
             restarts_in_place: self.fault_log.restarted_in_place,
             last_fault: self.fault_log.last_fault().cloned(),
         }
-    }
-
-    /// Whether a process was ever granted managed memory.
-    fn had_managed(&self) -> bool {
-        let accounts = self.memory.accounts.iter().enumerate();
-        let mut managed = accounts.filter(|(_, account)| **account == Account::Managed);
-        managed.any(|(index, _)| self.memory.credit.peak(index) > Units::ZERO)
     }
 
     /// Sets the closer of the container's sockets.
@@ -105,48 +92,9 @@ impl Container {
         self.pages.set_max_free(count);
     }
 
-    /// Whether a process's page shows another grant than the accounts. Only the agent writes
-    /// grants, and it writes both under one lock. A page that its process has left is frozen.
-    fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
-        let Some(page) = &state.page else {
-            return false;
-        };
-        (0..self.memory.accounts.len()).any(|index| {
-            let word = page.slot(index).map(|slot| slot.word());
-            word.is_some_and(|word| {
-                !word.is_frozen() && word.granted != self.memory.credit.granted_to(pid, index).0
-            })
-        })
-    }
-
-    /// Replaces the bytes of untracked processes of an account, by pid. Processes that have a
-    /// session by now are charged already.
-    pub(in super::super) fn set_untracked(
-        &mut self,
-        account: &Account,
-        mut charged: BTreeMap<u32, Bytes>,
-    ) {
-        let Some(index) = self
-            .memory
-            .accounts
-            .iter()
-            .position(|other| other == account)
-        else {
-            return;
-        };
-        charged.retain(|pid, _| !self.memory.processes.contains_key(pid));
-        let before = self.memory.credit.untracked(index);
-        let charged = charged.into_iter();
-        let charged = charged.map(|(pid, bytes)| (pid, Units::within(bytes.0)));
-        self.memory.credit.set_untracked(index, charged.collect());
-        if self.memory.credit.untracked(index) != before {
-            self.refresh_pages();
-        }
-    }
-
     /// Replaces what the driver takes of an account beyond what processes are charged.
     pub(in super::super) fn set_overhead(&mut self, gpu: &GpuUuid, bytes: Bytes) {
-        let Some(index) = self.account_index(gpu) else {
+        let Some(index) = self.memory.account_index(gpu) else {
             return;
         };
         let before = self.memory.credit.overhead(index);
@@ -155,31 +103,7 @@ impl Container {
             .set_overhead(index, Units::within(bytes.0));
         if self.memory.credit.overhead(index) != before {
             self.reclaim_excess();
-            self.refresh_pages();
-        }
-    }
-
-    /// Tells all processes how much managed memory the driver moves away from a GPU for device
-    /// memory.
-    pub(in super::super) fn set_evictable(&mut self, gpu: &GpuUuid, bytes: Bytes) {
-        let Some(index) = self.account_index(gpu) else {
-            return;
-        };
-        let units = Units::within(bytes.0);
-        self.memory
-            .evictable
-            .resize(self.memory.accounts.len(), Units::ZERO);
-        match self.memory.evictable.get_mut(index) {
-            Some(before) if *before != units => *before = units,
-            _ => return,
-        }
-        for slot in self
-            .memory
-            .processes
-            .values()
-            .filter_map(|state| state.page.as_ref()?.slot(index))
-        {
-            slot.set_evictable(units);
+            self.memory.refresh_pages();
         }
     }
 
@@ -210,9 +134,10 @@ impl Container {
             let excess = self.memory.credit.excess(index);
             if excess > Units::ZERO {
                 let before = self.memory.credit.granted(index);
-                self.reclaim_idle(NO_PID, index, excess);
+                self.memory.reclaim_idle(NO_PID, index, excess);
                 if let Some(covered) = self.memory.credit.covered_by(index) {
-                    self.reclaim_idle(NO_PID, covered, self.memory.credit.excess(index));
+                    self.memory
+                        .reclaim_idle(NO_PID, covered, self.memory.credit.excess(index));
                 }
                 changed |= self.memory.credit.granted(index) != before;
             }

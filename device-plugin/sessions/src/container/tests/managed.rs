@@ -153,8 +153,12 @@ fn processes_learn_what_can_be_evicted_before_and_after_hello() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();
     let first = hello(&mut container, 1, 7).unwrap();
-    container.set_evictable(&"GPU-aaaa".parse().unwrap(), Bytes::mib(100));
-    container.set_evictable(&"GPU-other".parse().unwrap(), Bytes::mib(7));
+    container
+        .memory
+        .set_evictable(&"GPU-aaaa".parse().unwrap(), Bytes::mib(100));
+    container
+        .memory
+        .set_evictable(&"GPU-other".parse().unwrap(), Bytes::mib(7));
     let second = hello(&mut container, 2, 8).unwrap();
     for page in [first, second] {
         assert_eq!(page.slot(0).unwrap().evictable(), units(100 * MIB));

@@ -75,7 +75,7 @@ fn exports_count_against_the_next_container_of_a_claim() {
     assert_eq!(page.slot(0).unwrap().others(), units(3 << 30));
     assert!(!can_have(&mut main, 1002, (1 << 30) + 1));
     assert!(can_have(&mut main, 1002, 1 << 30));
-    let queried = init.orphaned_exports(&gpu()).unwrap();
+    let queried = init.memory.orphaned_exports(&gpu()).unwrap();
     assert!(init.cap_orphaned_exports(&gpu(), Bytes::ZERO, &queried));
     assert!(can_have(&mut main, 1002, 4 << 30));
 }
@@ -120,8 +120,8 @@ fn exports_of_another_claim_are_inherited_within_the_quota() {
     let mut main = main();
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1));
-    assert_eq!(main.exported_bytes(), [(gpu(), Bytes::gib(4))]);
-    let queried = main.orphaned_exports(&gpu()).unwrap();
+    assert_eq!(main.memory.exported_bytes(), [(gpu(), Bytes::gib(4))]);
+    let queried = main.memory.orphaned_exports(&gpu()).unwrap();
     assert!(main.cap_orphaned_exports(&gpu(), Bytes::gib(1), &queried));
     assert!(can_have(&mut main, 1002, 3 << 30));
     let other_gpu = "GPU-bbbb".parse().unwrap();

@@ -1,0 +1,72 @@
+//! Takes idle credit of processes back for a request.
+
+use bursar_protocol::units::Units;
+
+use super::ContainerMemory;
+use crate::CreditAccounts;
+use crate::accounts::NO_PID;
+
+impl ContainerMemory {
+    /// The idle credit that may be taken for a request. It is that of the account's other
+    /// processes, and that of all processes in accounts that share its quota.
+    pub(crate) fn idle_credit_for(&self, pid: u32, account: usize) -> Units {
+        let own = self.idle_credit_of_others(pid, account);
+        let of_all = |account| self.idle_credit_of_others(NO_PID, account);
+        let sharing = match self.credit.covered_by(account) {
+            Some(covered) => Some(of_all(covered)),
+            None if self.credit.covered() == Some(account) => {
+                self.credit.covering().map(of_all).min()
+            }
+            None => None,
+        };
+        own.saturating_add(sharing.unwrap_or(Units::ZERO))
+    }
+
+    fn idle_credit_of_others(&self, pid: u32, account: usize) -> Units {
+        let others = self.processes.iter().filter(|(other, _)| **other != pid);
+        others
+            .filter_map(|(other, state)| {
+                let slot = state.adopted_page()?.slot(account)?;
+                Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
+            })
+            .sum()
+    }
+
+    /// Takes back idle credit until an account has `need` free, if there is enough of it. Managed
+    /// memory that is covered needs room on every GPU.
+    pub(crate) fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
+        let covered = self.credit.covered();
+        let limiting: Vec<_> = match covered == Some(account) {
+            true => self.credit.covering().collect(),
+            false => vec![account],
+        };
+        // The process has used up its idle credit of the account itself.
+        let asker = |of: usize| if of == account { pid } else { NO_PID };
+        let idle = |of: usize| self.idle_credit_of_others(asker(of), of);
+        let shared = covered.map_or(Units::ZERO, idle);
+        let missing = |credit: &CreditAccounts, of: usize| need.saturating_sub(credit.free(of));
+        let is_enough = |of: &usize| idle(*of).saturating_add(shared) >= missing(&self.credit, *of);
+        if !limiting.iter().all(is_enough) {
+            return;
+        }
+        if let Some(covered) = covered {
+            let most = limiting.iter().map(|of| missing(&self.credit, *of)).max();
+            self.reclaim_idle(asker(covered), covered, most.unwrap_or(Units::ZERO));
+        }
+        for of in limiting {
+            let left = missing(&self.credit, of);
+            self.reclaim_idle(asker(of), of, left);
+        }
+    }
+
+    pub(crate) fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
+        for (other, state) in self.processes.iter().filter(|(other, _)| **other != pid) {
+            let Some(slot) = state.adopted_page().and_then(|page| page.slot(account)) else {
+                continue;
+            };
+            let at_most = missing.min(self.credit.granted_to(*other, account));
+            let taken = slot.reclaim(at_most);
+            missing = missing.saturating_sub(self.credit.revoke(*other, account, taken));
+        }
+    }
+}
