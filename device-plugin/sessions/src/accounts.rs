@@ -169,6 +169,15 @@ impl CreditAccounts {
             .saturating_add(self.overhead(account))
     }
 
+    /// The units of an account that are charged to no live process of this container.
+    pub(super) fn charged_beside_grants(&self, account: usize) -> Units {
+        self.exited(account)
+            .saturating_add(self.leased(account))
+            .saturating_add(self.untracked(account))
+            .saturating_add(self.overhead(account))
+            .saturating_add(self.sibling_charges(account))
+    }
+
     /// The charges of the other containers that share the quota.
     pub(super) fn sibling_charges(&self, account: usize) -> Units {
         let inherited = self.sibling_charges.get(account);

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bursar_protocol::credit_page::CreditPage;
-use bursar_protocol::messages::{self, ProcessUsage, RejectReason, Response};
+use bursar_protocol::messages::{self, RejectReason, Response};
 use bursar_protocol::units::Units;
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -145,8 +145,7 @@ impl Container {
         }
     }
 
-    /// Answers a query for the container's usage of an account. The answer lists each process by
-    /// its pid in the caller's pid namespace, and omits processes without a pid there.
+    /// Answers a query of a process for the container's usage of an account.
     pub(super) fn query_usage(
         &self,
         pid: u32,
@@ -154,41 +153,10 @@ impl Container {
         resolver: &dyn ContainerResolver,
     ) -> Result<Response, RejectReason> {
         self.resolve_cgroup(pid, resolver)?;
-        let index = self
-            .memory
-            .accounts
-            .iter()
-            .position(|other| to_wire_account(other) == *account)
-            .ok_or(RejectReason::Account)?;
-        let depth = resolver.namespace_pids(pid).len();
-        let mut used = self
-            .memory
-            .credit
-            .exited(index)
-            .saturating_add(self.memory.credit.untracked(index))
-            .saturating_add(self.memory.credit.overhead(index))
-            .saturating_add(self.memory.credit.leased(index))
-            .saturating_add(self.memory.credit.sibling_charges(index))
-            .saturating_add(self.memory.covered_use(index));
-        let mut processes = Vec::new();
-        for (pid, state) in &self.memory.processes {
-            let units = self.memory.used_by(*pid, state, index);
-            used = used.saturating_add(units);
-            let namespace_pid = depth
-                .checked_sub(1)
-                .and_then(|level| state.namespace_pids.get(level));
-            if let Some(pid) = namespace_pid.filter(|_| units > Units::ZERO) {
-                processes.push(ProcessUsage {
-                    pid: *pid,
-                    bytes: units.bytes(),
-                });
-            }
-        }
-        Ok(Response::Usage {
-            quota: self.memory.credit.quota(index).bytes(),
-            used: used.bytes(),
-            processes,
-        })
+        let index = self.memory.wire_account_index(account);
+        let index = index.ok_or(RejectReason::Account)?;
+        let level = resolver.namespace_pids(pid).len().checked_sub(1);
+        Ok(self.memory.answer_query(index, level))
     }
 
     /// The accounts, and the processes that use them.

@@ -1,6 +1,7 @@
 //! Accounts for the memory of a container: its credit, and the processes that have it.
 
 mod idle_credit;
+mod usage;
 
 use std::collections::BTreeMap;
 
@@ -23,27 +24,13 @@ pub(crate) struct ContainerMemory {
 impl ContainerMemory {
     /// Writes the usage of the container's other processes into every page.
     pub(crate) fn refresh_pages(&self) {
-        let exited = self
-            .credit
-            .exited_and_orphaned()
-            .map(|amounts| amounts.len())
-            .iter()
-            .sum::<usize>();
-        let siblings = self.processes.len().saturating_sub(1) + exited;
+        let [exited, orphaned] = self.credit.exited_and_orphaned();
+        let siblings = self.processes.len().saturating_sub(1) + exited.len() + orphaned.len();
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         for index in 0..self.accounts.len() {
-            let uses = self
-                .processes
-                .iter()
-                .map(|(pid, state)| (state, self.used_by(*pid, state, index)))
-                .collect::<Vec<_>>();
-            let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
-            let all = all.saturating_add(self.credit.exited(index));
-            let all = all.saturating_add(self.credit.untracked(index));
-            let all = all.saturating_add(self.credit.overhead(index));
-            let all = all.saturating_add(self.credit.leased(index));
-            let all = all.saturating_add(self.credit.sibling_charges(index));
-            let all = all.saturating_add(self.covered_use(index));
+            let uses: Vec<_> = self.uses(index).collect();
+            let live: Units = uses.iter().map(|(_, used)| *used).sum();
+            let all = live.saturating_add(self.used_beside_live(index));
             // A process whose covered managed memory changes must ask for the figure.
             let covered = self.credit.covered_by(index);
             let has_covered =
@@ -55,6 +42,19 @@ impl ContainerMemory {
                 }
             }
         }
+    }
+
+    /// The live processes, each with the units that it uses of an account.
+    fn uses(&self, account: usize) -> impl Iterator<Item = (&ProcessState, Units)> {
+        let members = self.processes.iter();
+        members.map(move |(pid, state)| (state, self.used_by(*pid, state, account)))
+    }
+
+    /// The units of an account that are in use, without those that live processes use of it.
+    fn used_beside_live(&self, account: usize) -> Units {
+        self.credit
+            .charged_beside_grants(account)
+            .saturating_add(self.covered_use(account))
     }
 
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
@@ -87,10 +87,7 @@ impl ContainerMemory {
         let Some(covered) = self.credit.covered_by(account) else {
             return Units::ZERO;
         };
-        let members = self.processes.iter();
-        let live: Units = members
-            .map(|(pid, state)| self.used_by(*pid, state, covered))
-            .sum();
+        let live: Units = self.uses(covered).map(|(_, used)| used).sum();
         live.saturating_add(self.credit.exited(covered))
     }
 
@@ -127,27 +124,6 @@ impl ContainerMemory {
         accounts
             .map(|index| self.credit.untracked_by(pid, index))
             .collect()
-    }
-
-    /// Whether a process was ever granted managed memory.
-    pub(crate) fn had_managed(&self) -> bool {
-        let accounts = self.accounts.iter().enumerate();
-        let mut managed = accounts.filter(|(_, account)| **account == Account::Managed);
-        managed.any(|(index, _)| self.credit.peak(index) > Units::ZERO)
-    }
-
-    /// Whether a process's page shows another grant than the accounts. Only the agent writes
-    /// grants, and it writes both under one lock. A page that its process has left is frozen.
-    pub(super) fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
-        let Some(page) = &state.page else {
-            return false;
-        };
-        (0..self.accounts.len()).any(|index| {
-            let word = page.slot(index).map(|slot| slot.word());
-            word.is_some_and(|word| {
-                !word.is_frozen() && word.granted != self.credit.granted_to(pid, index).0
-            })
-        })
     }
 
     /// Tells all processes how much managed memory the driver moves away from a GPU for device

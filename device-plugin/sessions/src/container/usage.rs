@@ -8,7 +8,7 @@ use bursar_protocol::units::Units;
 
 use super::super::accounts::NO_PID;
 use super::super::closer::SocketCloser;
-use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
+use super::super::usage::ContainerUsage;
 use super::denials::SharedLogLimiter;
 use super::quotas::QuotaInForce;
 use super::{Account, Container};
@@ -16,52 +16,12 @@ use super::{Account, Container};
 impl Container {
     /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
-        let bytes = |units: Units| Bytes(units.bytes());
-        let covered = self.memory.credit.covered();
-        // The accounts of the GPUs have the bytes of covered managed memory.
-        let shown = |index: usize, units: Units| match covered == Some(index) {
-            true => Bytes::ZERO,
-            false => bytes(units),
-        };
-        let used = |index| {
-            let processes = self.memory.processes.iter();
-            processes
-                .map(|(pid, state)| self.memory.used_by(*pid, state, index))
-                .sum()
-        };
-        let accounts = self.memory.accounts.iter().enumerate();
-        let accounts = accounts.map(|(index, account)| AccountBalance {
-            account: account.clone(),
-            quota: shown(index, self.memory.credit.quota(index)),
-            granted: shown(index, self.memory.credit.granted(index)),
-            used: shown(index, used(index)),
-            exited: shown(index, self.memory.credit.exited(index)),
-            exported: bytes(self.memory.live_exports(index)),
-            leased: bytes(self.memory.credit.leased(index)),
-            managed: bytes(self.memory.covered_use(index)),
-            untracked: bytes(self.memory.credit.untracked(index)),
-            overhead: bytes(self.memory.credit.overhead(index)),
-            peak: shown(index, self.memory.credit.peak(index)),
-        });
-        let granted = |pid| {
-            let accounts = 0..self.memory.accounts.len();
-            accounts.map(move |index| bytes(self.memory.credit.granted_to(pid, index)))
-        };
-        let members = self
-            .memory
-            .processes
-            .iter()
-            .map(|(pid, state)| ProcessCredit {
-                process: state.process,
-                granted: granted(*pid).collect(),
-                tampered: self.memory.is_page_tampered(*pid, state),
-            });
         ContainerUsage {
             allocation: self.spec.allocation,
             pod: self.spec.pod.clone(),
             cgroup: self.cgroup.clone(),
-            accounts: accounts.collect(),
-            processes: members.collect(),
+            accounts: self.memory.balances(),
+            processes: self.memory.process_credits(),
             generation: self.generation,
             exited_pids: self.memory.credit.exited_pids(),
             had_managed: self.memory.had_managed(),
