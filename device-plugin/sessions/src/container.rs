@@ -22,7 +22,6 @@ mod usage;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
 
 use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::messages::{self, RejectReason, Response};
@@ -42,7 +41,6 @@ use memory::ContainerMemory;
 use pages::PagePool;
 use quotas::Quotas;
 use recording::PendingChanges;
-use siblings::ClaimSiblings;
 
 pub(super) use hello::Admission;
 
@@ -64,8 +62,6 @@ pub(super) struct Container {
     shared_log_limiter: SharedLogLimiter,
     requests: u64,
     quotas: Quotas,
-    /// When the last image exited.
-    last_exit: Option<Instant>,
     /// The process generation of the last image that said hello.
     generation: u64,
     fault_log: FaultLog,
@@ -82,8 +78,6 @@ pub(super) struct Container {
     orphans_changed: watch::Sender<()>,
     /// `None` in tests without sockets.
     closer: Option<Arc<SocketCloser>>,
-    /// The containers of the same claim, which share the quota.
-    siblings: Option<ClaimSiblings>,
 }
 
 const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);

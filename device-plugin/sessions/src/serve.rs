@@ -105,7 +105,7 @@ impl Sessions {
         container.set_log_limiter(self.log_limiter.clone());
         container.set_orphans_sender(self.shared.orphans_changed.clone());
         if let Some(siblings) = siblings {
-            container.join_claim(siblings);
+            container.memory_mut().join_claim(siblings);
         }
         (container, restored)
     }
@@ -127,9 +127,7 @@ impl Sessions {
     pub async fn remove(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
         let ended = lock(&self.shared.containers).remove(allocation);
         if let Some(running) = &ended {
-            let mut container = lock(&running.container);
-            container.leave_claim();
-            container.close_checkpoint();
+            lock(&running.container).close();
         }
         drop(ended);
         self.shared.orphans_changed.send_replace(());

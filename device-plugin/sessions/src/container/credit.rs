@@ -40,7 +40,7 @@ impl Container {
             .saturating_add(of_ending)
             .saturating_add(self.memory.credit.exited_against(index))
             .saturating_add(self.memory.credit.sibling_charges(index));
-        let has_ended = self.last_exit_in_claim().is_some_and(recently);
+        let has_ended = self.memory.claim.last_exit().is_some_and(recently);
         recently(received_at)
             && (has_ended || of_ending > Units::ZERO)
             && !self.is_fenced(pid)
@@ -61,7 +61,7 @@ impl Container {
         if self.is_checkpoint_lost {
             return Err(RefusalReason::RecordLost);
         }
-        self.update_from_siblings();
+        self.memory.update_from_siblings();
         if self.memory.credit.free(index) < need {
             self.memory.reclaim_for(pid, index, need);
         }

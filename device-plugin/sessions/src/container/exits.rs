@@ -36,7 +36,7 @@ impl Container {
             .mark_exited(process.pid, &state.current_exports());
         let now = Instant::now();
         self.return_pages(state.page_fds, now);
-        self.last_exit = Some(now);
+        self.memory.claim.record_exit(now);
         self.fault_log.record_exit(process, state.generation);
         self.close_released_faults();
         self.memory.refresh_pages();

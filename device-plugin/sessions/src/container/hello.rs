@@ -80,7 +80,7 @@ impl Container {
         });
         let untracked = self.memory.untracked_by(pid);
         self.memory.credit.clear_untracked(pid);
-        self.update_from_siblings();
+        self.memory.update_from_siblings();
         self.fill_page(&page, pid, known, holdings, &untracked, &exported);
         self.cgroup = Some(cgroup);
         let superseded = CancellationToken::new();
@@ -146,7 +146,7 @@ impl Container {
             self.memory
                 .credit
                 .mark_exited(pid, &std::mem::take(&mut exported));
-            self.last_exit = Some(now);
+            self.memory.claim.record_exit(now);
             self.fault_log
                 .record_exit(before.process, before.generation);
             self.close_released_faults();

@@ -57,7 +57,7 @@ impl Container {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        self.update_from_siblings();
+        self.memory.update_from_siblings();
         let idle = self.memory.idle_credit_for(NO_PID, index);
         let free = self.memory.credit.free(index);
         let missing = need.saturating_sub(free);
@@ -117,5 +117,23 @@ impl Container {
     fn record_leases(&mut self) -> bool {
         self.memory.refresh_pages();
         self.write_checkpoint()
+    }
+
+    /// Charges exports that an earlier container of another claim left on a GPU, within the quota.
+    /// Returns the bytes that the checkpoint now holds.
+    pub(in super::super) fn inherit_exports(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let Some(index) = self.memory.account_index(gpu) else {
+            return Bytes::ZERO;
+        };
+        let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
+        let units = units.min(self.memory.credit.quota(index));
+        let before = self.memory.credit.clone();
+        self.memory.credit.charge_orphaned(index, units);
+        if !self.write_checkpoint() {
+            self.memory.credit = before;
+            return Bytes::ZERO;
+        }
+        self.memory.refresh_pages();
+        Bytes(units.bytes())
     }
 }

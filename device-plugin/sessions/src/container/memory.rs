@@ -11,6 +11,7 @@ use bursar_protocol::units::Units;
 use super::super::accounts::AmountsByPid;
 use super::super::{Account, CreditAccounts};
 use super::ProcessState;
+use super::siblings::{ClaimMember, ClaimSiblings};
 
 /// The accounts of a container, and the processes that are granted credit of them.
 pub(crate) struct ContainerMemory {
@@ -19,9 +20,26 @@ pub(crate) struct ContainerMemory {
     pub(super) processes: BTreeMap<u32, ProcessState>,
     /// The managed memory that the driver moves away for device memory, by account.
     pub(super) evictable: Vec<Units>,
+    /// The claim that the container shares the quotas of its GPUs with.
+    pub(super) claim: ClaimMember,
 }
 
 impl ContainerMemory {
+    /// Shares the claim's quota from now on.
+    pub(crate) fn join_claim(&mut self, siblings: ClaimSiblings) {
+        self.claim.join(siblings, &mut self.credit);
+    }
+
+    /// Publishes the container's charges to the others of its claim.
+    pub(crate) fn publish_to_siblings(&self) {
+        self.claim.publish(&self.credit);
+    }
+
+    /// Counts the current charges of the others of its claim against its quota.
+    pub(crate) fn update_from_siblings(&mut self) {
+        self.claim.update(&mut self.credit);
+    }
+
     /// Writes the usage of the container's other processes into every page.
     pub(crate) fn refresh_pages(&self) {
         let [exited, orphaned] = self.credit.exited_and_orphaned();

@@ -19,6 +19,7 @@ use super::memory::ContainerMemory;
 use super::pages::PagePool;
 use super::quotas::Quotas;
 use super::recording::PendingChanges;
+use super::siblings::ClaimMember;
 use super::{Container, ProcessState, RestoredProcess};
 
 impl Container {
@@ -53,7 +54,7 @@ impl Container {
         let [exited, _] = container.memory.credit.exited_and_orphaned();
         if !exited.is_empty() {
             // This agent has not sampled the memory of the exited processes yet.
-            container.last_exit = Some(Instant::now());
+            container.memory.claim.record_exit(Instant::now());
         }
         // After this write, a checkpoint that is missing next time is a lost one.
         container.write_checkpoint();
@@ -75,13 +76,14 @@ impl Container {
             .chain([&spec.managed]);
         let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
         Container {
-            spec,
             memory: ContainerMemory {
                 accounts,
                 credit: CreditAccounts::new(requested.clone()),
                 processes: BTreeMap::new(),
                 evictable: Vec::new(),
+                claim: ClaimMember::new(spec.allocation, spec.gpus.len()),
             },
+            spec,
             checkpoint,
             is_checkpoint_lost: false,
             cgroup: None,
@@ -91,7 +93,6 @@ impl Container {
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
             quotas: Quotas::new(requested),
-            last_exit: None,
             generation: 0,
             fault_log: FaultLog::default(),
             unreported_faults: UnreportedFaults::default(),
@@ -101,7 +102,6 @@ impl Container {
             change_notify: Arc::default(),
             orphans_changed: watch::Sender::default(),
             closer: None,
-            siblings: None,
         }
     }
 
@@ -185,7 +185,7 @@ impl Container {
         if self.checkpoint.is_closed() {
             return false;
         }
-        self.publish_to_siblings();
+        self.memory.publish_to_siblings();
         let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| by_pid.clone().into_iter().collect();
         let [exited, orphaned] = self.memory.credit.exited_and_orphaned();
         let content = CheckpointContent {

@@ -99,7 +99,7 @@ impl Container {
     /// Notes a change, and writes it now or with the next write.
     pub(super) fn note_change(&mut self) -> ChangeNumber {
         self.pending_changes.has_changes = true;
-        self.publish_to_siblings();
+        self.memory.publish_to_siblings();
         self.next_change()
     }
 
@@ -152,8 +152,9 @@ impl Container {
         }
     }
 
-    /// Ends all writes, since the allocation has ended.
-    pub(in super::super) fn close_checkpoint(&mut self) {
+    /// Ends all writes, since the allocation has ended, and leaves the claim.
+    pub(in super::super) fn close(&mut self) {
+        self.memory.claim.leave();
         self.checkpoint.close();
     }
 

@@ -1,5 +1,5 @@
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;

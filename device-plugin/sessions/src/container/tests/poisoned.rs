@@ -253,7 +253,8 @@ fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
     settle_one(&mut container, 1, Bytes::ZERO);
     assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment));
     hello(&mut container, 1, 9).unwrap();
-    container.last_exit = container.last_exit.map(|at| at - RECLAIM_WINDOW);
+    let before = Instant::now() - RECLAIM_WINDOW;
+    container.memory.claim.record_exit(before);
     assert!(
         !container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment),
         "another process holds the bytes"

@@ -41,7 +41,7 @@ fn claim(quota: Bytes) -> Claim {
     let siblings = ClaimSiblings::default();
     let [init, main] = ["00000000000000aa", "00000000000000bb"].map(|allocation| {
         let mut container = container(&folder, allocation, quota);
-        container.join_claim(siblings.clone());
+        container.memory.join_claim(siblings.clone());
         container
     });
     Claim {
@@ -107,7 +107,7 @@ fn charges_count_against_the_next_container_of_a_claim() {
             .is_err()
     );
     assert!(main.charge_lease(&gpu(), LeaseId(6), Bytes::gib(1)).is_ok());
-    init.leave_claim();
+    init.close();
     assert!(can_have(&mut main, 1002, 3 << 30));
 }
 
