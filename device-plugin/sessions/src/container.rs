@@ -32,14 +32,12 @@ use tokio_util::sync::CancellationToken;
 use super::accounts::AmountsByPid;
 use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
-use super::context_size::ContextSizes;
 use super::recovery::FaultLog;
 use super::{Account, ContainerResolver, ImageMemory, MAX_PROCESSES, Process, SessionSpec};
 use denials::{Denials, LogLimiter, SharedLogLimiter};
 use faults::UnreportedFaults;
 use memory::ContainerMemory;
 use pages::PagePool;
-use quotas::Quotas;
 use recording::PendingChanges;
 
 pub(super) use hello::Admission;
@@ -54,14 +52,11 @@ pub(super) struct Container {
     /// The cgroup of the container that its live processes are in.
     cgroup: Option<String>,
     denials: Denials,
-    /// `None` where the agent does not charge contexts.
-    context_sizes: Option<Arc<ContextSizes>>,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
     /// Limits the log lines that concern all containers.
     shared_log_limiter: SharedLogLimiter,
     requests: u64,
-    quotas: Quotas,
     /// The process generation of the last image that said hello.
     generation: u64,
     fault_log: FaultLog,

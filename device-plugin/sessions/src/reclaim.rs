@@ -132,7 +132,7 @@ fn own_memory(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
     let running = lock(&shared.containers);
     running
         .values()
-        .flat_map(|running| lock(&running.container).own_memory_on(gpu))
+        .flat_map(|running| lock(&running.container).memory().own_memory_on(gpu))
         .collect()
 }
 

@@ -95,7 +95,7 @@ impl Sessions {
             clock::now(),
         );
         if let Some(sizes) = &self.context_sizes {
-            container.set_context_sizes(Arc::clone(sizes));
+            container.memory_mut().set_context_sizes(Arc::clone(sizes));
         }
         if !served_before {
             container.set_policy(self.default_policy);

@@ -1,27 +1,13 @@
 //! Tracks the exports of the container's processes, which other processes may hold.
 
-use std::collections::BTreeMap;
-
 use bursar_ledger::units::{Bytes, GpuUuid};
 
 use bursar_protocol::units::Units;
 
 use super::super::accounts::AmountsByPid;
-use super::super::orphan_bound::OwnMemory;
 use super::Container;
 
 impl Container {
-    /// The bytes of a GPU that each live process itself has allocated.
-    pub(in super::super) fn own_memory_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
-        let Some(index) = self.memory.account_index(gpu) else {
-            return BTreeMap::new();
-        };
-        let members = self.memory.processes.iter();
-        members
-            .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
-            .collect()
-    }
-
     /// Caps the orphaned exports of a GPU by a proven bound for those in `query`.
     /// Returns whether any bytes became free.
     pub(in super::super) fn cap_orphaned_exports(

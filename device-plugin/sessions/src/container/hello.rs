@@ -186,7 +186,7 @@ impl Container {
             let (claimed, used) =
                 held.map_or((Units::ZERO, Units::ZERO), |held| (held.granted, held.used));
             let minimum = amount_of(untracked, index)
-                .saturating_sub(Units::within(self.uncharged_margin().0));
+                .saturating_sub(Units::within(self.memory.uncharged_margin().0));
             let granted = if known {
                 self.memory.credit.granted_to(pid, index)
             } else {
@@ -195,7 +195,7 @@ impl Container {
                     .admit_claimed(pid, index, claimed.max(minimum))
             };
             slot.set_quota(self.memory.credit.quota(index));
-            slot.set_context(self.context_charge(account));
+            slot.set_context(self.memory.context_charge(account));
             slot.set_evictable(amount_of(&self.memory.evictable, index));
             slot.set_exported(amount_of(exported, index));
             slot.set(CreditWord {

@@ -4,20 +4,38 @@ mod idle_credit;
 mod usage;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
+use bursar_gpu::memory_sample::ProcessMemory;
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_protocol::credit_page::AccountSlot;
 use bursar_protocol::units::Units;
 
-use super::super::accounts::AmountsByPid;
-use super::super::{Account, CreditAccounts};
 use super::ProcessState;
+use super::quotas::{QuotaInForce, Quotas};
 use super::siblings::{ClaimMember, ClaimSiblings};
+use crate::accounts::AmountsByPid;
+use crate::context_size::ContextSizes;
+use crate::orphan_bound::OwnMemory;
+use crate::{Account, CreditAccounts};
+
+/// The bytes that a process may take without a charge: code of kernels, heaps of the device. The
+/// margin only decides when memory of a replaced image counts as freed, and which part of an
+/// importer's bytes an exporter left.
+const UNCHARGED_MARGIN: Bytes = Bytes::mib(256);
+
+/// The margin where the agent does not charge contexts: a little more than a context of any model.
+pub(crate) const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
 /// The accounts of a container, and the processes that are granted credit of them.
 pub(crate) struct ContainerMemory {
+    pub(super) allocation: AllocationId,
     pub(super) accounts: Vec<Account>,
     pub(crate) credit: CreditAccounts,
     pub(super) processes: BTreeMap<u32, ProcessState>,
+    pub(super) quotas: Quotas,
+    /// `None` where the agent does not charge contexts.
+    pub(super) context_sizes: Option<Arc<ContextSizes>>,
     /// The managed memory that the driver moves away for device memory, by account.
     pub(super) evictable: Vec<Units>,
     /// The claim that the container shares the quotas of its GPUs with.
@@ -156,11 +174,7 @@ impl ContainerMemory {
             Some(before) if *before != units => *before = units,
             _ => return,
         }
-        for slot in self
-            .processes
-            .values()
-            .filter_map(|state| state.page.as_ref()?.slot(index))
-        {
+        for slot in self.slots(index) {
             slot.set_evictable(units);
         }
     }
@@ -168,7 +182,7 @@ impl ContainerMemory {
     /// Replaces the bytes of untracked processes of an account, by pid. Processes that have a
     /// session by now are charged already.
     pub(crate) fn set_untracked(&mut self, account: &Account, mut charged: BTreeMap<u32, Bytes>) {
-        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+        let Some(index) = self.index_of(account) else {
             return;
         };
         charged.retain(|pid, _| !self.processes.contains_key(pid));
@@ -209,5 +223,156 @@ impl ContainerMemory {
                 Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
             })
             .collect()
+    }
+
+    fn index_of(&self, account: &Account) -> Option<usize> {
+        self.accounts.iter().position(|other| other == account)
+    }
+
+    /// The slots of an account in the pages of the processes.
+    fn slots(&self, index: usize) -> impl Iterator<Item = &AccountSlot> {
+        let members = self.processes.values();
+        members.filter_map(move |state| state.page.as_ref()?.slot(index))
+    }
+
+    /// Charges contexts by these sizes from now on.
+    pub(crate) fn set_context_sizes(&mut self, sizes: Arc<ContextSizes>) {
+        self.context_sizes = Some(sizes);
+    }
+
+    /// The charge for a context; zero where the agent does not charge contexts.
+    pub(super) fn context_charge(&self, account: &Account) -> Units {
+        match (account, &self.context_sizes) {
+            (Account::Gpu(gpu), Some(sizes)) => {
+                Units::holding(sizes.size_on(gpu).0).unwrap_or(Units::ZERO)
+            }
+            _ => Units::ZERO,
+        }
+    }
+
+    /// Writes the charge for a context of an account into all pages, and returns it.
+    pub(crate) fn publish_context_charge(&self, index: usize) -> Units {
+        let account = self.accounts.get(index);
+        let units = account.map_or(Units::ZERO, |account| self.context_charge(account));
+        for slot in self.slots(index) {
+            slot.set_context(units);
+        }
+        units
+    }
+
+    pub(super) fn uncharged_margin(&self) -> Bytes {
+        match self.context_sizes {
+            Some(_) => UNCHARGED_MARGIN,
+            None => UNCHARGED_MARGIN_WITH_CONTEXT,
+        }
+    }
+
+    /// The bytes that a live process itself has allocated.
+    pub(super) fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
+        let exported = self.exports_of(pid, state, index);
+        OwnMemory {
+            allocation: self.allocation,
+            charged: Bytes(self.used_by(pid, state, index).bytes()),
+            exported: Bytes(exported.bytes()),
+            uncharged_margin: self.uncharged_margin(),
+        }
+    }
+
+    /// The bytes of a GPU that each live process itself has allocated.
+    pub(crate) fn own_memory_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
+        let Some(index) = self.account_index(gpu) else {
+            return BTreeMap::new();
+        };
+        let members = self.processes.iter();
+        members
+            .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
+            .collect()
+    }
+
+    /// Whether the driver has freed all memory of an exited image.
+    pub(crate) fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
+        samples.iter().enumerate().all(|(index, sample)| {
+            // After an exec the pid lives on with a new image.
+            let state = self.processes.get(&pid);
+            let own = state.map(|state| self.own_memory(pid, state, index));
+            let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
+            sample
+                .bytes_of(pid)
+                .is_some_and(|charged| charged == own(charged))
+        })
+    }
+
+    /// Charges untracked processes what the driver reports in these samples of the GPUs. From then
+    /// on the audit maintains the figures.
+    pub(crate) fn charge_untracked(
+        &mut self,
+        samples: &[ProcessMemory],
+        is_member: impl Fn(u32) -> bool,
+    ) {
+        for (index, sample) in samples.iter().enumerate() {
+            let untracked = sample
+                .iter()
+                .filter(|(pid, _)| !self.processes.contains_key(pid) && is_member(*pid));
+            // Where the driver does not report an amount, the process may have all of the quota.
+            let all = self.credit.quota(index);
+            let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
+            let untracked = untracked
+                .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
+                .collect();
+            self.credit.set_untracked(index, untracked);
+        }
+    }
+
+    /// Replaces what the driver takes of an account beyond what processes are charged. Returns
+    /// whether the charge has changed.
+    pub(crate) fn set_overhead(&mut self, gpu: &GpuUuid, units: Units) -> bool {
+        let Some(index) = self.account_index(gpu) else {
+            return false;
+        };
+        let before = self.credit.overhead(index);
+        self.credit.set_overhead(index, units);
+        self.credit.overhead(index) != before
+    }
+
+    /// Lowers an account below the requested quota; `None` removes the order. Returns whether the
+    /// order has changed.
+    pub(crate) fn order_quota(&mut self, account: &Account, ordered: Option<Units>) -> bool {
+        let index = self.index_of(account);
+        let changed = index.filter(|index| self.quotas.order(*index, ordered));
+        changed.inspect(|index| self.apply_quota(*index)).is_some()
+    }
+
+    /// Changes the requested quota of an account. Returns whether there is such an account.
+    pub(crate) fn request_quota(&mut self, account: &Account, units: Units) -> bool {
+        let index = self.index_of(account);
+        let index = index.inspect(|index| self.quotas.request(*index, units));
+        index.inspect(|index| self.apply_quota(*index)).is_some()
+    }
+
+    /// Applies the quotas that the operator had ordered.
+    pub(crate) fn restore_quotas(&mut self, ordered: &[Option<Units>]) {
+        self.quotas.restore(ordered);
+        for index in 0..self.accounts.len() {
+            self.apply_quota(index);
+        }
+    }
+
+    /// Applies the requested quota of an account, or a lower order.
+    fn apply_quota(&mut self, index: usize) {
+        let is_managed = self.accounts.get(index) == Some(&Account::Managed);
+        let (quota, covered) = match self.quotas.in_force(index, is_managed) {
+            QuotaInForce::Own(quota) => (quota, None),
+            QuotaInForce::Covered(quota) => (quota, Some(index)),
+        };
+        if is_managed {
+            self.credit.set_covered(covered);
+        }
+        self.credit.set_quota(index, quota);
+        // The quota of covered managed memory follows those of the GPUs.
+        for index in 0..self.accounts.len() {
+            for slot in self.slots(index) {
+                slot.set_quota(self.credit.quota(index));
+            }
+        }
     }
 }

@@ -46,7 +46,7 @@ impl Container {
             known => known,
         };
         container.fault_log = content.fault_log;
-        container.restore_quotas(&content.overrides);
+        container.memory.restore_quotas(&content.overrides);
         container.restore_exited(&content.exited, &content.orphaned);
         container.restore_leases(&content.leases);
         let known = container.restore_processes(content.processes, resolver);
@@ -77,9 +77,12 @@ impl Container {
         let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
         Container {
             memory: ContainerMemory {
+                allocation: spec.allocation,
                 accounts,
                 credit: CreditAccounts::new(requested.clone()),
                 processes: BTreeMap::new(),
+                quotas: Quotas::new(requested),
+                context_sizes: None,
                 evictable: Vec::new(),
                 claim: ClaimMember::new(spec.allocation, spec.gpus.len()),
             },
@@ -88,11 +91,9 @@ impl Container {
             is_checkpoint_lost: false,
             cgroup: None,
             denials: Denials::default(),
-            context_sizes: None,
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
-            quotas: Quotas::new(requested),
             generation: 0,
             fault_log: FaultLog::default(),
             unreported_faults: UnreportedFaults::default(),
@@ -102,14 +103,6 @@ impl Container {
             change_notify: Arc::default(),
             orphans_changed: watch::Sender::default(),
             closer: None,
-        }
-    }
-
-    /// Applies the quotas that the operator had ordered.
-    fn restore_quotas(&mut self, overrides: &[Option<Units>]) {
-        self.quotas.restore(overrides);
-        for index in 0..self.memory.accounts.len() {
-            self.apply_quota(index);
         }
     }
 
@@ -218,7 +211,7 @@ impl Container {
                 .collect(),
             gpus: self.memory.gpus().cloned().collect(),
             incomplete: self.is_checkpoint_lost || self.memory.has_untracked(),
-            overrides: self.quotas.ordered().to_vec(),
+            overrides: self.memory.quotas.ordered().to_vec(),
             generation: self.generation,
             fault_log: self.fault_log.clone(),
         };

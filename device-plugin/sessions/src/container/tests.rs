@@ -12,7 +12,7 @@ use bursar_protocol::messages::HeldCredit;
 
 use super::super::orphan_bound::OwnMemory;
 use super::credit::RECLAIM_WINDOW;
-use super::exits::UNCHARGED_MARGIN_WITH_CONTEXT;
+use super::memory::UNCHARGED_MARGIN_WITH_CONTEXT;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -822,7 +822,7 @@ fn own_memory_is_used_credit_and_not_granted_credit() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 3 << 30);
     assert!(page.slot(0).unwrap().discharge(units(2 << 30)));
-    let own = container.own_memory_on(&"GPU-aaaa".parse().unwrap());
+    let own = container.memory.own_memory_on(&"GPU-aaaa".parse().unwrap());
     let expected = OwnMemory {
         allocation: "00000000000000aa".parse().unwrap(),
         charged: Bytes::gib(1),
@@ -831,7 +831,7 @@ fn own_memory_is_used_credit_and_not_granted_credit() {
     };
     assert_eq!(own, [(1, expected)].into());
     assert_eq!(
-        container.own_memory_on(&"GPU-bbbb".parse().unwrap()),
+        container.memory.own_memory_on(&"GPU-bbbb".parse().unwrap()),
         BTreeMap::new()
     );
 }

@@ -69,4 +69,22 @@ impl ContainerMemory {
             missing = missing.saturating_sub(self.credit.revoke(*other, account, taken));
         }
     }
+
+    /// Reclaims idle credit beyond the quota: after the quota was lowered, freed bytes must not be
+    /// used again. Returns whether any was reclaimed.
+    pub(crate) fn reclaim_excess(&mut self) -> bool {
+        let mut changed = false;
+        for index in 0..self.accounts.len() {
+            let excess = self.credit.excess(index);
+            if excess > Units::ZERO {
+                let before = self.credit.granted(index);
+                self.reclaim_idle(NO_PID, index, excess);
+                if let Some(covered) = self.credit.covered_by(index) {
+                    self.reclaim_idle(NO_PID, covered, self.credit.excess(index));
+                }
+                changed |= self.credit.granted(index) != before;
+            }
+        }
+        changed
+    }
 }
