@@ -66,7 +66,7 @@ impl Sessions {
         let running = lock(&self.shared.containers);
         let containers = running.values().map(|running| lock(&running.container));
         containers
-            .flat_map(|container| container.memory().credit.exited_pids())
+            .flat_map(|container| container.memory().credit().exited_pids())
             .collect()
     }
 

@@ -420,7 +420,7 @@ impl Sessions {
     pub fn has_session(&self, allocation: &AllocationId, process: Process) -> bool {
         let running = lock(&self.shared.containers);
         let running = running.get(allocation);
-        running.is_some_and(|running| lock(&running.container).has_session(process))
+        running.is_some_and(|running| lock(&running.container).memory().has_session(process))
     }
 
     /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,

@@ -101,7 +101,11 @@ impl Sessions {
             container.set_policy(self.default_policy);
         }
         container.set_closer(closer);
-        container.set_free_page_limit(self.connection_limit.max_free_pages());
+        let max_free_pages = self.connection_limit.max_free_pages();
+        container
+            .memory_mut()
+            .pages_mut()
+            .set_max_free(max_free_pages);
         container.set_log_limiter(self.log_limiter.clone());
         container.set_orphans_sender(self.shared.orphans_changed.clone());
         if let Some(siblings) = siblings {

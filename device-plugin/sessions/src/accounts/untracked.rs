@@ -13,6 +13,12 @@ impl CreditAccounts {
         charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
     }
 
+    /// Whether untracked processes have units of any account.
+    pub(in super::super) fn has_untracked(&self) -> bool {
+        let mut charged = self.untracked.iter().flat_map(BTreeMap::values);
+        charged.any(|units| *units > Units::ZERO)
+    }
+
     /// The units of an account that one untracked process has.
     pub(in super::super) fn untracked_by(&self, pid: u32, account: usize) -> Units {
         let charged = self

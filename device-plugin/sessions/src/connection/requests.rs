@@ -177,7 +177,10 @@ impl Connection {
     /// does it without the lock.
     fn root_process(&self, pid: u32) -> Option<Process> {
         let container = lock(&self.container);
-        let (process, pod) = (container.process_of(pid)?, container.pod().clone());
+        let (process, pod) = (
+            container.memory().image_of(pid)?.process,
+            container.pod().clone(),
+        );
         drop(container);
         self.resolver.root_process(process, &pod)
     }
@@ -186,7 +189,10 @@ impl Connection {
     /// does it without the lock.
     fn is_main_process(&self, pid: u32) -> bool {
         let container = lock(&self.container);
-        let (first, pod) = (container.pid_namespace_init(pid), container.pod().clone());
+        let (first, pod) = (
+            container.memory().pid_namespace_init(pid),
+            container.pod().clone(),
+        );
         drop(container);
         first.is_some_and(|process| self.resolver.is_container_root(process, &pod))
     }

@@ -12,7 +12,7 @@ use bursar_ledger::units::Bytes;
 
 use super::super::lock;
 use super::super::usage::DeniedAllocation;
-use super::{Container, ProcessState};
+use super::Container;
 
 /// The most function names that the agent counts for one container, since its processes choose the
 /// names.
@@ -141,7 +141,7 @@ impl Container {
     ) -> Response {
         let index = usize::from(account);
         if let Some(suppressed) = self.log_limiter.due(reason.as_str(), Instant::now()) {
-            let credit = &self.memory.credit;
+            let credit = self.memory.credit();
             tracing::info!(
                 allocation = %self.spec.allocation,
                 pod = %self.spec.pod,
@@ -161,11 +161,9 @@ impl Container {
                 "memory refused"
             );
         }
-        let knows = |member: &ProcessState| member.protocol_version >= POISON_SINCE;
+        let version = self.memory.protocol_version(pid);
         match reason {
-            RefusalReason::Fenced if self.memory.processes.get(&pid).is_some_and(knows) => {
-                Response::Fenced { account }
-            }
+            RefusalReason::Fenced if version >= Some(POISON_SINCE) => Response::Fenced { account },
             RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
                 Response::Refused {
                     account,
@@ -174,7 +172,7 @@ impl Container {
             }
             RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
                 account,
-                free: self.memory.credit.free(index),
+                free: self.memory.credit().free(index),
             },
         }
     }
@@ -193,13 +191,13 @@ impl Container {
         }
         let index = usize::from(account);
         let function = self.denials.count(function);
-        let denied_account = self.memory.accounts.get(index).cloned();
+        let denied_account = self.memory.account(index).cloned();
         self.denials.last = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
             account,
             bytes: Bytes(bytes),
-            quota: Bytes(self.memory.credit.quota(index).bytes()),
-            free: Bytes(self.memory.credit.free(index).bytes()),
+            quota: Bytes(self.memory.credit().quota(index).bytes()),
+            free: Bytes(self.memory.credit().free(index).bytes()),
         });
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let key = format!("denied {function}");

@@ -27,8 +27,8 @@ impl Container {
         if !self.is_drained {
             return Vec::new();
         }
-        let members = self.memory.processes.keys().copied();
-        let pids: BTreeSet<u32> = members.chain(self.memory.credit.untracked_pids()).collect();
+        let untracked = self.memory.credit().untracked_pids();
+        let pids: BTreeSet<u32> = self.memory.pids().chain(untracked).collect();
         let holder = |pid| GpuHolder {
             pid,
             pod: self.spec.pod.clone(),

@@ -1,50 +1,30 @@
 //! Releases the memory of processes that have exited, once the driver shows that it is free.
 
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::Instant;
-
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;
 
-use super::super::{ContainerResolver, Process};
+use super::super::{ContainerResolver, Process, ProcessImage};
 use super::{Container, ReclaimQuery};
 
 impl Container {
     /// Handles the exit of a process image, whose grants stay charged.
     pub(in super::super) fn handle_exit(&mut self, process: Process, image: u64) {
-        let state = self.memory.processes.get(&process.pid);
-        if state.is_none_or(|state| (state.process, state.image) != (process, image)) {
-            return;
+        if let Some(ended) = self.memory.end_image(process, image) {
+            self.record_exit(&ended);
+            self.memory.refresh_pages();
+            self.note_change();
         }
-        let Some(state) = self.memory.processes.remove(&process.pid) else {
-            return;
-        };
-        self.memory
-            .credit
-            .mark_exited(process.pid, &state.current_exports());
-        let now = Instant::now();
-        self.return_pages(state.page_fds, now);
-        self.memory.claim.record_exit(now);
-        self.fault_log.record_exit(process, state.generation);
-        self.close_released_faults();
-        self.memory.refresh_pages();
-        self.note_change();
     }
 
-    pub(super) fn return_pages(
-        &mut self,
-        fds: impl IntoIterator<Item = Arc<OwnedFd>>,
-        now: Instant,
-    ) {
-        for fd in fds {
-            self.pages.return_page(fd, now);
-        }
+    /// Records the exit of an image, which is charged as exited by now.
+    pub(super) fn record_exit(&mut self, ended: &ProcessImage) {
+        self.fault_log.record_exit(ended.process, ended.generation);
+        self.close_released_faults();
     }
 
     /// The exited processes to look up in the driver; `None` where the agent need not sample.
     pub(in super::super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
-        let [exited, _] = self.memory.credit.exited_and_orphaned();
+        let [exited, _] = self.memory.credit().exited_and_orphaned();
         (!exited.is_empty() || self.is_checkpoint_lost).then(|| exited.clone())
     }
 
@@ -58,18 +38,18 @@ impl Container {
         resolver: &dyn ContainerResolver,
         now: BootTime,
     ) {
-        let before = (self.memory.credit.clone(), self.is_checkpoint_lost);
+        let before = (self.memory.credit().clone(), self.is_checkpoint_lost);
         self.find_untracked(samples, resolver);
         for (pid, units) in query {
-            if self.memory.credit.exited_and_orphaned()[0].get(pid) == Some(units)
+            if self.memory.credit().exited_and_orphaned()[0].get(pid) == Some(units)
                 && self.memory.is_reclaimed(*pid, samples)
             {
-                self.memory.credit.release_exited(*pid);
+                self.memory.credit_mut().release_exited(*pid);
             }
         }
         self.close_released_faults();
         self.escalate_held_memory(samples, now);
-        if before != (self.memory.credit.clone(), self.is_checkpoint_lost) {
+        if before != (self.memory.credit().clone(), self.is_checkpoint_lost) {
             self.memory.refresh_pages();
             self.note_change();
         }

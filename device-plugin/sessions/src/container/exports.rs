@@ -19,10 +19,10 @@ impl Container {
         let Some(index) = self.memory.account_index(gpu) else {
             return false;
         };
-        let before = self.memory.credit.orphaned(index);
+        let before = self.memory.credit().orphaned(index);
         let most = Units::holding(bound.0).unwrap_or(Units::MAX);
-        self.memory.credit.cap_orphaned(index, most, query);
-        let changed = self.memory.credit.orphaned(index) != before;
+        self.memory.credit_mut().cap_orphaned(index, most, query);
+        let changed = self.memory.credit().orphaned(index) != before;
         if changed {
             self.memory.refresh_pages();
             self.note_change();

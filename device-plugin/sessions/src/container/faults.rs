@@ -63,16 +63,12 @@ impl Container {
     ) -> (Response, Option<ChangeNumber>) {
         let has_changed = self.memory.update_exports(pid);
         let source = FaultSource::Cuda { code, can_reexec };
-        let gpu = match self.memory.accounts.get(usize::from(account)) {
+        let gpu = match self.memory.account(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
             _ => None,
         };
         let decision = is_fault(code).then(|| self.record_fault(pid, gpu, source, root, now));
-        let version = self
-            .memory
-            .processes
-            .get(&pid)
-            .map(|state| state.protocol_version);
+        let version = self.memory.protocol_version(pid);
         let seconds = u16::try_from(self.fault_log.grace().as_secs()).unwrap_or(u16::MAX);
         let answer = Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
@@ -84,23 +80,13 @@ impl Container {
         (answer, has_changed.then(|| self.note_change()))
     }
 
-    /// A process that is the init of its pid namespace. Such a process is the container's main
-    /// process if its parent is outside of the container. `kubectl exec` starts no init of a
-    /// namespace, and the init of a namespace that the container created has its parent inside.
-    pub(in super::super) fn pid_namespace_init(&self, pid: u32) -> Option<Process> {
-        let state = self.memory.processes.get(&pid)?;
-        (state.namespace_pids.last() == Some(&1)).then_some(state.process)
-    }
-
     /// Handles the close of a process's socket after the agent's last answer.
     pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
-        let state = self.memory.processes.get(&process.pid);
-        let same = state.filter(|state| (state.process, state.image) == (process, image));
-        let Some(generation) = same.map(|state| state.generation) else {
+        let Some(image) = self.memory.find_image(process, image) else {
             return;
         };
         let before = self.fault_log.clone();
-        self.fault_log.record_disconnect(process, generation);
+        self.fault_log.record_disconnect(process, image.generation);
         if before != self.fault_log {
             self.write_checkpoint();
         }
@@ -118,15 +104,11 @@ impl Container {
         on: &[GpuUuid],
         by: BootTime,
     ) -> Option<XidTarget> {
-        let state = self.memory.processes.get(&pid)?;
-        let mut gpus = self.spec.gpus.iter().map(|(gpu, _)| gpu);
-        let gpu = gpus.find(|gpu| on.contains(gpu))?.clone();
-        (state.process.start_moment() <= by).then_some(XidTarget {
+        let image = self.memory.image_of(pid)?;
+        let gpu = self.memory.gpus().find(|gpu| on.contains(gpu))?.clone();
+        (image.process.start_moment() <= by).then_some(XidTarget {
             allocation: self.spec.allocation,
-            image: ProcessImage {
-                process: state.process,
-                generation: state.generation,
-            },
+            image,
             gpu,
             root: None,
         })
@@ -139,14 +121,10 @@ impl Container {
         code: u32,
         now: ClockReading,
     ) {
-        let ProcessImage {
-            process,
-            generation,
-        } = target.image;
-        let state = self.memory.processes.get(&process.pid);
-        if state.is_some_and(|state| (state.process, state.generation) == (process, generation)) {
+        let pid = target.image.process.pid;
+        if self.memory.image_of(pid).as_ref() == Some(&target.image) {
             self.record_fault(
-                process.pid,
+                pid,
                 Some(target.gpu.clone()),
                 FaultSource::Xid(code),
                 target.root,
@@ -177,20 +155,9 @@ impl Container {
         self.fault_log.kill_targets(now).collect()
     }
 
-    /// Whether a process has a session.
-    pub(in super::super) fn has_session(&self, process: Process) -> bool {
-        let state = self.memory.processes.get(&process.pid);
-        state.is_some_and(|state| state.process == process)
-    }
-
-    /// The process behind a pid that has a session.
-    pub(in super::super) fn process_of(&self, pid: u32) -> Option<Process> {
-        Some(self.memory.processes.get(&pid)?.process)
-    }
-
     /// Closes the faults of ended images whose memory the driver has freed.
     pub(super) fn close_released_faults(&mut self) {
-        let [exited, _] = self.memory.credit.exited_and_orphaned();
+        let [exited, _] = self.memory.credit().exited_and_orphaned();
         self.fault_log
             .close_released(|pid| exited.contains_key(&pid));
     }
@@ -201,8 +168,7 @@ impl Container {
         let before = self.fault_log.clone();
         let is_listed = |pid| {
             // After an exec the driver lists the new image.
-            !self.memory.processes.contains_key(&pid)
-                && samples.iter().any(|sample| sample.contains(pid))
+            self.memory.image_of(pid).is_none() && samples.iter().any(|sample| sample.contains(pid))
         };
         let held = self.fault_log.record_held(is_listed, now);
         if held.is_empty() || !self.commit_decisions(&before) {
@@ -231,13 +197,9 @@ impl Container {
 
     /// The live images that are not fenced.
     pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
-        let members = self.memory.processes.values();
-        members
-            .filter(|state| self.fence_of(state).is_none())
-            .map(|state| ProcessImage {
-                process: state.process,
-                generation: state.generation,
-            })
+        let images = self.memory.images();
+        images
+            .filter(|image| self.fence_of(image).is_none())
             .collect()
     }
 
@@ -250,12 +212,8 @@ impl Container {
         root: Option<Process>,
         now: ClockReading,
     ) -> Option<RecoveryAction> {
-        let state = self.memory.processes.get(&pid)?;
-        let image = ProcessImage {
-            process: state.process,
-            generation: state.generation,
-        };
-        let first = || self.spec.gpus.first().map(|(gpu, _)| gpu.clone());
+        let image = self.memory.image_of(pid)?;
+        let first = || self.memory.gpus().next().cloned();
         let gpu = gpu.or_else(first)?;
         let before = self.fault_log.clone();
         let (decision, opened) = self.fault_log.record(image, &gpu, source, root, now);

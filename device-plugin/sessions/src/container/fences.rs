@@ -2,34 +2,25 @@
 
 use bursar_protocol::fence::Fence;
 
-use super::{Container, ProcessState};
+use super::Container;
+use crate::ProcessImage;
 
 impl Container {
     /// Whether the agent grants nothing more to a process's image.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
-        let state = self.memory.processes.get(&pid);
+        let image = self.memory.image_of(pid);
         self.is_drained
-            || state.is_some_and(|state| state.has_broken_page || self.fence_of(state).is_some())
+            || self.memory.has_broken_page(pid)
+            || image.is_some_and(|image| self.fence_of(&image).is_some())
     }
 
     /// Writes into every process's page whether the agent has fenced it, and why.
     pub(super) fn publish_fences(&self) {
-        for state in self.memory.processes.values() {
-            if let Some(page) = &state.page {
-                page.set_fence(self.fence_of(state));
-            }
-        }
+        self.memory.publish_fences(|image| self.fence_of(image));
     }
 
-    pub(super) fn fence_of(
-        &self,
-        ProcessState {
-            process,
-            generation,
-            ..
-        }: &ProcessState,
-    ) -> Option<Fence> {
-        let fault = self.fault_log.fault_of(*process, *generation);
+    pub(super) fn fence_of(&self, image: &ProcessImage) -> Option<Fence> {
+        let fault = self.fault_log.fault_of(image.process, image.generation);
         let poisoned = fault.map(|fault| Fence::Poisoned(fault.cuda_error.unwrap_or_default()));
         poisoned.or(self.is_drained.then_some(Fence::Drained))
     }

@@ -59,7 +59,7 @@ impl Container {
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
         self.memory.update_from_siblings();
         let idle = self.memory.idle_credit_for(NO_PID, index);
-        let free = self.memory.credit.free(index);
+        let free = self.memory.credit().free(index);
         let missing = need.saturating_sub(free);
         if missing > idle {
             return Err(Bytes(free.saturating_add(idle).bytes()));
@@ -67,10 +67,10 @@ impl Container {
         if missing > Units::ZERO {
             self.memory.reclaim_for(NO_PID, index, need);
         }
-        let leased = self.memory.credit.charge_lease(lease.0, index, need);
+        let leased = self.memory.credit_mut().charge_lease(lease.0, index, need);
         leased.map_err(|free| Bytes(free.bytes()))?;
         if !self.write_checkpoint() {
-            self.memory.credit.refund_lease(lease.0);
+            self.memory.credit_mut().refund_lease(lease.0);
             return Err(Bytes::ZERO);
         }
         self.memory.refresh_pages();
@@ -82,9 +82,9 @@ impl Container {
         let Some(index) = self.memory.account_index(gpu) else {
             return;
         };
-        if !self.memory.credit.leases().contains_key(&lease.0) {
+        if !self.memory.credit().leases().contains_key(&lease.0) {
             let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-            self.memory.credit.adopt_lease(lease.0, index, units);
+            self.memory.credit_mut().adopt_lease(lease.0, index, units);
             self.record_leases();
         }
     }
@@ -99,18 +99,18 @@ impl Container {
         bytes: Bytes,
     ) -> bool {
         self.adopt_lease(gpu, lease, bytes);
-        let before = self.memory.credit.clone();
-        self.memory.credit.release_lease(lease.0);
+        let before = self.memory.credit().clone();
+        self.memory.credit_mut().release_lease(lease.0);
         let is_on_record = self.record_leases();
         if !is_on_record {
-            self.memory.credit = before;
+            *self.memory.credit_mut() = before;
         }
         is_on_record
     }
 
     /// Refunds a charged lease that has no memory.
     pub(in super::super) fn refund_lease(&mut self, lease: LeaseId) {
-        self.memory.credit.refund_lease(lease.0);
+        self.memory.credit_mut().refund_lease(lease.0);
         self.record_leases();
     }
 
@@ -126,11 +126,11 @@ impl Container {
             return Bytes::ZERO;
         };
         let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        let units = units.min(self.memory.credit.quota(index));
-        let before = self.memory.credit.clone();
-        self.memory.credit.charge_orphaned(index, units);
+        let units = units.min(self.memory.credit().quota(index));
+        let before = self.memory.credit().clone();
+        self.memory.credit_mut().charge_orphaned(index, units);
         if !self.write_checkpoint() {
-            self.memory.credit = before;
+            *self.memory.credit_mut() = before;
             return Bytes::ZERO;
         }
         self.memory.refresh_pages();

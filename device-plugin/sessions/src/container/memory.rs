@@ -1,23 +1,29 @@
 //! Accounts for the memory of a container: its credit, and the processes that have it.
 
 mod idle_credit;
+mod process;
+mod sessions;
 mod usage;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
-use bursar_protocol::credit_page::AccountSlot;
+use bursar_protocol::credit_page::{AccountSlot, CreditPage};
 use bursar_protocol::units::Units;
 
-use super::ProcessState;
+use super::pages::PagePool;
 use super::quotas::{QuotaInForce, Quotas};
 use super::siblings::{ClaimMember, ClaimSiblings};
 use crate::accounts::AmountsByPid;
 use crate::context_size::ContextSizes;
 use crate::orphan_bound::OwnMemory;
-use crate::{Account, CreditAccounts};
+use crate::{Account, CreditAccounts, SessionSpec};
+use process::ProcessState;
+
+pub(crate) use sessions::AdmittedProcess;
 
 /// The bytes that a process may take without a charge: code of kernels, heaps of the device. The
 /// margin only decides when memory of a replaced image counts as freed, and which part of an
@@ -29,20 +35,67 @@ pub(crate) const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
 /// The accounts of a container, and the processes that are granted credit of them.
 pub(crate) struct ContainerMemory {
-    pub(super) allocation: AllocationId,
-    pub(super) accounts: Vec<Account>,
-    pub(crate) credit: CreditAccounts,
-    pub(super) processes: BTreeMap<u32, ProcessState>,
-    pub(super) quotas: Quotas,
+    allocation: AllocationId,
+    accounts: Vec<Account>,
+    credit: CreditAccounts,
+    processes: BTreeMap<u32, ProcessState>,
+    /// The process generation of the last image that said hello.
+    generation: u64,
+    pages: PagePool,
+    quotas: Quotas,
     /// `None` where the agent does not charge contexts.
-    pub(super) context_sizes: Option<Arc<ContextSizes>>,
+    context_sizes: Option<Arc<ContextSizes>>,
     /// The managed memory that the driver moves away for device memory, by account.
-    pub(super) evictable: Vec<Units>,
+    evictable: Vec<Units>,
     /// The claim that the container shares the quotas of its GPUs with.
-    pub(super) claim: ClaimMember,
+    claim: ClaimMember,
 }
 
 impl ContainerMemory {
+    /// The accounts of a container to which nothing is charged.
+    pub(crate) fn new(spec: &SessionSpec) -> ContainerMemory {
+        let gpus = spec.gpus.iter().map(|(gpu, _)| Account::Gpu(gpu.clone()));
+        let quotas = spec.gpus.iter().map(|(_, quota)| quota);
+        let quotas = quotas.chain([&spec.managed]);
+        let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
+        ContainerMemory {
+            allocation: spec.allocation,
+            accounts: gpus.chain([Account::Managed]).collect(),
+            credit: CreditAccounts::new(requested.clone()),
+            processes: BTreeMap::new(),
+            generation: 0,
+            pages: PagePool::new(CreditPage::create),
+            quotas: Quotas::new(requested),
+            context_sizes: None,
+            evictable: Vec::new(),
+            claim: ClaimMember::new(spec.allocation, spec.gpus.len()),
+        }
+    }
+
+    pub(crate) fn credit(&self) -> &CreditAccounts {
+        &self.credit
+    }
+
+    pub(crate) fn credit_mut(&mut self) -> &mut CreditAccounts {
+        &mut self.credit
+    }
+
+    pub(super) fn claim_mut(&mut self) -> &mut ClaimMember {
+        &mut self.claim
+    }
+
+    pub(crate) fn pages_mut(&mut self) -> &mut PagePool {
+        &mut self.pages
+    }
+
+    pub(crate) fn account(&self, index: usize) -> Option<&Account> {
+        self.accounts.get(index)
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
     /// Shares the claim's quota from now on.
     pub(crate) fn join_claim(&mut self, siblings: ClaimSiblings) {
         self.claim.join(siblings, &mut self.credit);
@@ -51,6 +104,11 @@ impl ContainerMemory {
     /// Publishes the container's charges to the others of its claim.
     pub(crate) fn publish_to_siblings(&self) {
         self.claim.publish(&self.credit);
+    }
+
+    /// When the last image of this container, or of another one of its claim, exited.
+    pub(crate) fn last_exit_in_claim(&self) -> Option<Instant> {
+        self.claim.last_exit()
     }
 
     /// Counts the current charges of the others of its claim against its quota.
@@ -95,14 +153,10 @@ impl ContainerMemory {
 
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
     /// whole grant counts.
-    pub(super) fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
+    fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
         let slot = state.adopted_page().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
-    }
-
-    pub(crate) fn has_untracked(&self) -> bool {
-        (0..self.accounts.len()).any(|index| self.credit.untracked(index) > Units::ZERO)
     }
 
     /// Notes that a process has sent a message, and so has its page. Returns whether its exports
@@ -119,7 +173,7 @@ impl ContainerMemory {
     }
 
     /// The covered managed memory that counts against an account.
-    pub(crate) fn covered_use(&self, account: usize) -> Units {
+    fn covered_use(&self, account: usize) -> Units {
         let Some(covered) = self.credit.covered_by(account) else {
             return Units::ZERO;
         };
@@ -141,25 +195,17 @@ impl ContainerMemory {
     }
 
     /// The units that live processes report as exported, at most their grants.
-    pub(crate) fn live_exports(&self, index: usize) -> Units {
+    fn live_exports(&self, index: usize) -> Units {
         let members = self.processes.iter();
         let exported = members.map(|(pid, state)| self.exports_of(*pid, state, index));
         exported.sum()
     }
 
     /// The units that one live process reports as exported, at most its grant.
-    pub(super) fn exports_of(&self, pid: u32, state: &ProcessState, index: usize) -> Units {
+    fn exports_of(&self, pid: u32, state: &ProcessState, index: usize) -> Units {
         let exported = state.current_exports().get(index).copied();
         let granted = self.credit.granted_to(pid, index);
         exported.unwrap_or(Units::ZERO).min(granted)
-    }
-
-    /// The bytes that a process had as an untracked process, by account.
-    pub(crate) fn untracked_by(&self, pid: u32) -> Vec<Units> {
-        let accounts = 0..self.accounts.len();
-        accounts
-            .map(|index| self.credit.untracked_by(pid, index))
-            .collect()
     }
 
     /// Tells all processes how much managed memory the driver moves away from a GPU for device
@@ -241,7 +287,7 @@ impl ContainerMemory {
     }
 
     /// The charge for a context; zero where the agent does not charge contexts.
-    pub(super) fn context_charge(&self, account: &Account) -> Units {
+    fn context_charge(&self, account: &Account) -> Units {
         match (account, &self.context_sizes) {
             (Account::Gpu(gpu), Some(sizes)) => {
                 Units::holding(sizes.size_on(gpu).0).unwrap_or(Units::ZERO)
@@ -260,7 +306,7 @@ impl ContainerMemory {
         units
     }
 
-    pub(super) fn uncharged_margin(&self) -> Bytes {
+    fn uncharged_margin(&self) -> Bytes {
         match self.context_sizes {
             Some(_) => UNCHARGED_MARGIN,
             None => UNCHARGED_MARGIN_WITH_CONTEXT,
@@ -268,7 +314,7 @@ impl ContainerMemory {
     }
 
     /// The bytes that a live process itself has allocated.
-    pub(super) fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
+    fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
         let exported = self.exports_of(pid, state, index);
         OwnMemory {
             allocation: self.allocation,
@@ -350,7 +396,7 @@ impl ContainerMemory {
     }
 
     /// Applies the quotas that the operator had ordered.
-    pub(crate) fn restore_quotas(&mut self, ordered: &[Option<Units>]) {
+    fn restore_quotas(&mut self, ordered: &[Option<Units>]) {
         self.quotas.restore(ordered);
         for index in 0..self.accounts.len() {
             self.apply_quota(index);

@@ -27,7 +27,7 @@ type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
 /// The pages of one container.
 #[derive(Debug)]
-pub(super) struct PagePool {
+pub(crate) struct PagePool {
     make: MakePage,
     /// The pages of processes, and those that wait for reuse.
     count: u32,
@@ -40,7 +40,7 @@ pub(super) struct PagePool {
 
 /// Why a process gets no page.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum PageUnavailable {
+pub(crate) enum PageUnavailable {
     #[error("{0}")]
     Failed(#[from] PageError),
     #[error("the container has used its budget of pages")]
@@ -59,7 +59,7 @@ impl PagePool {
     }
 
     /// Limits the number of pages that wait for reuse.
-    pub(super) fn set_max_free(&mut self, count: usize) {
+    pub(crate) fn set_max_free(&mut self, count: usize) {
         self.max_free = count.min(MAX_PAGES as usize);
     }
 

@@ -146,7 +146,7 @@ impl Container {
 
     fn notify_change(&self) {
         self.change_notify.notify_one();
-        let [_, orphaned] = self.memory.credit.exited_and_orphaned();
+        let [_, orphaned] = self.memory.credit().exited_and_orphaned();
         if !orphaned.is_empty() {
             self.orphans_changed.send_replace(());
         }
@@ -154,7 +154,7 @@ impl Container {
 
     /// Ends all writes, since the allocation has ended, and leaves the claim.
     pub(in super::super) fn close(&mut self) {
-        self.memory.claim.leave();
+        self.memory.claim_mut().leave();
         self.checkpoint.close();
     }
 
@@ -175,7 +175,7 @@ impl Container {
         } in requests
         {
             // A process that has exited would keep the account of this grant for ever.
-            if answer.is_closed() || !self.memory.processes.contains_key(&pid) {
+            if answer.is_closed() || self.memory.image_of(pid).is_none() {
                 continue;
             }
             has_changes |= self.memory.update_exports(pid);
@@ -188,9 +188,10 @@ impl Container {
         for (pid, account, need, units, answer) in granted {
             let index = usize::from(account);
             let outcome = units.and_then(|units| match written {
-                true => self.grant_to_page(pid, index, units),
+                true if self.memory.grant_to_page(pid, index, units) => Ok(units),
+                true => Err(RefusalReason::NoPage),
                 false => {
-                    self.memory.credit.revoke(pid, index, units);
+                    self.memory.credit_mut().revoke(pid, index, units);
                     Err(RefusalReason::Unrecorded)
                 }
             });

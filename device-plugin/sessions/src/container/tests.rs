@@ -7,12 +7,14 @@ use bursar_ledger::units::{Bytes, GpuUuid, LeaseId, PodUid};
 
 use bursar_protocol::VERSION;
 use bursar_protocol::credit::CreditWord;
-use bursar_protocol::credit_page::PageError;
+use bursar_protocol::credit_page::{CreditPage, PageError};
 use bursar_protocol::messages::HeldCredit;
+use bursar_protocol::units::Units;
 
 use super::super::orphan_bound::OwnMemory;
 use super::credit::RECLAIM_WINDOW;
 use super::memory::UNCHARGED_MARGIN_WITH_CONTEXT;
+use super::pages::PagePool;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -430,7 +432,8 @@ fn process_keeps_its_state_when_no_page_is_left() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, 512 * MIB);
     let before = container.container_usage().accounts;
-    container.pages = PagePool::new(|_| Err(PageError::NotAPage("out of descriptors")));
+    *container.memory.pages_mut() =
+        PagePool::new(|_| Err(PageError::NotAPage("out of descriptors")));
     for image in [7, 8] {
         assert_eq!(
             hello(&mut container, 1, image).err(),

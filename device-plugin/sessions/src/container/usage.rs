@@ -20,8 +20,8 @@ impl Container {
             cgroup: self.cgroup.clone(),
             accounts: self.memory.balances(),
             processes: self.memory.process_credits(),
-            generation: self.generation,
-            exited_pids: self.memory.credit.exited_pids(),
+            generation: self.memory.generation(),
+            exited_pids: self.memory.credit().exited_pids(),
             had_managed: self.memory.had_managed(),
             requests: self.requests,
             denied: self.denials.by_function(),
@@ -43,11 +43,6 @@ impl Container {
     /// Sets the limiter of log lines that concern all containers.
     pub(in super::super) fn set_log_limiter(&mut self, limiter: SharedLogLimiter) {
         self.shared_log_limiter = limiter;
-    }
-
-    /// Limits the number of pages that wait for reuse.
-    pub(in super::super) fn set_free_page_limit(&mut self, count: usize) {
-        self.pages.set_max_free(count);
     }
 
     /// Replaces what the driver takes of an account beyond what processes are charged.

@@ -87,4 +87,45 @@ impl ContainerMemory {
         }
         changed
     }
+
+    /// Reserves credit for a process: first from free bytes, then from idle credit of other
+    /// processes.
+    ///
+    /// # Errors
+    /// The missing units.
+    pub(crate) fn reserve_credit(
+        &mut self,
+        pid: u32,
+        index: usize,
+        need: Units,
+    ) -> Result<Units, Units> {
+        self.update_from_siblings();
+        if self.credit.free(index) < need {
+            self.reclaim_for(pid, index, need);
+        }
+        self.credit.grant(pid, index, need)
+    }
+
+    /// Grants reserved credit to the page of a process, and otherwise revokes it. A page that the
+    /// process has left is frozen. Any other page that rejects a grant is being overwritten without
+    /// pause, or was. Returns whether the page has the grant.
+    pub(crate) fn grant_to_page(&mut self, pid: u32, index: usize, units: Units) -> bool {
+        let state = self.processes.get_mut(&pid);
+        let granted = state.is_some_and(|state| {
+            let page = state.page.as_ref();
+            let Some(slot) = page.and_then(|page| page.slot(index)) else {
+                return false;
+            };
+            let granted = slot.grant(units);
+            state.has_broken_page |= !granted && !slot.word().is_frozen();
+            granted
+        });
+        if !granted {
+            self.credit.revoke(pid, index, units);
+        } else if self.credit.covered() == Some(index) {
+            // The pages of the GPUs' accounts must show the bytes.
+            self.refresh_pages();
+        }
+        granted
+    }
 }

@@ -1,11 +1,12 @@
 //! Reports the usage of the container's accounts.
 
 use bursar_ledger::units::Bytes;
-use bursar_protocol::messages::{self, ProcessUsage, Response};
+use bursar_protocol::messages::{self, ProcessUsage, Quota, Response};
 use bursar_protocol::units::Units;
 
-use super::super::{ProcessState, to_wire_account};
+use super::super::to_wire_account;
 use super::ContainerMemory;
+use super::process::ProcessState;
 use crate::Account;
 use crate::usage::{AccountBalance, ProcessCredit};
 
@@ -36,6 +37,15 @@ impl ContainerMemory {
             used: used.bytes(),
             processes,
         }
+    }
+
+    /// The quotas of the accounts, for the answer to a hello.
+    pub(crate) fn wire_quotas(&self) -> Vec<Quota> {
+        let quota = |(index, account): (usize, &Account)| Quota {
+            account: to_wire_account(account),
+            bytes: self.credit.quota(index).bytes(),
+        };
+        self.accounts.iter().enumerate().map(quota).collect()
     }
 
     /// The balances of the accounts at this moment.

@@ -95,7 +95,11 @@ impl FakeNode {
     }
 
     fn generation(&self) -> u64 {
-        self.container.memory.processes[&self.process.pid].generation
+        self.container
+            .memory
+            .image_of(self.process.pid)
+            .unwrap()
+            .generation
     }
 
     fn hello(&mut self) {

@@ -2,7 +2,7 @@
 
 use bursar_host::clock::ClockReading;
 
-use crate::CgroupResolver;
+use crate::{CgroupResolver, ImageMemory};
 
 use bursar_crds::context_policy::ContextAction;
 use bursar_protocol::messages::Recovery;
@@ -254,7 +254,7 @@ fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
     assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment));
     hello(&mut container, 1, 9).unwrap();
     let before = Instant::now() - RECLAIM_WINDOW;
-    container.memory.claim.record_exit(before);
+    container.memory.claim_mut().record_exit(before);
     assert!(
         !container.is_reclaim_pending(1, 0, units(1 << 30), received, now().moment),
         "another process holds the bytes"
@@ -376,7 +376,7 @@ fn main_process_is_the_init_of_a_nested_pid_namespace() {
     }
     let main: Vec<_> = [1, 100, 101, 102, 103]
         .into_iter()
-        .filter(|pid| container.pid_namespace_init(*pid).is_some())
+        .filter(|pid| container.memory.pid_namespace_init(*pid).is_some())
         .collect();
     // The pids below are those of the tests' namespaces; process 1 is the machine's own init.
     assert_eq!(main, [1, 101]);

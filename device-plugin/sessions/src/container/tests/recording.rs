@@ -35,7 +35,7 @@ fn requests_share_a_write_when_writes_are_late() {
     );
     assert_eq!(std::fs::read(&path).unwrap(), before);
     assert_eq!(
-        container.memory.credit.granted(0),
+        container.memory.credit().granted(0),
         Units::ZERO,
         "the accounts are unchanged"
     );
@@ -49,8 +49,8 @@ fn requests_share_a_write_when_writes_are_late() {
     }
     let (after, _) = fixture.restart();
     assert_eq!(
-        after.memory.credit.granted(0),
-        container.memory.credit.granted(0)
+        after.memory.credit().granted(0),
+        container.memory.credit().granted(0)
     );
 }
 
@@ -125,7 +125,7 @@ fn exited_process_gets_no_account_when_its_request_is_late() {
     container.handle_exit(Process { pid: 1, start: 1 }, 1);
     container.flush_changes(Instant::now() + 3 * WRITE_BURST);
     assert!(answer.try_recv().is_err());
-    assert!(!container.memory.credit.grants().contains_key(&1));
+    assert!(!container.memory.credit().grants().contains_key(&1));
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn late_request_is_dropped_when_its_process_says_hello_again() {
     hello(&mut container, 0, 1).unwrap();
     container.flush_changes(Instant::now() + 3 * WRITE_BURST);
     assert!(answer.try_recv().is_err());
-    assert!(!container.memory.processes[&0].has_adopted_page);
+    assert!(!container.memory.has_adopted_page(0));
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn request_is_refused_when_the_checkpoint_is_not_written() {
         free: Units::ZERO,
     };
     assert_eq!(answer.try_recv(), Ok(refused));
-    assert_eq!(container.memory.credit.granted(0), Units::ZERO);
+    assert_eq!(container.memory.credit().granted(0), Units::ZERO);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn image_is_fenced_when_its_page_takes_no_grant() {
         used: 0,
     });
     assert!(!is_granted(&container.request(1, 0, units(MIB))));
-    assert_eq!(container.memory.credit.granted(0), Units::ZERO);
+    assert_eq!(container.memory.credit().granted(0), Units::ZERO);
     for image in [7, 7] {
         assert_eq!(
             container.request(1, 0, units(MIB)),

@@ -55,7 +55,7 @@ fn claim(quota: Bytes) -> Claim {
 fn can_have(container: &mut Container, pid: u32, bytes: u64) -> bool {
     let answer = container.request(pid, 0, units(bytes));
     if let Response::Granted { units, .. } = answer {
-        container.memory.credit.revoke(pid, 0, units);
+        container.memory.credit_mut().revoke(pid, 0, units);
         container.write_checkpoint();
     }
     is_granted(&answer)
@@ -173,7 +173,7 @@ proptest! {
                 },
                 Step::Settles(_) => settle_one(container, *pid, Bytes::ZERO),
             }
-            let had: u64 = both.iter().map(|(container, ..)| container.memory.credit.own_charged(0).bytes()).sum();
+            let had: u64 = both.iter().map(|(container, ..)| container.memory.credit().own_charged(0).bytes()).sum();
             prop_assert!(had <= 1 << 30, "{had}");
         }
     }
