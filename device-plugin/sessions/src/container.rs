@@ -16,54 +16,41 @@ pub(super) mod memory;
 mod pages;
 mod persistence;
 mod quotas;
-pub(super) mod recording;
+pub(super) mod recorder;
+mod recording;
 pub(super) mod siblings;
 mod usage;
 
 use std::sync::Arc;
 
 use bursar_protocol::messages::{self, RejectReason, Response};
-use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::accounts::AmountsByPid;
-use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
 use super::recovery::FaultLog;
 use super::{Account, ContainerResolver, MAX_PROCESSES, Process, SessionSpec};
-use denials::{Denials, LogLimiter, SharedLogLimiter};
+use denials::{Denials, LogLimiter};
 use faults::UnreportedFaults;
 use memory::ContainerMemory;
-use recording::PendingChanges;
+use recorder::Recorder;
 
 pub(super) use hello::Admission;
 
 pub(super) struct Container {
     spec: SessionSpec,
     memory: ContainerMemory,
-    checkpoint: SessionCheckpoint,
-    /// Whether the checkpoint is lost and the driver has not yet shown which processes have memory.
-    /// Until then the agent grants nothing.
-    is_checkpoint_lost: bool,
+    recorder: Recorder,
     /// The cgroup of the container that its live processes are in.
     cgroup: Option<String>,
     denials: Denials,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
-    /// Limits the log lines that concern all containers.
-    shared_log_limiter: SharedLogLimiter,
-    requests: u64,
     fault_log: FaultLog,
     /// The faults that the fault task has not taken yet.
     unreported_faults: UnreportedFaults,
     /// Whether a GPU of the container is being drained.
     is_drained: bool,
-    /// The changes that the checkpoint does not hold yet.
-    pending_changes: PendingChanges,
-    /// Wakes the task that releases the bytes of exited images.
-    change_notify: Arc<Notify>,
-    /// Wakes the tasks that prove orphaned exports free.
-    orphans_changed: watch::Sender<()>,
     /// `None` in tests without sockets.
     closer: Option<Arc<SocketCloser>>,
 }
@@ -115,6 +102,14 @@ impl Container {
     /// The accounts, and the processes that use them.
     pub(super) fn memory(&self) -> &ContainerMemory {
         &self.memory
+    }
+
+    pub(super) fn recorder(&self) -> &Recorder {
+        &self.recorder
+    }
+
+    pub(super) fn recorder_mut(&mut self) -> &mut Recorder {
+        &mut self.recorder
     }
 
     pub(super) fn memory_mut(&mut self) -> &mut ContainerMemory {

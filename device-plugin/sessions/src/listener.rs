@@ -156,14 +156,17 @@ async fn settle_exited(
     let (gpus, changed) = {
         let container = lock(&container);
         let gpus: Vec<_> = container.memory().gpus().cloned().collect();
-        (gpus, container.change_notify())
+        (gpus, container.recorder().change_notify())
     };
     loop {
         every.tick().await;
         let (query, is_recorded) = {
             let mut container = lock(&container);
             container.flush_changes(Instant::now());
-            (container.reclaim_query(), container.is_recorded())
+            (
+                container.reclaim_query(),
+                container.recorder().is_recorded(),
+            )
         };
         let Some(query) = query else {
             if is_recorded {

@@ -106,8 +106,10 @@ impl Sessions {
             .memory_mut()
             .pages_mut()
             .set_max_free(max_free_pages);
-        container.set_log_limiter(self.log_limiter.clone());
-        container.set_orphans_sender(self.shared.orphans_changed.clone());
+        let orphans_changed = self.shared.orphans_changed.clone();
+        container
+            .recorder_mut()
+            .connect(orphans_changed, self.log_limiter.clone());
         if let Some(siblings) = siblings {
             container.memory_mut().join_claim(siblings);
         }

@@ -20,6 +20,11 @@ impl CreditAccounts {
         total(&self.orphaned, account)
     }
 
+    /// Whether an exited process has left exports that other processes may hold.
+    pub(in super::super) fn has_orphaned(&self) -> bool {
+        !self.orphaned.is_empty()
+    }
+
     /// The units of exited processes that count against an account's quota.
     pub(crate) fn exited_against(&self, account: usize) -> Units {
         self.against(account, |account| self.exited(account))

@@ -6,7 +6,7 @@ use bursar_host::clock;
 use bursar_protocol::messages::{Message, Request, Response};
 use bursar_protocol::units::Units;
 
-use super::super::container::recording::ChangeNumber;
+use super::super::container::recorder::ChangeNumber;
 use super::super::rate_limit::{self, RateLimiter};
 use super::super::recovery::is_fault;
 use super::super::stream::PeerStream;

@@ -3,7 +3,7 @@
 use bursar_protocol::messages::Response;
 
 use super::Container;
-use super::recording::ChangeNumber;
+use super::recorder::ChangeNumber;
 
 impl Container {
     /// Handles a new context of a process: answers the current size, and writes it into the pages

@@ -57,7 +57,7 @@ impl Container {
         if self.is_fenced(pid) {
             return Err(RefusalReason::Fenced);
         }
-        if self.is_checkpoint_lost {
+        if self.recorder.is_lost() {
             return Err(RefusalReason::RecordLost);
         }
         let reserved = self.memory.reserve_credit(pid, index, need);

@@ -25,7 +25,7 @@ impl Container {
     /// The exited processes to look up in the driver; `None` where the agent need not sample.
     pub(in super::super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
         let [exited, _] = self.memory.credit().exited_and_orphaned();
-        (!exited.is_empty() || self.is_checkpoint_lost).then(|| exited.clone())
+        (!exited.is_empty() || self.recorder.is_lost()).then(|| exited.clone())
     }
 
     /// Applies a sample of each GPU. Bytes that the driver no longer charges to an exited process
@@ -38,7 +38,7 @@ impl Container {
         resolver: &dyn ContainerResolver,
         now: BootTime,
     ) {
-        let before = (self.memory.credit().clone(), self.is_checkpoint_lost);
+        let before = (self.memory.credit().clone(), self.recorder.is_lost());
         self.find_untracked(samples, resolver);
         for (pid, units) in query {
             if self.memory.credit().exited_and_orphaned()[0].get(pid) == Some(units)
@@ -49,7 +49,7 @@ impl Container {
         }
         self.close_released_faults();
         self.escalate_held_memory(samples, now);
-        if before != (self.memory.credit().clone(), self.is_checkpoint_lost) {
+        if before != (self.memory.credit().clone(), self.recorder.is_lost()) {
             self.memory.refresh_pages();
             self.note_change();
         }
@@ -61,12 +61,10 @@ impl Container {
         samples: &[ProcessMemory],
         resolver: &dyn ContainerResolver,
     ) {
-        if !self.is_checkpoint_lost {
-            return;
+        if self.recorder.end_loss() {
+            let pod = &self.spec.pod;
+            let is_member = |pid| resolver.container(pid, pod).is_some();
+            self.memory.charge_untracked(samples, is_member);
         }
-        self.is_checkpoint_lost = false;
-        let pod = &self.spec.pod;
-        let is_member = |pid| resolver.container(pid, pod).is_some();
-        self.memory.charge_untracked(samples, is_member);
     }
 }

@@ -17,7 +17,7 @@ use super::super::recovery::{
 };
 use super::super::{Account, Process};
 use super::Container;
-use super::recording::ChangeNumber;
+use super::recorder::ChangeNumber;
 
 /// The faults that wait for the fault task at most; the oldest of the container are dropped first.
 const MAX_UNREPORTED_FAULTS: usize = 64;

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::super::{ContainerResolver, Process};
 use super::Container;
 use super::memory::AdmittedProcess;
-use super::recording::ChangeNumber;
+use super::recorder::ChangeNumber;
 
 /// The answer to a hello, and what must happen before the agent sends it.
 pub(in super::super) struct Admission {
@@ -56,7 +56,7 @@ impl Container {
             RejectReason::Busy
         })?;
         self.cgroup = Some(cgroup);
-        self.drop_requests_of(pid);
+        self.recorder.drop_requests_of(pid);
         if let Some(replaced) = &replaced {
             self.record_exit(replaced);
         }

@@ -53,7 +53,7 @@ impl Container {
         lease: LeaseId,
         bytes: Bytes,
     ) -> Result<(), Bytes> {
-        let (Some(index), false) = (self.memory.account_index(gpu), self.is_checkpoint_lost) else {
+        let (Some(index), false) = (self.memory.account_index(gpu), self.recorder.is_lost()) else {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);

@@ -11,6 +11,7 @@ use bursar_protocol::credit_page::{CreditPage, PageError};
 use bursar_protocol::messages::HeldCredit;
 use bursar_protocol::units::Units;
 
+use super::super::checkpoint::SessionCheckpoint;
 use super::super::orphan_bound::OwnMemory;
 use super::credit::RECLAIM_WINDOW;
 use super::memory::UNCHARGED_MARGIN_WITH_CONTEXT;
@@ -972,7 +973,7 @@ fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
             "{content:?}"
         );
         assert!(is_granted(&again.request(2, 0, units(2 << 30))));
-        assert!(!fixture.start().is_checkpoint_lost);
+        assert!(!fixture.start().recorder.is_lost());
     }
 }
 

@@ -8,7 +8,6 @@ use bursar_protocol::units::Units;
 
 use super::super::closer::SocketCloser;
 use super::super::usage::ContainerUsage;
-use super::denials::SharedLogLimiter;
 use super::{Account, Container};
 
 impl Container {
@@ -23,7 +22,7 @@ impl Container {
             generation: self.memory.generation(),
             exited_pids: self.memory.credit().exited_pids(),
             had_managed: self.memory.had_managed(),
-            requests: self.requests,
+            requests: self.recorder.request_count(),
             denied: self.denials.by_function(),
             last_denied: self.denials.last().cloned(),
             driver_refusals: self.denials.by_driver(),
@@ -38,11 +37,6 @@ impl Container {
     /// Sets the closer of the container's sockets.
     pub(in super::super) fn set_closer(&mut self, closer: Arc<SocketCloser>) {
         self.closer = Some(closer);
-    }
-
-    /// Sets the limiter of log lines that concern all containers.
-    pub(in super::super) fn set_log_limiter(&mut self, limiter: SharedLogLimiter) {
-        self.shared_log_limiter = limiter;
     }
 
     /// Replaces what the driver takes of an account beyond what processes are charged.

@@ -2,7 +2,7 @@
 
 use bursar_host::clock::ClockReading;
 
-use super::super::recording::{MAX_WRITE_DELAY, WRITE_BURST};
+use super::super::recorder::{MAX_WRITE_DELAY, WRITE_BURST};
 use super::*;
 
 /// A container of many processes whose next write the rate limit delays.
@@ -12,8 +12,8 @@ fn start_with_delayed_writes(fixture: &Fixture, processes: u32) -> Container {
         hello(&mut container, pid, 1).unwrap();
     }
     container
-        .pending_changes
-        .rate_limiter
+        .recorder
+        .rate_limiter_mut()
         .charge(2 * WRITE_BURST, Instant::now());
     container
 }
@@ -26,7 +26,7 @@ fn requests_share_a_write_when_writes_are_late() {
     let before = std::fs::read(&path).unwrap();
     let request = |pid| container.request_credit(pid, 0, Units(1));
     let mut answers: Vec<_> = (0..50).map(request).collect();
-    let last = container.pending_changes.last;
+    let last = container.recorder.last();
     assert!(container.poll_recorded(last, Instant::now()).is_some());
     assert!(
         answers
@@ -61,7 +61,7 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
     let start = Instant::now();
     let (mut now, mut writes) = (start, 0);
     while now < start + Duration::from_secs(100) {
-        let last = container.pending_changes.last;
+        let last = container.recorder.last();
         let change = container.note_change();
         assert!(change > last);
         if let Some(wait) = container.poll_recorded(change, now) {
@@ -71,8 +71,8 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
         writes += 1;
         // A write that costs more than any real one.
         container
-            .pending_changes
-            .rate_limiter
+            .recorder
+            .rate_limiter_mut()
             .charge(MAX_WRITE_DELAY, now);
     }
     assert!((1_000..=2_000).contains(&writes), "{writes} in 100 s");
@@ -82,7 +82,7 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
 fn write_is_delayed_little_however_many_came_before() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    let limiter = &mut container.pending_changes.rate_limiter;
+    let limiter = container.recorder.rate_limiter_mut();
     limiter.charge_at_most(2 * WRITE_BURST, MAX_WRITE_DELAY, Instant::now());
     for _ in 0..100 {
         container.write_checkpoint();
