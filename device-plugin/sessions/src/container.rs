@@ -5,11 +5,9 @@
 mod contexts;
 mod credit;
 pub(super) mod denials;
-pub(super) mod drain;
 mod exits;
 mod exports;
-mod faults;
-mod fences;
+pub(super) mod faults;
 mod hello;
 pub(super) mod leases;
 pub(super) mod memory;
@@ -23,15 +21,15 @@ mod usage;
 
 use std::sync::Arc;
 
+use bursar_ledger::units::PodUid;
 use bursar_protocol::messages::{self, RejectReason, Response};
 use tokio_util::sync::CancellationToken;
 
 use super::accounts::AmountsByPid;
 use super::closer::SocketCloser;
-use super::recovery::FaultLog;
 use super::{Account, ContainerResolver, MAX_PROCESSES, Process, SessionSpec};
 use denials::{Denials, LogLimiter};
-use faults::UnreportedFaults;
+use faults::Faults;
 use memory::ContainerMemory;
 use recorder::Recorder;
 
@@ -46,11 +44,7 @@ pub(super) struct Container {
     denials: Denials,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
-    fault_log: FaultLog,
-    /// The faults that the fault task has not taken yet.
-    unreported_faults: UnreportedFaults,
-    /// Whether a GPU of the container is being drained.
-    is_drained: bool,
+    faults: Faults,
     /// `None` in tests without sockets.
     closer: Option<Arc<SocketCloser>>,
 }
@@ -83,6 +77,10 @@ impl Container {
             Some(known) if others && *known != cgroup => Err(RejectReason::Identity),
             _ => Ok(cgroup),
         }
+    }
+
+    pub(super) fn pod(&self) -> &PodUid {
+        &self.spec.pod
     }
 
     /// Answers a query of a process for the container's usage of an account.

@@ -79,20 +79,20 @@ impl Sessions {
     ) -> Vec<(AllocationId, Fault)> {
         self.collect_from_containers(|container| {
             container.tick_faults(unreachable_for, now);
-            container.take_unreported_faults()
+            container.faults_mut().take_unreported()
         })
     }
 
     /// The open faults of all containers.
     pub fn open_faults(&self) -> Vec<(AllocationId, Fault)> {
-        self.collect_from_containers(|container| container.open_faults().to_vec())
+        self.collect_from_containers(|container| container.faults().log().faults().to_vec())
     }
 
     /// The processes that the agent has to kill for faults.
     pub fn processes_to_kill(&self, now: BootTime) -> BTreeSet<CondemnedProcess> {
         let poisoned = self.collect_from_containers(|container| {
             let pod = container.pod().clone();
-            let targets = container.kill_targets(now).into_iter();
+            let targets = container.faults().log().kill_targets(now);
             targets.map(|target| (target, pod.clone())).collect()
         });
         // Reading `/proc` takes time, so the agent does it without the locks.

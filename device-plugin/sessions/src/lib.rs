@@ -55,7 +55,7 @@ use crate::lease_handle::{LeaseHandle, LiveLeases};
 use connection_limit::ConnectionLimit;
 use container::Container;
 use container::denials::SharedLogLimiter;
-use container::drain::GpuHolder;
+use container::faults::GpuHolder;
 use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
 use fault_notifier::FaultNotifier;

@@ -128,7 +128,7 @@ impl Connection {
             let mut container = lock(&self.container);
             let (answer, change) =
                 container.handle_poisoned(pid, account, code, can_reexec, root, now);
-            (answer, change, container.has_unreported_faults())
+            (answer, change, container.faults().has_unreported())
         });
         if has_news {
             self.fault_notifier.notify();

@@ -32,7 +32,8 @@ impl Container {
             .free(index)
             .saturating_add(self.memory.idle_credit_for(pid, index));
         let of_ending: Units = self
-            .fault_log
+            .faults
+            .log()
             .ending_pids(now)
             .map(|ending| self.memory.credit().granted_against(ending, index))
             .sum();

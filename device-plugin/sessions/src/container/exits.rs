@@ -3,7 +3,7 @@
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;
 
-use super::super::{ContainerResolver, Process, ProcessImage};
+use super::super::{ContainerResolver, Process};
 use super::{Container, ReclaimQuery};
 
 impl Container {
@@ -14,12 +14,6 @@ impl Container {
             self.memory.refresh_pages();
             self.note_change();
         }
-    }
-
-    /// Records the exit of an image, which is charged as exited by now.
-    pub(super) fn record_exit(&mut self, ended: &ProcessImage) {
-        self.fault_log.record_exit(ended.process, ended.generation);
-        self.close_released_faults();
     }
 
     /// The exited processes to look up in the driver; `None` where the agent need not sample.

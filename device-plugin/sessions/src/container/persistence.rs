@@ -5,7 +5,7 @@ use bursar_ledger::BootTime;
 use super::super::checkpoint::SessionCheckpoint;
 use super::super::{ContainerResolver, SessionSpec};
 use super::denials::{Denials, LogLimiter};
-use super::faults::UnreportedFaults;
+use super::faults::Faults;
 use super::memory::ContainerMemory;
 use super::recorder::Recorder;
 use super::{Container, RestoredProcess};
@@ -30,12 +30,9 @@ impl Container {
             // each microsecond. The wall clock may have been set back.
             content.generation = now.0.saturating_mul(1_000);
         }
-        let mut fault_log = std::mem::take(&mut content.fault_log);
+        let fault_log = std::mem::take(&mut content.fault_log);
         let mut memory = ContainerMemory::new(&spec);
         let (restored, exited) = memory.restore(content, resolver);
-        for image in &exited {
-            fault_log.record_exit(image.process, image.generation);
-        }
         let mut container = Container {
             spec,
             memory,
@@ -43,9 +40,7 @@ impl Container {
             cgroup: None,
             denials: Denials::default(),
             log_limiter: LogLimiter::default(),
-            fault_log,
-            unreported_faults: UnreportedFaults::default(),
-            is_drained: false,
+            faults: Faults::restore(fault_log, &exited),
             closer: None,
         };
         container.close_released_faults();

@@ -127,7 +127,7 @@ impl Container {
         self.recorder.write(allocation, has_orphans, |is_lost| {
             self.memory.publish_to_siblings();
             self.memory
-                .checkpoint_content(is_lost, self.fault_log.clone())
+                .checkpoint_content(is_lost, self.faults.log().clone())
         })
     }
 }

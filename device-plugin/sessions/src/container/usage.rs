@@ -27,10 +27,10 @@ impl Container {
             last_denied: self.denials.last().cloned(),
             driver_refusals: self.denials.by_driver(),
             unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
-            poisoned_images: self.fault_log.poisoned,
-            ordered_restarts: self.fault_log.restarted,
-            restarts_in_place: self.fault_log.restarted_in_place,
-            last_fault: self.fault_log.last_fault().cloned(),
+            poisoned_images: self.faults.log().poisoned,
+            ordered_restarts: self.faults.log().restarted,
+            restarts_in_place: self.faults.log().restarted_in_place,
+            last_fault: self.faults.log().last_fault().cloned(),
         }
     }
 

@@ -27,6 +27,10 @@ fn set_in_place_policy(container: &mut Container) {
     container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 100, 600, 0));
 }
 
+fn kill_targets(container: &Container, now: BootTime) -> Vec<KillTarget> {
+    container.faults.log().kill_targets(now).collect()
+}
+
 /// The container's GPU.
 pub(super) fn own_gpu() -> [GpuUuid; 1] {
     ["GPU-aaaa".parse().unwrap()]
@@ -128,7 +132,7 @@ fn no_restart_is_ordered_when_the_checkpoint_fails() {
         ..now()
     };
     container.tick_faults(Duration::ZERO, late);
-    assert_eq!(container.kill_targets(late.moment), []);
+    assert_eq!(kill_targets(&container, late.moment), []);
     std::fs::rename(&away, fixture.folder.path()).unwrap();
     assert_eq!(report(&mut container, 1, 700), REEXEC);
     // The next agent counts the restart.
@@ -136,7 +140,7 @@ fn no_restart_is_ordered_when_the_checkpoint_fails() {
     hello(&mut again, 1, 8).unwrap();
     assert_eq!(report(&mut again, 1, 700), END);
     assert_eq!(
-        again.open_faults()[0].decision(),
+        again.faults.log().faults()[0].decision(),
         Some(RecoveryAction::RestartContainer { over_limit: true })
     );
 }
@@ -194,7 +198,7 @@ fn poisoned_image_is_fenced_and_its_siblings_are_not() {
     assert_eq!(again.request(1, 0, units(1)), fenced);
     hello(&mut again, 1, 9).unwrap();
     assert!(is_granted(&again.request(1, 0, units(1))));
-    assert!(again.open_faults().is_empty());
+    assert!(again.faults.log().faults().is_empty());
 }
 
 #[test]
@@ -270,7 +274,7 @@ fn error_is_no_fault_when_it_is_not_sticky() {
     for code in [0, 1, 2, 4, 201, 500, 600, 801] {
         assert_eq!(report(&mut container, 1, code), CONTINUE, "{code}");
     }
-    assert!(container.open_faults().is_empty());
+    assert!(container.faults.log().faults().is_empty());
     assert!(is_granted(&container.request(1, 0, units(1))));
     assert_eq!(report(&mut container, 1, 999), REEXEC, "it was probed");
 }
@@ -282,12 +286,12 @@ fn xid_of_another_process_is_ignored() {
     hello(&mut container, 1, 7).unwrap();
     let on = own_gpu();
     assert!(!xid(&mut container, 2, &on));
-    assert!(container.open_faults().is_empty());
+    assert!(container.faults.log().faults().is_empty());
     assert!(xid(&mut container, 1, &on));
-    assert_eq!(container.take_unreported_faults().len(), 1);
+    assert_eq!(container.faults.take_unreported().len(), 1);
     assert!(xid(&mut container, 1, &on));
     assert!(
-        container.take_unreported_faults().is_empty(),
+        container.faults.take_unreported().is_empty(),
         "it is the same fault"
     );
 }
@@ -311,7 +315,7 @@ fn xid_of_an_image_is_ignored_by_its_successor() {
     let before = container.find_xid_target(1, &own_gpu(), BootTime(u64::MAX));
     hello(&mut container, 1, 8).unwrap();
     container.record_xid(&before.unwrap(), 31, now());
-    assert!(container.open_faults().is_empty());
+    assert!(container.faults.log().faults().is_empty());
 }
 
 #[test]
@@ -335,7 +339,7 @@ fn xid_names_the_gpu_of_a_container_with_several() {
     for (pid, gpu) in [(1, &second), (2, &first)] {
         hello(&mut container, pid, 7).unwrap();
         assert!(xid(&mut container, pid, &[foreign.clone(), gpu.clone()]));
-        assert_eq!(&container.take_unreported_faults()[0].gpu, gpu);
+        assert_eq!(&container.faults.take_unreported()[0].gpu, gpu);
     }
     hello(&mut container, 3, 7).unwrap();
     assert!(!xid(&mut container, 3, &[foreign]), "it has no such GPU");
@@ -350,19 +354,22 @@ fn faults_and_restart_counts_outlive_the_agent() {
     hello(&mut container, 1, 7).unwrap();
     assert_eq!(report(&mut container, 1, 700), REEXEC);
     let mut again = fixture.start();
-    assert_eq!(again.open_faults(), container.open_faults());
+    assert_eq!(again.faults.log().faults(), container.faults.log().faults());
     hello(&mut again, 1, 8).unwrap();
     assert_eq!(report(&mut again, 1, 700), END, "one is the maximum");
     let process = Process { pid: 1, start: 1 };
     let target = KillTarget::RootOf(process);
-    assert_eq!(again.kill_targets(now().moment), [target]);
+    assert_eq!(kill_targets(&again, now().moment), [target]);
     // The process exits while no agent runs, and its over-limit fault stays open.
     let path = fixture.folder.path().join("record.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"pid\":1,", "\"pid\":666,")).unwrap();
     let after = fixture.start();
     assert_eq!(
-        (after.open_faults().len(), after.kill_targets(now().moment)),
+        (
+            after.faults.log().faults().len(),
+            kill_targets(&after, now().moment)
+        ),
         (1, Vec::new())
     );
 }
@@ -412,7 +419,7 @@ fn newest_faults_are_kept_when_too_many_are_unreported() {
         hello_generation(&mut container, 1, image, VERSION);
         report(&mut container, 1, 700);
     }
-    let news = container.take_unreported_faults();
+    let news = container.faults.take_unreported();
     let last = news.last().map(|fault| fault.image.generation);
     assert!(news.len() < 100 && last == Some(100), "{news:?}");
 }
@@ -427,7 +434,7 @@ fn fault_is_logged_once_a_minute_when_images_fail_in_a_loop() {
     }
     let later = Instant::now() + Duration::from_secs(60);
     assert_eq!(container.log_limiter.due("poisoned", later), Some(2));
-    assert_eq!(container.take_unreported_faults().len(), 3);
+    assert_eq!(container.faults.take_unreported().len(), 3);
 }
 
 #[test]
@@ -440,7 +447,7 @@ fn container_is_restarted_when_a_child_holds_ended_memory() {
     let (process, root) = (Process { pid: 2, start: 1 }, Process { pid: 1, start: 1 });
     container.handle_poisoned(2, 0, 700, false, Some(root), now());
     let alone = KillTarget::Process(process);
-    assert_eq!(container.kill_targets(now().moment), [alone]);
+    assert_eq!(kill_targets(&container, now().moment), [alone]);
     container.handle_exit(process, 7);
     // The driver lists the process while a forked child shares its files.
     let listed: ProcessMemory = [(2, Some(Bytes::mib(512)))].into_iter().collect();
@@ -449,23 +456,23 @@ fn container_is_restarted_when_a_child_holds_ended_memory() {
         let at = now().moment + Duration::from_millis(after);
         container.apply_samples(&query, std::slice::from_ref(listed), &FakeHost, at);
     };
-    container.take_unreported_faults();
+    container.faults.take_unreported();
     sample(&mut container, &listed, 0);
     sample(&mut container, &listed, 1_999);
-    assert_eq!(container.kill_targets(now().moment), []);
-    assert!(container.take_unreported_faults().is_empty());
+    assert_eq!(kill_targets(&container, now().moment), []);
+    assert!(container.faults.take_unreported().is_empty());
     sample(&mut container, &listed, 2_000);
     assert_eq!(
-        container.kill_targets(now().moment),
+        kill_targets(&container, now().moment),
         [KillTarget::Root(root)]
     );
-    let [held] = &container.take_unreported_faults()[..] else {
+    let [held] = &container.faults.take_unreported()[..] else {
         panic!()
     };
     assert!(held.is_memory_held());
     assert!(container.container_usage().accounts[0].exited >= Bytes::mib(512));
     sample(&mut container, &ProcessMemory::default(), 2_100);
-    assert!(container.open_faults().is_empty());
+    assert!(container.faults.log().faults().is_empty());
     assert_eq!(container.container_usage().accounts[0].exited, Bytes::ZERO);
 }
 
@@ -488,7 +495,10 @@ fn replacement_of_an_ended_process_gets_its_memory() {
     container.handle_exit(Process { pid: 2, start: 1 }, 7);
     assert!(container.is_reclaim_pending(3, 0, units(1 << 30), Instant::now(), now().moment));
     settle_one(&mut container, 2, Bytes::ZERO);
-    assert!(container.open_faults().is_empty(), "its memory is free");
+    assert!(
+        container.faults.log().faults().is_empty(),
+        "its memory is free"
+    );
     assert!(is_granted(&container.request(3, 0, units(512 * MIB))));
     assert!(
         is_granted(&container.request(4, 0, units(512 * MIB))),
