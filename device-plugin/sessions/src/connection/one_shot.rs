@@ -5,7 +5,7 @@ use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, Reta
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 
-use super::super::container::leases::NotAuthorized;
+use super::super::container::NotAuthorized;
 use super::super::stream::PeerStream;
 use super::super::{Process, lock};
 use super::{

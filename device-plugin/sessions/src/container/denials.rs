@@ -1,18 +1,16 @@
-//! Answers requests that the agent refuses, and logs the reason with the figures.
+//! Counts the allocations that processes were denied, and limits log lines about them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::POISON_SINCE;
-use bursar_protocol::messages::{REFUSED_BY_DRIVER, Response};
-use bursar_protocol::units::Units;
+use bursar_protocol::messages::REFUSED_BY_DRIVER;
 
 use bursar_ledger::units::Bytes;
 
 use super::super::lock;
 use super::super::usage::DeniedAllocation;
-use super::Container;
+use super::memory::ContainerMemory;
 
 /// The most function names that the agent counts for one container, since its processes choose the
 /// names.
@@ -40,7 +38,7 @@ pub(super) enum RefusalReason {
 }
 
 impl RefusalReason {
-    fn as_str(self) -> &'static str {
+    pub(super) fn as_str(self) -> &'static str {
         match self {
             RefusalReason::Fenced => "fenced",
             RefusalReason::RecordLost => "record-lost",
@@ -75,11 +73,11 @@ impl LogLimiter {
 /// Limits log lines for all containers together: a full `/run` or a lack of descriptors affects all
 /// of them at the same time.
 #[derive(Clone, Debug, Default)]
-pub(in super::super) struct SharedLogLimiter(Arc<Mutex<LogLimiter>>);
+pub(crate) struct SharedLogLimiter(Arc<Mutex<LogLimiter>>);
 
 impl SharedLogLimiter {
     /// Returns the number of lines left out for the same reason if a line is due now.
-    pub(in super::super) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
+    pub(crate) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
         lock(&self.0).due(reason, now)
     }
 }
@@ -128,93 +126,52 @@ impl Denials {
     pub(super) fn by_driver(&self) -> u64 {
         self.by_driver
     }
-}
-
-impl Container {
-    /// Logs a refusal, and returns the answer to the request.
-    pub(super) fn refuse_credit(
-        &mut self,
-        pid: u32,
-        account: u8,
-        need: Units,
-        reason: RefusalReason,
-    ) -> Response {
-        let index = usize::from(account);
-        if let Some(suppressed) = self.log_limiter.due(reason.as_str(), Instant::now()) {
-            let credit = self.memory.credit();
-            tracing::info!(
-                allocation = %self.spec.allocation,
-                pod = %self.spec.pod,
-                pid,
-                account,
-                reason = reason.as_str(),
-                asked = need.bytes(),
-                free = credit.free(index).bytes(),
-                idle = self.memory.idle_credit_for(pid, index).bytes(),
-                quota = credit.quota(index).bytes(),
-                granted = credit.granted(index).bytes(),
-                own = credit.granted_to(pid, index).bytes(),
-                exited = credit.exited(index).bytes(),
-                leased = credit.leased(index).bytes(),
-                untracked = credit.untracked(index).bytes(),
-                suppressed,
-                "memory refused"
-            );
-        }
-        let version = self.memory.protocol_version(pid);
-        match reason {
-            RefusalReason::Fenced if version >= Some(POISON_SINCE) => Response::Fenced { account },
-            RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
-                Response::Refused {
-                    account,
-                    free: Units::ZERO,
-                }
-            }
-            RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
-                account,
-                free: self.memory.credit().free(index),
-            },
-        }
-    }
 
     /// Records that a process was denied memory. Without a refusal at the same time the shim did
     /// not ask the agent, or got no answer.
-    pub(in super::super) fn record_denial(
+    pub(super) fn record(
         &mut self,
+        memory: &ContainerMemory,
+        log_limiter: &mut LogLimiter,
         pid: u32,
         account: u8,
         bytes: u64,
         function: &str,
     ) {
         if let Some(function) = function.strip_prefix(REFUSED_BY_DRIVER) {
-            return self.record_driver_refusal(pid, account, bytes, function);
+            return self.record_driver_refusal(memory, log_limiter, pid, account, bytes, function);
         }
         let index = usize::from(account);
-        let function = self.denials.count(function);
-        let denied_account = self.memory.account(index).cloned();
-        self.denials.last = denied_account.map(|account| DeniedAllocation {
+        let function = self.count(function);
+        let denied_account = memory.account(index).cloned();
+        self.last = denied_account.map(|account| DeniedAllocation {
             function: function.clone(),
             account,
             bytes: Bytes(bytes),
-            quota: Bytes(self.memory.credit().quota(index).bytes()),
-            free: Bytes(self.memory.credit().free(index).bytes()),
+            quota: Bytes(memory.credit().quota(index).bytes()),
+            free: Bytes(memory.credit().free(index).bytes()),
         });
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let key = format!("denied {function}");
-        if let Some(suppressed) = self.log_limiter.due(&key, Instant::now()) {
-            let allocation = self.spec.allocation;
+        if let Some(suppressed) = log_limiter.due(&key, Instant::now()) {
+            let allocation = memory.allocation();
             tracing::info!(%allocation, pid, account, bytes, function, suppressed, "allocation denied");
         }
     }
 
     /// Records that the driver refused an allocation of a process within its quota.
-    fn record_driver_refusal(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
-        self.denials.by_driver = self.denials.by_driver.saturating_add(1);
-        if let Some(suppressed) = self
-            .log_limiter
-            .due("refused by the driver", Instant::now())
-        {
-            let allocation = self.spec.allocation;
+    fn record_driver_refusal(
+        &mut self,
+        memory: &ContainerMemory,
+        log_limiter: &mut LogLimiter,
+        pid: u32,
+        account: u8,
+        bytes: u64,
+        function: &str,
+    ) {
+        self.by_driver = self.by_driver.saturating_add(1);
+        if let Some(suppressed) = log_limiter.due("refused by the driver", Instant::now()) {
+            let allocation = memory.allocation();
             tracing::warn!(
                 %allocation, pid, account, bytes, function, suppressed,
                 "allocation refused by the driver within the quota"

@@ -23,10 +23,10 @@ use super::recorder::ChangeNumber;
 const MAX_UNREPORTED_FAULTS: usize = 64;
 
 /// A process that holds memory of GPUs.
-pub(in super::super) struct GpuHolder {
-    pub(in super::super) pid: u32,
-    pub(in super::super) pod: PodUid,
-    pub(in super::super) gpus: Vec<GpuUuid>,
+pub(crate) struct GpuHolder {
+    pub(crate) pid: u32,
+    pub(crate) pod: PodUid,
+    pub(crate) gpus: Vec<GpuUuid>,
 }
 
 /// The faults of a container's images, and what else fences its images.
@@ -87,23 +87,23 @@ impl Faults {
 }
 
 impl Container {
-    pub(in super::super) fn faults(&self) -> &Faults {
+    pub(crate) fn faults(&self) -> &Faults {
         &self.faults
     }
 
-    pub(in super::super) fn faults_mut(&mut self) -> &mut Faults {
+    pub(crate) fn faults_mut(&mut self) -> &mut Faults {
         &mut self.faults
     }
 
     /// Sets the policy for later faults, which outlives the agent.
-    pub(in super::super) fn set_policy(&mut self, policy: RecoveryPolicy) {
+    pub(crate) fn set_policy(&mut self, policy: RecoveryPolicy) {
         let before = self.faults.log.clone();
         self.faults.log.set_policy(policy);
         self.commit_faults(&before);
     }
 
     /// Handles the close of a process's socket after the agent's last answer.
-    pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
+    pub(crate) fn handle_disconnect(&mut self, process: Process, image: u64) {
         if let Some(image) = self.memory.find_image(process, image) {
             let before = self.faults.log.clone();
             self.faults.log.record_disconnect(process, image.generation);
@@ -134,7 +134,7 @@ impl Container {
     /// Handles a process's report of a sticky error, and answers how to recover. A code that is not
     /// sticky is no fault. `root` is the root process of the container from which `pid` descends.
     /// Also returns the change that the checkpoint must hold before the answer, besides the fault.
-    pub(in super::super) fn handle_poisoned(
+    pub(crate) fn handle_poisoned(
         &mut self,
         pid: u32,
         account: u8,
@@ -164,7 +164,7 @@ impl Container {
 
     /// Finds the image of a process, if this container uses one of the GPUs `on` and the process
     /// had started `by` then.
-    pub(in super::super) fn find_xid_target(
+    pub(crate) fn find_xid_target(
         &self,
         pid: u32,
         on: &[GpuUuid],
@@ -181,12 +181,7 @@ impl Container {
     }
 
     /// Records that an image lost its context by this XID.
-    pub(in super::super) fn record_xid(
-        &mut self,
-        target: &XidTarget,
-        code: u32,
-        now: ClockReading,
-    ) {
+    pub(crate) fn record_xid(&mut self, target: &XidTarget, code: u32, now: ClockReading) {
         let pid = target.image.process.pid;
         if self.memory.image_of(pid).as_ref() == Some(&target.image) {
             self.record_fault(
@@ -201,7 +196,7 @@ impl Container {
 
     /// Makes the decisions whose deadline has passed. The API server has been unreachable for
     /// `unreachable_for`.
-    pub(in super::super) fn tick_faults(&mut self, unreachable_for: Duration, now: ClockReading) {
+    pub(crate) fn tick_faults(&mut self, unreachable_for: Duration, now: ClockReading) {
         let before = self.faults.log.clone();
         if self.faults.log.tick(unreachable_for, now) {
             self.commit_faults(&before);
@@ -209,7 +204,7 @@ impl Container {
     }
 
     /// Restarts the poisoned images below this process generation, as the operator ordered.
-    pub(in super::super) fn require_generation(&mut self, generation: u64, now: ClockReading) {
+    pub(crate) fn require_generation(&mut self, generation: u64, now: ClockReading) {
         let before = self.faults.log.clone();
         if self.faults.log.require_generation(generation, now) && self.commit_faults(&before) {
             tracing::info!(allocation = %self.spec.allocation, generation, "restart ordered");
@@ -243,7 +238,7 @@ impl Container {
     }
 
     /// The live images that are not fenced.
-    pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
+    pub(crate) fn process_images(&self) -> Vec<ProcessImage> {
         let images = self.memory.images();
         images
             .filter(|image| self.faults.fence_of(image).is_none())
@@ -283,7 +278,7 @@ impl Container {
     /// Drains these GPUs: fences the container if it uses any, and returns the processes that hold
     /// memory, with a session or untracked. The checkpoint does not hold this state, since the
     /// drain task repeats the call.
-    pub(in super::super) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
+    pub(crate) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
         let own = self.memory.gpus();
         let drained: Vec<_> = own.filter(|gpu| gpus.contains(gpu)).cloned().collect();
         if self.faults.set_drained(!drained.is_empty()) {

@@ -72,6 +72,10 @@ impl ContainerMemory {
         }
     }
 
+    pub(crate) fn allocation(&self) -> AllocationId {
+        self.allocation
+    }
+
     pub(crate) fn credit(&self) -> &CreditAccounts {
         &self.credit
     }

@@ -1,4 +1,4 @@
-//! Writes changes to the checkpoint, and answers requests for credit after the write.
+//! Charges a container, and records the charges before a process or the caller learns of them.
 //!
 //! ```text
 //!   change, request --> at once, while the rate limit allows --> one write --> answers
@@ -7,17 +7,26 @@
 
 use std::time::{Duration, Instant};
 
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
+use bursar_protocol::POISON_SINCE;
 use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 use tokio::sync::oneshot;
 
+use super::super::Account;
+use super::super::accounts::{AmountsByPid, NO_PID};
 use super::Container;
 use super::denials::RefusalReason;
 use super::recorder::{ChangeNumber, CreditRequest};
 
+/// How long a request waits for the driver to free the memory of an exited image. The driver takes
+/// 112 ms for 100 GiB (F8 in docs/internals/facts.md).
+pub(super) const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
+
 impl Container {
     /// Requests credit for a process. The answer comes after the checkpoint holds the grant.
-    pub(in super::super) fn request_credit(
+    pub(crate) fn request_credit(
         &mut self,
         pid: u32,
         account: u8,
@@ -35,7 +44,7 @@ impl Container {
 
     /// Handles a query for the use of other processes. Returns the change that the checkpoint must
     /// hold before the answer.
-    pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
+    pub(crate) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
         let has_changed = self.memory.update_exports(pid);
         self.memory.refresh_pages();
         has_changed.then(|| self.note_change())
@@ -57,11 +66,7 @@ impl Container {
 
     /// Writes all changes if the rate limit allows, and otherwise returns the time to wait before
     /// the next try.
-    pub(in super::super) fn poll_recorded(
-        &mut self,
-        change: ChangeNumber,
-        now: Instant,
-    ) -> Option<Duration> {
+    pub(crate) fn poll_recorded(&mut self, change: ChangeNumber, now: Instant) -> Option<Duration> {
         let wait = self.recorder.wait_time(change, now)?;
         if wait.is_zero() {
             self.write_changes();
@@ -71,13 +76,13 @@ impl Container {
     }
 
     /// Ends all writes, since the allocation has ended, and leaves the claim.
-    pub(in super::super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.memory.claim_mut().leave();
         self.recorder.close();
     }
 
     /// Writes all changes if the rate limit allows.
-    pub(in super::super) fn flush_changes(&mut self, now: Instant) {
+    pub(crate) fn flush_changes(&mut self, now: Instant) {
         self.poll_recorded(self.recorder.last(), now);
     }
 
@@ -129,5 +134,268 @@ impl Container {
             self.memory
                 .checkpoint_content(is_lost, self.faults.log().clone())
         })
+    }
+
+    /// Whether a request would be refused only for bytes of an image that exited a moment ago, or
+    /// whose kill is due. The driver is about to free them. A re-executed program requests its
+    /// whole quota at once. A request that the agent received before the window waits no more.
+    pub(crate) fn is_reclaim_pending(
+        &self,
+        pid: u32,
+        account: u8,
+        need: Units,
+        received_at: Instant,
+        now: BootTime,
+    ) -> bool {
+        let index = usize::from(account);
+        let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
+        let free = self
+            .memory
+            .credit()
+            .free(index)
+            .saturating_add(self.memory.idle_credit_for(pid, index));
+        let of_ending: Units = self
+            .faults
+            .log()
+            .ending_pids(now)
+            .map(|ending| self.memory.credit().granted_against(ending, index))
+            .sum();
+        let with_ended = free
+            .saturating_add(of_ending)
+            .saturating_add(self.memory.credit().exited_against(index))
+            .saturating_add(self.memory.credit().sibling_charges(index));
+        let has_ended = self.memory.last_exit_in_claim().is_some_and(recently);
+        recently(received_at)
+            && (has_ended || of_ending > Units::ZERO)
+            && !self.is_fenced(pid)
+            && (free.saturating_add(Units(1))..=with_ended).contains(&need)
+    }
+
+    /// Reserves credit for a process in the accounts.
+    pub(super) fn reserve_credit(
+        &mut self,
+        pid: u32,
+        index: usize,
+        need: Units,
+    ) -> Result<Units, RefusalReason> {
+        if self.is_fenced(pid) {
+            return Err(RefusalReason::Fenced);
+        }
+        if self.recorder.is_lost() {
+            return Err(RefusalReason::RecordLost);
+        }
+        let reserved = self.memory.reserve_credit(pid, index, need);
+        reserved.map_err(|_| RefusalReason::Quota)
+    }
+
+    /// Logs a refusal, and returns the answer to the request.
+    pub(super) fn refuse_credit(
+        &mut self,
+        pid: u32,
+        account: u8,
+        need: Units,
+        reason: RefusalReason,
+    ) -> Response {
+        let index = usize::from(account);
+        if let Some(suppressed) = self.log_limiter.due(reason.as_str(), Instant::now()) {
+            let credit = self.memory.credit();
+            tracing::info!(
+                allocation = %self.spec.allocation,
+                pod = %self.spec.pod,
+                pid,
+                account,
+                reason = reason.as_str(),
+                asked = need.bytes(),
+                free = credit.free(index).bytes(),
+                idle = self.memory.idle_credit_for(pid, index).bytes(),
+                quota = credit.quota(index).bytes(),
+                granted = credit.granted(index).bytes(),
+                own = credit.granted_to(pid, index).bytes(),
+                exited = credit.exited(index).bytes(),
+                leased = credit.leased(index).bytes(),
+                untracked = credit.untracked(index).bytes(),
+                suppressed,
+                "memory refused"
+            );
+        }
+        let version = self.memory.protocol_version(pid);
+        match reason {
+            RefusalReason::Fenced if version >= Some(POISON_SINCE) => Response::Fenced { account },
+            RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
+                Response::Refused {
+                    account,
+                    free: Units::ZERO,
+                }
+            }
+            RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
+                account,
+                free: self.memory.credit().free(index),
+            },
+        }
+    }
+
+    /// Charges a lease: first free bytes, then idle credit of processes. The checkpoint holds the
+    /// charge when this returns.
+    ///
+    /// # Errors
+    /// The bytes that the quota has left.
+    pub(crate) fn charge_lease(
+        &mut self,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> Result<(), Bytes> {
+        let (Some(index), false) = (self.memory.account_index(gpu), self.recorder.is_lost()) else {
+            return Err(Bytes::ZERO);
+        };
+        let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
+        self.memory.update_from_siblings();
+        let idle = self.memory.idle_credit_for(NO_PID, index);
+        let free = self.memory.credit().free(index);
+        let missing = need.saturating_sub(free);
+        if missing > idle {
+            return Err(Bytes(free.saturating_add(idle).bytes()));
+        }
+        if missing > Units::ZERO {
+            self.memory.reclaim_for(NO_PID, index, need);
+        }
+        let leased = self.memory.credit_mut().charge_lease(lease.0, index, need);
+        leased.map_err(|free| Bytes(free.bytes()))?;
+        if !self.write_checkpoint() {
+            self.memory.credit_mut().refund_lease(lease.0);
+            return Err(Bytes::ZERO);
+        }
+        self.memory.refresh_pages();
+        Ok(())
+    }
+
+    /// Charges a lease that the fd store has, unless the account charges it already.
+    pub(crate) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
+        let Some(index) = self.memory.account_index(gpu) else {
+            return;
+        };
+        if !self.memory.credit().leases().contains_key(&lease.0) {
+            let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
+            self.memory.credit_mut().adopt_lease(lease.0, index, units);
+            self.record_leases();
+        }
+    }
+
+    /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
+    /// charged the lease. Returns whether the checkpoint holds the change; otherwise nothing has
+    /// changed.
+    pub(crate) fn release_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) -> bool {
+        self.adopt_lease(gpu, lease, bytes);
+        let before = self.memory.credit().clone();
+        self.memory.credit_mut().release_lease(lease.0);
+        let is_on_record = self.record_leases();
+        if !is_on_record {
+            *self.memory.credit_mut() = before;
+        }
+        is_on_record
+    }
+
+    /// Refunds a charged lease that has no memory.
+    pub(crate) fn refund_lease(&mut self, lease: LeaseId) {
+        self.memory.credit_mut().refund_lease(lease.0);
+        self.record_leases();
+    }
+
+    /// Charges exports that an earlier container of another claim left on a GPU, within the quota.
+    /// Returns the bytes that the checkpoint now holds.
+    pub(crate) fn inherit_exports(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let Some(index) = self.memory.account_index(gpu) else {
+            return Bytes::ZERO;
+        };
+        let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
+        let units = units.min(self.memory.credit().quota(index));
+        let before = self.memory.credit().clone();
+        self.memory.credit_mut().charge_orphaned(index, units);
+        if !self.write_checkpoint() {
+            *self.memory.credit_mut() = before;
+            return Bytes::ZERO;
+        }
+        self.memory.refresh_pages();
+        Bytes(units.bytes())
+    }
+
+    fn record_leases(&mut self) -> bool {
+        self.memory.refresh_pages();
+        self.write_checkpoint()
+    }
+
+    /// Caps the orphaned exports of a GPU by a proven bound for those in `query`.
+    /// Returns whether any bytes became free.
+    pub(crate) fn cap_orphaned_exports(
+        &mut self,
+        gpu: &GpuUuid,
+        bound: Bytes,
+        query: &AmountsByPid,
+    ) -> bool {
+        let Some(index) = self.memory.account_index(gpu) else {
+            return false;
+        };
+        let before = self.memory.credit().orphaned(index);
+        let most = Units::holding(bound.0).unwrap_or(Units::MAX);
+        self.memory.credit_mut().cap_orphaned(index, most, query);
+        let changed = self.memory.credit().orphaned(index) != before;
+        if changed {
+            self.memory.refresh_pages();
+            self.note_change();
+        }
+        changed
+    }
+
+    /// Handles a new context of a process: answers the current size, and writes it into the pages
+    /// of all processes. Also returns the change that the checkpoint must hold before the answer.
+    pub(crate) fn handle_context_made(
+        &mut self,
+        pid: u32,
+        account: u8,
+    ) -> (Response, Option<ChangeNumber>) {
+        let change = self.memory.update_exports(pid).then(|| self.note_change());
+        let index = usize::from(account);
+        let units = self.memory.publish_context_charge(index);
+        (Response::ContextSize { account, units }, change)
+    }
+
+    /// Replaces what the driver takes of an account beyond what processes are charged.
+    pub(crate) fn set_overhead(&mut self, gpu: &GpuUuid, bytes: Bytes) {
+        if self.memory.set_overhead(gpu, Units::within(bytes.0)) {
+            self.reclaim_excess();
+            self.memory.refresh_pages();
+        }
+    }
+
+    /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
+    /// holds the override.
+    pub(crate) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
+        let ordered = bytes.map(|bytes| Units::within(bytes.0));
+        if self.memory.order_quota(account, ordered) {
+            self.reclaim_excess();
+            self.write_checkpoint();
+        }
+    }
+
+    /// Changes the requested quota of an account.
+    pub(crate) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
+        if self.memory.request_quota(account, Units::within(quota.0)) {
+            self.reclaim_excess();
+        }
+    }
+
+    /// Reclaims idle credit beyond the quota: after the quota was lowered, freed bytes must not be
+    /// used again.
+    pub(crate) fn reclaim_excess(&mut self) {
+        if self.memory.reclaim_excess() {
+            self.write_checkpoint();
+        }
+    }
+
+    /// Requests credit while the rate limit allows a write, and returns the answer.
+    #[cfg(test)]
+    pub(super) fn request(&mut self, pid: u32, account: u8, need: Units) -> Response {
+        let (_, mut answer) = self.request_credit(pid, account, need);
+        answer.try_recv().unwrap()
     }
 }

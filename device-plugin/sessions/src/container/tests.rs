@@ -13,9 +13,9 @@ use bursar_protocol::units::Units;
 
 use super::super::checkpoint::SessionCheckpoint;
 use super::super::orphan_bound::OwnMemory;
-use super::credit::RECLAIM_WINDOW;
 use super::memory::UNCHARGED_MARGIN_WITH_CONTEXT;
 use super::pages::PagePool;
+use super::recording::RECLAIM_WINDOW;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -43,14 +43,6 @@ impl ContainerResolver for FakeHost {
             0..100 => vec![pid],
             _ => vec![pid, pid % 100],
         }
-    }
-}
-
-impl Container {
-    /// Requests credit while the rate limit allows a write, and returns the answer.
-    fn request(&mut self, pid: u32, account: u8, need: Units) -> Response {
-        let (_, mut answer) = self.request_credit(pid, account, need);
-        answer.try_recv().unwrap()
     }
 }
 

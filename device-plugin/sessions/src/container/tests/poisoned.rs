@@ -8,7 +8,7 @@ use bursar_crds::context_policy::ContextAction;
 use bursar_protocol::messages::Recovery;
 
 use super::super::super::recovery::{KillTarget, RecoveryAction, RecoveryPolicy};
-use super::super::leases::NotAuthorized;
+use super::super::NotAuthorized;
 use super::*;
 
 fn now() -> ClockReading {
