@@ -363,7 +363,7 @@ mod tests {
         let mut credit = CreditAccounts::new(vec![Units(10)]);
         credit.set_untracked(0, BTreeMap::from([(1, Units(7))]));
         assert_eq!(credit.grant(2, 0, Units(4)), Err(Units(1)));
-        credit.clear_untracked(1);
+        assert_eq!(credit.take_untracked(1), [Units(7)]);
         assert_eq!(credit.admit_claimed(1, 0, Units(7)), Units(7));
         assert_eq!(credit.free(0), Units(3));
         credit.set_untracked(0, BTreeMap::from([(3, Units(70))]));

@@ -19,15 +19,6 @@ impl CreditAccounts {
         charged.any(|units| *units > Units::ZERO)
     }
 
-    /// The units of an account that one untracked process has.
-    pub(in super::super) fn untracked_by(&self, pid: u32, account: usize) -> Units {
-        let charged = self
-            .untracked
-            .get(account)
-            .and_then(|charged| charged.get(&pid));
-        charged.copied().unwrap_or(Units::ZERO)
-    }
-
     /// The pids of untracked processes that have memory.
     pub(in super::super) fn untracked_pids(&self) -> impl Iterator<Item = u32> {
         self.untracked.iter().flat_map(BTreeMap::keys).copied()
@@ -42,11 +33,12 @@ impl CreditAccounts {
     }
 
     /// Removes a process that now has a session from the untracked ones: from now on its own report
-    /// counts, within the quota.
-    pub(crate) fn clear_untracked(&mut self, pid: u32) {
-        for charged in &mut self.untracked {
-            charged.remove(&pid);
-        }
+    /// counts, within the quota. Returns the units that it had, by account.
+    pub(crate) fn take_untracked(&mut self, pid: u32) -> Vec<Units> {
+        let charged = self.untracked.iter_mut();
+        charged
+            .map(|charged| charged.remove(&pid).unwrap_or_default())
+            .collect()
     }
 
     /// The units of an account that the driver takes and no process is charged for.

@@ -39,6 +39,24 @@ pub(super) struct ProcessState {
 }
 
 impl ProcessState {
+    /// A process before its hello to this agent.
+    pub(super) fn new(process: Process, image: u64, generation: u64) -> ProcessState {
+        ProcessState {
+            process,
+            image,
+            image_memory: None,
+            generation,
+            protocol_version: 1,
+            namespace_pids: Vec::new(),
+            page: None,
+            page_fds: Vec::new(),
+            has_adopted_page: false,
+            exported: Vec::new(),
+            has_broken_page: false,
+            superseded: CancellationToken::new(),
+        }
+    }
+
     /// The image that the process runs.
     pub(super) fn process_image(&self) -> ProcessImage {
         ProcessImage {

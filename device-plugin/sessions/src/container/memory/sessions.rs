@@ -18,7 +18,7 @@ use super::ContainerMemory;
 use super::process::ProcessState;
 use crate::checkpoint::{CheckpointContent, ProcessEntry};
 use crate::recovery::FaultLog;
-use crate::{ContainerResolver, ImageMemory, MAX_PROCESSES, Process, ProcessImage};
+use crate::{ContainerResolver, MAX_PROCESSES, Process, ProcessImage};
 
 /// A process that is charged since its hello.
 pub(crate) struct AdmittedProcess {
@@ -29,19 +29,6 @@ pub(crate) struct AdmittedProcess {
     pub(crate) superseded: CancellationToken,
     /// The image that the process had before.
     pub(crate) replaced: Option<ProcessImage>,
-}
-
-/// The state of a process's former connection that the new one keeps.
-#[derive(Default)]
-struct FormerConnection {
-    exported: Vec<Units>,
-    /// The process generation, if the process has the same image.
-    generation: Option<u64>,
-    image_memory: Option<ImageMemory>,
-    has_broken_page: bool,
-    page_fds: Vec<Arc<OwnedFd>>,
-    /// The image that the process had, if it has another one now.
-    replaced: Option<ProcessImage>,
 }
 
 impl ContainerMemory {
@@ -73,41 +60,31 @@ impl ContainerMemory {
         // its state.
         let now = Instant::now();
         let (page, fd) = self.pages.take_page(self.accounts.len(), now)?;
-        let FormerConnection {
-            exported,
-            generation,
-            image_memory,
-            has_broken_page,
-            page_fds,
-            replaced,
-        } = self.end_former_connection(pid, known, now);
-        let image_memory = image_memory.or_else(|| resolver.image_memory(pid));
-        let generation = generation.unwrap_or_else(|| {
+        let mut page_fds = vec![Arc::clone(&fd)];
+        let mut former = self.end_former_connection(pid, known, now, &mut page_fds);
+        let replaced = former
+            .take_if(|_| !known)
+            .map(|state| state.process_image());
+        let state = former.unwrap_or_else(|| {
             self.generation = self.generation.saturating_add(1);
-            self.generation
+            ProcessState::new(process, image, self.generation)
         });
-        let untracked = self.untracked_by(pid);
-        self.credit.clear_untracked(pid);
+        let untracked = self.credit.take_untracked(pid);
         self.update_from_siblings();
-        self.fill_page(&page, pid, known, holdings, &untracked, &exported);
-        let superseded = CancellationToken::new();
-        self.processes.insert(
-            pid,
-            ProcessState {
-                process,
-                image,
-                image_memory,
-                generation,
-                protocol_version: version,
-                namespace_pids: resolver.namespace_pids(pid),
-                page: Some(page),
-                page_fds: [Arc::clone(&fd)].into_iter().chain(page_fds).collect(),
-                has_adopted_page: false,
-                exported,
-                has_broken_page,
-                superseded: superseded.clone(),
-            },
-        );
+        self.fill_page(&page, pid, known, holdings, &untracked, &state.exported);
+        let (generation, superseded) = (state.generation, CancellationToken::new());
+        let state = ProcessState {
+            image,
+            image_memory: state.image_memory.or_else(|| resolver.image_memory(pid)),
+            protocol_version: version,
+            namespace_pids: resolver.namespace_pids(pid),
+            page: Some(page),
+            page_fds,
+            has_adopted_page: false,
+            superseded: superseded.clone(),
+            ..state
+        };
+        self.processes.insert(pid, state);
         Ok(AdmittedProcess {
             page: fd,
             generation,
@@ -117,33 +94,30 @@ impl ContainerMemory {
     }
 
     /// Ends the connection that a process had before, and its image if the new one is not `known`.
-    fn end_former_connection(&mut self, pid: u32, known: bool, now: Instant) -> FormerConnection {
-        let Some(before) = self.processes.remove(&pid) else {
-            return FormerConnection::default();
-        };
-        before.superseded.cancel();
-        let mut exported = before.current_exports();
-        let replaced = Some(before.process_image()).filter(|_| !known);
-        let mut former = before.page_fds.into_iter();
-        let mut page_fds: Vec<_> = former.next().into_iter().collect();
-        if !before.has_adopted_page {
+    /// Adds the descriptors of pages that the process may still use to `page_fds`.
+    fn end_former_connection(
+        &mut self,
+        pid: u32,
+        known: bool,
+        now: Instant,
+        page_fds: &mut Vec<Arc<OwnedFd>>,
+    ) -> Option<ProcessState> {
+        let mut former = self.processes.remove(&pid)?;
+        former.superseded.cancel();
+        former.exported = former.current_exports();
+        let mut fds = std::mem::take(&mut former.page_fds).into_iter();
+        page_fds.extend(fds.next());
+        if !former.has_adopted_page {
             // The last adopted page is the oldest.
-            page_fds.extend(former.next_back());
+            page_fds.extend(fds.next_back());
         }
-        for fd in former {
+        for fd in fds {
             self.pages.return_page(fd, now);
         }
         if !known {
-            self.mark_exited(pid, &std::mem::take(&mut exported), now);
+            self.mark_exited(pid, &former.exported, now);
         }
-        FormerConnection {
-            exported,
-            generation: Some(before.generation).filter(|_| known),
-            image_memory: before.image_memory.filter(|_| known),
-            has_broken_page: known && before.has_broken_page,
-            page_fds,
-            replaced,
-        }
+        Some(former)
     }
 
     /// Fills the new page of a process. For a known process the accounts count, not the holdings
@@ -186,14 +160,6 @@ impl ContainerMemory {
                 used: used.0,
             });
         }
-    }
-
-    /// The bytes that a process had as an untracked process, by account.
-    fn untracked_by(&self, pid: u32) -> Vec<Units> {
-        let accounts = 0..self.accounts.len();
-        accounts
-            .map(|index| self.credit.untracked_by(pid, index))
-            .collect()
     }
 
     /// Ends an image that has exited, unless the process has another one by now. Its grants stay
@@ -295,20 +261,6 @@ impl ContainerMemory {
             self.credit.adopt_lease(*lease, *account, *units);
         }
         self.generation = content.generation;
-        let restored = self.restore_processes(content.processes, resolver);
-        let [exited, _] = self.credit.exited_and_orphaned();
-        if !exited.is_empty() {
-            // This agent has not sampled the memory of the exited processes yet.
-            self.claim.record_exit(Instant::now());
-        }
-        restored
-    }
-
-    fn restore_processes(
-        &mut self,
-        entries: Vec<ProcessEntry>,
-        resolver: &dyn ContainerResolver,
-    ) -> (Vec<RestoredProcess>, Vec<ProcessImage>) {
         let (mut live, mut exited) = (Vec::new(), Vec::new());
         for ProcessEntry {
             process,
@@ -316,7 +268,7 @@ impl ContainerMemory {
             generation,
             granted,
             exported,
-        } in entries
+        } in content.processes
         {
             self.credit.restore_grant(process.pid, &granted);
             if resolver.process(process.pid) != Some(process) {
@@ -327,29 +279,21 @@ impl ContainerMemory {
                 });
                 continue;
             }
-            let superseded = CancellationToken::new();
+            let state = ProcessState {
+                namespace_pids: resolver.namespace_pids(process.pid),
+                exported,
+                ..ProcessState::new(process, image, generation)
+            };
             live.push(RestoredProcess {
                 process,
                 image,
-                superseded: superseded.clone(),
+                superseded: state.superseded.clone(),
             });
-            self.processes.insert(
-                process.pid,
-                ProcessState {
-                    process,
-                    image,
-                    image_memory: None,
-                    generation,
-                    protocol_version: 1,
-                    namespace_pids: resolver.namespace_pids(process.pid),
-                    page: None,
-                    page_fds: Vec::new(),
-                    has_adopted_page: false,
-                    exported,
-                    has_broken_page: false,
-                    superseded,
-                },
-            );
+            self.processes.insert(process.pid, state);
+        }
+        if !self.credit.exited_and_orphaned()[0].is_empty() {
+            // This agent has not sampled the memory of the exited processes yet.
+            self.claim.record_exit(Instant::now());
         }
         (live, exited)
     }
