@@ -144,14 +144,14 @@ impl Connection {
         }
         let Admission {
             welcome,
-            page,
             change,
-            superseded,
-            replaced_image,
+            process: admitted,
         } = self
             .admit(stream, process, image, version, &holdings)
             .await?;
-        if let Some(lease_service) = self.lease_service.as_ref().filter(|_| replaced_image) {
+        if let Some(lease_service) = self.lease_service.as_ref()
+            && admitted.replaced.is_some()
+        {
             lease_service.process_ended(process).await;
         }
         self.wait_recorded(Some(change)).await;
@@ -159,13 +159,15 @@ impl Connection {
             process,
             image,
             exit,
-            superseded,
+            superseded: admitted.superseded,
         };
         // From here on the agent knows the process, so that its exit counts even if the welcome is
         // lost.
-        let sent =
-            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &welcome, page))
-                .await;
+        let sent = tokio::time::timeout(
+            ANSWER_TIMEOUT,
+            send_with_descriptor(stream, &welcome, admitted.page),
+        )
+        .await;
         if !matches!(sent, Ok(Ok(()))) {
             tracing::debug!(pid = process.pid, "failed to send the welcome");
         }

@@ -139,7 +139,15 @@ impl Denials {
         function: &str,
     ) {
         if let Some(function) = function.strip_prefix(REFUSED_BY_DRIVER) {
-            return self.record_driver_refusal(memory, log_limiter, pid, account, bytes, function);
+            self.by_driver = self.by_driver.saturating_add(1);
+            if let Some(suppressed) = log_limiter.due("refused by the driver", Instant::now()) {
+                let allocation = memory.allocation();
+                tracing::warn!(
+                    %allocation, pid, account, bytes, function, suppressed,
+                    "allocation refused by the driver within the quota"
+                );
+            }
+            return;
         }
         let index = usize::from(account);
         let function = self.count(function);
@@ -156,26 +164,6 @@ impl Denials {
         if let Some(suppressed) = log_limiter.due(&key, Instant::now()) {
             let allocation = memory.allocation();
             tracing::info!(%allocation, pid, account, bytes, function, suppressed, "allocation denied");
-        }
-    }
-
-    /// Records that the driver refused an allocation of a process within its quota.
-    fn record_driver_refusal(
-        &mut self,
-        memory: &ContainerMemory,
-        log_limiter: &mut LogLimiter,
-        pid: u32,
-        account: u8,
-        bytes: u64,
-        function: &str,
-    ) {
-        self.by_driver = self.by_driver.saturating_add(1);
-        if let Some(suppressed) = log_limiter.due("refused by the driver", Instant::now()) {
-            let allocation = memory.allocation();
-            tracing::warn!(
-                %allocation, pid, account, bytes, function, suppressed,
-                "allocation refused by the driver within the quota"
-            );
         }
     }
 }

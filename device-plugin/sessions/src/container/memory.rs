@@ -194,8 +194,7 @@ impl ContainerMemory {
     }
 
     pub(crate) fn account_index(&self, gpu: &GpuUuid) -> Option<usize> {
-        let is_it = |account: &Account| matches!(account, Account::Gpu(other) if other == gpu);
-        self.accounts.iter().position(is_it)
+        self.gpus().position(|other| other == gpu)
     }
 
     /// The units that live processes report as exported, at most their grants.

@@ -1,14 +1,11 @@
 //! Follows processes from their hello until the driver has freed their memory.
 
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::Instant;
 
 use bursar_gpu::memory_sample::ProcessMemory;
 use bursar_ledger::BootTime;
 use bursar_protocol::messages::{HeldCredit, RejectReason, Response};
 use bursar_protocol::{POISON_SINCE, VERSION};
-use tokio_util::sync::CancellationToken;
 
 use super::super::{ContainerResolver, Process};
 use super::memory::AdmittedProcess;
@@ -18,13 +15,9 @@ use super::{Container, ReclaimQuery};
 /// The answer to a hello, and what must happen before the agent sends it.
 pub(crate) struct Admission {
     pub(crate) welcome: Response,
-    pub(crate) page: Arc<OwnedFd>,
     /// The change that the checkpoint must hold before the agent answers.
     pub(crate) change: ChangeNumber,
-    /// Cancelled when another connection takes over this process.
-    pub(crate) superseded: CancellationToken,
-    /// Whether the process had another image before.
-    pub(crate) replaced_image: bool,
+    pub(crate) process: AdmittedProcess,
 }
 
 impl Container {
@@ -45,12 +38,7 @@ impl Container {
         let admitted = self
             .memory
             .admit(process, image, version, holdings, resolver);
-        let AdmittedProcess {
-            page,
-            generation,
-            superseded,
-            replaced,
-        } = admitted.map_err(|error| {
+        let admitted = admitted.map_err(|error| {
             if let Some(suppressed) = self.log_limiter.due("no page", Instant::now()) {
                 let allocation = self.spec.allocation;
                 tracing::warn!(%allocation, pid, %error, suppressed, "failed to create a credit page");
@@ -59,22 +47,20 @@ impl Container {
         })?;
         self.cgroup = Some(cgroup);
         self.recorder.drop_requests_of(pid);
-        if let Some(replaced) = &replaced {
+        if let Some(replaced) = &admitted.replaced {
             self.record_exit(replaced);
         }
         self.memory.refresh_pages();
         self.publish_fences();
         let welcome = Response::Welcome {
             version: version.min(VERSION),
-            generation: (version >= POISON_SINCE).then_some(generation),
+            generation: (version >= POISON_SINCE).then_some(admitted.generation),
             quotas: self.memory.wire_quotas(),
         };
         Ok(Admission {
             welcome,
-            page,
             change: self.note_change(),
-            superseded,
-            replaced_image: replaced.is_some(),
+            process: admitted,
         })
     }
 
@@ -104,7 +90,10 @@ impl Container {
         now: BootTime,
     ) {
         let before = (self.memory.credit().clone(), self.recorder.is_lost());
-        self.find_untracked(samples, resolver);
+        if self.recorder.end_loss() {
+            let is_member = |pid| resolver.container(pid, &self.spec.pod).is_some();
+            self.memory.charge_untracked(samples, is_member);
+        }
         for (pid, units) in query {
             if self.memory.credit().exited_and_orphaned()[0].get(pid) == Some(units)
                 && self.memory.is_reclaimed(*pid, samples)
@@ -117,19 +106,6 @@ impl Container {
         if before != (self.memory.credit().clone(), self.recorder.is_lost()) {
             self.memory.refresh_pages();
             self.note_change();
-        }
-    }
-
-    /// Finds untracked processes after the loss of a checkpoint.
-    pub(super) fn find_untracked(
-        &mut self,
-        samples: &[ProcessMemory],
-        resolver: &dyn ContainerResolver,
-    ) {
-        if self.recorder.end_loss() {
-            let pod = &self.spec.pod;
-            let is_member = |pid| resolver.container(pid, pod).is_some();
-            self.memory.charge_untracked(samples, is_member);
         }
     }
 }

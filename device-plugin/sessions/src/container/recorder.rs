@@ -110,13 +110,9 @@ impl Recorder {
         self.credit_requests.retain(|request| request.pid != pid);
     }
 
-    /// Notes that there are changes besides the requests.
-    pub(super) fn mark_changed(&mut self) {
-        self.has_changes = true;
-    }
-
-    /// Numbers a change that the next write must hold.
-    pub(super) fn next_change(&mut self, has_orphans: bool) -> ChangeNumber {
+    /// Numbers a change that the next write must hold, beside the requests or one of them.
+    pub(super) fn next_change(&mut self, is_request: bool, has_orphans: bool) -> ChangeNumber {
+        self.has_changes |= !is_request;
         self.notify(has_orphans);
         self.last.0 += 1;
         self.last
@@ -149,15 +145,12 @@ impl Recorder {
         }
     }
 
-    /// Takes the requests that wait, and whether there are other changes.
+    /// Takes the requests that wait for a write, which the caller tries now, and whether there are
+    /// other changes.
     pub(super) fn take_pending(&mut self) -> (Vec<CreditRequest>, bool) {
+        self.written = self.last;
         let requests = std::mem::take(&mut self.credit_requests);
         (requests, std::mem::take(&mut self.has_changes))
-    }
-
-    /// Notes that a write was tried for all changes.
-    pub(super) fn mark_written(&mut self) {
-        self.written = self.last;
     }
 
     /// Writes the content for a checkpoint that is lost or not, and returns whether the checkpoint
@@ -234,14 +227,15 @@ mod tests {
     fn change_waits_until_earlier_writes_are_paid() {
         let folder = tempfile::tempdir().unwrap();
         let (mut recorder, now) = (recorder(&folder), Instant::now());
-        let change = recorder.next_change(false);
+        let change = recorder.next_change(true, false);
         assert_eq!(recorder.wait_time(change, now), Some(Duration::ZERO));
         recorder.rate_limiter_mut().charge(2 * WRITE_BURST, now);
         assert_eq!(recorder.wait_time(change, now), Some(WRITE_BURST));
         let later = now + WRITE_BURST;
         assert_eq!(recorder.wait_time(change, later), Some(Duration::ZERO));
-        recorder.mark_written();
-        assert!(recorder.is_recorded());
+        assert!(!recorder.is_recorded());
+        let (_, has_changes) = recorder.take_pending();
+        assert!(recorder.is_recorded() && !has_changes);
         assert_eq!(recorder.wait_time(change, now), None);
     }
 

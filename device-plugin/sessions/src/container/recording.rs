@@ -39,7 +39,7 @@ impl Container {
             need,
             answer,
         });
-        (self.next_change(), answered)
+        (self.next_change(true), answered)
     }
 
     /// Handles a query for the use of other processes. Returns the change that the checkpoint must
@@ -52,14 +52,13 @@ impl Container {
 
     /// Notes a change, and writes it now or with the next write.
     pub(super) fn note_change(&mut self) -> ChangeNumber {
-        self.recorder.mark_changed();
         self.memory.publish_to_siblings();
-        self.next_change()
+        self.next_change(false)
     }
 
-    fn next_change(&mut self) -> ChangeNumber {
+    fn next_change(&mut self, is_request: bool) -> ChangeNumber {
         let has_orphans = self.memory.credit().has_orphaned();
-        let change = self.recorder.next_change(has_orphans);
+        let change = self.recorder.next_change(is_request, has_orphans);
         self.poll_recorded(change, Instant::now());
         change
     }
@@ -106,7 +105,6 @@ impl Container {
             granted.push((pid, account, need, units, answer));
         }
         let written = !has_changes || self.write_checkpoint();
-        self.recorder.mark_written();
         for (pid, account, need, units, answer) in granted {
             let index = usize::from(account);
             let outcome = units.and_then(|units| match written {
@@ -149,21 +147,15 @@ impl Container {
     ) -> bool {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
-        let free = self
-            .memory
-            .credit()
-            .free(index)
-            .saturating_add(self.memory.idle_credit_for(pid, index));
-        let of_ending: Units = self
-            .faults
-            .log()
-            .ending_pids(now)
-            .map(|ending| self.memory.credit().granted_against(ending, index))
-            .sum();
+        let credit = self.memory.credit();
+        let idle = self.memory.idle_credit_for(pid, index);
+        let free = credit.free(index).saturating_add(idle);
+        let ending = self.faults.log().ending_pids(now);
+        let of_ending = ending.map(|pid| credit.granted_against(pid, index)).sum();
         let with_ended = free
             .saturating_add(of_ending)
-            .saturating_add(self.memory.credit().exited_against(index))
-            .saturating_add(self.memory.credit().sibling_charges(index));
+            .saturating_add(credit.exited_against(index))
+            .saturating_add(credit.sibling_charges(index));
         let has_ended = self.memory.last_exit_in_claim().is_some_and(recently);
         recently(received_at)
             && (has_ended || of_ending > Units::ZERO)
@@ -219,19 +211,16 @@ impl Container {
             );
         }
         let version = self.memory.protocol_version(pid);
-        match reason {
-            RefusalReason::Fenced if version >= Some(POISON_SINCE) => Response::Fenced { account },
-            RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
-                Response::Refused {
-                    account,
-                    free: Units::ZERO,
-                }
+        let free = match reason {
+            RefusalReason::Fenced if version >= Some(POISON_SINCE) => {
+                return Response::Fenced { account };
             }
-            RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
-                account,
-                free: self.memory.credit().free(index),
-            },
-        }
+            RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
+                Units::ZERO
+            }
+            RefusalReason::Quota | RefusalReason::NoPage => self.memory.credit().free(index),
+        };
+        Response::Refused { account, free }
     }
 
     /// Charges a lease: first free bytes, then idle credit of processes. The checkpoint holds the

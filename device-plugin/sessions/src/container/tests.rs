@@ -103,7 +103,7 @@ fn hello_with(
         holdings,
         &FakeHost,
     )?;
-    Ok(CreditPage::open(admitted.page).unwrap())
+    Ok(CreditPage::open(admitted.process.page).unwrap())
 }
 
 fn units(bytes: u64) -> Units {

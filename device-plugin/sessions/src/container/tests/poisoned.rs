@@ -92,7 +92,7 @@ fn new_image_number_without_an_exec_ends_no_fault() {
     let hello = |container: &mut Container, image| {
         let process = Process { pid: 1, start: 1 };
         let admitted = container.handle_hello(process, image, VERSION, &[], &SameImage);
-        CreditPage::open(admitted.unwrap().page).unwrap()
+        CreditPage::open(admitted.unwrap().process.page).unwrap()
     };
     assert_eq!(hello(&mut container, 7).fence(), 0);
     assert_eq!(report(&mut container, 1, 700), REEXEC);
