@@ -4,51 +4,46 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
+use crate::checkpoint::{CheckpointContent, SessionCheckpoint};
 use crate::lease_handle::ChargedLeases;
 use crate::reclaim::Unreclaimed;
-use crate::{Sessions, checkpoint, lock};
+use crate::{Sessions, lock};
 
 impl Sessions {
     /// The bytes of each GPU that the allocation's processes have exported, live or exited. Other
     /// processes may hold them after the pod has ended. The checkpoint answers for an allocation
     /// that is not served.
     pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).memory().exported_bytes();
-        }
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
-        let content = record.and_then(|record| record.read());
-        content
-            .map(|content| content.exported_bytes())
-            .unwrap_or_default()
+        self.with_container(allocation, |container| container.memory().exported_bytes())
+            .unwrap_or_else(|_| self.read_checkpoint(allocation).exported_bytes())
     }
 
     /// Charges an allocation for exports that an earlier container left on a GPU. Returns the bytes
     /// that the checkpoint now holds.
     pub fn inherit_exports(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
-        let mut inherited = Bytes::ZERO;
         // An allocation that is not served inherits nothing.
-        let _ = self.with_container(allocation, |container| {
-            inherited = container.inherit_exports(gpu, bytes)
-        });
-        inherited
+        self.with_container(allocation, |container| {
+            container.inherit_exports(gpu, bytes)
+        })
+        .unwrap_or(Bytes::ZERO)
     }
 
     /// The leases that an allocation is charged for, each with its GPU and bytes. The checkpoint
     /// answers for an allocation that is not served.
     pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.containers).get(allocation) {
-            return lock(&running.container).memory().charged_leases();
-        }
-        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
+        self.with_container(allocation, |container| container.memory().charged_leases())
+            .unwrap_or_else(|_| {
+                let leases = self.read_checkpoint(allocation).leases_by_id();
+                let leases = leases.into_iter();
+                leases.map(|(lease, what)| (LeaseId(lease), what)).collect()
+            })
+    }
+
+    /// The checkpoint of an allocation that is not served; empty where there is none.
+    fn read_checkpoint(&self, allocation: &AllocationId) -> CheckpointContent {
+        let record = SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
-        let leases = content
-            .map(|content| content.leases_by_id())
-            .unwrap_or_default();
-        leases
-            .into_iter()
-            .map(|(lease, what)| (LeaseId(lease), what))
-            .collect()
+        content.unwrap_or_default()
     }
 
     /// Tells the processes of all containers with a GPU how much managed memory the driver moves
@@ -90,11 +85,10 @@ impl Sessions {
         lease: LeaseId,
         bytes: Bytes,
     ) -> Result<(), Bytes> {
-        let mut leased = Err(Bytes::ZERO);
-        let result = self.with_container(allocation, |container| {
-            leased = container.charge_lease(gpu, lease, bytes);
-        });
-        result.map_err(|_| Bytes::ZERO).and(leased)
+        self.with_container(allocation, |container| {
+            container.charge_lease(gpu, lease, bytes)
+        })
+        .unwrap_or(Err(Bytes::ZERO))
     }
 
     /// Charges an allocation for an existing lease, unless the account charges the lease already.
@@ -120,11 +114,10 @@ impl Sessions {
         lease: LeaseId,
         bytes: Bytes,
     ) -> bool {
-        let mut released = false;
-        let result = self.with_container(allocation, |container| {
-            released = container.release_lease(gpu, lease, bytes);
-        });
-        result.is_ok() && released
+        self.with_container(allocation, |container| {
+            container.release_lease(gpu, lease, bytes)
+        })
+        .unwrap_or(false)
     }
 
     /// Refunds a lease that has no memory.

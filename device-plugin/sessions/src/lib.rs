@@ -411,16 +411,16 @@ impl Sessions {
     /// The live images of an allocation's container that are not fenced; `None` where the
     /// allocation is not served.
     pub fn process_images(&self, allocation: &AllocationId) -> Option<Vec<ProcessImage>> {
-        let running = lock(&self.shared.containers);
-        let running = running.get(allocation)?;
-        Some(lock(&running.container).process_images())
+        let images = self.with_container(allocation, |container| container.process_images());
+        images.ok()
     }
 
     /// Whether a process of an allocation's container has a session.
     pub fn has_session(&self, allocation: &AllocationId, process: Process) -> bool {
-        let running = lock(&self.shared.containers);
-        let running = running.get(allocation);
-        running.is_some_and(|running| lock(&running.container).memory().has_session(process))
+        let has_it = self.with_container(allocation, |container| {
+            container.memory().has_session(process)
+        });
+        has_it.unwrap_or(false)
     }
 
     /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,
@@ -453,17 +453,16 @@ impl Sessions {
         items.collect()
     }
 
-    fn with_container(
+    fn with_container<T>(
         &self,
         allocation: &AllocationId,
-        act: impl FnOnce(&mut Container),
-    ) -> Result<(), SessionsError> {
+        act: impl FnOnce(&mut Container) -> T,
+    ) -> Result<T, SessionsError> {
         let running = lock(&self.shared.containers);
         let running = running
             .get(allocation)
             .ok_or(SessionsError::Unknown(*allocation))?;
-        act(&mut lock(&running.container));
-        Ok(())
+        Ok(act(&mut lock(&running.container)))
     }
 }
 
