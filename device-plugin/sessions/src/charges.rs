@@ -32,11 +32,7 @@ impl Sessions {
     /// answers for an allocation that is not served.
     pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         self.with_container(allocation, |container| container.memory().charged_leases())
-            .unwrap_or_else(|_| {
-                let leases = self.read_checkpoint(allocation).leases_by_id();
-                let leases = leases.into_iter();
-                leases.map(|(lease, what)| (LeaseId(lease), what)).collect()
-            })
+            .unwrap_or_else(|_| self.read_checkpoint(allocation).leases_by_id())
     }
 
     /// The checkpoint of an allocation that is not served; empty where there is none.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 use bursar_protocol::units::Units;
 use serde::{Deserialize, Serialize};
 
@@ -73,11 +73,11 @@ pub(super) struct ProcessEntry {
 }
 
 impl CheckpointContent {
-    pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
+    pub(super) fn leases_by_id(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         let on_gpu = |(lease, index, units): &(u64, usize, Units)| {
             let gpu = self.gpus.get(*index)?.clone();
-            Some((*lease, (gpu, Bytes(units.bytes()))))
+            Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
         };
         leases.filter_map(on_gpu).collect()
     }

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use bursar_ledger::BootTime;
 use bursar_ledger::units::{AllocationId, PodUid};
 use bursar_protocol::messages::{self, RejectReason, Response};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::accounts::AmountsByPid;
@@ -24,7 +25,7 @@ use super::checkpoint::SessionCheckpoint;
 use super::closer::SocketCloser;
 use super::usage::ContainerUsage;
 use super::{Account, ContainerResolver, MAX_PROCESSES, Process, SessionSpec};
-use denials::{Denials, LogLimiter};
+use denials::{Denials, LogLimiter, SharedLogLimiter};
 use faults::Faults;
 use memory::ContainerMemory;
 use recorder::Recorder;
@@ -149,10 +150,6 @@ impl Container {
         &self.recorder
     }
 
-    pub(super) fn recorder_mut(&mut self) -> &mut Recorder {
-        &mut self.recorder
-    }
-
     pub(super) fn memory_mut(&mut self) -> &mut ContainerMemory {
         &mut self.memory
     }
@@ -204,9 +201,15 @@ impl Container {
         }
     }
 
-    /// Sets the closer of the container's sockets.
-    pub(crate) fn set_closer(&mut self, closer: Arc<SocketCloser>) {
+    /// Reports to what the containers of the node share, and to the closer of its own sockets.
+    pub(crate) fn connect(
+        &mut self,
+        closer: Arc<SocketCloser>,
+        orphans_changed: watch::Sender<()>,
+        log_limiter: SharedLogLimiter,
+    ) {
         self.closer = Some(closer);
+        self.recorder.connect(orphans_changed, log_limiter);
     }
 
     /// Records that a process was denied memory.

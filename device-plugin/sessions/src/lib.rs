@@ -417,10 +417,10 @@ impl Sessions {
 
     /// Whether a process of an allocation's container has a session.
     pub fn has_session(&self, allocation: &AllocationId, process: Process) -> bool {
-        let has_it = self.with_container(allocation, |container| {
-            container.memory().has_session(process)
+        let image = self.with_container(allocation, |container| {
+            container.memory().image_of(process.pid)
         });
-        has_it.unwrap_or(false)
+        matches!(image, Ok(Some(image)) if image.process == process)
     }
 
     /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,

@@ -100,16 +100,13 @@ impl Sessions {
         if !served_before {
             container.set_policy(self.default_policy);
         }
-        container.set_closer(closer);
         let max_free_pages = self.connection_limit.max_free_pages();
         container
             .memory_mut()
             .pages_mut()
             .set_max_free(max_free_pages);
         let orphans_changed = self.shared.orphans_changed.clone();
-        container
-            .recorder_mut()
-            .connect(orphans_changed, self.log_limiter.clone());
+        container.connect(closer, orphans_changed, self.log_limiter.clone());
         if let Some(siblings) = siblings {
             container.memory_mut().join_claim(siblings);
         }

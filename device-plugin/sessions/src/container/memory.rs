@@ -115,11 +115,6 @@ impl ContainerMemory {
         self.claim.last_exit()
     }
 
-    /// Counts the current charges of the others of its claim against its quota.
-    pub(crate) fn update_from_siblings(&mut self) {
-        self.claim.update(&mut self.credit);
-    }
-
     /// Writes the usage of the container's other processes into every page.
     pub(crate) fn refresh_pages(&self) {
         let [exited, orphaned] = self.credit.exited_and_orphaned();
@@ -135,7 +130,7 @@ impl ContainerMemory {
                 covered.is_some_and(|covered| self.credit.granted(covered) > Units::ZERO);
             let siblings = siblings.saturating_add(u32::from(has_covered));
             for (state, used) in uses {
-                if let Some(slot) = state.page.as_ref().and_then(|page| page.slot(index)) {
+                if let Some(slot) = state.slot(index) {
                     slot.set_others(all.saturating_sub(used), siblings);
                 }
             }
@@ -159,7 +154,7 @@ impl ContainerMemory {
     /// whole grant counts.
     fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
-        let slot = state.adopted_page().and_then(|page| page.slot(account));
+        let slot = state.adopted_slot(account);
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }
 
@@ -281,7 +276,7 @@ impl ContainerMemory {
     /// The slots of an account in the pages of the processes.
     fn slots(&self, index: usize) -> impl Iterator<Item = &AccountSlot> {
         let members = self.processes.values();
-        members.filter_map(move |state| state.page.as_ref()?.slot(index))
+        members.filter_map(move |state| state.slot(index))
     }
 
     /// Charges contexts by these sizes from now on.

@@ -15,7 +15,7 @@ use bursar_protocol::units::Units;
 use tokio::sync::oneshot;
 
 use super::super::Account;
-use super::super::accounts::{AmountsByPid, NO_PID};
+use super::super::accounts::AmountsByPid;
 use super::Container;
 use super::denials::RefusalReason;
 use super::recorder::{ChangeNumber, CreditRequest};
@@ -223,8 +223,7 @@ impl Container {
         Response::Refused { account, free }
     }
 
-    /// Charges a lease: first free bytes, then idle credit of processes. The checkpoint holds the
-    /// charge when this returns.
+    /// Charges a lease. The checkpoint holds the charge when this returns.
     ///
     /// # Errors
     /// The bytes that the quota has left.
@@ -238,18 +237,8 @@ impl Container {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        self.memory.update_from_siblings();
-        let idle = self.memory.idle_credit_for(NO_PID, index);
-        let free = self.memory.credit().free(index);
-        let missing = need.saturating_sub(free);
-        if missing > idle {
-            return Err(Bytes(free.saturating_add(idle).bytes()));
-        }
-        if missing > Units::ZERO {
-            self.memory.reclaim_for(NO_PID, index, need);
-        }
-        let leased = self.memory.credit_mut().charge_lease(lease.0, index, need);
-        leased.map_err(|free| Bytes(free.bytes()))?;
+        let charged = self.memory.charge_lease(lease.0, index, need);
+        charged.map_err(|left| Bytes(left.bytes()))?;
         if !self.write_checkpoint() {
             self.memory.credit_mut().refund_lease(lease.0);
             return Err(Bytes::ZERO);

@@ -26,7 +26,7 @@ impl ContainerMemory {
         let others = self.processes.iter().filter(|(other, _)| **other != pid);
         others
             .filter_map(|(other, state)| {
-                let slot = state.adopted_page()?.slot(account)?;
+                let slot = state.adopted_slot(account)?;
                 Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
             })
             .sum()
@@ -34,7 +34,7 @@ impl ContainerMemory {
 
     /// Takes back idle credit until an account has `need` free, if there is enough of it. Managed
     /// memory that is covered needs room on every GPU.
-    pub(crate) fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
+    fn reclaim_for(&mut self, pid: u32, account: usize, need: Units) {
         let covered = self.credit.covered();
         let limiting: Vec<_> = match covered == Some(account) {
             true => self.credit.covering().collect(),
@@ -59,9 +59,9 @@ impl ContainerMemory {
         }
     }
 
-    pub(crate) fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
+    fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
         for (other, state) in self.processes.iter().filter(|(other, _)| **other != pid) {
-            let Some(slot) = state.adopted_page().and_then(|page| page.slot(account)) else {
+            let Some(slot) = state.adopted_slot(account) else {
                 continue;
             };
             let at_most = missing.min(self.credit.granted_to(*other, account));
@@ -99,7 +99,7 @@ impl ContainerMemory {
         index: usize,
         need: Units,
     ) -> Result<Units, Units> {
-        self.update_from_siblings();
+        self.claim.update(&mut self.credit);
         if self.credit.free(index) < need {
             self.reclaim_for(pid, index, need);
         }
@@ -112,8 +112,7 @@ impl ContainerMemory {
     pub(crate) fn grant_to_page(&mut self, pid: u32, index: usize, units: Units) -> bool {
         let state = self.processes.get_mut(&pid);
         let granted = state.is_some_and(|state| {
-            let page = state.page.as_ref();
-            let Some(slot) = page.and_then(|page| page.slot(index)) else {
+            let Some(slot) = state.slot(index) else {
                 return false;
             };
             let granted = slot.grant(units);
@@ -127,5 +126,28 @@ impl ContainerMemory {
             self.refresh_pages();
         }
         granted
+    }
+
+    /// Charges a lease: first to free bytes, then to idle credit of processes.
+    ///
+    /// # Errors
+    /// The units that the quota has left.
+    pub(crate) fn charge_lease(
+        &mut self,
+        lease: u64,
+        index: usize,
+        need: Units,
+    ) -> Result<(), Units> {
+        self.claim.update(&mut self.credit);
+        let idle = self.idle_credit_for(NO_PID, index);
+        let free = self.credit.free(index);
+        let missing = need.saturating_sub(free);
+        if missing > idle {
+            return Err(free.saturating_add(idle));
+        }
+        if missing > Units::ZERO {
+            self.reclaim_for(NO_PID, index, need);
+        }
+        self.credit.charge_lease(lease, index, need)
     }
 }

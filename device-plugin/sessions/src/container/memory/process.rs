@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::credit_page::{AccountSlot, CreditPage};
 use bursar_protocol::units::Units;
 use tokio_util::sync::CancellationToken;
 
@@ -71,8 +71,18 @@ impl ProcessState {
         memory.is_some_and(|memory| !memory.is_replaced())
     }
 
+    /// The slot of an account in the page that the agent gave to the process last.
+    pub(super) fn slot(&self, account: usize) -> Option<&AccountSlot> {
+        self.page.as_ref()?.slot(account)
+    }
+
+    /// The slot of an account that the process charges to, as far as the agent can see.
+    pub(super) fn adopted_slot(&self, account: usize) -> Option<&AccountSlot> {
+        self.adopted_page()?.slot(account)
+    }
+
     /// The page that the process charges to, as far as the agent can see.
-    pub(super) fn adopted_page(&self) -> Option<&CreditPage> {
+    fn adopted_page(&self) -> Option<&CreditPage> {
         self.page.as_ref().filter(|_| self.has_adopted_page)
     }
 

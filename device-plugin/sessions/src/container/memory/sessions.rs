@@ -70,7 +70,7 @@ impl ContainerMemory {
             ProcessState::new(process, image, self.generation)
         });
         let untracked = self.credit.take_untracked(pid);
-        self.update_from_siblings();
+        self.claim.update(&mut self.credit);
         self.fill_page(&page, pid, known, holdings, &untracked, &state.exported);
         let (generation, superseded) = (state.generation, CancellationToken::new());
         let state = ProcessState {
@@ -200,12 +200,6 @@ impl ContainerMemory {
     /// The pids of the live processes.
     pub(crate) fn pids(&self) -> impl Iterator<Item = u32> {
         self.processes.keys().copied()
-    }
-
-    /// Whether a process has a session.
-    pub(crate) fn has_session(&self, process: Process) -> bool {
-        let state = self.processes.get(&process.pid);
-        state.is_some_and(|state| state.process == process)
     }
 
     /// The protocol version that a process speaks.

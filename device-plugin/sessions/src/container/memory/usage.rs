@@ -76,37 +76,27 @@ impl ContainerMemory {
 
     /// The credit of each live process.
     pub(crate) fn process_credits(&self) -> Vec<ProcessCredit> {
+        let granted = |pid: u32, index| Bytes(self.credit.granted_to(pid, index).bytes());
         let accounts = 0..self.accounts.len();
-        let granted = |pid: u32| {
-            let units = accounts
-                .clone()
-                .map(|index| self.credit.granted_to(pid, index));
-            units.map(|units| Bytes(units.bytes())).collect()
-        };
-        let members = self.processes.iter();
         let member = |(pid, state): (&u32, &ProcessState)| ProcessCredit {
             process: state.process,
-            granted: granted(*pid),
+            granted: accounts.clone().map(|index| granted(*pid, index)).collect(),
             tampered: self.is_page_tampered(*pid, state),
         };
-        members.map(member).collect()
+        self.processes.iter().map(member).collect()
     }
 
     /// Whether a process was ever granted managed memory.
     pub(crate) fn had_managed(&self) -> bool {
-        let accounts = self.accounts.iter().enumerate();
-        let mut managed = accounts.filter(|(_, account)| **account == Account::Managed);
-        managed.any(|(index, _)| self.credit.peak(index) > Units::ZERO)
+        let managed = self.index_of(&Account::Managed);
+        managed.is_some_and(|index| self.credit.peak(index) > Units::ZERO)
     }
 
     /// Whether a process's page shows another grant than the accounts. Only the agent writes
     /// grants, and it writes both under one lock. A page that its process has left is frozen.
     fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
-        let Some(page) = &state.page else {
-            return false;
-        };
         (0..self.accounts.len()).any(|index| {
-            let word = page.slot(index).map(|slot| slot.word());
+            let word = state.slot(index).map(|slot| slot.word());
             word.is_some_and(|word| {
                 !word.is_frozen() && word.granted != self.credit.granted_to(pid, index).0
             })
