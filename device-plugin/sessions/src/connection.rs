@@ -149,9 +149,7 @@ impl Connection {
         } = self
             .admit(stream, process, image, version, &holdings)
             .await?;
-        if let Some(lease_service) = self.lease_service.as_ref()
-            && admitted.replaced.is_some()
-        {
+        if let (Some(lease_service), Some(_)) = (&self.lease_service, &admitted.replaced) {
             lease_service.process_ended(process).await;
         }
         self.wait_recorded(Some(change)).await;

@@ -177,10 +177,8 @@ impl Connection {
     /// does it without the lock.
     fn root_process(&self, pid: u32) -> Option<Process> {
         let container = lock(&self.container);
-        let (process, pod) = (
-            container.memory().image_of(pid)?.process,
-            container.pod().clone(),
-        );
+        let process = container.memory().image_of(pid)?.process;
+        let pod = container.pod().clone();
         drop(container);
         self.resolver.root_process(process, &pod)
     }
@@ -189,10 +187,8 @@ impl Connection {
     /// does it without the lock.
     fn is_main_process(&self, pid: u32) -> bool {
         let container = lock(&self.container);
-        let (first, pod) = (
-            container.memory().pid_namespace_init(pid),
-            container.pod().clone(),
-        );
+        let first = container.memory().pid_namespace_init(pid);
+        let pod = container.pod().clone();
         drop(container);
         first.is_some_and(|process| self.resolver.is_container_root(process, &pod))
     }

@@ -67,7 +67,7 @@ impl ContainerMemory {
             pages: PagePool::new(CreditPage::create),
             quotas: Quotas::new(requested),
             context_sizes: None,
-            evictable: Vec::new(),
+            evictable: vec![Units::ZERO; spec.gpus.len()],
             claim: ClaimMember::new(spec.allocation, spec.gpus.len()),
         }
     }
@@ -139,8 +139,8 @@ impl ContainerMemory {
 
     /// The live processes, each with the units that it uses of an account.
     fn uses(&self, account: usize) -> impl Iterator<Item = (&ProcessState, Units)> {
-        let members = self.processes.iter();
-        members.map(move |(pid, state)| (state, self.used_by(*pid, state, account)))
+        let members = self.processes.values();
+        members.map(move |state| (state, self.used_by(state, account)))
     }
 
     /// The units of an account that are in use, without those that live processes use of it.
@@ -152,8 +152,8 @@ impl ContainerMemory {
 
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
     /// whole grant counts.
-    fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
-        let granted = self.credit.granted_to(pid, account);
+    fn used_by(&self, state: &ProcessState, account: usize) -> Units {
+        let granted = self.credit.granted_to(state.process.pid, account);
         let slot = state.adopted_slot(account);
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }
@@ -166,9 +166,8 @@ impl ContainerMemory {
         };
         state.has_adopted_page = true;
         let exported = state.current_exports();
-        let has_changed = state.exported != exported;
-        state.exported = exported;
-        has_changed
+        let before = std::mem::replace(&mut state.exported, exported);
+        before != state.exported
     }
 
     /// The covered managed memory that counts against an account.
@@ -194,15 +193,14 @@ impl ContainerMemory {
 
     /// The units that live processes report as exported, at most their grants.
     fn live_exports(&self, index: usize) -> Units {
-        let members = self.processes.iter();
-        let exported = members.map(|(pid, state)| self.exports_of(*pid, state, index));
-        exported.sum()
+        let members = self.processes.values();
+        members.map(|state| self.exports_of(state, index)).sum()
     }
 
     /// The units that one live process reports as exported, at most its grant.
-    fn exports_of(&self, pid: u32, state: &ProcessState, index: usize) -> Units {
+    fn exports_of(&self, state: &ProcessState, index: usize) -> Units {
         let exported = state.current_exports().get(index).copied();
-        let granted = self.credit.granted_to(pid, index);
+        let granted = self.credit.granted_to(state.process.pid, index);
         exported.unwrap_or(Units::ZERO).min(granted)
     }
 
@@ -213,7 +211,6 @@ impl ContainerMemory {
             return;
         };
         let units = Units::within(bytes.0);
-        self.evictable.resize(self.accounts.len(), Units::ZERO);
         match self.evictable.get_mut(index) {
             Some(before) if *before != units => *before = units,
             _ => return,
@@ -312,12 +309,11 @@ impl ContainerMemory {
     }
 
     /// The bytes that a live process itself has allocated.
-    fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
-        let exported = self.exports_of(pid, state, index);
+    fn own_memory(&self, state: &ProcessState, index: usize) -> OwnMemory {
         OwnMemory {
             allocation: self.allocation,
-            charged: Bytes(self.used_by(pid, state, index).bytes()),
-            exported: Bytes(exported.bytes()),
+            charged: Bytes(self.used_by(state, index).bytes()),
+            exported: Bytes(self.exports_of(state, index).bytes()),
             uncharged_margin: self.uncharged_margin(),
         }
     }
@@ -328,9 +324,8 @@ impl ContainerMemory {
             return BTreeMap::new();
         };
         let members = self.processes.iter();
-        members
-            .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
-            .collect()
+        let own = members.map(|(pid, state)| (*pid, self.own_memory(state, index)));
+        own.collect()
     }
 
     /// Whether the driver has freed all memory of an exited image.
@@ -338,7 +333,7 @@ impl ContainerMemory {
         samples.iter().enumerate().all(|(index, sample)| {
             // After an exec the pid lives on with a new image.
             let state = self.processes.get(&pid);
-            let own = state.map(|state| self.own_memory(pid, state, index));
+            let own = state.map(|state| self.own_memory(state, index));
             let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
             sample
                 .bytes_of(pid)
@@ -381,15 +376,17 @@ impl ContainerMemory {
     /// Lowers an account below the requested quota; `None` removes the order. Returns whether the
     /// order has changed.
     pub(crate) fn order_quota(&mut self, account: &Account, ordered: Option<Units>) -> bool {
-        let index = self.index_of(account);
-        let changed = index.filter(|index| self.quotas.order(*index, ordered));
-        changed.inspect(|index| self.apply_quota(*index)).is_some()
+        let index = self
+            .index_of(account)
+            .filter(|index| self.quotas.order(*index, ordered));
+        index.inspect(|index| self.apply_quota(*index)).is_some()
     }
 
     /// Changes the requested quota of an account. Returns whether there is such an account.
     pub(crate) fn request_quota(&mut self, account: &Account, units: Units) -> bool {
-        let index = self.index_of(account);
-        let index = index.inspect(|index| self.quotas.request(*index, units));
+        let index = self
+            .index_of(account)
+            .inspect(|index| self.quotas.request(*index, units));
         index.inspect(|index| self.apply_quota(*index)).is_some()
     }
 

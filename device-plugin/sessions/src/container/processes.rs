@@ -35,9 +35,8 @@ impl Container {
         if self.memory.is_full_for(pid) {
             return Err(RejectReason::Busy);
         }
-        let admitted = self
-            .memory
-            .admit(process, image, version, holdings, resolver);
+        let memory = &mut self.memory;
+        let admitted = memory.admit(process, image, version, holdings, resolver);
         let admitted = admitted.map_err(|error| {
             if let Some(suppressed) = self.log_limiter.due("no page", Instant::now()) {
                 let allocation = self.spec.allocation;

@@ -57,8 +57,8 @@ impl Container {
     }
 
     fn next_change(&mut self, is_request: bool) -> ChangeNumber {
-        let has_orphans = self.memory.credit().has_orphaned();
-        let change = self.recorder.next_change(is_request, has_orphans);
+        let credit = self.memory.credit();
+        let change = self.recorder.next_change(is_request, credit.has_orphaned());
         self.poll_recorded(change, Instant::now());
         change
     }

@@ -76,14 +76,14 @@ impl ContainerMemory {
 
     /// The credit of each live process.
     pub(crate) fn process_credits(&self) -> Vec<ProcessCredit> {
-        let granted = |pid: u32, index| Bytes(self.credit.granted_to(pid, index).bytes());
-        let accounts = 0..self.accounts.len();
-        let member = |(pid, state): (&u32, &ProcessState)| ProcessCredit {
+        let granted = |pid, index| Bytes(self.credit.granted_to(pid, index).bytes());
+        let of_all = |pid| (0..self.accounts.len()).map(move |index| granted(pid, index));
+        let member = |state: &ProcessState| ProcessCredit {
             process: state.process,
-            granted: accounts.clone().map(|index| granted(*pid, index)).collect(),
-            tampered: self.is_page_tampered(*pid, state),
+            granted: of_all(state.process.pid).collect(),
+            tampered: self.is_page_tampered(state),
         };
-        self.processes.iter().map(member).collect()
+        self.processes.values().map(member).collect()
     }
 
     /// Whether a process was ever granted managed memory.
@@ -94,12 +94,11 @@ impl ContainerMemory {
 
     /// Whether a process's page shows another grant than the accounts. Only the agent writes
     /// grants, and it writes both under one lock. A page that its process has left is frozen.
-    fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
+    fn is_page_tampered(&self, state: &ProcessState) -> bool {
         (0..self.accounts.len()).any(|index| {
+            let granted = self.credit.granted_to(state.process.pid, index);
             let word = state.slot(index).map(|slot| slot.word());
-            word.is_some_and(|word| {
-                !word.is_frozen() && word.granted != self.credit.granted_to(pid, index).0
-            })
+            word.is_some_and(|word| !word.is_frozen() && word.granted != granted.0)
         })
     }
 }
