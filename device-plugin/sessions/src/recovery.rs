@@ -273,10 +273,8 @@ impl FaultLog {
     }
 
     /// The fault that fences an image.
-    pub(super) fn fault_of(&self, process: Process, generation: u64) -> Option<&Fault> {
-        let mut faults = self.faults.iter();
-        faults
-            .find(|Fault { image, .. }| (image.process, image.generation) == (process, generation))
+    pub(super) fn fault_of(&self, image: &ProcessImage) -> Option<&Fault> {
+        self.faults.iter().find(|fault| fault.image == *image)
     }
 
     /// Records a fault of an image. Returns the decision, and the fault if it is new.
@@ -332,19 +330,17 @@ impl FaultLog {
     }
 
     /// Records that the socket of an image closed after the agent's answer, as an exec closes it.
-    pub(super) fn record_disconnect(&mut self, process: Process, generation: u64) {
+    pub(super) fn record_disconnect(&mut self, image: &ProcessImage) {
         for fault in &mut self.faults {
-            let image = &fault.image;
-            fault.executed |= (image.process, image.generation) == (process, generation)
-                && fault.decision() == Some(RecoveryAction::ReexecInPlace);
+            fault.executed |=
+                fault.image == *image && fault.decision() == Some(RecoveryAction::ReexecInPlace);
         }
     }
 
     /// Records the exit of an image, which completes any decision about it.
-    pub(super) fn record_exit(&mut self, process: Process, generation: u64) {
+    pub(super) fn record_exit(&mut self, image: &ProcessImage) {
         for fault in &mut self.faults {
-            let image = &fault.image;
-            fault.ended |= (image.process, image.generation) == (process, generation);
+            fault.ended |= fault.image == *image;
         }
         let stays = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::stays_open);
         self.close_unless(|fault| !fault.ended || stays(fault) || fault.awaits_release());
@@ -464,13 +460,8 @@ impl FaultLog {
         self.restarted = before.restarted;
         self.restarted_in_place = before.restarted_in_place;
         for fault in &mut self.faults {
-            let ProcessImage {
-                process,
-                generation,
-            } = fault.image;
-            fault.decided = before
-                .fault_of(process, generation)
-                .and_then(|then| then.decided);
+            let then = before.fault_of(&fault.image);
+            fault.decided = then.and_then(|then| then.decided);
         }
     }
 

@@ -42,7 +42,7 @@ impl Faults {
     /// The faults of a checkpoint, after these images have exited.
     pub(super) fn restore(mut log: FaultLog, exited: &[ProcessImage]) -> Faults {
         for image in exited {
-            log.record_exit(image.process, image.generation);
+            log.record_exit(image);
         }
         Faults {
             log,
@@ -57,7 +57,7 @@ impl Faults {
 
     /// Why the agent fences an image.
     fn fence_of(&self, image: &ProcessImage) -> Option<Fence> {
-        let fault = self.log.fault_of(image.process, image.generation);
+        let fault = self.log.fault_of(image);
         let poisoned = fault.map(|fault| Fence::Poisoned(fault.cuda_error.unwrap_or_default()));
         poisoned.or(self.is_drained.then_some(Fence::Drained))
     }
@@ -106,7 +106,7 @@ impl Container {
     pub(crate) fn handle_disconnect(&mut self, process: Process, image: u64) {
         if let Some(image) = self.memory.find_image(process, image) {
             let before = self.faults.log.clone();
-            self.faults.log.record_disconnect(process, image.generation);
+            self.faults.log.record_disconnect(&image);
             self.commit_faults(&before);
         }
     }
@@ -127,7 +127,7 @@ impl Container {
 
     /// Records the exit of an image, which is charged as exited by now.
     pub(super) fn record_exit(&mut self, ended: &ProcessImage) {
-        self.faults.log.record_exit(ended.process, ended.generation);
+        self.faults.log.record_exit(ended);
         self.close_released_faults();
     }
 

@@ -69,16 +69,11 @@ impl FaultLog {
     }
 
     fn end(&mut self, generation: u64) {
-        let ProcessImage {
-            process,
-            generation,
-        } = image(generation);
-        self.record_exit(process, generation);
+        self.record_exit(&image(generation));
     }
 
     fn fences(&self, generation: u64) -> bool {
-        self.fault_of(image(generation).process, generation)
-            .is_some()
+        self.fault_of(&image(generation)).is_some()
     }
 }
 
@@ -118,7 +113,7 @@ fn restarts_in_place_are_counted_if_the_image_followed() {
     let mut book = log_with_policy(ContextAction::InPlace);
     book.report(1, 0);
     assert_eq!((book.restarted, book.restarted_in_place), (1, 1));
-    book.record_disconnect(image(1).process, 1);
+    book.record_disconnect(&image(1));
     book.end(1);
     let before = book.clone();
     book.report(2, 10);
@@ -549,7 +544,7 @@ proptest! {
 fn reexecuted_image_has_no_deadline_and_stays_fenced() {
     let mut book = log_with_policy(ContextAction::InPlace);
     assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
-    book.record_disconnect(image(1).process, 1);
+    book.record_disconnect(&image(1));
     book.tick(Duration::ZERO, at(3600));
     assert_eq!(book.targets(10_000), []);
     assert!(book.fences(1));
@@ -560,9 +555,9 @@ fn reexecuted_image_has_no_deadline_and_stays_fenced() {
 #[test]
 fn disconnect_without_a_reexec_changes_nothing() {
     let mut book = log_with_policy(ContextAction::InPlace);
-    book.record_disconnect(image(1).process, 1);
+    book.record_disconnect(&image(1));
     book.xid(1, 0);
-    book.record_disconnect(image(1).process, 1);
+    book.record_disconnect(&image(1));
     book.tick(Duration::ZERO, at(10));
     assert_eq!(book.targets(100), [KillTarget::RootOf(image(1).process)]);
 }
