@@ -116,7 +116,8 @@ impl Container {
         let cgroup = resolver
             .container(pid, &self.spec.pod)
             .ok_or(RejectReason::Identity)?;
-        let others = self.memory.pids().any(|other| other != pid);
+        let mut images = self.memory.images();
+        let others = images.any(|image| image.process.pid != pid);
         match &self.cgroup {
             Some(known) if others && *known != cgroup => Err(RejectReason::Identity),
             _ => Ok(cgroup),
@@ -214,9 +215,8 @@ impl Container {
 
     /// Records that a process was denied memory.
     pub(crate) fn record_denial(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
-        let (memory, limiter) = (&self.memory, &mut self.log_limiter);
-        self.denials
-            .record(memory, limiter, pid, account, bytes, function);
+        let (denials, limiter) = (&mut self.denials, &mut self.log_limiter);
+        denials.record(&self.memory, limiter, pid, account, bytes, function);
     }
 }
 

@@ -12,10 +12,10 @@ use bursar_protocol::END_SINCE;
 use bursar_protocol::fence::Fence;
 use bursar_protocol::messages::{Recovery, Response};
 
+use super::super::Process;
 use super::super::recovery::{
     Fault, FaultLog, FaultSource, ProcessImage, RecoveryAction, RecoveryPolicy, XidTarget, is_fault,
 };
-use super::super::{Account, Process};
 use super::Container;
 use super::recorder::ChangeNumber;
 
@@ -145,10 +145,7 @@ impl Container {
     ) -> (Response, Option<ChangeNumber>) {
         let has_changed = self.memory.update_exports(pid);
         let source = FaultSource::Cuda { code, can_reexec };
-        let gpu = match self.memory.account(usize::from(account)) {
-            Some(Account::Gpu(gpu)) => Some(gpu.clone()),
-            _ => None,
-        };
+        let gpu = self.memory.gpus().nth(usize::from(account)).cloned();
         let decision = is_fault(code).then(|| self.record_fault(pid, gpu, source, root, now));
         let version = self.memory.protocol_version(pid);
         let seconds = u16::try_from(self.faults.log.grace().as_secs()).unwrap_or(u16::MAX);
@@ -184,13 +181,8 @@ impl Container {
     pub(crate) fn record_xid(&mut self, target: &XidTarget, code: u32, now: ClockReading) {
         let pid = target.image.process.pid;
         if self.memory.image_of(pid).as_ref() == Some(&target.image) {
-            self.record_fault(
-                pid,
-                Some(target.gpu.clone()),
-                FaultSource::Xid(code),
-                target.root,
-                now,
-            );
+            let (gpu, source) = (target.gpu.clone(), FaultSource::Xid(code));
+            self.record_fault(pid, Some(gpu), source, target.root, now);
         }
     }
 
@@ -214,9 +206,8 @@ impl Container {
     /// Closes the faults of ended images whose memory the driver has freed.
     pub(super) fn close_released_faults(&mut self) {
         let [exited, _] = self.memory.credit().exited_and_orphaned();
-        self.faults
-            .log
-            .close_released(|pid| exited.contains_key(&pid));
+        let log = &mut self.faults.log;
+        log.close_released(|pid| exited.contains_key(&pid));
     }
 
     /// Restarts the container where another process holds the memory of an image that was ended
@@ -239,10 +230,9 @@ impl Container {
 
     /// The live images that are not fenced.
     pub(crate) fn process_images(&self) -> Vec<ProcessImage> {
+        let is_fenced = |image: &ProcessImage| self.faults.fence_of(image).is_some();
         let images = self.memory.images();
-        images
-            .filter(|image| self.faults.fence_of(image).is_none())
-            .collect()
+        images.filter(|image| !is_fenced(image)).collect()
     }
 
     /// Records a fault of a process; the container's first GPU stands for an unknown one.
@@ -288,7 +278,8 @@ impl Container {
             return Vec::new();
         }
         let untracked = self.memory.credit().untracked_pids();
-        let pids: BTreeSet<u32> = self.memory.pids().chain(untracked).collect();
+        let members = self.memory.images().map(|image| image.process.pid);
+        let pids: BTreeSet<u32> = members.chain(untracked).collect();
         let holder = |pid| GpuHolder {
             pid,
             pod: self.spec.pod.clone(),

@@ -115,7 +115,8 @@ impl ContainerMemory {
             self.pages.return_page(fd, now);
         }
         if !known {
-            self.mark_exited(pid, &former.exported, now);
+            self.credit.mark_exited(pid, &former.exported);
+            self.claim.record_exit(now);
         }
         Some(former)
     }
@@ -168,16 +169,13 @@ impl ContainerMemory {
         let ended = self.find_image(process, image)?;
         let state = self.processes.remove(&process.pid)?;
         let now = Instant::now();
-        self.mark_exited(process.pid, &state.current_exports(), now);
+        self.credit
+            .mark_exited(process.pid, &state.current_exports());
+        self.claim.record_exit(now);
         for fd in state.page_fds {
             self.pages.return_page(fd, now);
         }
         Some(ended)
-    }
-
-    fn mark_exited(&mut self, pid: u32, exported: &[Units], now: Instant) {
-        self.credit.mark_exited(pid, exported);
-        self.claim.record_exit(now);
     }
 
     /// The image with this number, if the process has it now.
@@ -195,11 +193,6 @@ impl ContainerMemory {
     /// The images of the live processes.
     pub(crate) fn images(&self) -> impl Iterator<Item = ProcessImage> {
         self.processes.values().map(ProcessState::process_image)
-    }
-
-    /// The pids of the live processes.
-    pub(crate) fn pids(&self) -> impl Iterator<Item = u32> {
-        self.processes.keys().copied()
     }
 
     /// The protocol version that a process speaks.

@@ -57,7 +57,6 @@ impl ContainerMemory {
             true => Bytes::ZERO,
             false => bytes(units),
         };
-        let accounts = self.accounts.iter().enumerate();
         let balance = |(index, account): (usize, &Account)| AccountBalance {
             account: account.clone(),
             quota: shown(index, credit.quota(index)),
@@ -71,7 +70,7 @@ impl ContainerMemory {
             overhead: bytes(credit.overhead(index)),
             peak: shown(index, credit.peak(index)),
         };
-        accounts.map(balance).collect()
+        self.accounts.iter().enumerate().map(balance).collect()
     }
 
     /// The credit of each live process.
