@@ -1,6 +1,6 @@
 //! Accounts for the memory of a container: its credit, and the processes that have it.
 
-mod idle_credit;
+mod credit;
 mod process;
 mod sessions;
 mod usage;
@@ -10,16 +10,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bursar_gpu::memory_sample::ProcessMemory;
-use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid};
 use bursar_protocol::credit_page::{AccountSlot, CreditPage};
 use bursar_protocol::units::Units;
 
 use super::pages::PagePool;
-use super::quotas::{QuotaInForce, Quotas};
+use super::quotas::Quotas;
 use super::siblings::{ClaimMember, ClaimSiblings};
-use crate::accounts::AmountsByPid;
 use crate::context_size::ContextSizes;
-use crate::orphan_bound::OwnMemory;
 use crate::{Account, CreditAccounts, SessionSpec};
 use process::ProcessState;
 
@@ -191,19 +189,6 @@ impl ContainerMemory {
         self.gpus().position(|other| other == gpu)
     }
 
-    /// The units that live processes report as exported, at most their grants.
-    fn live_exports(&self, index: usize) -> Units {
-        let members = self.processes.values();
-        members.map(|state| self.exports_of(state, index)).sum()
-    }
-
-    /// The units that one live process reports as exported, at most its grant.
-    fn exports_of(&self, state: &ProcessState, index: usize) -> Units {
-        let exported = state.current_exports().get(index).copied();
-        let granted = self.credit.granted_to(state.process.pid, index);
-        exported.unwrap_or(Units::ZERO).min(granted)
-    }
-
     /// Tells all processes how much managed memory the driver moves away from a GPU for device
     /// memory.
     pub(crate) fn set_evictable(&mut self, gpu: &GpuUuid, bytes: Bytes) {
@@ -234,36 +219,6 @@ impl ContainerMemory {
         if self.credit.untracked(index) != before {
             self.refresh_pages();
         }
-    }
-
-    /// The orphaned exports of this GPU that are not proven free.
-    pub(crate) fn orphaned_exports(&self, gpu: &GpuUuid) -> Option<AmountsByPid> {
-        let any = self.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
-        let [_, orphaned] = self.credit.exited_and_orphaned();
-        any.then(|| orphaned.clone())
-    }
-
-    /// The bytes of each GPU that processes have exported, live or exited.
-    pub(crate) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
-        let exported = |index: usize| {
-            let live = self.live_exports(index);
-            Bytes(live.saturating_add(self.credit.orphaned(index)).bytes())
-        };
-        let gpus = self.gpus().enumerate();
-        gpus.map(|(index, gpu)| (gpu.clone(), exported(index)))
-            .collect()
-    }
-
-    /// The charged leases, each with its GPU and bytes.
-    pub(crate) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
-        let gpus: Vec<_> = self.gpus().collect();
-        let leases = self.credit.leases().iter();
-        leases
-            .filter_map(|(lease, (index, units))| {
-                let gpu = (*gpus.get(*index)?).clone();
-                Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
-            })
-            .collect()
     }
 
     fn index_of(&self, account: &Account) -> Option<usize> {
@@ -308,39 +263,6 @@ impl ContainerMemory {
         }
     }
 
-    /// The bytes that a live process itself has allocated.
-    fn own_memory(&self, state: &ProcessState, index: usize) -> OwnMemory {
-        OwnMemory {
-            allocation: self.allocation,
-            charged: Bytes(self.used_by(state, index).bytes()),
-            exported: Bytes(self.exports_of(state, index).bytes()),
-            uncharged_margin: self.uncharged_margin(),
-        }
-    }
-
-    /// The bytes of a GPU that each live process itself has allocated.
-    pub(crate) fn own_memory_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
-        let Some(index) = self.account_index(gpu) else {
-            return BTreeMap::new();
-        };
-        let members = self.processes.iter();
-        let own = members.map(|(pid, state)| (*pid, self.own_memory(state, index)));
-        own.collect()
-    }
-
-    /// Whether the driver has freed all memory of an exited image.
-    pub(crate) fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
-        samples.iter().enumerate().all(|(index, sample)| {
-            // After an exec the pid lives on with a new image.
-            let state = self.processes.get(&pid);
-            let own = state.map(|state| self.own_memory(state, index));
-            let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
-            sample
-                .bytes_of(pid)
-                .is_some_and(|charged| charged == own(charged))
-        })
-    }
-
     /// Charges untracked processes what the driver reports in these samples of the GPUs. From then
     /// on the audit maintains the figures.
     pub(crate) fn charge_untracked(
@@ -359,61 +281,6 @@ impl ContainerMemory {
                 .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
                 .collect();
             self.credit.set_untracked(index, untracked);
-        }
-    }
-
-    /// Replaces what the driver takes of an account beyond what processes are charged. Returns
-    /// whether the charge has changed.
-    pub(crate) fn set_overhead(&mut self, gpu: &GpuUuid, units: Units) -> bool {
-        let Some(index) = self.account_index(gpu) else {
-            return false;
-        };
-        let before = self.credit.overhead(index);
-        self.credit.set_overhead(index, units);
-        self.credit.overhead(index) != before
-    }
-
-    /// Lowers an account below the requested quota; `None` removes the order. Returns whether the
-    /// order has changed.
-    pub(crate) fn order_quota(&mut self, account: &Account, ordered: Option<Units>) -> bool {
-        let index = self
-            .index_of(account)
-            .filter(|index| self.quotas.order(*index, ordered));
-        index.inspect(|index| self.apply_quota(*index)).is_some()
-    }
-
-    /// Changes the requested quota of an account. Returns whether there is such an account.
-    pub(crate) fn request_quota(&mut self, account: &Account, units: Units) -> bool {
-        let index = self
-            .index_of(account)
-            .inspect(|index| self.quotas.request(*index, units));
-        index.inspect(|index| self.apply_quota(*index)).is_some()
-    }
-
-    /// Applies the quotas that the operator had ordered.
-    fn restore_quotas(&mut self, ordered: &[Option<Units>]) {
-        self.quotas.restore(ordered);
-        for index in 0..self.accounts.len() {
-            self.apply_quota(index);
-        }
-    }
-
-    /// Applies the requested quota of an account, or a lower order.
-    fn apply_quota(&mut self, index: usize) {
-        let is_managed = self.accounts.get(index) == Some(&Account::Managed);
-        let (quota, covered) = match self.quotas.in_force(index, is_managed) {
-            QuotaInForce::Own(quota) => (quota, None),
-            QuotaInForce::Covered(quota) => (quota, Some(index)),
-        };
-        if is_managed {
-            self.credit.set_covered(covered);
-        }
-        self.credit.set_quota(index, quota);
-        // The quota of covered managed memory follows those of the GPUs.
-        for index in 0..self.accounts.len() {
-            for slot in self.slots(index) {
-                slot.set_quota(self.credit.quota(index));
-            }
         }
     }
 }

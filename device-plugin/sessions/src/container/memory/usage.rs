@@ -1,6 +1,9 @@
-//! Reports the usage of the container's accounts.
+//! Reports who uses the container's accounts, and for what.
 
-use bursar_ledger::units::Bytes;
+use std::collections::BTreeMap;
+
+use bursar_gpu::memory_sample::ProcessMemory;
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 use bursar_protocol::messages::{self, ProcessUsage, Quota, Response};
 use bursar_protocol::units::Units;
 
@@ -8,6 +11,8 @@ use super::super::to_wire_account;
 use super::ContainerMemory;
 use super::process::ProcessState;
 use crate::Account;
+use crate::accounts::AmountsByPid;
+use crate::orphan_bound::OwnMemory;
 use crate::usage::{AccountBalance, ProcessCredit};
 
 impl ContainerMemory {
@@ -98,6 +103,82 @@ impl ContainerMemory {
             let granted = self.credit.granted_to(state.process.pid, index);
             let word = state.slot(index).map(|slot| slot.word());
             word.is_some_and(|word| !word.is_frozen() && word.granted != granted.0)
+        })
+    }
+
+    /// The units that live processes report as exported, at most their grants.
+    fn live_exports(&self, index: usize) -> Units {
+        let members = self.processes.values();
+        members.map(|state| self.exports_of(state, index)).sum()
+    }
+
+    /// The units that one live process reports as exported, at most its grant.
+    fn exports_of(&self, state: &ProcessState, index: usize) -> Units {
+        let exported = state.current_exports().get(index).copied();
+        let granted = self.credit.granted_to(state.process.pid, index);
+        exported.unwrap_or(Units::ZERO).min(granted)
+    }
+
+    /// The orphaned exports of this GPU that are not proven free.
+    pub(crate) fn orphaned_exports(&self, gpu: &GpuUuid) -> Option<AmountsByPid> {
+        let any = self.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
+        let [_, orphaned] = self.credit.exited_and_orphaned();
+        any.then(|| orphaned.clone())
+    }
+
+    /// The bytes of each GPU that processes have exported, live or exited.
+    pub(crate) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
+        let exported = |index: usize| {
+            let live = self.live_exports(index);
+            Bytes(live.saturating_add(self.credit.orphaned(index)).bytes())
+        };
+        let gpus = self.gpus().enumerate();
+        gpus.map(|(index, gpu)| (gpu.clone(), exported(index)))
+            .collect()
+    }
+
+    /// The charged leases, each with its GPU and bytes.
+    pub(crate) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+        let gpus: Vec<_> = self.gpus().collect();
+        let leases = self.credit.leases().iter();
+        leases
+            .filter_map(|(lease, (index, units))| {
+                let gpu = (*gpus.get(*index)?).clone();
+                Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
+            })
+            .collect()
+    }
+
+    /// The bytes that a live process itself has allocated.
+    fn own_memory(&self, state: &ProcessState, index: usize) -> OwnMemory {
+        OwnMemory {
+            allocation: self.allocation,
+            charged: Bytes(self.used_by(state, index).bytes()),
+            exported: Bytes(self.exports_of(state, index).bytes()),
+            uncharged_margin: self.uncharged_margin(),
+        }
+    }
+
+    /// The bytes of a GPU that each live process itself has allocated.
+    pub(crate) fn own_memory_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
+        let Some(index) = self.account_index(gpu) else {
+            return BTreeMap::new();
+        };
+        let members = self.processes.iter();
+        let own = members.map(|(pid, state)| (*pid, self.own_memory(state, index)));
+        own.collect()
+    }
+
+    /// Whether the driver has freed all memory of an exited image.
+    pub(crate) fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
+        samples.iter().enumerate().all(|(index, sample)| {
+            // After an exec the pid lives on with a new image.
+            let state = self.processes.get(&pid);
+            let own = state.map(|state| self.own_memory(state, index));
+            let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
+            sample
+                .bytes_of(pid)
+                .is_some_and(|charged| charged == own(charged))
         })
     }
 }

@@ -1,10 +1,12 @@
-//! Takes idle credit of processes back for a request.
+//! Grants credit within the quotas, of which it takes idle credit back.
 
+use bursar_ledger::units::GpuUuid;
 use bursar_protocol::units::Units;
 
+use super::super::quotas::QuotaInForce;
 use super::ContainerMemory;
-use crate::CreditAccounts;
 use crate::accounts::NO_PID;
+use crate::{Account, CreditAccounts};
 
 impl ContainerMemory {
     /// The idle credit that may be taken for a request. It is that of the account's other
@@ -149,5 +151,60 @@ impl ContainerMemory {
             self.reclaim_for(NO_PID, index, need);
         }
         self.credit.charge_lease(lease, index, need)
+    }
+
+    /// Changes the requested quota of an account. Returns whether there is such an account.
+    pub(crate) fn request_quota(&mut self, account: &Account, units: Units) -> bool {
+        let index = self
+            .index_of(account)
+            .inspect(|index| self.quotas.request(*index, units));
+        index.inspect(|index| self.apply_quota(*index)).is_some()
+    }
+
+    /// Lowers an account below the requested quota; `None` removes the order. Returns whether the
+    /// order has changed.
+    pub(crate) fn order_quota(&mut self, account: &Account, ordered: Option<Units>) -> bool {
+        let index = self
+            .index_of(account)
+            .filter(|index| self.quotas.order(*index, ordered));
+        index.inspect(|index| self.apply_quota(*index)).is_some()
+    }
+
+    /// Applies the quotas that the operator had ordered.
+    pub(super) fn restore_quotas(&mut self, ordered: &[Option<Units>]) {
+        self.quotas.restore(ordered);
+        for index in 0..self.accounts.len() {
+            self.apply_quota(index);
+        }
+    }
+
+    /// Applies the requested quota of an account, or a lower order.
+    fn apply_quota(&mut self, index: usize) {
+        let is_managed = self.accounts.get(index) == Some(&Account::Managed);
+        let (quota, covered) = match self.quotas.in_force(index, is_managed) {
+            QuotaInForce::Own(quota) => (quota, None),
+            QuotaInForce::Covered(quota) => (quota, Some(index)),
+        };
+        if is_managed {
+            self.credit.set_covered(covered);
+        }
+        self.credit.set_quota(index, quota);
+        // The quota of covered managed memory follows those of the GPUs.
+        for index in 0..self.accounts.len() {
+            for slot in self.slots(index) {
+                slot.set_quota(self.credit.quota(index));
+            }
+        }
+    }
+
+    /// Replaces what the driver takes of an account beyond what processes are charged. Returns
+    /// whether the charge has changed.
+    pub(crate) fn set_overhead(&mut self, gpu: &GpuUuid, units: Units) -> bool {
+        let Some(index) = self.account_index(gpu) else {
+            return false;
+        };
+        let before = self.credit.overhead(index);
+        self.credit.set_overhead(index, units);
+        self.credit.overhead(index) != before
     }
 }
