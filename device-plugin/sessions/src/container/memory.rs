@@ -284,3 +284,6 @@ impl ContainerMemory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
