@@ -76,7 +76,7 @@ impl Recorder {
 
     /// Notifies `orphans_changed` of each change while orphaned exports are charged, and limits
     /// log lines together with the other containers.
-    pub(crate) fn connect(
+    pub(super) fn connect(
         &mut self,
         orphans_changed: watch::Sender<()>,
         log_limiter: SharedLogLimiter,
@@ -162,28 +162,22 @@ impl Recorder {
         content: impl FnOnce(bool) -> CheckpointContent,
     ) -> bool {
         self.notify(has_orphans);
-        let (written, took) = measure_cpu_time(|| self.store(allocation, content));
+        let (is_written, took) = measure_cpu_time(|| {
+            if self.checkpoint.is_closed() {
+                return false;
+            }
+            let written = self.checkpoint.write(content(self.is_lost));
+            if let Err(error) = &written
+                && let Some(suppressed) = self.log_limiter.due("record", Instant::now())
+            {
+                tracing::warn!(%allocation, %error, suppressed, "failed to write a session checkpoint; free space in /run");
+            }
+            written.is_ok()
+        });
         let delays = took.saturating_mul(WRITE_TIME_DIVISOR).min(MAX_WRITE_DELAY);
         self.rate_limiter
             .charge_at_most(delays, MAX_WRITE_DELAY, Instant::now());
-        written
-    }
-
-    fn store(
-        &mut self,
-        allocation: AllocationId,
-        content: impl FnOnce(bool) -> CheckpointContent,
-    ) -> bool {
-        if self.checkpoint.is_closed() {
-            return false;
-        }
-        let written = self.checkpoint.write(content(self.is_lost));
-        if let Err(error) = &written
-            && let Some(suppressed) = self.log_limiter.due("record", Instant::now())
-        {
-            tracing::warn!(%allocation, %error, suppressed, "failed to write a session checkpoint; free space in /run");
-        }
-        written.is_ok()
+        is_written
     }
 
     /// Ends all writes, since the allocation has ended.

@@ -332,8 +332,7 @@ impl Container {
         account: u8,
     ) -> (Response, Option<ChangeNumber>) {
         let change = self.memory.update_exports(pid).then(|| self.note_change());
-        let index = usize::from(account);
-        let units = self.memory.publish_context_charge(index);
+        let units = self.memory.publish_context_charge(usize::from(account));
         (Response::ContextSize { account, units }, change)
     }
 

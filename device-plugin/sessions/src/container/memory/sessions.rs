@@ -1,6 +1,5 @@
 //! Charges the processes of a container from their hello to their exit.
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -291,9 +290,7 @@ impl ContainerMemory {
         is_checkpoint_lost: bool,
         fault_log: FaultLog,
     ) -> CheckpointContent {
-        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| by_pid.clone().into_iter().collect();
         let [exited, orphaned] = self.credit.exited_and_orphaned();
-        let leases = self.credit.leases().iter();
         let granted = |pid| self.credit.grants().get(&pid).cloned().unwrap_or_default();
         let entry = |state: &ProcessState| ProcessEntry {
             process: state.process,
@@ -302,13 +299,12 @@ impl ContainerMemory {
             granted: granted(state.process.pid),
             exported: state.exported.clone(),
         };
+        let lease = |(id, (account, units)): (&u64, &(usize, Units))| (*id, *account, *units);
         CheckpointContent {
             processes: self.processes.values().map(entry).collect(),
-            exited: by_pid(exited),
-            orphaned: by_pid(orphaned),
-            leases: leases
-                .map(|(lease, (account, units))| (*lease, *account, *units))
-                .collect(),
+            exited: exited.clone().into_iter().collect(),
+            orphaned: orphaned.clone().into_iter().collect(),
+            leases: self.credit.leases().iter().map(lease).collect(),
             gpus: self.gpus().cloned().collect(),
             incomplete: is_checkpoint_lost || self.credit.has_untracked(),
             overrides: self.quotas.ordered().to_vec(),
