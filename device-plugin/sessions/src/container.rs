@@ -1,4 +1,4 @@
-//! Tracks the processes of one container, their credit pages and its accounts.
+//! Coordinates the memory, the faults and the checkpoint of one container.
 //!
 //! No call waits: each takes a few memory operations and at most one small write to tmpfs.
 

@@ -78,7 +78,7 @@ impl ContainerMemory {
         &self.credit
     }
 
-    pub(crate) fn credit_mut(&mut self) -> &mut CreditAccounts {
+    pub(super) fn credit_mut(&mut self) -> &mut CreditAccounts {
         &mut self.credit
     }
 
