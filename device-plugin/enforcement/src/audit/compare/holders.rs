@@ -6,6 +6,7 @@ use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::{AllocationId, Bytes, PodUid};
 use bursar_sessions::{ContainerUsage, Process, ProcessCredit};
 
+use super::attribution::Attribution::Untracked;
 use super::finding::Finding;
 use super::{AuditResult, GpuFigures, LiveProcess};
 use crate::attestation::AttestedProcess;
@@ -22,9 +23,12 @@ impl AuditResult {
         let gpu = &figures.sample.gpu;
         let users = figures.driver_users();
         // A process that only has a descriptor shows no use of the driver, so the audit knows the
-        // container only if no other container has memory of the GPU.
+        // container only if no other container has memory of the GPU. Nor may a process of the
+        // host, because managed memory that it freed stays on the GPU until its context ends (F30).
+        let mut listed = figures.sample.processes.iter();
+        let is_of_others = |listed| matches!(figures.attribute(listed), Untracked(_, None));
         let only_container = match &figures.accounts[..] {
-            [only] => Some(only.container.allocation),
+            [only] if !listed.any(is_of_others) => Some(only.container.allocation),
             _ => None,
         };
         let uses = |only: &AllocationId| users.iter().any(|(of, ..)| of.allocation == *only);

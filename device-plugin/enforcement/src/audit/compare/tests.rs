@@ -292,30 +292,29 @@ fn holders_are_all_named_when_of_several_containers() {
 #[test]
 fn unaccounted_memory_names_the_only_container_with_the_gpu() {
     let members = [usage(1, 1024, &[(5, 0)]), usage(2, 1024, &[(6, 0)])];
-    let only_container = |members: &[ContainerUsage], processes: &[(u64, u32, bool, &[u64])]| {
+    let only_container = |members: &[ContainerUsage],
+                          processes: &[(u64, u32, bool, &[u64])],
+                          listed: &[ListedProcess]| {
         let containers = attested(processes.iter().copied());
-        let result = compare_accounts(
-            &[sample_with_unattributed(vec![])],
-            members,
-            &containers,
-            &LIMITS,
-        );
-        match result.findings.as_slice() {
-            [
-                Finding::Unaccounted {
-                    only_container: only,
-                    ..
-                },
-            ] => *only,
-            other => panic!("{other:?}"),
-        }
+        let samples = [sample_with_unattributed(listed.to_vec())];
+        let result = compare_accounts(&samples, members, &containers, &LIMITS);
+        let only = result.findings.iter().find_map(|finding| match finding {
+            Finding::Unaccounted { only_container, .. } => Some(*only_container),
+            _ => None,
+        });
+        only.expect("600 MiB are unaccounted")
     };
     let first = (1, 5, true, &[100][..]);
-    let own = Some(AllocationId::from_bits(1));
-    assert_eq!(only_container(&members[..1], &[first]), own);
-    assert_eq!(only_container(&members[..1], &[]), None);
+    let (one, own) = (&members[..1], Some(AllocationId::from_bits(1)));
+    assert_eq!(only_container(one, &[first], &[]), own);
+    assert_eq!(only_container(one, &[], &[]), None);
     // The other may hold it by a descriptor alone, so that it shows no use of the driver.
-    assert_eq!(only_container(&members, &[first]), None);
+    assert_eq!(only_container(&members, &[first], &[]), None);
+    // So may a process of the host or of a pod without memory of the GPU, but not one of its own.
+    for (of, expected) in [(0, None), (3, None), (1, own)] {
+        let other = [listed(1, 5, 0), listed(of, 7, 100)];
+        assert_eq!(only_container(one, &[first], &other), expected, "{of}");
+    }
 }
 
 #[test]
