@@ -52,11 +52,11 @@ def main():
     parser.add_argument("--rows", nargs="+", default=["2 MiB", "4 KiB", "async"], help="words of the rows' names")
     options = parser.parse_args()
     folders = [os.path.abspath(folder) for folder in options.folders]
-    rounds = []
+    rounds, table = [], Table("row", "driver, ns", "earlier", "later", "later over earlier")
     for number in range(options.rounds):
         order = folders if number % 2 else folders[::-1]
         rounds.append({folder: measure(folder, options.rows) for folder in order})
-    table = Table("row", "driver, ns", "earlier", "later", "later over earlier")
+        table.say(f"round {number + 1}: {rounds[-1]}")
     earlier, later = folders
     for row in rounds[0][earlier]:
         native = statistics.median(one[row][0] for took in rounds for one in took.values())

@@ -189,6 +189,7 @@ def compare(runner, native, table):
     for suite, (version, expected, before) in native.items():
         _, found, after = outcomes_of(runner, suite, True, table)
         different = differences(expected, found)
+        print("\n".join(different), flush=True)
         wrong = f"{len(different)} differ: {'; '.join(different[:8])}" if different else None
         shown = count(expected), count(found), f"{before}; {after}"
         table.add(suite.name, version, *shown, wrong=wrong if expected else "no tests")

@@ -78,7 +78,10 @@ fn main() {
         compare_starts(&support::built().join("libbursar_shim.so"));
     }
     // A pair takes a real driver a hundred times longer.
-    let pairs = if support::is_real() { 5_000 } else { 50_000 };
+    let (pairs, small) = match support::is_real() {
+        true => (5_000, 2_000),
+        false => (50_000, 20_000),
+    };
     let container = Container::with_quota(256 * MIB);
     let (mut bare, mut shim) = (container.bare_program(), container.program());
     compare(
@@ -100,8 +103,8 @@ fn main() {
     let kept = [&mut bare, &mut shim].map(|program| program.ok("alloc 512")[0]);
     for threads in [1, 8] {
         let name = format!("4 KiB by {threads} threads");
-        let command = format!("churns {threads} 20000 4096");
-        compare(&name, &mut bare, &mut shim, &command, 20_000);
+        let command = format!("churns {threads} {small} 4096");
+        compare(&name, &mut bare, &mut shim, &command, small);
     }
     for (program, piece) in [&mut bare, &mut shim].into_iter().zip(kept) {
         program.ok(format!("free {piece}"));
