@@ -14,7 +14,7 @@ impl CreditAccounts {
     }
 
     /// Whether untracked processes have units of any account.
-    pub(in super::super) fn has_untracked(&self) -> bool {
+    pub(crate) fn has_untracked(&self) -> bool {
         let mut charged = self.untracked.iter().flat_map(BTreeMap::values);
         charged.any(|units| *units > Units::ZERO)
     }

@@ -51,7 +51,7 @@ impl Connection {
     /// Waits while the driver may still free the bytes of exited images that a request needs.
     async fn wait_reclaimed(&self, pid: u32, account: u8, units: Units, received_at: Instant) {
         let is_pending = || {
-            let container = lock(&self.container);
+            let mut container = lock(&self.container);
             container.is_reclaim_pending(pid, account, units, received_at, clock::now())
         };
         while self.run_charged(is_pending) {

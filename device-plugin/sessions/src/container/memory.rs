@@ -108,6 +108,11 @@ impl ContainerMemory {
         self.claim.publish(&self.credit);
     }
 
+    /// Counts the current charges of the others of its claim against its quota.
+    pub(crate) fn update_from_siblings(&mut self) {
+        self.claim.update(&mut self.credit);
+    }
+
     /// When the last image of this container, or of another one of its claim, exited.
     pub(crate) fn last_exit_in_claim(&self) -> Option<Instant> {
         self.claim.last_exit()

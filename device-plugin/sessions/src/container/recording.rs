@@ -5,6 +5,7 @@
 //!                  \--> otherwise together with later ones ------^
 //! ```
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use bursar_ledger::BootTime;
@@ -138,7 +139,7 @@ impl Container {
     /// whose kill is due. The driver is about to free them. A re-executed program requests its
     /// whole quota at once. A request that the agent received before the window waits no more.
     pub(crate) fn is_reclaim_pending(
-        &self,
+        &mut self,
         pid: u32,
         account: u8,
         need: Units,
@@ -147,6 +148,8 @@ impl Container {
     ) -> bool {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
+        // A sibling publishes its charges as soon as a sample shows the memory free.
+        self.memory.update_from_siblings();
         let credit = self.memory.credit();
         let idle = self.memory.idle_credit_for(pid, index);
         let free = credit.free(index).saturating_add(idle);
@@ -249,12 +252,7 @@ impl Container {
 
     /// Charges a lease that the fd store has, unless the account charges it already.
     pub(crate) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
-        let Some(index) = self.memory.account_index(gpu) else {
-            return;
-        };
-        if !self.memory.credit().leases().contains_key(&lease.0) {
-            let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-            self.memory.credit_mut().adopt_lease(lease.0, index, units);
+        if self.memory.adopt_lease(gpu, lease.0, bytes) {
             self.record_leases();
         }
     }
@@ -263,12 +261,13 @@ impl Container {
     /// charged the lease. Returns whether the checkpoint holds the change; otherwise nothing has
     /// changed.
     pub(crate) fn release_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) -> bool {
-        self.adopt_lease(gpu, lease, bytes);
         let before = self.memory.credit().clone();
+        self.memory.adopt_lease(gpu, lease.0, bytes);
         self.memory.credit_mut().release_lease(lease.0);
         let is_on_record = self.record_leases();
         if !is_on_record {
             *self.memory.credit_mut() = before;
+            self.memory.refresh_pages();
         }
         is_on_record
     }
@@ -344,8 +343,8 @@ impl Container {
         }
     }
 
-    /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
-    /// holds the override.
+    /// Lowers an account below the requested quota; `None` removes the override. The next write of
+    /// the checkpoint that succeeds holds the override.
     pub(crate) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
         let ordered = bytes.map(|bytes| Units::within(bytes.0));
         if self.memory.order_quota(account, ordered) {
@@ -358,6 +357,16 @@ impl Container {
     pub(crate) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
         if self.memory.request_quota(account, Units::within(quota.0)) {
             self.reclaim_excess();
+        }
+    }
+
+    /// Replaces the bytes of untracked processes of an account, by pid. The checkpoint notes
+    /// whether there are any, because an agent that restarts grants nothing until it knows them.
+    pub(crate) fn set_untracked(&mut self, account: &Account, charged: BTreeMap<u32, Bytes>) {
+        let before = self.memory.credit().has_untracked();
+        self.memory.set_untracked(account, charged);
+        if self.memory.credit().has_untracked() != before {
+            self.note_change();
         }
     }
 

@@ -304,12 +304,12 @@ fn process_is_marked_exited_when_it_ended_without_an_agent() {
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
     assert_eq!(after.container_usage().accounts[0].exited, Bytes::gib(1));
-    let is_settling = |after: &Container| {
+    let is_settling = |after: &mut Container| {
         after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now(), BootTime::default())
     };
-    assert!(is_settling(&after), "refused before a sample");
+    assert!(is_settling(&mut after), "refused before a sample");
     settle_one(&mut after, 666, Bytes::ZERO);
-    assert!(!is_settling(&after));
+    assert!(!is_settling(&mut after));
     assert_eq!(
         fixture.restart().0.container_usage().accounts[0].exited,
         Bytes::ZERO

@@ -486,12 +486,12 @@ fn replacement_of_an_ended_process_gets_its_memory() {
     charge_all(&mut container, &page, 2, 1024 * MIB);
     let root = Some(Process { pid: 1, start: 1 });
     hello(&mut container, 3, 8).unwrap();
-    let waits = |container: &Container| {
+    let waits = |container: &mut Container| {
         container.is_reclaim_pending(3, 0, units(1 << 30), Instant::now(), now().moment)
     };
-    assert!(!waits(&container), "it lives");
+    assert!(!waits(&mut container), "it lives");
     container.handle_poisoned(2, 0, 700, false, root, now());
-    assert!(waits(&container), "its kill is due");
+    assert!(waits(&mut container), "its kill is due");
     container.handle_exit(Process { pid: 2, start: 1 }, 7);
     assert!(container.is_reclaim_pending(3, 0, units(1 << 30), Instant::now(), now().moment));
     settle_one(&mut container, 2, Bytes::ZERO);

@@ -98,6 +98,10 @@ fn charges_count_against_the_next_container_of_a_claim() {
         "it is about to be back"
     );
     settle_one(&mut init, 1, Bytes::ZERO);
+    assert!(
+        !main.is_reclaim_pending(1002, 0, units(1 << 30), Instant::now(), BootTime::default()),
+        "it is back, and a request for it waits no more"
+    );
     assert!(can_have(&mut main, 1002, 4 << 30));
     init.charge_lease(&gpu(), LeaseId(5), Bytes::gib(3))
         .unwrap();
