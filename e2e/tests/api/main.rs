@@ -3,7 +3,7 @@
 //! All trials share one server: etcd, kube-apiserver and the controller manager, without nodes.
 //! Trials run concurrently, and each operator watches one namespace and one node. Trials that
 //! impair the server run alone and first, so that their final quiet minute overlaps with the other
-//! trials. `silence-long` waits for minutes, and runs beside all others.
+//! trials. `silence-long` waits for minutes, and runs beside all others in the long tier.
 
 mod churn;
 mod fault_injection;
@@ -28,7 +28,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::{Builder, Runtime};
 use tracing_subscriber::EnvFilter;
 
-use server::{Permit, Server, acquire_all_permits};
+use server::{Permit, Server, acquire_all_permits, is_long};
 
 /// The server, after the first trial has started it.
 static SERVER: OnceLock<Result<(Runtime, Server), String>> = OnceLock::new();
@@ -88,8 +88,7 @@ fn main() -> ExitCode {
     let filter = EnvFilter::try_from_env("BURSAR_LOG").unwrap_or_else(|_| EnvFilter::new("off"));
     let log = tracing_subscriber::fmt().with_env_filter(filter);
     log.with_ansi(false).with_writer(std::io::stderr).init();
-    let trials = vec![
-        trial("silence-long", half_open::silence_with_production_timeouts),
+    let mut trials = vec![
         alone("churn", churn::churn),
         alone(
             "no-controller-manager",
@@ -110,6 +109,10 @@ fn main() -> ExitCode {
         trial("rights", rights::rights),
         trial("surface", surface::surface),
     ];
+    if is_long() {
+        let silence = half_open::silence_with_production_timeouts;
+        trials.insert(0, trial("silence-long", silence));
+    }
     // Each trial waits for its own permit.
     arguments.test_threads = Some(trials.len());
     let conclusion = libtest_mimic::run(&arguments, trials);
