@@ -53,7 +53,7 @@
 //! counts memory again that is imported again. So a process is a suspect if it has imported more
 //! than twice what all accounts know to be exported on the GPU, and as much is unaccounted.
 //! Otherwise nothing distinguishes this process from honest ones, so none is accused: the finding
-//! is [`Finding::Unaccounted`], with the container if no other has memory of the GPU.
+//! is [`Finding::Unaccounted`], with the container if nobody else uses the GPU.
 
 mod attribution;
 mod finding;
@@ -316,7 +316,7 @@ impl AuditResult {
         let excess = bytes.saturating_sub(known);
         if excess > self.over_managed(figures, excess) {
             let most_unaccounted = bytes.saturating_sub(least_known) + slack;
-            self.unaccounted(figures, bytes, most_unaccounted);
+            self.unaccounted(figures, bytes, most_unaccounted, known + MANAGED_CACHE);
         }
     }
 

@@ -79,7 +79,8 @@ pub enum Finding {
         gpu: GpuUuid,
         /// The number of bytes.
         bytes: Bytes,
-        /// The container whose processes use the driver, if no other has memory of the GPU.
+        /// The container whose processes use the driver, if no other has memory of the GPU, no
+        /// process of others is listed, and there is more than they may have left.
         only_container: Option<AllocationId>,
     },
 }

@@ -13,24 +13,31 @@ use crate::attestation::AttestedProcess;
 
 impl AuditResult {
     /// Finds processes that may hold unaccounted memory. The driver's figures are inexact, so at
-    /// most `most_unaccounted` is unaccounted.
+    /// most `most_unaccounted` is unaccounted. Up to `explained` is what the accounts explain and
+    /// what processes of the host may have left: managed memory that they freed stays on the GPU
+    /// until its last context ends (F30).
     pub(super) fn unaccounted(
         &mut self,
         figures: &GpuFigures<'_>,
         bytes: Bytes,
         most_unaccounted: Bytes,
+        explained: Bytes,
     ) {
         let gpu = &figures.sample.gpu;
         let users = figures.driver_users();
-        // A process that only has a descriptor shows no use of the driver, so the audit knows the
-        // container only if no other container has memory of the GPU. Nor may a process of the
-        // host, because managed memory that it freed stays on the GPU until its context ends (F30).
-        let mut listed = figures.sample.processes.iter();
-        let is_of_others = |listed| matches!(figures.attribute(listed), Untracked(_, None));
         let only_container = match &figures.accounts[..] {
-            [only] if !listed.any(is_of_others) => Some(only.container.allocation),
+            [only] if bytes > explained => Some(only.container.allocation),
             _ => None,
         };
+        // Any of these processes may hold the memory by a descriptor alone, which shows no use of
+        // the driver.
+        let is_of_others = |listed| match figures.attribute(listed) {
+            Untracked(ProcessOwner::AllowedHost, _) => false,
+            Untracked(_, allocation) => allocation != only_container,
+            _ => false,
+        };
+        let has_others = figures.sample.processes.iter().any(is_of_others);
+        let only_container = only_container.filter(|_| !has_others);
         let uses = |only: &AllocationId| users.iter().any(|(of, ..)| of.allocation == *only);
         self.findings.push(Finding::Unaccounted {
             gpu: gpu.clone(),

@@ -310,10 +310,36 @@ fn unaccounted_memory_names_the_only_container_with_the_gpu() {
     assert_eq!(only_container(one, &[], &[]), None);
     // The other may hold it by a descriptor alone, so that it shows no use of the driver.
     assert_eq!(only_container(&members, &[first], &[]), None);
-    // So may a process of the host or of a pod without memory of the GPU, but not one of its own.
+    // So may a process of the host or of another pod, but not one of its own or of an allowed
+    // program.
     for (of, expected) in [(0, None), (3, None), (1, own)] {
         let other = [listed(1, 5, 0), listed(of, 7, 100)];
         assert_eq!(only_container(one, &[first], &other), expected, "{of}");
+    }
+    let mut allowed = listed(0, 7, 100);
+    allowed.live.as_mut().unwrap().owner = ProcessOwner::AllowedHost;
+    assert_eq!(only_container(one, &[first], &[allowed]), own);
+}
+
+#[test]
+fn memory_that_the_host_may_have_left_names_no_container() {
+    let members = [usage(1, 1024, &[(5, 0)])];
+    let containers = attested([(1, 5, true, &[100][..])]);
+    let most = LIMITS.tolerance + MANAGED_CACHE;
+    for (bytes, expected) in [
+        (most, None),
+        (most + Bytes(1), Some(AllocationId::from_bits(1))),
+    ] {
+        let sample = GpuSample {
+            unattributed: Some(bytes),
+            ..sample(vec![])
+        };
+        let result = compare_accounts(&[sample], &members, &containers, &LIMITS);
+        let only = result.findings.iter().find_map(|finding| match finding {
+            Finding::Unaccounted { only_container, .. } => Some(*only_container),
+            _ => None,
+        });
+        assert_eq!(only, Some(expected), "{bytes}");
     }
 }
 
