@@ -389,7 +389,7 @@ impl Sessions {
         charged: BTreeMap<u32, Bytes>,
     ) {
         let _ = self.with_container(allocation, |container| {
-            container.set_untracked(account, charged)
+            container.memory_mut().set_untracked(account, charged)
         });
     }
 

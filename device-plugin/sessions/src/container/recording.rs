@@ -5,7 +5,6 @@
 //!                  \--> otherwise together with later ones ------^
 //! ```
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use bursar_ledger::BootTime;
@@ -252,22 +251,26 @@ impl Container {
 
     /// Charges a lease that the fd store has, unless the account charges it already.
     pub(crate) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
-        if self.memory.adopt_lease(gpu, lease.0, bytes) {
+        let Some(index) = self.memory.account_index(gpu) else {
+            return;
+        };
+        if !self.memory.credit().leases().contains_key(&lease.0) {
+            let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
+            self.memory.credit_mut().adopt_lease(lease.0, index, units);
             self.record_leases();
         }
     }
 
     /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
-    /// charged the lease. Returns whether the checkpoint holds the change; otherwise nothing has
-    /// changed.
+    /// charged the lease. Returns whether the checkpoint holds the change; otherwise the lease
+    /// stays charged.
     pub(crate) fn release_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) -> bool {
+        self.adopt_lease(gpu, lease, bytes);
         let before = self.memory.credit().clone();
-        self.memory.adopt_lease(gpu, lease.0, bytes);
         self.memory.credit_mut().release_lease(lease.0);
         let is_on_record = self.record_leases();
         if !is_on_record {
             *self.memory.credit_mut() = before;
-            self.memory.refresh_pages();
         }
         is_on_record
     }
@@ -357,16 +360,6 @@ impl Container {
     pub(crate) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
         if self.memory.request_quota(account, Units::within(quota.0)) {
             self.reclaim_excess();
-        }
-    }
-
-    /// Replaces the bytes of untracked processes of an account, by pid. The checkpoint notes
-    /// whether there are any, because an agent that restarts grants nothing until it knows them.
-    pub(crate) fn set_untracked(&mut self, account: &Account, charged: BTreeMap<u32, Bytes>) {
-        let before = self.memory.credit().has_untracked();
-        self.memory.set_untracked(account, charged);
-        if self.memory.credit().has_untracked() != before {
-            self.note_change();
         }
     }
 

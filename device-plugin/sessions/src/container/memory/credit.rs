@@ -1,6 +1,6 @@
 //! Grants credit within the quotas, of which it takes idle credit back.
 
-use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_ledger::units::GpuUuid;
 use bursar_protocol::units::Units;
 
 use super::super::quotas::QuotaInForce;
@@ -151,17 +151,6 @@ impl ContainerMemory {
             self.reclaim_for(NO_PID, index, need);
         }
         self.credit.charge_lease(lease, index, need)
-    }
-
-    /// Charges a lease unless the account charges it already. Returns whether it did.
-    pub(crate) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: u64, bytes: Bytes) -> bool {
-        let index = self.account_index(gpu);
-        let Some(index) = index.filter(|_| !self.credit.leases().contains_key(&lease)) else {
-            return false;
-        };
-        let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        self.credit.adopt_lease(lease, index, units);
-        true
     }
 
     /// Changes the requested quota of an account. Returns whether there is such an account.
