@@ -83,7 +83,7 @@ nodeAffinity:
 {{- define "bursar.besideAgent" -}}
 # The account has rights of the platform only, such as a security context constraint.
 serviceAccountName: {{ include "bursar.account" (dict "part" "agent" "root" .) }}
-priorityClassName: system-node-critical
+priorityClassName: {{ .Values.agent.priorityClassName }}
 automountServiceAccountToken: false
 {{- with include "bursar.pullSecrets" . }}
 {{ . }}

@@ -116,6 +116,14 @@ fn critical_pods_quota_covers_both_priorities() {
 }
 
 #[test]
+fn agents_priority_class_is_that_of_relay_and_fd_store_too() {
+    let objects = render(&[r#"agent.priorityClassName="mine""#]);
+    for workload in [objects.agent(), objects.relay(), objects.fdstore()] {
+        assert_eq!(pod_spec(workload)["priorityClassName"], "mine");
+    }
+}
+
+#[test]
 fn agents_are_updated_as_chosen_and_never_doubled() {
     let strategy = |values: &[&str]| render(values).agent()["spec"]["updateStrategy"].clone();
     let rolling = json!({ "type": "RollingUpdate", "rollingUpdate": { "maxSurge": 0, "maxUnavailable": "10%" } });
