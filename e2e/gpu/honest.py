@@ -23,7 +23,7 @@ from table import Table
 from two_gpus import GPUS, ranks
 
 QUOTA_GIB = 4
-# A start of JAX beside eleven busy pods takes tens of seconds.
+# A start of JAX beside a dozen busy pods takes tens of seconds.
 LAST_START_SECONDS = 90
 
 
@@ -58,7 +58,10 @@ def wrong(answer):
         except ValueError:
             return text
         return None if start.get("ran_on", True) and start.get("answer", 0) == 0 else text
-    return None if all(part["wrong"] == 0 for part in answer.get("ranks", [answer])) else "a result was wrong"
+    parts = answer.get("ranks", [answer])
+    if not all(part.get("rounds", part.get("steps")) for part in parts):
+        return "nothing was computed"
+    return None if all(part["wrong"] == 0 for part in parts) else "a result was wrong"
 
 
 def main():

@@ -24,6 +24,7 @@ import tempfile
 import time
 import zipfile
 
+from comparison import ratio_of
 from table import Table, milliseconds, percentile
 
 GIB = 1 << 30
@@ -125,15 +126,15 @@ def wait_for(folder, pattern):
 def lease(machine, table, options):
     """Measures the cost of a lease beyond the driver's calls, and the kernel's minimum to wake two processes."""
     woken = [row["ns"] for row in machine.lines("wakes", 20)]
-    table.add("(b) a connection, two that sleep, and back, p50 / p99", milliseconds(woken), "")
+    table.add("(b) a connection, two that sleep, and back", milliseconds(woken), "")
     for gib in options.sizes:
         with machine.fake_agent():
             rounds = machine.lines("lease", machine.socket, gib * GIB, 30)
         bare = [row["bare_ns"] for row in rounds]
         leases = [row["lease_ns"] for row in rounds]
         beyond = [lease - bare for lease, bare in zip(leases, bare)]
-        table.add(f"(b) {gib} GiB: cuMemCreate and map, p50 / p99", milliseconds(bare), "")
-        table.add(f"(b) {gib} GiB: lease and map, by turns, p50 / p99", milliseconds(leases), "")
+        table.add(f"(b) {gib} GiB: cuMemCreate and map", milliseconds(bare), "")
+        table.add(f"(b) {gib} GiB: lease and map, by turns", milliseconds(leases), "")
         late = gib == 64 and statistics.median(beyond) > LEASE_BEYOND_DRIVER * 1e6
         wanted = f"p50 <= {LEASE_BEYOND_DRIVER} ms" if gib == 64 else ""
         table.add(f"(b) {gib} GiB: the lease's time beyond the driver's", milliseconds(beyond), wanted, wrong=late)
@@ -151,10 +152,10 @@ def against(machine, table, options):
                 with machines[place].fake_agent():
                     rounds = machines[place].lines("lease", machines[place].socket, gib * GIB, 30)
                 times[place].append(statistics.median(row["lease_ns"] for row in rounds))
-        ratio = statistics.median(now / earlier for now, earlier in zip(*times))
+        ratio = ratio_of(times[1], times[0], options.turns)
         now, earlier = (statistics.median(side) / 1e6 for side in times)
-        text = f"{ratio:.3f} of {options.turns} turns ({now:.3f} and {earlier:.3f} ms)"
-        table.add(f"(b) {gib} GiB: lease, against the earlier commit", text, f"<= {AGAINST}", wrong=ratio > AGAINST)
+        title, text = f"(b) {gib} GiB: lease, against the earlier commit", f"{ratio}; medians {now:.3f} and {earlier:.3f} ms"
+        table.add(title, text, f"<= {AGAINST}", **ratio.at_most(AGAINST))
 
 
 def images(machine, table, options, name, orders):
@@ -183,7 +184,7 @@ def images(machine, table, options, name, orders):
         late = whole and percentile(times, 99) > FIRST_KERNEL_P99 * 1e6
         wanted = f"p99 <= {FIRST_KERNEL_P99:.0f} ms" if whole else ""
         what = "to the first correct kernel" if whole else step
-        table.add(f"(c) {name}: {what}, p50 / p99", milliseconds(times), wanted, wrong=late)
+        table.add(f"(c) {name}: {what}", milliseconds(times), wanted, wrong=late)
     text = f"{beside['errors']} errors in {beside['rounds']}, slowest {beside['slowest_ns'] / 1e6:.1f} ms"
     table.add(f"(c) {name}: a neighbour's checksums", text, "0 errors", wrong=beside["errors"] > 0 or beside["rounds"] == 0)
 

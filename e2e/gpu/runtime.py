@@ -13,13 +13,13 @@ of RMM from an earlier day. With `earlier`, the `runtime-bench` of an earlier co
 import argparse
 import functools
 import json
-import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 
+from comparison import ratio_of
 from table import Table
 
 SANITIZERS = ["/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda-13.0/bin/compute-sanitizer"]
@@ -192,13 +192,11 @@ def earlier(program):
 
 def judged(title, unit, rows):
     """Makes the row of several starts of both programs, of times of this one, of the earlier one, and their ratios."""
-    took, theirs, ratio = (statistics.median(row[at] for row in rows) for at in range(3))
+    took, theirs, _ = (statistics.median(row[at] for row in rows) for at in range(3))
     # The ratios of single starts differ by more than any change of the pool: their mean must reach the limit.
-    logs = [math.log(row[2]) for row in rows]
-    error = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
-    low, high = (math.exp(statistics.mean(logs) + sign * error) for sign in (-1, 1))
-    wrong = f"at most {SLOWER}x" if low > SLOWER and "cuMemAllocAsync" not in title else None
-    return f"by turns: {title}", f"{took:.3g} {unit}", f"the earlier commit {theirs:.3g} {unit}: {ratio:.3f}x, mean {low:.3f} to {high:.3f}", wrong
+    ratio = ratio_of([1] * len(rows), [row[2] for row in rows])
+    wrong = f"at most {SLOWER}x" if ratio.low > SLOWER and "cuMemAllocAsync" not in title else None
+    return f"by turns: {title}", f"{took:.3g} {unit}", f"the earlier commit {theirs:.3g} {unit}: {ratio}", wrong
 
 
 def pair(program):

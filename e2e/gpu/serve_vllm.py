@@ -30,6 +30,7 @@ import zipfile
 
 import image
 from cluster import PYTHON, REFERENCE, RESOURCE, Cluster, pod
+from comparison import ratio_of
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -483,16 +484,12 @@ def by_turns(bench, table, what, native, pods, requests, turns, reserve):
             rows.append(together(servers, bench, requests, turn))
     table.add(f"{what} without Bursar", figures(theirs), "", wrong=unanswered(theirs))
     table.add(f"{what} in pods of {SHARE} GiB", figures(ours), "", wrong=unanswered(ours))
-    sums = [[sum(server["tokens_per_s"] for server in row) for row in rows] for rows in (ours, theirs)]
-    ratios = [mine / other for mine, other in zip(*sums)]
-    middle = statistics.median(ratios)
-    cell = f"{middle:.3f} ({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
-    table.add(f"{what}: tokens/s in pods over without Bursar", cell, f"{LEAST} to {MOST}", wrong=middle < LEAST)
+    sums = [[sum(server["tokens_per_s"] for server in row) for row in rows] for rows in (theirs, ours)]
+    ratio = ratio_of(*sums)
+    table.add(f"{what}: tokens/s in pods over without Bursar", ratio, f"{LEAST} to {MOST}", **ratio.at_least(LEAST))
     for key in "p50_ms", "p99_ms":
-        pairs = [
-            statistics.mean(s[key] for s in mine) / statistics.mean(s[key] for s in other) for mine, other in zip(ours, theirs)
-        ]
-        table.add(f"{what}: {key[:3]} in pods over without Bursar", f"{statistics.median(pairs):.3f}", "")
+        sides = [[statistics.mean(server[key] for server in row) for row in rows] for rows in (theirs, ours)]
+        table.add(f"{what}: {key[:3]} in pods over without Bursar", ratio_of(*sides), "")
     return ours
 
 

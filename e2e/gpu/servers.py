@@ -1,6 +1,6 @@
 """Shows on a real GPU what a quota costs a server of a language model, and two servers beside each other.
 
-usage: servers.py ARCHIVE [--seconds N] [--turns N]
+usage: servers.py ARCHIVE [--seconds N] [--pairs N]
 
 ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver and a Python with torch and transformers; no
 network. The script starts a cluster of one node with Bursar. One server, and two at the same time, compute in pods and
@@ -9,10 +9,10 @@ table, and exits with 1 if a row fails.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,12 +20,15 @@ import time
 
 import image
 from cluster import PYTHON, REFERENCE, Cluster, pod
+from comparison import Comparison, child
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 QUOTA = 12
 # The time from the start of a server to its first request.
 START = 20
+# The least part of the tokens that servers in pods make.
+LEAST = 0.97
 
 
 class Servers:
@@ -42,13 +45,15 @@ class Servers:
         """Returns the answers of `count` servers that run directly on the machine at the same time."""
         begin = time.time() + START
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        servers = [subprocess.Popen(self.command(begin, self.programs), **output) for _ in range(count)]
         answers = []
-        for server in servers:
-            output, failure = server.communicate(timeout=START + self.seconds + 60)
-            if server.returncode != 0:
-                raise RuntimeError(failure[-800:])
-            answers.append(json.loads(output.splitlines()[-1]))
+        with contextlib.ExitStack() as children:
+            command = self.command(begin, self.programs)
+            servers = [children.enter_context(child(command, **output)) for _ in range(count)]
+            for server in servers:
+                output, failure = server.communicate(timeout=START + self.seconds + 60)
+                if server.returncode != 0:
+                    raise RuntimeError(failure[-800:])
+                answers.append(json.loads(output.splitlines()[-1]))
         return answers
 
     def start(self, count):
@@ -87,18 +92,22 @@ def shown(answers):
     return "; ".join(f"{answer['tokens_per_s']} tokens/s, p50 {answer['p50_ms']} ms, p99 {answer['p99_ms']} ms" for answer in answers)
 
 
-def by_turns(table, servers, count, turns):
+def by_turns(table, servers, count, pairs):
     """Runs servers natively and in pods by turns, and adds the ratio of their tokens a second."""
-    ratios, name = [], "one server" if count == 1 else f"{count} servers at the same time"
-    for turn in range(turns):
-        native = servers.native(count)
-        bound = servers.finish(servers.start(count))
-        ratios.append(tokens(bound) / tokens(native))
-        table.add(f"{name}, turn {turn + 1}, without Bursar", shown(native), wrong=wrong(native))
-        table.add(f"{name}, turn {turn + 1}, in pods of {QUOTA} GiB", shown(bound), wrong=wrong(bound))
-    middle = statistics.median(ratios)
-    text = f"{middle:.3f} ({', '.join(f'{ratio:.3f}' for ratio in ratios)})"
-    table.add(f"{name}: tokens/s in pods over without Bursar", text, wrong=middle < 0.97)
+    name = "one server" if count == 1 else f"{count} servers at the same time"
+
+    def side(title, run):
+        def answered():
+            answers = run()
+            table.add(f"{name}, {title}", shown(answers), wrong=wrong(answers))
+            return {"tokens/s": tokens(answers)}
+
+        return answered
+
+    native = side("without Bursar", lambda: servers.native(count))
+    bound = side(f"in pods of {QUOTA} GiB", lambda: servers.finish(servers.start(count)))
+    ratio = Comparison(name, pairs).take(native, bound).ratio("tokens/s")
+    table.add(f"{name}: tokens/s in pods over without Bursar", ratio, **ratio.at_least(LEAST))
 
 
 def main():
@@ -106,7 +115,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("archive")
     parser.add_argument("--seconds", type=float, default=12)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=6)
     arguments = parser.parse_args()
     table = Table("what", "measured")
     with tempfile.TemporaryDirectory() as scratch:
@@ -121,7 +130,7 @@ def main():
             table.say("the cluster is up")
             servers = Servers(cluster, programs, arguments.seconds)
             for count in 1, 2:
-                by_turns(table, servers, count, arguments.turns)
+                by_turns(table, servers, count, arguments.pairs)
             names = servers.start(2)
             cluster.apply(pod("greedy", 4, [PYTHON, "/programs/quota.py", "torch"], programs))
             answers = servers.finish(names)

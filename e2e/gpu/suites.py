@@ -18,7 +18,7 @@ The script runs each suite as its authors wrote it, on the machine first and the
 each test. No cluster runs beside the first half, because the audit reports programs of the machine that use its GPUs.
 With `native` the script ends after that half. With `--beside` a pod replays captured graphs for SECONDS beside the
 second one. The script prints each suite's version and one table. It exits with 1 if an outcome differs, if a suite
-has no tests, or for a finding, and with 2 for an empty folder.
+has no tests, or for a finding, and with 2 without the archive or for an empty folder.
 """
 
 import argparse
@@ -37,6 +37,8 @@ from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 QUOTA_GIB, GRAPHS_GIB = 32, 4
+# The longest time from the creation of a pod to its first replayed graph.
+START_SECONDS = 90
 # A test's outcome by the element of its JUnit report; one without these passed.
 NOT_PASSED = ("failure", "error", "skipped")
 Suite = collections.namedtuple("Suite", "name version command folder")
@@ -194,8 +196,8 @@ def compare(runner, native, table):
         shown = count(expected), count(found), f"{before}; {after}"
         table.add(suite.name, version, *shown, wrong=wrong if expected else "no tests")
     if beside:
-        phase, answer, log = runner.cluster.answer("graphs", beside)
-        right = phase == "Succeeded" and answer and answer["wrong"] == 0
+        phase, answer, log = runner.cluster.answer("graphs", beside + START_SECONDS)
+        right = phase == "Succeeded" and answer and answer["rounds"] and answer["wrong"] == 0
         table.add("captured graphs", "", "", answer, beside, wrong=None if right else f"{phase}: {log[-1500:]}")
     findings = runner.cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
     table.add("findings", "", "", len(findings), "", wrong=str(findings) if findings else None)
@@ -219,13 +221,16 @@ def parse(arguments=None):
 
 
 def prepare(options, scratch):
-    """Returns the wanted suites, with their programs compiled; None for an empty folder."""
+    """Returns the wanted suites, with their programs compiled; None where the archive or tests are missing."""
     programs = f"{scratch}/programs"
     os.chmod(scratch, 0o755)
     os.makedirs(f"{scratch}/reports")
     os.makedirs(programs, exist_ok=True)
     wanted = [suite for suite in suites(options, programs) if not options.only or suite.name in options.only]
     empty = [suite.folder for suite in wanted if not os.path.isdir(suite.folder) or not os.listdir(suite.folder)]
+    if options.archive != "native" and not os.path.isfile(options.archive):
+        print(f"failed to read {options.archive}: no such file; make it by `cargo e2e pack`", file=sys.stderr)
+        return None
     if empty or not wanted:
         print(f"failed to find tests: {', '.join(empty) or 'no such suite'}; fill the folder first", file=sys.stderr)
         return None

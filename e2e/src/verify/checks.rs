@@ -109,6 +109,7 @@ fn function(check: &str) -> Option<fn() -> anyhow::Result<()>> {
         "main/layers" => layers::check,
         "main/deny" => deny,
         "main/chart" => chart,
+        "main/comparison" => comparison,
         COMPILE_CHECK => || Ok(workspace::build_for_checks()?),
         "cli/completion" => cli::completion,
         "cli/archive" => cli::archive,
@@ -308,6 +309,19 @@ fn deny() -> anyhow::Result<()> {
 fn loader() -> anyhow::Result<()> {
     kube::require_compilers(&Progress::start())?;
     succeed(&mut test_command(&["--test", "loader"]))
+}
+
+fn comparison() -> anyhow::Result<()> {
+    let mut tests = Command::new("python3");
+    tests.args([
+        "-B",
+        "-m",
+        "unittest",
+        "discover",
+        "--quiet",
+        "--start-directory",
+    ]);
+    succeed(tests.arg("e2e/gpu"))
 }
 
 fn chart() -> anyhow::Result<()> {
