@@ -200,47 +200,51 @@ async fn pending_pod_gets_events_of_victim_and_protection_once() {
     running.stop().await;
 }
 
+/// A node of one GPU of 16, on which `owner` waits if it is `n`.
+fn gpu_node(name: &str, pods: &[(&str, u32)]) -> Value {
+    let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
+        "quanta": 8, "since": "2026-01-01T00:00:00Z" });
+    let free = 16 - pods.iter().map(|(_, gib)| gib).sum::<u32>();
+    let has = pods
+        .iter()
+        .map(|(name, gib)| json!({ "uid": name, "quanta": gib }));
+    json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name, "uid": name }, "spec": {},
+        "status": {
+            "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": free, "largestFree": free },
+            "waiting": if name == "n" { vec![waiting] } else { Vec::new() },
+            "gpus": [{ "uuid": format!("GPU-{name}"), "index": 0, "model": "m", "memory": "16Gi", "state": "Active",
+                "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
+                "largestFree": free, "pods": has.collect::<Vec<_>>() }],
+        },
+    })
+}
+
+/// Puts a pod on one node that waits for memory, while another node has room.
+fn put_relocation(api: &SimApiServer) {
+    for name in ["n", "m"] {
+        api.put("nodes", json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "uid": name }, "spec": {},
+            "status": { "conditions": [{ "type": "Ready", "status": "True" }],
+                "allocatable": { "bursar.dev/gpu-memory-gib": "24", "pods": "110" } },
+        }));
+    }
+    api.put("gpunodes", gpu_node("n", &[("other", 12)]));
+    api.put("gpunodes", gpu_node("m", &[]));
+    api.put("pods", pod("other", 12, false, true));
+    let mut owner = pod("owner", 8, false, false);
+    let mut first = owner["spec"]["containers"][0].clone();
+    first["name"] = json!("first");
+    first["resources"]["requests"] = json!({ "bursar.dev/gpu-memory-gib": "4" });
+    owner["spec"]["containers"] = json!([first, owner["spec"]["containers"][0]]);
+    owner["metadata"]["ownerReferences"] = json!([{ "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "o",
+        "uid": "o", "controller": true }]);
+    api.put("pods", owner);
+}
+
 #[tokio::test]
 async fn pod_that_has_started_is_not_relocated() {
-    let gpu_node = |name: &str, pods: &[(&str, u32)]| {
-        let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
-            "quanta": 8, "since": "2026-01-01T00:00:00Z" });
-        let free = 16 - pods.iter().map(|(_, gib)| gib).sum::<u32>();
-        let has = pods
-            .iter()
-            .map(|(name, gib)| json!({ "uid": name, "quanta": gib }));
-        json!({
-            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name, "uid": name }, "spec": {},
-            "status": {
-                "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": free, "largestFree": free },
-                "waiting": if name == "n" { vec![waiting] } else { Vec::new() },
-                "gpus": [{ "uuid": format!("GPU-{name}"), "index": 0, "model": "m", "memory": "16Gi", "state": "Active",
-                    "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
-                    "largestFree": free, "pods": has.collect::<Vec<_>>() }],
-            },
-        })
-    };
-    let running = Running::start(|api| {
-        for name in ["n", "m"] {
-            api.put("nodes", json!({
-                "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "uid": name }, "spec": {},
-                "status": { "conditions": [{ "type": "Ready", "status": "True" }],
-                    "allocatable": { "bursar.dev/gpu-memory-gib": "24", "pods": "110" } },
-            }));
-        }
-        api.put("gpunodes", gpu_node("n", &[("other", 12)]));
-        api.put("gpunodes", gpu_node("m", &[]));
-        api.put("pods", pod("other", 12, false, true));
-        let mut owner = pod("owner", 8, false, false);
-        let mut first = owner["spec"]["containers"][0].clone();
-        first["name"] = json!("first");
-        first["resources"]["requests"] = json!({ "bursar.dev/gpu-memory-gib": "4" });
-        owner["spec"]["containers"] = json!([first, owner["spec"]["containers"][0]]);
-        owner["metadata"]["ownerReferences"] = json!([{ "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "o",
-            "uid": "o", "controller": true }]);
-        api.put("pods", owner);
-    })
-    .await;
+    let running = Running::start(put_relocation).await;
     running.until_listed().await;
     let api = &running.api;
     // The operator waits for its own write of the pods, which must be in its watch before the
@@ -261,6 +265,38 @@ async fn pod_that_has_started_is_not_relocated() {
         sleep(Duration::from_millis(100)).await;
     }
     running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn relocation_is_published_when_any_write_gets_no_answer() {
+    let mut runs = tokio::task::JoinSet::new();
+    for number in 1..=5 {
+        runs.spawn(async move {
+            let running = Running::start(|api| {
+                put_relocation(api);
+                api.fail_write(number, WriteFault::ResponseDropped);
+            })
+            .await;
+            let api = &running.api;
+            let has_event = || {
+                api.event_reasons()
+                    .iter()
+                    .any(|it| it == "RelocatedForGpuMemory")
+            };
+            let begin = Instant::now();
+            while !has_event() {
+                assert!(begin.elapsed() < END, "write {number}: {:?}", api.writes());
+                sleep(Duration::from_millis(100)).await;
+            }
+            let writes = api.writes();
+            let evictions = writes.iter().filter(|write| write.ends_with("/eviction"));
+            let was_repeated = evictions.count() > 1;
+            running.stop().await;
+            was_repeated
+        });
+    }
+    let repeated = runs.join_all().await.into_iter().filter(|it| *it).count();
+    assert_eq!(repeated, 1, "one of the writes is the eviction");
 }
 
 /// Simulates an agent with two GPUs of 16. With `binds` a pending pod is bound to its reserved GPU.

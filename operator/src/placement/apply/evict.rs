@@ -142,7 +142,12 @@ impl Executor {
         now: Uptime,
     ) -> Result<EvictionResult, ApiError> {
         let Key { namespace, name } = &pod.key;
-        let answer = self.writer.evict(namespace, name, &pod.uid, overdue).await;
+        let mut answer = self.writer.evict(namespace, name, &pod.uid, overdue).await;
+        if answer.as_ref().is_err_and(ApiError::has_unknown_effect) {
+            // If the pod is gone, no later plan has it, and nobody would be told. The API server
+            // accepts a second request then.
+            answer = self.writer.evict(namespace, name, &pod.uid, overdue).await;
+        }
         history.record_eviction(&pod.uid, &answer, now);
         if let Ok(EvictionResult::BlockedByPdb) = answer {
             info!(
