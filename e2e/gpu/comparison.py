@@ -104,7 +104,8 @@ class Comparison:
                 pair = first(), second()
             else:
                 pair = (second(), first())[::-1]
-            if any(value <= 0 for figures in pair for value in figures.values()) or pair[0].keys() != pair[1].keys():
+            positive = all(value > 0 for figures in pair for value in figures.values())
+            if not pair[0] or pair[0].keys() != pair[1].keys() or not positive:
                 raise ValueError(f"{self.name}: figures have no ratio: {pair}")
             self._keep(pair)
         return self

@@ -23,6 +23,7 @@ has no tests, or for a finding, and with 2 without the archive or for an empty f
 
 import argparse
 import collections
+import contextlib
 import os
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ import xml.etree.ElementTree as xml
 
 import image
 from cluster import CUDA, FINDINGS, PYTHON, REFERENCE, Cluster, pod
+from comparison import child
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -121,7 +123,7 @@ class Runner:
         # One cache for all runs, because a run without one compiles for minutes.
         cache = f"{self.scratch}/reports/cache"
         fixed = {"REPORT": report, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CUPY_CACHE_DIR": cache}
-        # A suite looks for the compiler in these, and else where the machine's PATH may have it and a pod's has not.
+        # A suite looks for the compiler in these variables first. A pod's PATH does not have the compiler's folder.
         fixed |= {"CUDA_PATH": CUDA, "CUDA_HOME": CUDA}
         return fixed | dict(pair.split("=", 1) for pair in self.options.environment)
 
@@ -136,13 +138,9 @@ class Runner:
 
     def _native(self, command, variables):
         with tempfile.TemporaryFile("w+") as output:
-            # A session of its own, so that its workers end with it.
-            process = subprocess.Popen(command, env=os.environ | variables, stdout=output, start_new_session=True)
-            try:
-                process.wait(self.options.seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
+            with child(command, env=os.environ | variables, stdout=output) as process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.options.seconds)
             output.seek(0)
             return output.read()
 

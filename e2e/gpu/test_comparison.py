@@ -79,7 +79,7 @@ class TestComparison(unittest.TestCase):
         self.assertAlmostEqual(ratio.mean, 2)
 
     def test_figure_without_a_ratio_is_refused(self):
-        for first, second in ({"ns": 0.0}, {"ns": 1.0}), ({"ns": 1.0}, {"us": 1.0}):
+        for first, second in ({"ns": 0.0}, {"ns": 1.0}), ({"ns": 1.0}, {"us": 1.0}), ({}, {}):
             with self.assertRaisesRegex(ValueError, "no ratio"):
                 Comparison("it", 4).take(lambda: first, lambda: second)
         with self.assertRaisesRegex(ValueError, "needs 4"):

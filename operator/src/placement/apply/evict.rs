@@ -144,8 +144,8 @@ impl Executor {
         let Key { namespace, name } = &pod.key;
         let mut answer = self.writer.evict(namespace, name, &pod.uid, overdue).await;
         if answer.as_ref().is_err_and(ApiError::has_unknown_effect) {
-            // If the pod is gone, no later plan has it, and nobody would be told. The API server
-            // accepts a second request then.
+            // If the API server has deleted the pod, no later plan has it, and the operator would
+            // publish nothing. A second request for a pod that is gone counts as accepted.
             answer = self.writer.evict(namespace, name, &pod.uid, overdue).await;
         }
         history.record_eviction(&pod.uid, &answer, now);

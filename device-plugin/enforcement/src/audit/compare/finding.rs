@@ -79,8 +79,9 @@ pub enum Finding {
         gpu: GpuUuid,
         /// The number of bytes.
         bytes: Bytes,
-        /// The container whose processes use the driver, if no other has memory of the GPU, no
-        /// process of others is listed, and there is more than they may have left.
+        /// The container whose processes use the driver, if no other has memory of the GPU, the
+        /// driver lists no process of another owner, and the bytes exceed what processes of the
+        /// host may have left.
         only_container: Option<AllocationId>,
     },
 }

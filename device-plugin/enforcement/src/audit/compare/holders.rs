@@ -29,8 +29,8 @@ impl AuditResult {
             [only] if bytes > explained => Some(only.container.allocation),
             _ => None,
         };
-        // Any of these processes may hold the memory by a descriptor alone, which shows no use of
-        // the driver.
+        // A listed process of another owner may hold the memory by a descriptor alone, which shows
+        // no use of the driver.
         let is_of_others = |listed| match figures.attribute(listed) {
             Untracked(ProcessOwner::AllowedHost, _) => false,
             Untracked(_, allocation) => allocation != only_container,

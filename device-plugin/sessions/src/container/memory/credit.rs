@@ -1,4 +1,5 @@
-//! Grants credit within the quotas, of which it takes idle credit back.
+//! Grants credit within the quotas: first free units, then idle credit that the agent takes back
+//! from other processes.
 
 use bursar_ledger::units::GpuUuid;
 use bursar_protocol::units::Units;
