@@ -30,12 +30,12 @@ class Ratio(collections.namedtuple("Ratio", "n planned mean low high")):
     def _verdict(self, is_right, is_wrong, goal):
         if self.n < self.planned:
             return {"unshown": f"{self.n} of {self.planned} pairs; the next run takes the others"}
-        if is_wrong:
-            return {"wrong": f"goal {goal}"}
-        return {} if is_right else {"unshown": f"the interval has the goal {goal} in it"}
+        if is_right:
+            return {}
+        return {"wrong": f"goal {goal}" if is_wrong else f"undecided, goal {goal} is in the interval; plan more pairs"}
 
     def at_most(self, most):
-        """Returns the verdict of `Table.add`: right if the whole interval is at most `most`, wrong if none of it is."""
+        """Returns the verdict of `Table.add`: right only if the whole interval is at most `most`."""
         return self._verdict(self.high <= most, self.low > most, f"at most {most}")
 
     def at_least(self, least):

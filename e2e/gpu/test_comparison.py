@@ -85,16 +85,17 @@ class TestComparison(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "needs 4"):
             Comparison("it", 3)
 
-    def test_undecided_interval_is_neither_right_nor_wrong(self):
+    def test_undecided_interval_fails_and_says_so(self):
         ratio = compared(1, 103)
-        self.assertIn("unshown", ratio.at_most(ratio.mean))
+        self.assertIn("undecided", ratio.at_most(ratio.mean)["wrong"])
+        self.assertNotIn("undecided", ratio.at_most(1.0)["wrong"])
         self.assertEqual(ratio.at_most(1.1), {})
         self.assertIn("wrong", ratio.within(0.001))
 
     def test_few_pairs_decide_nothing(self):
         ratio = ratio_of([1, 1, 1], [9, 9, 9])
-        self.assertIn("unshown", ratio.at_most(2))
-        self.assertIn("wrong", ratio_of([1] * 4, [9] * 4).at_most(2))
+        self.assertIn("undecided", ratio.at_most(2)["wrong"])
+        self.assertNotIn("undecided", ratio_of([1] * 4, [9] * 4).at_most(2)["wrong"])
 
     def test_quantile_is_that_of_students_t(self):
         for freedom, expected in (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962):
