@@ -417,6 +417,8 @@ fn api_error(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
 pub struct PodState {
     /// Its phase.
     pub phase: String,
+    /// The reason of its phase, such as that of the kubelet that rejected it.
+    pub reason: String,
     /// Whether the pod has a node.
     pub scheduled: bool,
     /// Whether some container runs.
@@ -462,6 +464,7 @@ impl PodState {
         };
         Self {
             phase: status.phase.unwrap_or_default(),
+            reason: status.reason.unwrap_or_default(),
             scheduled: pod
                 .spec
                 .as_ref()

@@ -142,6 +142,21 @@ impl PodHistory {
         Err(format!("Failed or restarted pods: {bad:#?}").into())
     }
 
+    /// Drops the failures of the deleted pods with this name, which the trial has judged itself.
+    ///
+    /// # Errors
+    /// When the history is incomplete.
+    pub(crate) async fn forgive(&self, name: &str) -> Result<(), Failed> {
+        self.wait_until_complete().await?;
+        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        for record in records.values_mut() {
+            record
+                .failed
+                .take_if(|_| record.name == name && record.deleted);
+        }
+        Ok(())
+    }
+
     /// Waits until the watch has reported the present state of every created pod, or its end.
     async fn wait_until_complete(&self) -> Result<(), Failed> {
         let poll = async || match self.pods.list().await {
