@@ -14,6 +14,8 @@
 mod forward;
 mod library;
 mod trampoline;
+mod variable;
 
 pub use forward::Functions;
 pub use library::Library;
+pub use variable::Variable;
