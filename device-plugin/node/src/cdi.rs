@@ -15,7 +15,7 @@ use bursar_kubelet::plugin::CDI_KIND;
 use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
 use serde::{Deserialize, Serialize};
 
-use crate::shim_install::{PRELOAD_FILE, SHIMS};
+use crate::shim_install::{ENTRIES, PRELOAD_FILE};
 
 pub use dir::CdiDir;
 pub(crate) use dir::CdiError;
@@ -148,14 +148,17 @@ fn container_mounts(node: &CdiNode, binding: &CdiBinding) -> Vec<Mount> {
             Path::new(CONTAINER_DRIVER_DIR).join(hidden),
         ));
     }
-    let has_shim = |file: &&DriverFile| SHIMS.contains(&file.soname.as_str());
+    let has_entry = |file: &&DriverFile| ENTRIES.contains(&file.soname.as_str());
     for dir in CONTAINER_DEFAULT_DIRS.iter().map(Path::new) {
-        for shim in SHIMS {
-            mounts.push(Mount::read_only(&node.shim_dir.join(shim), dir.join(shim)));
+        for entry in ENTRIES {
+            mounts.push(Mount::read_only(
+                &node.shim_dir.join(entry),
+                dir.join(entry),
+            ));
         }
         let cuda = node.shim_dir.join(LIBCUDA);
         mounts.push(Mount::read_only(&cuda, dir.join("libcuda.so")));
-        for file in node.driver.files().filter(|file| !has_shim(file)) {
+        for file in node.driver.files().filter(|file| !has_entry(file)) {
             mounts.push(Mount::read_only(&file.host_path, dir.join(&file.soname)));
         }
     }

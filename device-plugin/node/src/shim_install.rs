@@ -11,8 +11,9 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `libcuda.so.1`, `libnvidia-ml.so.1` | the shims, less symbols that the driver lacks |
-//! | `libcuda.so` | a link to the shim, for compilers (`-lcuda`) |
+//! | `libcuda.so.1`, `libnvidia-ml.so.1` | the entries, less symbols that the driver lacks |
+//! | `cuda-shim.so`, `nvml-shim.so` | the shims, which the entries open at the first call |
+//! | `libcuda.so` | a link to the entry, for compilers (`-lcuda`) |
 //! | `cuda-stub.so` | a library with the SONAME `libcuda.so`, for loaders ([`stub`]) |
 //! | `ld.so.preload` | the loader's list of them, a container's `/etc/ld.so.preload` |
 
@@ -34,8 +35,17 @@ use crate::cdi::CONTAINER_LIB_DIR;
 /// The loader's list, mounted as the container's `/etc/ld.so.preload`.
 pub(crate) const PRELOAD_FILE: &str = "ld.so.preload";
 
-/// The driver's libraries for which containers get a shim.
-pub(crate) const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
+/// The driver's libraries for which containers get an entry and a shim.
+pub(crate) const ENTRIES: [&str; 2] = [LIBCUDA, LIBNVML];
+
+/// The entries (`shim/entry`), in the order of [`ENTRIES`].
+const ENTRY_LIBRARIES: [&[u8]; 2] = [
+    include_bytes!(concat!(env!("OUT_DIR"), "/libcuda.so.1")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/libnvidia-ml.so.1")),
+];
+
+/// The names by which the entries open the shims, in the same order.
+const SHIMS: [&str; 2] = ["cuda-shim.so", "nvml-shim.so"];
 
 /// The shim's name for compilers.
 const DEV_LINK: &str = "libcuda.so";
@@ -60,7 +70,7 @@ pub enum ShimInstallError {
     /// The symbols of a library could not be read.
     #[error("failed to read the symbols of {}: {source}", path.display())]
     Symbols {
-        /// The shim, or the driver's library.
+        /// The driver's library.
         path: PathBuf,
         /// The error of the file or of its format.
         source: io::Error,
@@ -130,15 +140,21 @@ pub(crate) fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<
 
 fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimInstallError> {
     let mut files = Vec::new();
-    for name in SHIMS {
-        let bytes = hide_missing_symbols(&shim_dir.join(name), driver, name)?;
-        files.push(ShimFile {
-            name,
-            bytes,
-            mode: 0o755,
-        });
+    for ((name, library), shim) in ENTRIES.into_iter().zip(ENTRY_LIBRARIES).zip(SHIMS) {
+        let path = shim_dir.join(name);
+        let read = |source| ShimInstallError::Read { path, source };
+        for (name, bytes) in [
+            (name, hide_missing_symbols(library, driver, name)?),
+            (shim, fs::read(shim_dir.join(name)).map_err(read)?),
+        ] {
+            files.push(ShimFile {
+                name,
+                bytes,
+                mode: 0o755,
+            });
+        }
     }
-    let preload: String = SHIMS
+    let preload: String = ENTRIES
         .iter()
         .chain([&STUB])
         .map(|name| format!("{CONTAINER_LIB_DIR}/{name}\n"))
@@ -156,23 +172,20 @@ fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimIn
     Ok(files)
 }
 
-/// Reads the shim at `path` and hides the symbols that the driver's library lacks.
+/// Copies an entry without the symbols that the driver's library of the same name lacks.
 fn hide_missing_symbols(
-    path: &Path,
+    entry: &[u8],
     driver: &Driver,
     name: &str,
 ) -> Result<Vec<u8>, ShimInstallError> {
-    let symbols = |path: &Path| {
-        let path = path.to_owned();
-        move |source| ShimInstallError::Symbols { path, source }
-    };
-    let mut library = fs::read(path).map_err(|source| ShimInstallError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
+    let mut library = entry.to_vec();
     if let Some(real) = driver.files().find(|file| file.soname == name) {
-        let exported = symbols::exported_names(&real.path).map_err(symbols(&real.path))?;
-        symbols::hide_names(&mut library, &exported).map_err(symbols(path))?;
+        let symbols = |source| ShimInstallError::Symbols {
+            path: real.path.clone(),
+            source,
+        };
+        let exported = symbols::exported_names(&real.path).map_err(symbols)?;
+        symbols::hide_names(&mut library, &exported).map_err(symbols)?;
     }
     Ok(library)
 }

@@ -4,8 +4,12 @@ use super::*;
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-/// The functions of the shim in the agent's image.
-const FUNCTIONS: &[&str] = &["cuInit", "cuMemAlloc_v2", "cuNewest"];
+#[path = "../../../shim/common/tests/support/elf.rs"]
+#[allow(unreachable_pub, reason = "the shims' tests have it too")]
+mod elf;
+
+/// The functions of the node's driver.
+const FUNCTIONS: &[&str] = &["cuInit", "cuMemAlloc_v2", "cuMemFree_v2"];
 
 /// Compiles a shared library with these functions.
 fn compile_library(path: &Path, functions: &[&str]) {
@@ -38,8 +42,9 @@ impl FakeMachine {
         for name in ["image", "state"] {
             fs::create_dir(machine.path(name)).unwrap();
         }
-        compile_library(&machine.path("image/libcuda.so.1"), FUNCTIONS);
-        compile_library(&machine.path("image/libnvidia-ml.so.1"), &["nvmlInit_v2"]);
+        for name in ENTRIES {
+            fs::write(machine.path("image").join(name), "a shim").unwrap();
+        }
         compile_library(&machine.path("driver.so"), driver);
         compile_library(&machine.path("nvml.so"), &["nvmlInit_v2"]);
         machine
@@ -96,14 +101,19 @@ fn upgrade_leaves_files_that_containers_have_mapped() {
     let machine = FakeMachine::new(FUNCTIONS);
     let old = machine.install().unwrap();
     let before = fs::read(old.join(LIBCUDA)).unwrap();
-    compile_library(&machine.path("image/libcuda.so.1"), &["cuInit", "cuOther"]);
+    fs::write(machine.path("image/libcuda.so.1"), "another shim").unwrap();
     let shim = machine.install().unwrap();
-    compile_library(&machine.path("driver.so"), &["cuOther"]);
+    compile_library(&machine.path("driver.so"), &["cuMemFree_v2"]);
     let driver = machine.install().unwrap();
     assert_eq!(machine.builds(), 3);
     assert_eq!(fs::read(old.join(LIBCUDA)).unwrap(), before);
-    assert_eq!(exported_functions(&shim), ["cuInit"]);
-    assert_eq!(exported_functions(&driver), ["cuOther"]);
+    assert_eq!(fs::read(old.join("cuda-shim.so")).unwrap(), b"a shim");
+    assert_eq!(
+        fs::read(shim.join("cuda-shim.so")).unwrap(),
+        b"another shim"
+    );
+    assert_eq!(exported_functions(&shim), FUNCTIONS);
+    assert_eq!(exported_functions(&driver), ["cuMemFree_v2"]);
 }
 
 #[test]
@@ -112,10 +122,7 @@ fn builds_are_removed_when_no_cdi_file_mounts_them() {
     let state = machine.path("state");
     let mounted = machine.install().unwrap();
     for number in 0..10 {
-        compile_library(
-            &machine.path("image/libcuda.so.1"),
-            &["cuInit", &format!("cuOther{number}")],
-        );
+        fs::write(machine.path("image/libcuda.so.1"), format!("shim {number}")).unwrap();
         let current = machine.install().unwrap();
         let in_use = [
             mounted.join(LIBCUDA),
@@ -140,24 +147,60 @@ fn symbols_that_the_driver_lacks_are_hidden() {
     let machine = FakeMachine::new(&["cuMemAlloc_v2", "cuInit", "cuUnknownToTheShim"]);
     let build = machine.install().unwrap();
     assert_eq!(exported_functions(&build), ["cuInit", "cuMemAlloc_v2"]);
-    let image = fs::read(machine.path("image/libcuda.so.1")).unwrap();
-    let copy = fs::read(build.join(LIBCUDA)).unwrap();
-    assert_eq!(image.len(), copy.len());
-    let changed = image
-        .iter()
-        .zip(&copy)
-        .filter(|(original, copied)| original != copied);
-    assert!(changed.count() <= 24, "one symbol's entry and nothing else");
 }
 
 #[test]
-fn shim_is_unchanged_when_the_driver_has_every_symbol() {
+fn entry_is_unchanged_when_the_driver_has_every_symbol() {
+    let machine = FakeMachine::new(FUNCTIONS);
+    let entry = machine.path("entry.so");
+    fs::write(&entry, ENTRY_LIBRARIES[0]).unwrap();
+    let names = symbols::exported_names(&entry).unwrap();
+    let names: Vec<&str> = names
+        .iter()
+        .map(|name| str::from_utf8(name).unwrap())
+        .collect();
+    assert!(names.len() >= 682 + 25, "{}", names.len());
+    compile_library(&machine.path("driver.so"), &names);
+    let build = machine.install().unwrap();
+    assert_eq!(fs::read(build.join(LIBCUDA)).unwrap(), ENTRY_LIBRARIES[0]);
+}
+
+/// Every program of a container loads the entries, on any glibc since 2.17.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn entries_need_an_old_glibc_and_no_other_library() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, library) in ENTRIES.iter().zip(ENTRY_LIBRARIES) {
+        let path = folder.path().join(name);
+        fs::write(&path, library).unwrap();
+        elf::needs_an_old_glibc(&path);
+        elf::needs_exactly(&path, &["libc.so.6"]);
+        elf::is_named_and_stays_loaded(&path, name);
+    }
+}
+
+/// The image of a program that changed its root, say, lacks the shims.
+#[test]
+fn entries_return_the_drivers_error_without_a_shim() {
     let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
-    assert_eq!(
-        fs::read(build.join(LIBCUDA)).unwrap(),
-        fs::read(machine.path("image/libcuda.so.1")).unwrap()
-    );
+    let source = machine.path("calls.c");
+    let program = machine.path("calls");
+    fs::write(
+        &source,
+        "int cuInit(int), nvmlInit_v2(void);\n\
+         int main(void) { return !(cuInit(0) == 303 && cuInit(0) == 303 && nvmlInit_v2() == 12); }",
+    )
+    .unwrap();
+    let mut compile = Command::new("cc");
+    compile.arg("-o").args([&program, &source]);
+    compile.args(ENTRIES.map(|name| build.join(name)));
+    assert!(compile.status().unwrap().success());
+    let ended = Command::new(&program)
+        .env("LD_LIBRARY_PATH", &build)
+        .status()
+        .unwrap();
+    assert!(ended.success(), "{ended}");
 }
 
 #[test]
@@ -175,6 +218,8 @@ fn files_are_world_readable_and_preload_lists_them() {
     for (name, mode) in [
         (LIBCUDA, 0o755),
         (LIBNVML, 0o755),
+        ("cuda-shim.so", 0o755),
+        ("nvml-shim.so", 0o755),
         (STUB, 0o755),
         (PRELOAD_FILE, 0o644),
     ] {
@@ -193,7 +238,7 @@ fn files_are_world_readable_and_preload_lists_them() {
 }
 
 #[test]
-fn stub_is_called_libcuda_so_and_needs_the_shim() {
+fn stub_is_called_libcuda_so_and_needs_the_entry() {
     let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
     let output = Command::new("readelf")

@@ -4,8 +4,8 @@
 //! memory, with room and at the quota. The simulated driver is faster than a real one, so the
 //! ratios are worse than on a GPU. On one, allocate + free takes 45 us, or 480 ns in stream order
 //! (fact F9). The absolute difference is what to watch. The benchmark also times the start of a
-//! process that never uses CUDA, because the library is preloaded into every process of a
-//! container.
+//! process that never uses CUDA, and its memory, because every process of a container loads the
+//! entries of the shims.
 //!
 //! `cargo bench -p bursar-shim --bench overhead -- ROW` measures the rows that have this word in
 //! their names. `e2e/gpu/shims.py` runs it on a real GPU.
@@ -13,7 +13,6 @@
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -50,10 +49,23 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
     );
 }
 
-/// Compares the shortest of 500 runs of `/bin/true` without and with a preloaded library, in turn;
-/// load only adds time.
-fn compare_starts(library: &Path) {
-    let life = |preload: &Path| {
+/// Compares a program that uses no GPU without and with the files of a container's
+/// `/etc/ld.so.preload`: by turns (A B B A), each figure the shortest of some starts, because load
+/// only adds time.
+fn compare_starts() {
+    const TURNS: usize = 60;
+    const STARTS: usize = 10;
+    let container = Container::with_quota(256 * MIB);
+    let folder = tempfile::tempdir().expect("there is room");
+    let (_, installed) = support::installed::install_shims(folder.path(), &container.sim(), "1.0");
+    let list = std::fs::read_to_string(installed.join("ld.so.preload")).expect("it is installed");
+    let names = list.lines().filter_map(|line| line.rsplit('/').next());
+    let files: Vec<String> = names
+        .map(|name| installed.join(name).display().to_string())
+        .collect();
+    let preloads = [String::new(), files.join(" ")];
+
+    let start = |preload: &str| {
         let start = Instant::now();
         let ended = Command::new("/bin/true")
             .env("LD_PRELOAD", preload)
@@ -61,21 +73,55 @@ fn compare_starts(library: &Path) {
         assert!(ended.expect("there is one").success());
         start.elapsed()
     };
-    let mut shortest = [Duration::MAX; 2];
-    for _ in 0..500 {
-        for (shortest, preload) in shortest.iter_mut().zip([Path::new(""), library]) {
-            *shortest = life(preload).min(*shortest);
+    let shortest = |preload: &str| (0..STARTS).map(|_| start(preload)).min();
+    let (mut logs, mut times) = (Vec::new(), [Vec::new(), Vec::new()]);
+    for turn in 0..TURNS {
+        let mut pair = [0.0; 2];
+        for side in [turn % 2, 1 - turn % 2] {
+            pair[side] = shortest(&preloads[side]).unwrap_or_default().as_secs_f64();
+            times[side].push(pair[side] * 1e6);
         }
+        logs.push((pair[1] / pair[0]).ln());
     }
+    let mean = logs.iter().sum::<f64>() / TURNS as f64;
+    let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
+    let deviation = 2.0 * (squares / (TURNS * (TURNS - 1)) as f64).sqrt();
+    let [native, preloaded] = times.map(median);
+    let [native_kib, preloaded_kib] = preloads.map(|preload| proportional_kib(&preload));
     println!(
-        "/bin/true                    native {:?}  preloaded {:?}",
-        shortest[0], shortest[1]
+        "/bin/true                    native {native:>8.0} us  entries {preloaded:>5.0} us  {:.3}x \
+         ({:.3} to {:.3}), {TURNS} turns of the shortest of {STARTS}",
+        mean.exp(),
+        (mean - deviation).exp(),
+        (mean + deviation).exp()
+    );
+    println!(
+        "a sleeping process           native {native_kib:>8} KiB  entries {preloaded_kib:>4} KiB (PSS)"
     );
 }
 
+/// Returns the memory of a sleeping process (`Pss` of `smaps_rollup`, proc(5)).
+fn proportional_kib(preload: &str) -> u64 {
+    let mut process = Command::new("/bin/sleep")
+        .arg("60")
+        .env("LD_PRELOAD", preload)
+        .spawn()
+        .expect("there is one");
+    std::thread::sleep(Duration::from_millis(200));
+    let rollup = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", process.id()));
+    process
+        .kill()
+        .and_then(|()| process.wait())
+        .expect("it sleeps");
+    let rollup = rollup.expect("it slept");
+    let line = rollup.lines().find(|line| line.starts_with("Pss:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
+    kib.expect("proc(5)")
+}
+
 fn main() {
-    if is_wanted("/bin/true") {
-        compare_starts(&support::built().join("libbursar_shim.so"));
+    if is_wanted("/bin/true") && !support::is_real() {
+        compare_starts();
     }
     // A pair takes a real driver a hundred times longer.
     let (pairs, small) = match support::is_real() {

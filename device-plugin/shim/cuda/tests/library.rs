@@ -69,7 +69,7 @@ fn library_needs_no_newer_glibc_than_documented() {
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn library_depends_on_glibc_only() {
-    elf::needs_glibc_only(&shim());
+    elf::needs_exactly(&shim(), elf::GLIBC);
 }
 
 #[test]

@@ -69,21 +69,24 @@ pub fn needs_an_old_glibc(library: &Path) {
     assert!(symbols.contains("GLIBC_2.2.5"), "versions were read at all");
 }
 
-/// Asserts that a library depends on glibc only. The loader ends a program whose preloaded library
+/// glibc's libraries that a shim needs.
+pub const GLIBC: &[&str] = &[
+    "ld-linux-x86-64.so.2",
+    "libc.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+];
+
+/// Asserts that a library depends on these only. The loader ends a program whose preloaded library
 /// has a missing dependency.
-pub fn needs_glibc_only(library: &Path) {
-    let of_glibc = [
-        "ld-linux-x86-64.so.2",
-        "libc.so.6",
-        "libdl.so.2",
-        "libpthread.so.0",
-    ];
+pub fn needs_exactly(library: &Path, libraries: &[&str]) {
     let needed: BTreeSet<String> = tool_output("readelf", "-d", library)
         .lines()
         .filter(|line| line.contains("(NEEDED)"))
         .filter_map(|line| Some(line.split_once('[')?.1.trim_end_matches(']').to_owned()))
         .collect();
-    assert_eq!(needed, of_glibc.map(str::to_owned).into());
+    let expected = libraries.iter().map(|name| (*name).to_owned());
+    assert_eq!(needed, expected.collect());
 }
 
 /// Asserts a library's SONAME, and that `dlclose`, which would forget charges, does not unload it.

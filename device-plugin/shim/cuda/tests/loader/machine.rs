@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use bursar_config::{AuditConfig, AuditPolicy, HostMount};
@@ -11,11 +10,10 @@ use bursar_enforcement::attestation;
 use bursar_enforcement::audit::compare::{
     AttestedState, Finding, GpuSample, ListedProcess, LiveProcess, compare_accounts,
 };
-use bursar_host::driver_files::{Driver, LIBCUDA, LIBNVML};
+use bursar_host::driver_files::LIBCUDA;
 use bursar_host::procfs::{ProcessOwner, Stat};
 use bursar_ledger::units::{AllocationId, Bytes};
 use bursar_node::cdi::{self, BoundGpu, CdiBinding, ContainerEdits};
-use bursar_node::shim_install;
 use bursar_sim_state::Sim;
 
 use crate::container::{Container, Running};
@@ -92,7 +90,7 @@ impl Machine {
 
     /// Returns the outcome of a program that allocated 1 MiB and then as much as the whole quota.
     pub fn outcome(&self, program: &Running) -> Result<Outcome, String> {
-        let shim = program.has_mapped("/opt/bursar/lib/libcuda.so.1")
+        let entry = program.has_mapped("/opt/bursar/lib/libcuda.so.1")
             || cdi::CONTAINER_DEFAULT_DIRS.iter().any(|dir| {
                 let dir = dir.to_string();
                 program.has_mapped(&format!("{dir}/{LIBCUDA}"))
@@ -100,11 +98,13 @@ impl Machine {
         match (program.line_after("none"), program.line_after("alloc")) {
             (Some(_), None) => Ok(Outcome::NoDriver),
             (None, None) if !program.whole => Ok(Outcome::NoDriver),
-            (None, Some("0 2")) if shim => Ok(match program.has_mapped("/usr/local/cuda/compat") {
-                true => Outcome::HeldOverImages,
-                false => Outcome::Held,
-            }),
-            (None, Some("0 0")) => match self.finding(program.pid(), shim) {
+            (None, Some("0 2")) if program.has_mapped("/opt/bursar/lib/cuda-shim.so") => {
+                Ok(match program.has_mapped("/usr/local/cuda/compat") {
+                    true => Outcome::HeldOverImages,
+                    false => Outcome::Held,
+                })
+            }
+            (None, Some("0 0")) => match self.finding(program.pid(), entry) {
                 Some(finding) => Ok(Outcome::Detected(finding)),
                 None => Err(format!("silent: {:?}", program.lines)),
             },
@@ -199,27 +199,9 @@ impl Outcome {
 }
 
 fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
-    bursar_sim_lab::build(&["bursar-sim-nvml", "bursar-nvml-shim"], &["--lib"]).unwrap();
-    let (host, image) = (folder.join("host"), folder.join("shim"));
-    fs::create_dir_all(host.join("usr/lib64")).unwrap();
-    fs::create_dir(&image).unwrap();
-    for (soname, driver, shim) in [
-        (LIBCUDA, "libbursar_sim_cuda.so", "libbursar_shim.so"),
-        (LIBNVML, "libbursar_sim_nvml.so", "libbursar_nvml_shim.so"),
-    ] {
-        let stem = soname.trim_end_matches('1');
-        let file = format!("{stem}{DRIVER}");
-        fs::copy(
-            support::built().join(driver),
-            host.join("usr/lib64").join(&file),
-        )
-        .unwrap();
-        symlink(file, host.join("usr/lib64").join(soname)).unwrap();
-        fs::copy(support::built().join(shim), image.join(soname)).unwrap();
-    }
-    let driver = Driver::find(&host, &host, &agent.sim().join("dev")).unwrap();
+    let (driver, shim_dir) = support::installed::install_shims(folder, &agent.sim(), DRIVER);
     let node = cdi::CdiNode {
-        shim_dir: shim_install::install(&image, &driver, &folder.join("state")).unwrap(),
+        shim_dir,
         driver,
         alloc_dir: agent.alloc_dir().parent().unwrap().to_owned(),
         extra_mounts: vec![HostMount {

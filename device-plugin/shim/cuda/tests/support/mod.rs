@@ -22,6 +22,7 @@ use bursar_sim_state::{MachineDir, Sim};
 
 #[path = "../../../common/tests/support/agent.rs"]
 mod agent;
+pub mod installed;
 #[path = "../../../common/tests/support/program.rs"]
 mod program;
 
