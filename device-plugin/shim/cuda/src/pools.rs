@@ -229,10 +229,28 @@ impl Pool {
         step: Units,
         call: impl Fn() -> Result<u64, CuResult>,
     ) -> Result<Option<u64>, CuResult> {
-        let _guard = POOLS.lock.lock();
+        let guard = POOLS.lock.lock();
+        let allocate = || self.allocate_growth_locked(account, bytes, step, call, &guard);
+        // The program's own call has the program's capture mode if the program captures. Else all
+        // calls have the relaxed one, because each change of the mode is a call too.
+        if captures::may_be_active() {
+            allocate()
+        } else {
+            captures::with_relaxed_capture(allocate)
+        }
+    }
+
+    fn allocate_growth_locked(
+        &self,
+        account: u8,
+        bytes: u64,
+        step: Units,
+        call: impl Fn() -> Result<u64, CuResult>,
+        _lock: &MutexGuard<'_, ()>,
+    ) -> Result<Option<u64>, CuResult> {
         let growth = captures::with_relaxed_capture(|| {
-            let _ = self.reconcile(Units::ZERO);
-            self.growth(bytes)
+            let (reserved, _) = self.reconcile_and_read(Units::ZERO, Units::ZERO);
+            growth(reserved?, self.attribute(ATTR_USED)?, bytes)
         });
         let growth = growth.ok_or(curesult::OUT_OF_MEMORY)?;
         let Some(charged) = charge_growth(account, growth, step) else {
@@ -268,6 +286,15 @@ impl Pool {
 
     /// Makes `accounted` what the pool has reserved and `extra`. See [`Pool::reconcile`].
     fn reconcile_with_extra(&self, precharged: Units, extra: Units) -> Result<(), Denied> {
+        self.reconcile_and_read(precharged, extra).1
+    }
+
+    /// Reconciles, and returns the bytes that the pool has reserved too.
+    fn reconcile_and_read(
+        &self,
+        precharged: Units,
+        extra: Units,
+    ) -> (Option<u64>, Result<(), Denied>) {
         let before = self.accounted.swap(RECONCILING, Ordering::SeqCst);
         // Closed before the driver is queried: calls that end later have grown the pool by then, or
         // are counted here.
@@ -276,7 +303,8 @@ impl Pool {
             parts => parts.saturating_add(ONE_STEP),
         };
         let beyond = under_way.saturating_add(extra);
-        let reserved = self.reserved().unwrap_or(before);
+        let read = self.attribute(ATTR_RESERVED);
+        let reserved = read.and_then(units).unwrap_or(before);
         let reserved = reserved.saturating_add(beyond.0);
         let target = if self.exported.load(Ordering::Acquire) {
             reserved.max(before)
@@ -304,7 +332,7 @@ impl Pool {
             let _ = accounting::mark_exported(more);
         }
         self.accounted.store(after, Ordering::SeqCst);
-        settled
+        (read, settled)
     }
 
     /// Reconciles after a call that may have shrunk the pool.
@@ -414,11 +442,13 @@ impl Pool {
         sizes.is_some_and(|(reserved, used)| reserved >= used.saturating_add(STEP))
     }
 
-    /// Returns what the pool must grow by for a request, if the request can use all that is cached.
+    /// Returns what the pool must grow by for a request.
     fn growth(&self, bytes: u64) -> Option<Units> {
-        let (reserved, used) = (self.attribute(ATTR_RESERVED)?, self.attribute(ATTR_USED)?);
-        let needed = used.checked_add(bytes)?.checked_next_multiple_of(STEP)?;
-        Units::holding(needed.saturating_sub(reserved))
+        growth(
+            self.attribute(ATTR_RESERVED)?,
+            self.attribute(ATTR_USED)?,
+            bytes,
+        )
     }
 
     fn reserved(&self) -> Option<u32> {
@@ -459,6 +489,12 @@ impl Pool {
 
 fn units(bytes: u64) -> Option<u32> {
     Units::holding(bytes).map(|units| units.0)
+}
+
+/// Returns what a pool must grow by for a request, if the request can use all that is cached.
+fn growth(reserved: u64, used: u64, bytes: u64) -> Option<Units> {
+    let needed = used.checked_add(bytes)?.checked_next_multiple_of(STEP)?;
+    Units::holding(needed.saturating_sub(reserved))
 }
 
 /// Returns the most that a pool takes of its GPU for a request, or `None` beyond what units can
