@@ -8,6 +8,7 @@ its own, and prints one table. It exits with 1 if a row fails.
 """
 
 import argparse
+import glob
 import os
 import subprocess
 import sys
@@ -131,8 +132,8 @@ def rows(rounds):
     yield "overhead", 8, overhead, {}, all_of(
         *(
             lambda answer, figure=figure, bound=bound: None
-            if answer[figure]["ratio"] <= bound
-            else f"{figure} {answer[figure]['ratio']}x, goal {bound}x"
+            if answer[figure]["high"] <= bound
+            else f"{figure} {answer[figure]['low']}x to {answer[figure]['high']}x, goal {bound}x"
             for figure, bound in most.items()
         )
     )
@@ -180,10 +181,9 @@ def compile_programs(into):
         ["nvcc", "-arch=native", "-cubin", f"{source}/kernels.cu", "-o", f"{into}/kernels.cubin"],
     ):
         subprocess.run(command, check=True)
-    for name in os.listdir(source):
-        if name.endswith(".py"):
-            with open(f"{source}/{name}", "rb") as read, open(f"{into}/{name}", "wb") as write:
-                write.write(read.read())
+    for path in (*glob.glob(f"{source}/*.py"), os.path.join(HERE, "comparison.py")):
+        with open(path, "rb") as read, open(f"{into}/{os.path.basename(path)}", "wb") as write:
+            write.write(read.read())
 
 
 def show(answer):
@@ -191,7 +191,7 @@ def show(answer):
     if answer is None:
         return "no answer"
     return ", ".join(
-        f"{key.removesuffix('_mib')} {value['ratio']}x ({value['native']:.0f} ns)"
+        f"{key.removesuffix('_mib')} {value['ratio']}x ({value['low']} to {value['high']}, {value['native']:.0f} ns)"
         if isinstance(value, dict)
         else f"{key.removesuffix('_mib')} {value}"
         for key, value in answer.items()

@@ -1,25 +1,26 @@
 """Tells a slower pool from one that the compiler placed differently: two commits' pools by turns, in several builds.
 
-usage: layouts.py OLDER NEWER [OLDER NEWER...]
+usage: layouts.py OLDER NEWER [OLDER NEWER...] [--state FILE] [--seconds N]
 
 Each pair is the `runtime-bench` of an older and of a newer commit, built with the same number of codegen units. The
 programs run wherever CUDA is, the simulated driver included: the pool calls the driver for its slab alone. Each start
-measures a cell three times and keeps the shortest. The script prints the median ratio of neighbouring starts for each
-build and cell, and for a pair alone and under a `Budget`. It exits with 1 if the median of all cells, of all pairs, or
-of all pairs under a `Budget` is above 1.03.
+measures a cell three times and keeps the shortest. The script prints the ratio of the newer program's time to the older
+one's with its interval, for each build and cell, and for a pair alone and under a `Budget`. It exits with 1 if that of
+all cells, of all pairs, or of all pairs under a `Budget`, of all builds together, is above 1.03. No pair of starts
+begins after N seconds; with FILE the next run goes on with the others.
 """
 
 import argparse
-import statistics
 import sys
 
+from comparison import Comparison, ratio_of
 from runtime import SLOWER, rows_of
 from table import Table
 
 CELLS = ["1000 1", "10000 1", "10000 64", "10000 1024", "100000 64"]
 STARTS = 12
 PAIRS = {"a pair": "pool", "under a Budget": "budget over the pool"}
-PAIR_STARTS = 3
+PAIR_STARTS = 4
 # The percentage of the GPU's memory for the pool.
 SHARE = "40"
 
@@ -38,46 +39,39 @@ def pairs(program):
     if code:
         raise RuntimeError(f"{program} ended with {code}: {output[-800:]}")
     found = {row["source"]: row["ns"] for row in rows if (row["bytes"], row["threads"]) == (1 << 20, 1)}
-    return [found[source] for source in PAIRS.values()]
+    return {kind: found[source] for kind, source in PAIRS.items()}
 
 
-def turns(older, newer, starts, measure):
-    """Runs both by turns that change their order, and returns their results of each turn."""
-    results = []
-    for start in range(starts):
-        order = (older, newer) if start % 2 else (newer, older)
-        took = {program: measure(program) for program in order}
-        results.append((took[newer], took[older]))
-    return results
+def cells(program):
+    """Returns the milliseconds of each cell after a start of its own."""
+    return {cell: shortest(program, cell) for cell in CELLS}
 
 
-def ratios_of(older, newer):
-    """Returns the median ratio of neighbouring starts for each cell and each kind of pair."""
-    medians = []
-    for cell in CELLS:
-        took = turns(older, newer, STARTS, lambda program, cell=cell: shortest(program, cell))
-        medians.append(statistics.median(new / old for new, old in took))
-    took = turns(older, newer, PAIR_STARTS, pairs)
-    for kind in range(len(PAIRS)):
-        medians.append(statistics.median(new[kind] / old[kind] for new, old in took))
-    return medians
+def together(comparisons, figures):
+    """Returns the ratio of these figures of several comparisons."""
+    values = [comparison.values(figure) for comparison in comparisons for figure in figures]
+    first, second = (sum(side, []) for side in zip(*values))
+    return ratio_of(first, second, sum(comparison.planned for comparison in comparisons) * len(figures))
 
 
 def main():
     """Compares all pairs, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("programs", nargs="+")
-    programs = parser.parse_args().programs
+    parser.add_argument("--state")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    options = parser.parse_args()
     table = Table("newer program", *CELLS, *PAIRS)
-    builds = []
-    for older, newer in zip(programs[::2], programs[1::2], strict=True):
-        builds.append(ratios_of(older, newer))
-        table.add(newer, *(f"{ratio:.3f}" for ratio in builds[-1]))
-    cells = statistics.median(ratio for build in builds for ratio in build[: len(CELLS)])
-    of_pairs = [statistics.median(build[len(CELLS) + kind] for build in builds) for kind in range(len(PAIRS))]
-    medians = [cells, *[""] * (len(CELLS) - 1), *of_pairs]
-    is_slower = any(median > SLOWER for median in (cells, *of_pairs))
-    table.add("median of all builds", *(f"{m:.3f}" if m else m for m in medians), wrong=is_slower)
+    of_cells, of_pairs = [], []
+    for older, newer in zip(options.programs[::2], options.programs[1::2], strict=True):
+        for taken, measure, starts in (of_cells, cells, STARTS), (of_pairs, pairs, PAIR_STARTS):
+            comparison = Comparison(f"{measure.__name__} of {newer}", starts, options.state)
+            both = (lambda program=program, measure=measure: measure(program) for program in (older, newer))
+            taken.append(comparison.take(*both, seconds=options.seconds))
+        table.add(newer, *(of_cells[-1].ratio(cell) for cell in CELLS), *(of_pairs[-1].ratio(kind) for kind in PAIRS))
+    table.add("all builds, all cells", ratio := together(of_cells, CELLS), *[""] * 6, **ratio.at_most(SLOWER))
+    for kind in PAIRS:
+        table.add(f"all builds, {kind}", ratio := together(of_pairs, [kind]), *[""] * 6, **ratio.at_most(SLOWER))
     return table.show()
 
 

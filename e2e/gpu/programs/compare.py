@@ -5,24 +5,25 @@ usage: compare.py OVERHEAD CUBIN ROUNDS
 
 import json
 import statistics
-import subprocess
 import sys
+
+from comparison import Comparison, output
 
 REAL, SHIM = "/opt/bursar/drv/cuda.so.1", "/opt/bursar/lib/libcuda.so.1"
 
 
 def run(*arguments):
-    output = subprocess.run([sys.argv[1], *arguments], capture_output=True, text=True, check=False)
-    if output.returncode != 0:
-        raise SystemExit(f"{arguments}: {output.stderr}")
-    return json.loads(output.stdout)
+    return json.loads(output([sys.argv[1], *arguments], 300))
 
 
 run("start", REAL), run("start", SHIM)
-pairs = [(run("start", REAL), run("start", SHIM)) for _ in range(int(sys.argv[3]))]
+starts = Comparison("starts", int(sys.argv[3])).take(lambda: {"ns": run("start", REAL)}, lambda: {"ns": run("start", SHIM)})
+ratio = starts.ratio("ns")
 answer = run("calls", REAL, SHIM, sys.argv[2])
 answer["start"] = {
-    "native": statistics.median(native for native, _ in pairs),
-    "ratio": round(statistics.median(shim / native for native, shim in pairs), 4),
+    "native": statistics.median(starts.values("ns")[0]),
+    "ratio": round(ratio.mean, 4),
+    "low": round(ratio.low, 4),
+    "high": round(ratio.high, 4),
 }
 print(json.dumps(answer))

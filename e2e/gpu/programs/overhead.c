@@ -1,6 +1,6 @@
 // Measures calls through the real library and through the shim in one process: blocks of calls in
 // turn, so that both meet the same machine. Prints one JSON object: the median nanoseconds of a
-// native call, and of the neighbouring blocks' ratios. Or measures how long one library takes to
+// native call, and the median of the neighbouring blocks' ratios with its interval. Or measures how long one library takes to
 // start, which a process can do once.
 #include <cuda.h>
 #include <dlfcn.h>
@@ -11,6 +11,8 @@
 #include <time.h>
 
 #define BLOCKS 301
+// The ranks below and above the median of so many values that hold it with 95 %.
+#define RANKS 17
 #define THREADS 8
 #define THREAD_PAIRS 200
 
@@ -132,7 +134,8 @@ static void compare(const char *name, void (*once)(const struct calls *), int ti
         ratio[i] = hooked / native[i];
         CHECK(cuStreamSynchronize(stream));
     }
-    printf("\"%s\":{\"native\":%.1f,\"ratio\":%.4f},", name, median(native), median(ratio));
+    double middle = median(ratio), low = ratio[BLOCKS / 2 - RANKS], high = ratio[BLOCKS / 2 + RANKS];
+    printf("\"%s\":{\"native\":%.1f,\"ratio\":%.4f,\"low\":%.4f,\"high\":%.4f},", name, median(native), middle, low, high);
 }
 
 static int start(const char *path) {
