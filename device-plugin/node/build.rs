@@ -88,7 +88,7 @@ fn compile(entry: &Entry<'_>) -> Outcome<()> {
             "-Dwarnings",
             "-Cpanic=abort",
             "-Copt-level=3",
-            "-Cstrip=debuginfo",
+            "-Cstrip=symbols",
         ])
         .args(["--target", &variable("TARGET")?])
         .args(["-o", &format!("{folder}/{}", entry.soname)])

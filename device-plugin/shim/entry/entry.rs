@@ -30,6 +30,9 @@ pub use variable::Variable;
 static SLOTS: [AtomicPtr<c_void>; COUNT] =
     [const { AtomicPtr::new(lazy_resolve as *mut c_void) }; COUNT];
 
+/// The handle of the open shim, or null.
+static OPENED: AtomicPtr<c_void> = AtomicPtr::new(core::ptr::null_mut());
+
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
@@ -45,15 +48,23 @@ extern "C" fn on_load() {
 at_first_call!(lazy_resolve, resolve);
 
 /// Looks up the shim's function at `index` and fills its slot. Threads that race find the same
-/// address.
+/// address. While the shim cannot be opened, each call tries again.
 extern "C" fn resolve(index: usize) -> *mut c_void {
-    let shim = loader::open(SHIM);
-    let found = match STARTS.get(index) {
-        Some(start) if !shim.is_null() => loader::symbol(
-            shim,
-            NAMES.as_ptr().wrapping_add(usize::from(*start)).cast(),
-        ),
-        _ => unloadable as *mut c_void,
+    let shim = match OPENED.load(Ordering::Acquire) {
+        opened if opened.is_null() => loader::open(SHIM),
+        opened => opened,
+    };
+    if shim.is_null() {
+        return unloadable as *mut c_void;
+    }
+    OPENED.store(shim, Ordering::Release);
+    let name = STARTS.get(index).map_or(NAMES.as_ptr(), |start| {
+        NAMES.as_ptr().wrapping_add(usize::from(*start))
+    });
+    let found = match loader::symbol(shim, name.cast()) {
+        // The image's shim is of another build.
+        missing if missing.is_null() => unloadable as *mut c_void,
+        found => found,
     };
     if let Some(slot) = SLOTS.get(index) {
         slot.store(found, Ordering::Release);
@@ -61,7 +72,7 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     found
 }
 
-/// Stands in for every function while the shim cannot be opened.
+/// Stands in for a function that the shim does not have, and for each while it cannot be opened.
 extern "C" fn unloadable() -> c_int {
     UNLOADABLE
 }

@@ -179,6 +179,36 @@ fn entries_need_an_old_glibc_and_no_other_library() {
     }
 }
 
+/// The constructor of an entry runs before those of libraries that the program preloads.
+#[test]
+fn first_process_starts_beside_a_library_with_its_own_dlopen() {
+    let machine = FakeMachine::new(FUNCTIONS);
+    let build = machine.install().unwrap();
+    let (source, library) = (machine.path("own.c"), machine.path("own.so"));
+    fs::write(
+        &source,
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n\
+         static void *(*next)(const char *, int);\n\
+         __attribute__((constructor)) static void start(void) { next = dlsym(RTLD_NEXT, \"dlopen\"); }\n\
+         void *dlopen(const char *file, int mode) { return next(file, mode); }\n",
+    )
+    .unwrap();
+    let mut compile = Command::new("cc");
+    compile
+        .args(["-shared", "-fPIC", "-o"])
+        .args([&library, &source]);
+    assert!(compile.status().unwrap().success());
+    let preload = [&library, &build.join(LIBCUDA), &build.join(LIBNVML)];
+    let preload = preload.map(|path| path.display().to_string()).join(" ");
+    let ended = Command::new("unshare")
+        .args(["--pid", "--fork", "env"])
+        .arg(format!("LD_PRELOAD={preload}"))
+        .args(["/bin/sh", "-c", "test $$ = 1"])
+        .status()
+        .unwrap();
+    assert!(ended.success(), "{ended}");
+}
+
 /// The image of a program that changed its root, say, lacks the shims.
 #[test]
 fn entries_return_the_drivers_error_without_a_shim() {
