@@ -8,7 +8,7 @@ pub use bursar_protocol::checksum::of;
 
 use crate::driver::{Context, Grid, Kernel, Stream};
 use crate::error::CudaError;
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Bytes that a thread loads at once. Memory must start at a multiple of this.
 const LOAD_BYTES: u64 = 16;
@@ -70,15 +70,15 @@ impl DeviceChecksum {
         let enough = bytes.div_ceil(LOAD_BYTES * u64::from(THREADS));
         let blocks = u32::try_from(enough).map_or(self.blocks, |enough| enough.min(self.blocks));
         let mut sum = [0; size_of::<u64>()];
-        context.fill_async(self.sum, 0, sum.len(), stream)?;
-        crate::vouched::launch(
+        vouched::fill_async(&context, self.sum, 0, sum.len(), stream)?;
+        vouched::launch(
             &self.kernel,
             stream,
             Grid::linear(blocks.max(1), THREADS),
             &mut [address, bytes, self.sum],
         )?;
         stream.synchronize()?;
-        context.copy_from_device(&mut sum, self.sum)?;
+        vouched::copy_from_device(&context, &mut sum, self.sum)?;
         Ok(checksum::finish(u64::from_le_bytes(sum), bytes))
     }
 }
@@ -86,7 +86,7 @@ impl DeviceChecksum {
 impl Drop for DeviceChecksum {
     fn drop(&mut self) {
         // If the free fails, the context is lost and its memory with it.
-        let _ = self.kernel.context().free(self.sum);
+        let _ = vouched::free(self.kernel.context(), self.sum);
     }
 }
 

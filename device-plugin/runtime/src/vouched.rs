@@ -1,4 +1,4 @@
-//! Calls the unsafe functions of [`raw`]. The runtime vouches for each address, because it passes
+//! Calls the driver's functions that take addresses. The runtime vouches for each address, because it passes
 //! only those of its own blocks. While the work goes on, it borrows the block's owner, so that the
 //! host cannot refer to the block.
 #![allow(
@@ -9,82 +9,77 @@
 use crate::driver::{Context, Grid, HostView, Kernel, Stream, raw};
 use crate::error::CudaError;
 
-/// Calls with the address of a block of this crate.
-pub(crate) trait Vouched {
-    fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError>;
-    fn fill_async(
-        &self,
-        address: u64,
-        value: u8,
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError>;
-    fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError>;
-    fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError>;
-    fn copy_from_peer_async(
-        &self,
-        to: u64,
-        from: (&Context, u64),
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError>;
-    fn free(&self, address: u64) -> Result<(), CudaError>;
-    fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError>;
-    fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError>;
+pub(crate) fn fill(
+    context: &Context,
+    address: u64,
+    value: u8,
+    bytes: usize,
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::fill(context, address, value, bytes) }
 }
 
-impl Vouched for Context {
-    fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::fill(self, address, value, bytes) }
-    }
+pub(crate) fn fill_async(
+    context: &Context,
+    address: u64,
+    value: u8,
+    bytes: usize,
+    stream: &Stream,
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::fill_async(context, address, value, bytes, stream) }
+}
 
-    fn fill_async(
-        &self,
-        address: u64,
-        value: u8,
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::fill_async(self, address, value, bytes, stream) }
-    }
+pub(crate) fn copy_to_device(
+    context: &Context,
+    address: u64,
+    from: &[u8],
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::copy_to_device(context, address, from) }
+}
 
-    fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::copy_to_device(self, address, from) }
-    }
+pub(crate) fn copy_from_device(
+    context: &Context,
+    to: &mut [u8],
+    address: u64,
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::copy_from_device(context, to, address) }
+}
 
-    fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::copy_from_device(self, to, address) }
-    }
+pub(crate) fn copy_from_peer_async(
+    context: &Context,
+    to: u64,
+    from: (&Context, u64),
+    bytes: usize,
+    stream: &Stream,
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::copy_from_peer_async(context, to, from, bytes, stream) }
+}
 
-    fn copy_from_peer_async(
-        &self,
-        to: u64,
-        from: (&Context, u64),
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::copy_from_peer_async(self, to, from, bytes, stream) }
-    }
+pub(crate) fn free(context: &Context, address: u64) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::free(context, address) }
+}
 
-    fn free(&self, address: u64) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::free(self, address) }
-    }
+pub(crate) fn free_async(
+    context: &Context,
+    address: u64,
+    stream: &Stream,
+) -> Result<(), CudaError> {
+    // SAFETY: the module's description.
+    unsafe { raw::free_async(context, address, stream) }
+}
 
-    fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: the module's description.
-        unsafe { raw::free_async(self, address, stream) }
-    }
-
-    fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError> {
-        // SAFETY: `ManagedRef` owns the memory longer than the view, and waits before each use.
-        unsafe { raw::host_view(self, address, bytes) }
-    }
+pub(crate) fn host_view(
+    context: &Context,
+    address: u64,
+    bytes: usize,
+) -> Result<HostView, CudaError> {
+    // SAFETY: `ManagedRef` owns the memory longer than the view, and waits before each use.
+    unsafe { context.host_view(address, bytes) }
 }
 
 /// Launches a kernel with addresses of blocks of this crate.
@@ -95,7 +90,7 @@ pub(crate) fn launch(
     arguments: &mut [u64],
 ) -> Result<(), CudaError> {
     // SAFETY: the module's description.
-    unsafe { raw::launch(kernel, stream, grid, arguments) }
+    unsafe { kernel.launch(stream, grid, arguments) }
 }
 
 /// Lends a block of this crate to cudarc.

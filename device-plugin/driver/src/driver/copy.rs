@@ -1,10 +1,6 @@
-//! Fills and copies memory: mappings for every caller, and raw addresses for this crate.
-//!
-//! An address may be pinned or managed host memory, so that a fill could change borrowed memory.
-//! Callers outside this crate must therefore use the unsafe functions of [`raw`](super::raw).
-//! Modules of this crate pass addresses of blocks and leases only.
+//! Fills and copies the memory of mappings, to which the host cannot refer.
 
-use super::{Context, Mapping, Stream, call};
+use super::{Context, Mapping, raw};
 use crate::error::CudaError;
 
 impl Mapping {
@@ -19,11 +15,9 @@ impl Mapping {
         value: u8,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        context.fill(
-            self.checked_address("Mapping::fill", at, bytes)?,
-            value,
-            bytes,
-        )
+        let address = self.checked_address("Mapping::fill", at, bytes)?;
+        // SAFETY: the mapping is device memory.
+        unsafe { raw::fill(context, address, value, bytes) }
     }
 
     /// Copies bytes of the host to a part of the mapping, from byte `at` on, and waits.
@@ -31,10 +25,9 @@ impl Mapping {
     /// # Errors
     /// As [`fill`](Self::fill).
     pub fn write(&self, context: &Context, at: u64, from: &[u8]) -> Result<(), CudaError> {
-        context.copy_to_device(
-            self.checked_address("Mapping::write", at, from.len())?,
-            from,
-        )
+        let address = self.checked_address("Mapping::write", at, from.len())?;
+        // SAFETY: the mapping is device memory.
+        unsafe { raw::copy_to_device(context, address, from) }
     }
 
     /// Copies a part of the mapping, from byte `at` on, to the host and waits.
@@ -43,7 +36,8 @@ impl Mapping {
     /// As [`fill`](Self::fill).
     pub fn read(&self, context: &Context, at: u64, to: &mut [u8]) -> Result<(), CudaError> {
         let from = self.checked_address("Mapping::read", at, to.len())?;
-        context.copy_from_device(to, from)
+        // SAFETY: the mapping is device memory.
+        unsafe { raw::copy_from_device(context, to, from) }
     }
 
     /// Returns the address of a range inside the mapping.
@@ -57,67 +51,5 @@ impl Mapping {
                 code: INVALID_VALUE,
             }),
         }
-    }
-}
-
-impl Context {
-    /// Fills device memory and waits.
-    pub(crate) fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(self.driver(), cuMemsetD8_v2(address, value, bytes))?;
-        // The driver returns before the device is done ("API synchronization behavior" in its
-        // manual).
-        self.default_stream().synchronize()
-    }
-
-    /// Fills device memory in the order of a stream.
-    pub(crate) fn fill_async(
-        &self,
-        address: u64,
-        value: u8,
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(
-            self.driver(),
-            cuMemsetD8Async(address, value, bytes, stream.raw())
-        )
-    }
-
-    /// Copies to the device and waits.
-    pub(crate) fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(
-            self.driver(),
-            cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len())
-        )?;
-        // The driver returns once it has read the host's memory, possibly before the device's
-        // memory is written.
-        self.default_stream().synchronize()
-    }
-
-    /// Copies from the device and waits.
-    pub(crate) fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(
-            self.driver(),
-            cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len())
-        )
-    }
-
-    /// Copies between two devices in the order of a stream of either.
-    pub(crate) fn copy_from_peer_async(
-        &self,
-        to: u64,
-        (peer, from): (&Context, u64),
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        let _current = stream.context().enter()?;
-        call!(
-            self.driver(),
-            cuMemcpyPeerAsync(to, self.raw(), from, peer.raw(), bytes, stream.raw())
-        )
     }
 }

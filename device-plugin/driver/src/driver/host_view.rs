@@ -19,8 +19,15 @@ pub struct HostView {
 }
 
 impl Context {
-    /// Creates the view of memory that the caller owns, if all of it is managed.
-    pub(crate) fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError> {
+    /// Creates the host's view of managed memory.
+    ///
+    /// # Safety
+    /// The caller owns the memory, frees it after the view, and calls the view's methods only when
+    /// no work uses the bytes as long as the result lives.
+    ///
+    /// # Errors
+    /// The driver's error, or code 1 (invalid value) for memory that is not managed.
+    pub unsafe fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError> {
         let managed: u32 = self.pointer_attribute(IS_MANAGED, address)?;
         let start: u64 = self.pointer_attribute(RANGE_START, address)?;
         let size: usize = self.pointer_attribute(RANGE_SIZE, address)?;

@@ -74,8 +74,15 @@ impl Kernel {
         self.function.context()
     }
 
-    /// Launches the kernel in a stream; see [`raw::launch`](super::raw::launch).
-    pub(crate) fn launch(
+    /// Launches the kernel in a stream.
+    ///
+    /// # Safety
+    /// The arguments that are addresses are of memory that the host does not refer to before the
+    /// work is done.
+    ///
+    /// # Errors
+    /// The driver's error, or code 1 (invalid value) for another number of arguments.
+    pub unsafe fn launch(
         &self,
         stream: &Stream,
         grid: Grid,

@@ -18,13 +18,6 @@ impl Context {
         Ok(address)
     }
 
-    /// `cuMemFree`: frees linear, stream-ordered or managed memory that the host no longer refers
-    /// to. Waits for work that may use it.
-    pub(crate) fn free(&self, address: u64) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(self.driver(), cuMemFree_v2(address))
-    }
-
     /// `cuMemAllocAsync`: allocates from the device's pool for later work of the stream.
     ///
     /// # Errors
@@ -37,11 +30,5 @@ impl Context {
             cuMemAllocAsync(&raw mut address, bytes, stream.raw())
         )?;
         Ok(address)
-    }
-
-    /// `cuMemFreeAsync`: frees memory after the present work of the stream.
-    pub(crate) fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(self.driver(), cuMemFreeAsync(address, stream.raw()))
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! The safe functions cannot break Rust's rules for host memory. A device address is a number. A
 //! wrong one makes the driver refuse a call or a kernel fault, and a fault poisons the process
-//! image (F1 in `docs/internals/facts.md`). The functions of [`raw`] are unsafe, because they write
+//! image (F1 in `docs/internals/facts.md`). The functions of [`raw`], a launch and a host's view are unsafe, because they write
 //! or read at an address that may be the host's.
 #![allow(
     unsafe_code,

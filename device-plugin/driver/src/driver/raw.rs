@@ -1,7 +1,7 @@
-//! Fills, copies, frees and uses memory by address. The driver cannot check that the address is
+//! Fills, copies and frees memory by address. The driver cannot check that the address is
 //! still the caller's, so each function is unsafe, and its caller vouches for the address.
 
-use super::{Context, Grid, HostView, Kernel, Stream};
+use super::{Context, Stream, call};
 use crate::error::CudaError;
 
 /// Fills memory and waits.
@@ -18,7 +18,11 @@ pub unsafe fn fill(
     value: u8,
     bytes: usize,
 ) -> Result<(), CudaError> {
-    context.fill(address, value, bytes)
+    let _current = context.enter()?;
+    call!(context.driver(), cuMemsetD8_v2(address, value, bytes))?;
+    // The driver returns before the device is done ("API synchronization behavior" in its
+    // manual).
+    context.default_stream().synchronize()
 }
 
 /// Fills memory in the order of a stream.
@@ -35,7 +39,11 @@ pub unsafe fn fill_async(
     bytes: usize,
     stream: &Stream,
 ) -> Result<(), CudaError> {
-    context.fill_async(address, value, bytes, stream)
+    let _current = context.enter()?;
+    call!(
+        context.driver(),
+        cuMemsetD8Async(address, value, bytes, stream.raw())
+    )
 }
 
 /// Copies bytes of the host to memory and waits.
@@ -50,7 +58,14 @@ pub unsafe fn copy_to_device(
     address: u64,
     from: &[u8],
 ) -> Result<(), CudaError> {
-    context.copy_to_device(address, from)
+    let _current = context.enter()?;
+    call!(
+        context.driver(),
+        cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len())
+    )?;
+    // The driver returns once it has read the host's memory, possibly before the device's
+    // memory is written.
+    context.default_stream().synchronize()
 }
 
 /// Copies memory to the host and waits.
@@ -65,7 +80,11 @@ pub unsafe fn copy_from_device(
     to: &mut [u8],
     address: u64,
 ) -> Result<(), CudaError> {
-    context.copy_from_device(to, address)
+    let _current = context.enter()?;
+    call!(
+        context.driver(),
+        cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len())
+    )
 }
 
 /// Copies between two devices in the order of a stream of either.
@@ -78,11 +97,15 @@ pub unsafe fn copy_from_device(
 pub unsafe fn copy_from_peer_async(
     context: &Context,
     to: u64,
-    from: (&Context, u64),
+    (peer, from): (&Context, u64),
     bytes: usize,
     stream: &Stream,
 ) -> Result<(), CudaError> {
-    context.copy_from_peer_async(to, from, bytes, stream)
+    let _current = stream.context().enter()?;
+    call!(
+        context.driver(),
+        cuMemcpyPeerAsync(to, context.raw(), from, peer.raw(), bytes, stream.raw())
+    )
 }
 
 /// `cuMemFree`: frees linear, stream-ordered or managed memory, and waits for work that may use it.
@@ -93,7 +116,8 @@ pub unsafe fn copy_from_peer_async(
 /// # Errors
 /// The driver's error; the driver refuses an address inside an allocation.
 pub unsafe fn free(context: &Context, address: u64) -> Result<(), CudaError> {
-    context.free(address)
+    let _current = context.enter()?;
+    call!(context.driver(), cuMemFree_v2(address))
 }
 
 /// `cuMemFreeAsync`: frees memory after the present work of the stream.
@@ -108,38 +132,6 @@ pub unsafe fn free_async(
     address: u64,
     stream: &Stream,
 ) -> Result<(), CudaError> {
-    context.free_async(address, stream)
-}
-
-/// Launches a kernel in a stream.
-///
-/// # Safety
-/// The arguments that are addresses are of memory that the host does not refer to before the work
-/// is done.
-///
-/// # Errors
-/// The driver's error, or code 1 (invalid value) for another number of arguments.
-pub unsafe fn launch(
-    kernel: &Kernel,
-    stream: &Stream,
-    grid: Grid,
-    arguments: &mut [u64],
-) -> Result<(), CudaError> {
-    kernel.launch(stream, grid, arguments)
-}
-
-/// Creates the host's view of managed memory.
-///
-/// # Safety
-/// The caller owns the memory, frees it after the view, and calls the view's methods only when no
-/// work uses the bytes as long as the result lives.
-///
-/// # Errors
-/// The driver's error, or code 1 (invalid value) for memory that is not managed.
-pub unsafe fn host_view(
-    context: &Context,
-    address: u64,
-    bytes: usize,
-) -> Result<HostView, CudaError> {
-    context.host_view(address, bytes)
+    let _current = context.enter()?;
+    call!(context.driver(), cuMemFreeAsync(address, stream.raw()))
 }

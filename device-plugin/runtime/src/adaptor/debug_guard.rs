@@ -19,7 +19,7 @@ use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag,
     check_origin, check_stream, remove_live,
 };
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Smallest size of a red zone in bytes.
 const MIN_REDZONE: usize = 256;
@@ -260,7 +260,7 @@ fn first_mismatch(
     let mut buffer = vec![0; bytes.min(STEP)];
     for start in (0..bytes).step_by(STEP) {
         let part = &mut buffer[..STEP.min(bytes - start)];
-        context.copy_from_device(part, address + start as u64)?;
+        vouched::copy_from_device(context, part, address + start as u64)?;
         if let Some(place) = part.iter().position(|byte| *byte != expected) {
             return Ok(Some((start + place) as u64));
         }
@@ -282,16 +282,22 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
             other => other?,
         };
         let (context, whole, offset) = (stream.context(), block.as_ref(), redzone_before(layout));
-        let filled = context
-            .fill_async(whole.address, REDZONE_FILL, whole.layout.size(), stream)
-            .and_then(|()| {
-                context.fill_async(
-                    whole.address + offset as u64,
-                    ALLOCATED_FILL,
-                    layout.size(),
-                    stream,
-                )
-            });
+        let filled = vouched::fill_async(
+            context,
+            whole.address,
+            REDZONE_FILL,
+            whole.layout.size(),
+            stream,
+        )
+        .and_then(|()| {
+            vouched::fill_async(
+                context,
+                whole.address + offset as u64,
+                ALLOCATED_FILL,
+                layout.size(),
+                stream,
+            )
+        });
         if let Err(error) = filled {
             // A block that cannot be filled has no owner. If its free fails, the upstream keeps
             // counting it.
@@ -320,9 +326,12 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
             .and_then(|()| self.check_redzones(stream.context(), outer))
             .and_then(|()| self.with_redzones(outer))
             .and_then(|inner| {
-                stream
-                    .context()
-                    .fill(inner.address, FREED_FILL, inner.layout.size())?;
+                vouched::fill(
+                    stream.context(),
+                    inner.address,
+                    FREED_FILL,
+                    inner.layout.size(),
+                )?;
                 Ok(inner)
             });
         let inner = match prepared {

@@ -25,7 +25,7 @@ use crate::memory::slice::TrackedSlice;
 use crate::memory::submission::{SubmitError, submit_in};
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
 use crate::state::{DeviceGeneration, StaleReason};
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Reason for which a write did not begin or does not count.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -121,7 +121,11 @@ impl<T: Pod> GpuRef<T> {
         event.record(written)?;
         event.synchronize()?;
         let own = self.inner.shared.memory.stream.context();
-        Ok(own.copy_from_device(bytemuck::cast_slice_mut(items), address)?)
+        Ok(vouched::copy_from_device(
+            own,
+            bytemuck::cast_slice_mut(items),
+            address,
+        )?)
     }
 }
 

@@ -41,7 +41,7 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag};
 use crate::runtime::DeviceRuntime;
 use crate::state::{DeviceGeneration, StaleReason};
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// The managed memory is attached to the host, so no kernel may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -83,9 +83,11 @@ impl<T: Pod> ManagedRef<T> {
         tag: Tag,
     ) -> Result<ManagedRef<T>, MemoryError> {
         let memory = OwnedBlock::allocate::<T>(runtime, len, stream, tag)?;
-        let view = stream
-            .context()
-            .host_view(memory.block_ref.address, memory.block_ref.layout.size())?;
+        let view = vouched::host_view(
+            stream.context(),
+            memory.block_ref.address,
+            memory.block_ref.layout.size(),
+        )?;
         let mut managed = ManagedRef {
             view,
             memory: MultiStreamMemory::new_synchronized(memory),

@@ -9,7 +9,7 @@ use crate::memory::gpu_ref::{GpuRef, WriteError};
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
 use crate::memory::slice::TrackedSlice;
 use crate::memory::write_token::WriteToken;
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Copies all items to memory of another or the same device, in the order of both streams. The host
 /// does not wait.
@@ -27,7 +27,8 @@ pub fn copy<T: Pod>(from: &TrackedSlice<T>, to: &mut TrackedSlice<T>) -> Result<
     let bytes = size_of::<T>() * len;
     let (source, target) = (from.stream(), to.stream());
     target.wait_for(source)?;
-    target.context().copy_from_peer_async(
+    vouched::copy_from_peer_async(
+        target.context(),
         to.address(),
         (source.context(), from.address()),
         bytes,
@@ -75,7 +76,8 @@ pub fn copy_shared<T: Pod>(
             return Err(error.into());
         }
     };
-    let copied = stream.context().copy_from_peer_async(
+    let copied = vouched::copy_from_peer_async(
+        stream.context(),
         to.as_raw(),
         (source.memory.stream.context(), from.as_raw()),
         size_of::<T>() * len,

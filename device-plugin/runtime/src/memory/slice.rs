@@ -17,7 +17,7 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag, check_stream};
 use crate::runtime::DeviceRuntime;
 use crate::state::StaleReason;
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Device memory for `len` items of `T`, with one owner.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ impl<T: Pod> TrackedSlice<T> {
     pub fn copy_from_host(&mut self, items: &[T]) -> Result<(), MemoryError> {
         let stream = self.synchronized_stream(items.len())?;
         let context = stream.context();
-        context.copy_to_device(self.address(), bytemuck::cast_slice(items))?;
+        vouched::copy_to_device(context, self.address(), bytemuck::cast_slice(items))?;
         Ok(())
     }
 
@@ -64,7 +64,7 @@ impl<T: Pod> TrackedSlice<T> {
     pub fn copy_to_host(&self, items: &mut [T]) -> Result<(), MemoryError> {
         let stream = self.synchronized_stream(items.len())?;
         let context = stream.context();
-        context.copy_from_device(bytemuck::cast_slice_mut(items), self.address())?;
+        vouched::copy_from_device(context, bytemuck::cast_slice_mut(items), self.address())?;
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, Reta
 use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
 use crate::driver::{Access, Context, Handle, Mapping, Reservation};
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Time for which a commit is repeated while the agent is busy, does not respond or cannot store
 /// it.
@@ -191,7 +191,7 @@ impl RetainedLease {
     /// [`LeaseError::OutOfRange`], or the driver's error.
     pub fn read(&self, at: u64, to: &mut [u8]) -> Result<(), LeaseError> {
         let from = checked_address(self.address(), self.bytes(), at, to.len())?;
-        Ok(self.context().copy_from_device(to, from)?)
+        Ok(vouched::copy_from_device(self.context(), to, from)?)
     }
 
     /// Computes the checksum of the present content.
@@ -282,7 +282,7 @@ impl LeaseWriter {
     /// [`LeaseError::OutOfRange`], or the driver's error.
     pub fn write(&self, at: u64, from: &[u8]) -> Result<(), LeaseError> {
         let to = checked_address(self.address(), self.bytes(), at, from.len())?;
-        Ok(self.context().copy_to_device(to, from)?)
+        Ok(vouched::copy_to_device(self.context(), to, from)?)
     }
 
     /// Commits the content: waits for all work of the context, makes the mapping read-only in

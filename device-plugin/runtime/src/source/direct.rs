@@ -16,7 +16,7 @@ use crate::resource::{
     check_request,
 };
 use crate::source::live_blocks::LiveBlocks;
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Driver call that allocates one kind of memory.
 pub trait DriverAllocator: fmt::Debug + Send + Sync {
@@ -133,7 +133,7 @@ impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
             let reason = ResourceError::Stale { generation };
             return Err(FreeError::Refused { block, reason });
         }
-        let freed = self.context.free(block_ref.address);
+        let freed = vouched::free(&self.context, block_ref.address);
         if freed.is_err() {
             self.failed_frees().push(block_ref);
         }
@@ -168,7 +168,7 @@ impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
         let candidates = self.failed_frees().clone();
         let (mut freed, mut result) = (Vec::new(), Ok(()));
         for block in candidates {
-            match self.context.free(block.address) {
+            match vouched::free(&self.context, block.address) {
                 Ok(()) => freed.push(block.generation),
                 Err(error) => result = Err(error),
             }

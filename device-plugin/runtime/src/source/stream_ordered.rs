@@ -16,7 +16,7 @@ use crate::resource::{
     check_request,
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
-use crate::vouched::Vouched as _;
+use crate::vouched;
 
 /// Number of retired blocks above which a free reaps.
 const REAP_THRESHOLD: usize = 256;
@@ -42,8 +42,7 @@ impl StreamOrdered {
     }
 
     fn free(&self, retired: &RetiredBlock<()>) -> Result<(), CudaError> {
-        self.context
-            .free_async(retired.block.address, &retired.stream)
+        vouched::free_async(&self.context, retired.block.address, &retired.stream)
     }
 }
 
