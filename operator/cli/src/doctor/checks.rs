@@ -257,44 +257,35 @@ fn overcommitted(snapshot: &Snapshot) -> Vec<Finding> {
             .status
             .as_ref()
             .map_or(&[][..], |status| &status.conditions);
-        let with = |type_: &str, status: &str| {
-            condition(conditions, type_).filter(|condition| condition.status == status)
-        };
-        if let Some(covered) = with(budget_names::COVERED, "False") {
-            let text = format!(
-                "budget of {namespace}: {}: {}",
-                covered.reason, covered.message
-            );
-            findings.push(Finding::new(
-                Level::Warn,
+        let (warn, fail) = (Level::Warn, Level::Fail);
+        for (type_, status, level, check, remedy) in [
+            (
+                budget_names::COVERED,
+                "False",
+                warn,
                 "Overcommitted",
-                text,
                 "lower guarantees, or add GPUs",
-            ));
-        }
-        if let Some(exceeded) = with(budget_names::EXCEEDED, "True") {
-            let text = format!(
-                "budget of {namespace}: {}: {}",
-                exceeded.reason, exceeded.message
-            );
-            findings.push(Finding::new(
-                Level::Warn,
+            ),
+            (
+                budget_names::EXCEEDED,
+                "True",
+                warn,
                 "Exceeded",
-                text,
                 "raise the budget, or delete pods",
-            ));
-        }
-        if let Some(enforced) = with(budget_names::ENFORCED, "False") {
-            let text = format!(
-                "budget of {namespace}: {}: {}",
-                enforced.reason, enforced.message
-            );
-            findings.push(Finding::new(
-                Level::Fail,
+            ),
+            (
+                budget_names::ENFORCED,
+                "False",
+                fail,
                 "QuotaPending",
-                text,
                 "wait some seconds; then check that the controller manager and the operator run",
-            ));
+            ),
+        ] {
+            let found = condition(conditions, type_).filter(|found| found.status == status);
+            if let Some(found) = found {
+                let text = format!("budget of {namespace}: {}: {}", found.reason, found.message);
+                findings.push(Finding::new(level, check, text, remedy));
+            }
         }
     }
     if findings.is_empty() && !snapshot.budgets.is_empty() {
