@@ -1,6 +1,6 @@
 //! Indexes what agents must know of the pods on their nodes, and decides which nodes lack some.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use bursar_crds::gpu_node::{MAX_POD_SETTINGS, PodSettings};
 
@@ -42,12 +42,7 @@ impl ClusterIndex {
         if !self.pods.is_listed() || !self.gpu_nodes.is_listed() {
             return Vec::new();
         }
-        let uids: BTreeSet<&String> = self
-            .gpu_nodes
-            .iter()
-            .map(|(_, node)| &node.facts.uid)
-            .collect();
-        applied.retain(|uid, _| uids.contains(uid));
+        self.forget_deleted_uids(applied);
         let mut by_node = by_node(self.gpu_pods().map(|(_, pod)| pod));
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let outdated = nodes.filter_map(|(key, node)| {

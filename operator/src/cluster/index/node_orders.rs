@@ -96,6 +96,13 @@ impl ClusterIndex {
         nodes.collect()
     }
 
+    /// Drops the entries of deleted GpuNodes from what was `applied`, by UID.
+    pub(in crate::cluster) fn forget_deleted_uids<T>(&self, applied: &mut BTreeMap<String, T>) {
+        let nodes = self.gpu_nodes.iter();
+        let uids: BTreeSet<&String> = nodes.map(|(_, node)| &node.facts.uid).collect();
+        applied.retain(|uid, _| uids.contains(uid));
+    }
+
     /// The GpuNodes whose drain for NVIDIA's operators has to be written: name, UID and GPUs.
     ///
     /// `applied` holds what the operator applied last, by UID. Drops the entries of deleted nodes.
@@ -103,12 +110,7 @@ impl ClusterIndex {
         &self,
         applied: &mut BTreeMap<String, Vec<String>>,
     ) -> Vec<(String, String, Vec<String>)> {
-        let uids: BTreeSet<&String> = self
-            .gpu_nodes
-            .iter()
-            .map(|(_, node)| &node.facts.uid)
-            .collect();
-        applied.retain(|uid, _| uids.contains(uid));
+        self.forget_deleted_uids(applied);
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let due = nodes.filter_map(|(key, gpus)| {
             let maintenance = self.nodes.get(key)?.maintenance();
