@@ -1,6 +1,6 @@
-//! Calls the driver's functions that take addresses. The runtime vouches for each address, because it passes
-//! only those of its own blocks. While the work goes on, it borrows the block's owner, so that the
-//! host cannot refer to the block.
+//! Calls the driver's functions that take addresses. The runtime vouches for each address, because
+//! it passes only those of its own blocks. While the work goes on, it borrows the block's owner, so
+//! that the host cannot refer to the block.
 #![allow(
     unsafe_code,
     reason = "each block's owner is borrowed as the call needs"
