@@ -7,8 +7,8 @@
 //!
 //! The safe functions cannot break Rust's rules for host memory. A device address is a number. A
 //! wrong one makes the driver refuse a call or a kernel fault, and a fault poisons the process
-//! image (F1 in `docs/internals/facts.md`). The functions of [`raw`], a launch and a host's view are
-//! unsafe, because they write or read at an address that may be the host's.
+//! image (F1 in `docs/internals/facts.md`). The functions of [`raw`], a launch and a host's view
+//! are unsafe, because they write or read at an address that may be the host's.
 #![allow(
     unsafe_code,
     reason = "the crate's one way to the driver; each block says why it is sound"
