@@ -24,9 +24,9 @@ pub enum GapReason {
     MountMissing,
     /// Another file system is mounted over a path of the shim.
     MountedOver,
-    /// A process has another libcuda mapped than the shim.
+    /// A process has another libcuda mapped than the shim's entry.
     ForeignDriver,
-    /// A process uses the driver, or one of its device nodes, without the shim.
+    /// A process uses the driver, or one of its device nodes, without the shim's entry.
     DriverWithoutShim,
     /// The container may open device nodes of GPUs that it was not given.
     OtherGpus,
@@ -208,7 +208,8 @@ pub(crate) fn check_mounts(
 /// How a process uses the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DriverUse {
-    /// Whether the process has the shim mapped.
+    /// Whether the process has the shim's entry mapped, or the shim of an earlier build. It opens the
+    /// shim at the first call, so it does not show that the process called the driver through it.
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,

@@ -20,7 +20,7 @@ pub struct MappedFile {
 /// The kind of a mapped file, by its name alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FileKind {
-    /// A file with the name of the driver API library: the shim, or another library.
+    /// A file with the name of the driver API library: the shim's entry, or another library.
     Libcuda,
     /// The driver's own library, at the path where the agent mounts it.
     Driver,

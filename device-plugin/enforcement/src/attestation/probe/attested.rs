@@ -54,7 +54,7 @@ pub struct AttestedProcess {
     pub start: u64,
     /// Whether the process has executed no program since it was forked.
     pub forked: bool,
-    /// Whether the process has the shim mapped.
+    /// Whether the process has the shim's entry mapped, or the shim of an earlier build.
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
