@@ -208,8 +208,9 @@ pub(crate) fn check_mounts(
 /// How a process uses the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DriverUse {
-    /// Whether the process has the shim's entry mapped, or the shim of an earlier build. Each program
-    /// of a container loads it, so it does not show that the process calls the driver through it.
+    /// Whether the process has the shim's entry mapped, or the shim of an earlier build. Each
+    /// program of a container loads it, so it does not show that the process calls the driver
+    /// through it.
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
