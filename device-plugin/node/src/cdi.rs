@@ -148,9 +148,9 @@ fn container_mounts(node: &CdiNode, binding: &CdiBinding) -> Vec<Mount> {
             Path::new(CONTAINER_DRIVER_DIR).join(hidden),
         ));
     }
-    let has_entry = |file: &&DriverFile| ENTRIES.contains(&file.soname.as_str());
+    let has_entry = |file: &&DriverFile| ENTRIES.iter().any(|entry| entry.soname == file.soname);
     for dir in CONTAINER_DEFAULT_DIRS.iter().map(Path::new) {
-        for entry in ENTRIES {
+        for entry in ENTRIES.map(|entry| entry.soname) {
             mounts.push(Mount::read_only(
                 &node.shim_dir.join(entry),
                 dir.join(entry),

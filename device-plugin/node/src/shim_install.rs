@@ -35,17 +35,30 @@ use crate::cdi::CONTAINER_LIB_DIR;
 /// The loader's list, mounted as the container's `/etc/ld.so.preload`.
 pub(crate) const PRELOAD_FILE: &str = "ld.so.preload";
 
-/// The driver's libraries for which containers get an entry and a shim.
-pub(crate) const ENTRIES: [&str; 2] = [LIBCUDA, LIBNVML];
+/// A library that containers get in place of one of the driver's, and that opens a shim at the
+/// first call.
+pub(crate) struct Entry {
+    /// The name of the driver's library, and of the shim in the agent's image.
+    pub(crate) soname: &'static str,
+    /// The compiled entry (`shim/entry`).
+    library: &'static [u8],
+    /// The name by which the entry opens the shim; the build script has it too.
+    shim: &'static str,
+}
 
-/// The entries (`shim/entry`), in the order of [`ENTRIES`].
-const ENTRY_LIBRARIES: [&[u8]; 2] = [
-    include_bytes!(concat!(env!("OUT_DIR"), "/libcuda.so.1")),
-    include_bytes!(concat!(env!("OUT_DIR"), "/libnvidia-ml.so.1")),
+/// The entry of each library.
+pub(crate) const ENTRIES: [Entry; 2] = [
+    Entry {
+        soname: LIBCUDA,
+        library: include_bytes!(concat!(env!("OUT_DIR"), "/libcuda.so.1")),
+        shim: "cuda-shim.so",
+    },
+    Entry {
+        soname: LIBNVML,
+        library: include_bytes!(concat!(env!("OUT_DIR"), "/libnvidia-ml.so.1")),
+        shim: "nvml-shim.so",
+    },
 ];
-
-/// The names by which the entries open the shims, in the same order.
-const SHIMS: [&str; 2] = ["cuda-shim.so", "nvml-shim.so"];
 
 /// The shim's name for compilers.
 const DEV_LINK: &str = "libcuda.so";
@@ -140,12 +153,12 @@ pub(crate) fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<
 
 fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimInstallError> {
     let mut files = Vec::new();
-    for ((name, library), shim) in ENTRIES.into_iter().zip(ENTRY_LIBRARIES).zip(SHIMS) {
-        let path = shim_dir.join(name);
-        let read = |source| ShimInstallError::Read { path, source };
+    for entry in ENTRIES {
+        let path = shim_dir.join(entry.soname);
+        let shim = fs::read(&path).map_err(|source| ShimInstallError::Read { path, source })?;
         for (name, bytes) in [
-            (name, hide_missing_symbols(library, driver, name)?),
-            (shim, fs::read(shim_dir.join(name)).map_err(read)?),
+            (entry.soname, hide_missing_symbols(&entry, driver)?),
+            (entry.shim, shim),
         ] {
             files.push(ShimFile {
                 name,
@@ -156,7 +169,8 @@ fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimIn
     }
     let preload: String = ENTRIES
         .iter()
-        .chain([&STUB])
+        .map(|entry| entry.soname)
+        .chain([STUB])
         .map(|name| format!("{CONTAINER_LIB_DIR}/{name}\n"))
         .collect();
     files.push(ShimFile {
@@ -173,13 +187,9 @@ fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimIn
 }
 
 /// Copies an entry without the symbols that the driver's library of the same name lacks.
-fn hide_missing_symbols(
-    entry: &[u8],
-    driver: &Driver,
-    name: &str,
-) -> Result<Vec<u8>, ShimInstallError> {
-    let mut library = entry.to_vec();
-    if let Some(real) = driver.files().find(|file| file.soname == name) {
+fn hide_missing_symbols(entry: &Entry, driver: &Driver) -> Result<Vec<u8>, ShimInstallError> {
+    let mut library = entry.library.to_vec();
+    if let Some(real) = driver.files().find(|file| file.soname == entry.soname) {
         let symbols = |source| ShimInstallError::Symbols {
             path: real.path.clone(),
             source,

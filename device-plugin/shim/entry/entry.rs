@@ -40,8 +40,19 @@ static ON_LOAD: extern "C" fn() = on_load;
 /// Runs in every program, so it does nothing in all but one of a container.
 extern "C" fn on_load() {
     if OPENS_AT_START && loader::process_id() == 1 {
-        loader::open(SHIM);
+        open_shim();
     }
+}
+
+/// Returns the shim's handle, or null while it cannot be opened.
+fn open_shim() -> *mut c_void {
+    let opened = OPENED.load(Ordering::Acquire);
+    if !opened.is_null() {
+        return opened;
+    }
+    let opened = loader::open(SHIM);
+    OPENED.store(opened, Ordering::Release);
+    opened
 }
 
 // Every slot's first call comes here.
@@ -50,25 +61,20 @@ at_first_call!(lazy_resolve, resolve);
 /// Looks up the shim's function at `index` and fills its slot. Threads that race find the same
 /// address. While the shim cannot be opened, each call tries again.
 extern "C" fn resolve(index: usize) -> *mut c_void {
-    let shim = match OPENED.load(Ordering::Acquire) {
-        opened if opened.is_null() => loader::open(SHIM),
-        opened => opened,
+    let shim = open_shim();
+    let (Some(slot), Some(start)) = (SLOTS.get(index), STARTS.get(index)) else {
+        return unloadable as *mut c_void;
     };
     if shim.is_null() {
         return unloadable as *mut c_void;
     }
-    OPENED.store(shim, Ordering::Release);
-    let name = STARTS.get(index).map_or(NAMES.as_ptr(), |start| {
-        NAMES.as_ptr().wrapping_add(usize::from(*start))
-    });
-    let found = match loader::symbol(shim, name.cast()) {
+    let name = NAMES.as_ptr().wrapping_add(usize::from(*start));
+    let mut found = loader::symbol(shim, name.cast());
+    if found.is_null() {
         // The image's shim is of another build.
-        missing if missing.is_null() => unloadable as *mut c_void,
-        found => found,
-    };
-    if let Some(slot) = SLOTS.get(index) {
-        slot.store(found, Ordering::Release);
+        found = unloadable as *mut c_void;
     }
+    slot.store(found, Ordering::Release);
     found
 }
 

@@ -42,8 +42,8 @@ impl FakeMachine {
         for name in ["image", "state"] {
             fs::create_dir(machine.path(name)).unwrap();
         }
-        for name in ENTRIES {
-            fs::write(machine.path("image").join(name), "a shim").unwrap();
+        for entry in ENTRIES {
+            fs::write(machine.path("image").join(entry.soname), "a shim").unwrap();
         }
         compile_library(&machine.path("driver.so"), driver);
         compile_library(&machine.path("nvml.so"), &["nvmlInit_v2"]);
@@ -153,7 +153,7 @@ fn symbols_that_the_driver_lacks_are_hidden() {
 fn entry_is_unchanged_when_the_driver_has_every_symbol() {
     let machine = FakeMachine::new(FUNCTIONS);
     let entry = machine.path("entry.so");
-    fs::write(&entry, ENTRY_LIBRARIES[0]).unwrap();
+    fs::write(&entry, ENTRIES[0].library).unwrap();
     let names = symbols::exported_names(&entry).unwrap();
     let names: Vec<&str> = names
         .iter()
@@ -162,7 +162,7 @@ fn entry_is_unchanged_when_the_driver_has_every_symbol() {
     assert!(names.len() >= 682 + 25, "{}", names.len());
     compile_library(&machine.path("driver.so"), &names);
     let build = machine.install().unwrap();
-    assert_eq!(fs::read(build.join(LIBCUDA)).unwrap(), ENTRY_LIBRARIES[0]);
+    assert_eq!(fs::read(build.join(LIBCUDA)).unwrap(), ENTRIES[0].library);
 }
 
 /// Every program of a container loads the entries, on any glibc since 2.17.
@@ -170,12 +170,12 @@ fn entry_is_unchanged_when_the_driver_has_every_symbol() {
 #[cfg(target_arch = "x86_64")]
 fn entries_need_an_old_glibc_and_no_other_library() {
     let folder = tempfile::tempdir().unwrap();
-    for (name, library) in ENTRIES.iter().zip(ENTRY_LIBRARIES) {
-        let path = folder.path().join(name);
-        fs::write(&path, library).unwrap();
+    for entry in ENTRIES {
+        let path = folder.path().join(entry.soname);
+        fs::write(&path, entry.library).unwrap();
         elf::needs_an_old_glibc(&path);
         elf::needs_exactly(&path, &["libc.so.6"]);
-        elf::is_named_and_stays_loaded(&path, name);
+        elf::is_named_and_stays_loaded(&path, entry.soname);
     }
 }
 
@@ -224,7 +224,7 @@ fn entries_return_the_drivers_error_without_a_shim() {
     .unwrap();
     let mut compile = Command::new("cc");
     compile.arg("-o").args([&program, &source]);
-    compile.args(ENTRIES.map(|name| build.join(name)));
+    compile.args(ENTRIES.map(|entry| build.join(entry.soname)));
     assert!(compile.status().unwrap().success());
     let ended = Command::new(&program)
         .env("LD_LIBRARY_PATH", &build)
