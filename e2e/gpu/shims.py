@@ -4,10 +4,11 @@ usage: shims.py EARLIER LATER [--pairs N] [--rows ROW ...] [--state FILE] [--sec
 
 Each folder has what `cargo bench -p bursar-shim --bench overhead --no-run` built of a commit: the benchmark as
 `overhead`, `quota-client` and `libbursar_shim.so`. Needs root and an NVIDIA driver; no cluster, because the benchmark
-is the agent of its container. The script prints for each row the driver's own time of a call, both shims' ratio to it,
-and the ratio of the later one's time to the earlier one's with its interval. It exits with 1 if that is above 1.03, or
-1.02 for small pieces, or 1.05 at the quota. No pair begins after N seconds; with FILE the next run goes on with the
-others. `--simulated` takes the simulated driver, `libbursar_sim_cuda.so` in each folder.
+is the agent of its container. The script prints for each row the driver's own time of a call, each shim's time over
+that (both in one run, by turns on one processor), and the ratio of the later one's to the earlier one's with its
+interval. It exits with 1 if that is above 1.03, or 1.02 for small pieces, or 1.05 at the quota. No pair begins after N
+seconds; with FILE the next run goes on with the others. `--simulated` takes the simulated driver,
+`libbursar_sim_cuda.so` in each folder.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 from comparison import Comparison, output
 from table import Table
 
-ROW = re.compile(r"(?P<row>.+?) +native +(?P<native>[\d.]+) ns  shim +(?P<shim>[\d.]+) ns")
+ROW = re.compile(r"(?P<row>.+?) +native +(?P<native>[\d.]+) ns  shim +[\d.]+ ns  (?P<over>[\d.]+)x")
 # The most that a call may take of the earlier one's time, by a word of the row's name.
 LIMITS = {"4 KiB": 1.02, "at quota": 1.05, "": 1.03}
 
@@ -41,11 +42,10 @@ def machine():
 
 
 def measure(folder, rows, variables):
-    """Runs a commit's benchmark once. Returns the driver's and the shim's nanoseconds of each row."""
+    """Runs a commit's benchmark once. Returns the driver's nanoseconds of each row, and the shim's over them."""
     variables = variables | {"BURSAR_LIBRARIES": folder}
     printed = output([f"{folder}/overhead", *rows], 300, env=os.environ | variables)
-    found = {row["row"].strip(): (float(row["native"]), float(row["shim"])) for row in ROW.finditer(printed)}
-    return {f"{row}: {side}": times[at] for row, times in found.items() for at, side in enumerate(("native", "shim"))}
+    return {f"{row['row'].strip()}: {figure}": float(row[figure]) for row in ROW.finditer(printed) for figure in ("native", "over")}
 
 
 def main():
@@ -63,10 +63,10 @@ def main():
     programs = [lambda folder=folder: measure(folder, options.rows, variables) for folder in folders]
     comparison = Comparison("shims", options.pairs, options.state).take(*programs, seconds=options.seconds)
     table = Table("row", "driver, ns", "earlier", "later", "later over earlier")
-    for row in (figure.removesuffix(": shim") for figure in comparison.figures() if figure.endswith(": shim")):
+    for row in (figure.removesuffix(": over") for figure in comparison.figures() if figure.endswith(": over")):
         native = statistics.median(sum(comparison.values(f"{row}: native"), []))
-        over = [f"{statistics.median(side) / native:.3f}x" for side in comparison.values(f"{row}: shim")]
-        ratio = comparison.ratio(f"{row}: shim")
+        over = [f"{statistics.median(side):.3f}x" for side in comparison.values(f"{row}: over")]
+        ratio = comparison.ratio(f"{row}: over")
         limit = next(limit for word, limit in LIMITS.items() if word in row)
         table.add(row, f"{native:.0f}", *over, ratio, **ratio.at_most(limit))
     return table.show()

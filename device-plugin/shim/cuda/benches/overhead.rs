@@ -1,4 +1,5 @@
-//! Measures the shim's cost on the simulated driver, in alternating runs.
+//! Measures the shim's cost on the simulated driver: two programs of one processor, by turns. A
+//! row's ratio is the median of its turns' ratios.
 //!
 //! The benchmark times a forwarded call, and allocate + free of linear and of stream-ordered
 //! memory, with room and at the quota. The simulated driver is faster than a real one, so the
@@ -16,14 +17,25 @@ mod support;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
 use support::{Client, Container, MIB};
 
-const ROUNDS: usize = 9;
+/// The turns of a row. Each is short, so that the clock of its processor hardly changes within it.
+const TURNS: usize = 21;
 
-/// Returns the median time of one call, in nanoseconds.
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+/// Returns the median time of one call, in nanoseconds, or of their ratios.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Lets the programs that this thread starts from now on run on its processor alone, or on all of
+/// `processors`: by turns on two processors of a shared machine, one can have twice the clock.
+fn pin(processors: Option<&CpuSet>) {
+    let mut one = CpuSet::new();
+    one.set(rustix::thread::sched_getcpu());
+    sched_setaffinity(None, processors.unwrap_or(&one)).expect("it may choose among its own");
 }
 
 fn is_wanted(row: &str) -> bool {
@@ -36,17 +48,20 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
     if !is_wanted(name) {
         return;
     }
-    let (mut native, mut hooked) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        native.push(bare.ok(command)[0] as f64 / calls as f64);
-        hooked.push(shim.ok(command)[0] as f64 / calls as f64);
+    let mut times = [Vec::new(), Vec::new()];
+    for turn in 0..TURNS {
+        for side in [turn % 2, 1 - turn % 2] {
+            let program = if side == 0 { &mut *bare } else { &mut *shim };
+            times[side].push(program.ok(command)[0] as f64 / calls as f64);
+        }
     }
-    let (native, hooked) = (median(native), median(hooked));
-    println!(
-        "{name:<28} native {native:>8.1} ns  shim {hooked:>8.1} ns  +{:>6.1} ns  {:.3}x",
-        hooked - native,
-        hooked / native
-    );
+    let ratios = times[0]
+        .iter()
+        .zip(&times[1])
+        .map(|(bare, shim)| shim / bare);
+    let ratio = median(ratios.collect());
+    let [native, hooked] = times.map(median);
+    println!("{name:<28} native {native:>8.1} ns  shim {hooked:>8.1} ns  {ratio:.4}x");
 }
 
 /// Compares a program that uses no GPU without and with the files of a container's
@@ -123,38 +138,27 @@ fn main() {
     if is_wanted("/bin/true") && !support::is_real() {
         compare_starts();
     }
-    // A pair takes a real driver a hundred times longer.
+    // A pair takes a real driver longer.
     let (pairs, small) = match support::is_real() {
-        true => (5_000, 2_000),
-        false => (50_000, 20_000),
+        true => (1_000, 2_000),
+        false => (5_000, 5_000),
     };
     let container = Container::with_quota(256 * MIB);
+    let all = sched_getaffinity(None).expect("it has some");
+    pin(None);
     let (mut bare, mut shim) = (container.bare_program(), container.program());
-    compare(
-        "forwarded call",
-        &mut bare,
-        &mut shim,
-        "query 500000",
-        500_000,
-    );
-    compare("launch", &mut bare, &mut shim, "launches 500000", 500_000);
-    compare(
-        "cuMemAlloc + cuMemFree 2 MiB",
-        &mut bare,
-        &mut shim,
-        &format!("churn {pairs} {}", 2 * MIB),
-        pairs,
-    );
-    // One piece is kept, so that the driver keeps the chunk.
-    let kept = [&mut bare, &mut shim].map(|program| program.ok("alloc 512")[0]);
-    for threads in [1, 8] {
-        let name = format!("4 KiB by {threads} threads");
-        let command = format!("churns {threads} {small} 4096");
-        compare(&name, &mut bare, &mut shim, &command, small);
+    for (name, command, calls) in [
+        ("forwarded call", "query 20000".to_owned(), 20_000),
+        ("launch", "launches 20000".to_owned(), 20_000),
+        (
+            "cuMemAlloc + cuMemFree 2 MiB",
+            format!("churn {pairs} {}", 2 * MIB),
+            pairs,
+        ),
+    ] {
+        compare(name, &mut bare, &mut shim, &command, calls);
     }
-    for (program, piece) in [&mut bare, &mut shim].into_iter().zip(kept) {
-        program.ok(format!("free {piece}"));
-    }
+    small_pieces(&mut bare, &mut shim, 1, small);
     // Freed memory stays in the pool, as in a program that allocates often.
     for program in [&mut bare, &mut shim] {
         let pool = program.ok("devicepool 0")[0];
@@ -164,7 +168,23 @@ fn main() {
         ("async alloc + free 1 MiB", MIB),
         ("async alloc + free, at quota", 250 * MIB),
     ] {
-        let command = format!("asyncchurn {pairs} {bytes}");
-        compare(name, &mut bare, &mut shim, &command, pairs);
+        let command = format!("asyncchurn {} {bytes}", 5 * pairs);
+        compare(name, &mut bare, &mut shim, &command, 5 * pairs);
+    }
+    drop((bare, shim));
+    pin(Some(&all));
+    let (mut bare, mut shim) = (container.bare_program(), container.program());
+    small_pieces(&mut bare, &mut shim, 8, small);
+}
+
+/// Compares allocate + free of small pieces by some threads.
+fn small_pieces(bare: &mut Client, shim: &mut Client, threads: u64, calls: u64) {
+    // One piece is kept, so that the driver keeps the chunk.
+    let kept = [&mut *bare, &mut *shim].map(|program| program.ok("alloc 512")[0]);
+    let command = format!("churns {threads} {calls} 4096");
+    let name = format!("4 KiB by {threads} threads");
+    compare(&name, bare, shim, &command, calls);
+    for (program, piece) in [bare, shim].into_iter().zip(kept) {
+        program.ok(format!("free {piece}"));
     }
 }
