@@ -1,12 +1,13 @@
 """Runs one PyTorch process for each GPU of the container over NCCL. Prints one JSON object.
 
-usage: ranks.py ddp|tensor|symmetric|greedy|refused [SECONDS]
+usage: ranks.py reduce|ddp|tensor|symmetric|greedy|refused [SECONDS]
 
-`ddp` trains a model for SECONDS and compares its weights on all ranks. `tensor` splits two matrix products over the
-ranks and compares the result with the whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks
-continue. `symmetric` reads the memory of the next rank by torch's symmetric memory, and adds all ranks' in one kernel.
-`refused` lets the refusal end the last rank, and prints how each rank ended and after how many seconds. (Rank 0 has the
-store through which NCCL's watchdogs talk.)
+`reduce` does nothing but the all-reduce that every mode but `refused` measures. `ddp` trains a model for SECONDS and
+compares its weights on all ranks. `tensor` splits two matrix products over the ranks and compares the result with the
+whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks continue. `symmetric` reads the memory
+of the next rank by torch's symmetric memory, and adds all ranks' in one kernel. `refused` lets the refusal end the last
+rank, and prints how each rank ended and after how many seconds. (Rank 0 has the store through which NCCL's watchdogs
+talk.)
 """
 
 import datetime
@@ -153,7 +154,7 @@ def work(rank, world, mode, seconds, answers):
         answer |= train(rank, world, seconds)
     elif mode == "symmetric":
         answer |= share(rank, world, seconds)
-    else:
+    elif mode == "tensor":
         answer |= split(rank, world, seconds)
     answer["gb_per_s"] = round(bandwidth(rank, world), 1)
     answers.put(answer)
