@@ -18,8 +18,10 @@ macro_rules! arch_dir {
     };
 }
 
-use bursar_config::DriverConfig;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+
+use bursar_config::DriverConfig;
 
 use search::DriverSearch;
 
@@ -116,6 +118,28 @@ pub struct DriverFile {
     pub path: PathBuf,
     /// The resolved path as the container runtime sees it.
     pub host_path: PathBuf,
+    /// Which file that is.
+    pub stamp: FileStamp,
+}
+
+/// The identity and the age of a file. A package that replaces a file changes one of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileStamp {
+    device: u64,
+    inode: u64,
+    /// Seconds and nanoseconds since 1970.
+    modified: (i64, i64),
+}
+
+impl FileStamp {
+    fn read(path: &Path) -> std::io::Result<Self> {
+        let metadata = std::fs::metadata(path)?;
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+        })
+    }
 }
 
 /// The reason why there is no usable driver. The message names the path and the remedy.

@@ -383,7 +383,6 @@ impl NodeTask {
         if inventory == Inventory::Starting {
             return;
         }
-        self.allocator.host_mut().mark_driver_stale();
         self.observe_generations(inventory.gpus());
         self.allocator
             .set_gpus(inventory.gpus().to_vec(), clock::now())

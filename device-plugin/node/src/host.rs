@@ -164,27 +164,34 @@ impl OsHost {
     pub(crate) fn uvm_module(&self) -> UvmModule {
         UvmModule::read(&self.sys, &self.proc)
     }
-
-    /// Finds the driver again at the next binding, for the driver may change with the GPUs.
-    pub(crate) fn mark_driver_stale(&mut self) {
-        self.installer.mark_stale();
-    }
 }
 
-/// Installs the shim's files for the present driver.
+/// Installs the shim's files for the present driver, unless `before` is for it.
 ///
 /// Meanwhile the agent may write CDI files that mount the build `before`.
 fn install(
     driver: &DriverConfig,
     paths: &PathsConfig,
-    before: Option<PathBuf>,
+    before: Option<cdi::CdiNode>,
 ) -> Result<cdi::CdiNode, HostError> {
     let found = Driver::find_configured(driver)?;
+    let before = match before {
+        Some(before) if before.driver == found => return Ok(before),
+        before => before,
+    };
+    if let Some(before) = &before {
+        let (before, now) = (&before.driver.version, &found.version);
+        warn!(
+            ?before,
+            ?now,
+            "the driver's files were replaced; a container has the new ones from its next start on"
+        );
+    }
     let shim_dir = shim_install::install(&paths.shim_dir, &found, &paths.state_dir)?;
     // An unreadable CDI file may mount any build, so none is removed.
     if let Some(mut in_use) = CdiDir::new(paths.cdi_dir.clone()).mounted_host_paths() {
         in_use.push(shim_dir.clone());
-        in_use.extend(before);
+        in_use.extend(before.map(|before| before.shim_dir));
         let removed = shim_install::remove_unused(&paths.state_dir, &in_use);
         removed.unwrap_or_else(|error| {
             warn!(%error, "failed to remove an unused shim build; the next installation tries again");

@@ -1,6 +1,5 @@
 //! Installs the shim's files on a blocking thread, so that a disk that hangs delays no admission.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,14 +14,13 @@ const INSTALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 type InstallResult = Result<cdi::CdiNode, HostError>;
 
-/// Caches the installation that all CDI files share.
+/// Keeps the installation that all CDI files share, and looks at the driver before each of them: a
+/// package or a driver container may replace the driver's files at any time.
 pub(super) struct Installer {
-    /// The installation. Its argument is the shim directory that CDI files mount until it has
-    /// ended.
-    install: Arc<dyn Fn(Option<PathBuf>) -> InstallResult + Send + Sync>,
+    /// Finds the driver, and installs the shim for it unless the installation before, its argument,
+    /// is for this driver.
+    install: Arc<dyn Fn(Option<cdi::CdiNode>) -> InstallResult + Send + Sync>,
     installed: Option<cdi::CdiNode>,
-    /// Whether the driver may have changed since the last installation began.
-    stale: bool,
     /// The one installation that has not ended.
     running: Option<Installation>,
 }
@@ -34,32 +32,17 @@ struct Installation {
 
 impl Installer {
     pub(super) fn new(
-        install: impl Fn(Option<PathBuf>) -> InstallResult + Send + Sync + 'static,
+        install: impl Fn(Option<cdi::CdiNode>) -> InstallResult + Send + Sync + 'static,
     ) -> Self {
         Self {
             install: Arc::new(install),
             installed: None,
-            stale: true,
             running: None,
         }
     }
 
-    /// Repeats the installation at the next binding.
-    pub(super) fn mark_stale(&mut self) {
-        self.stale = true;
-    }
-
     /// The present installation, or the one before where the present one does not end in time.
     pub(super) async fn installed(&mut self) -> Result<&cdi::CdiNode, HostError> {
-        if self.stale || self.running.is_some() || self.installed.is_none() {
-            self.refresh().await?;
-        }
-        self.installed
-            .as_ref()
-            .ok_or(HostError::InstallTimeout(INSTALL_TIMEOUT))
-    }
-
-    async fn refresh(&mut self) -> Result<(), HostError> {
         let mut running = self.running.take().unwrap_or_else(|| self.start());
         match timeout_at(running.deadline, &mut running.task).await {
             Ok(ended) => {
@@ -68,13 +51,14 @@ impl Installer {
             }
             Err(_) => self.running = Some(running),
         }
-        Ok(())
+        self.installed
+            .as_ref()
+            .ok_or(HostError::InstallTimeout(INSTALL_TIMEOUT))
     }
 
-    fn start(&mut self) -> Installation {
-        self.stale = false;
+    fn start(&self) -> Installation {
         let install = Arc::clone(&self.install);
-        let before = self.installed.as_ref().map(|node| node.shim_dir.clone());
+        let before = self.installed.clone();
         Installation {
             deadline: Instant::now() + INSTALL_TIMEOUT,
             task: spawn_blocking(move || install(before)),
@@ -106,7 +90,6 @@ mod tests {
         for _ in 0..100 {
             let late = installer.installed().await;
             assert!(matches!(late, Err(HostError::InstallTimeout(_))));
-            installer.mark_stale();
         }
         let waited = started.elapsed();
         assert!(

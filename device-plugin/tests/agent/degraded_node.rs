@@ -1,6 +1,8 @@
 //! Tests a degraded node: the agent names the fault, loses nothing, and recovers after the repair.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -140,6 +142,61 @@ async fn agent_registers_when_a_driver_appears() {
     machine.kubelet.until_allocatable(GPU, 32).await;
 }
 
+/// The names of the driver's API library that the CDI files mount.
+fn mounted_drivers(machine: &Machine) -> BTreeSet<String> {
+    let files = fs::read_dir(machine.path("cdi")).unwrap().flatten();
+    let texts = files.map(|file| fs::read_to_string(file.path()).unwrap());
+    let specs = texts.map(|text| serde_json::from_str::<serde_json::Value>(&text).unwrap());
+    let mounts = specs.flat_map(|spec| {
+        let mounts = &spec["devices"][0]["containerEdits"]["mounts"];
+        mounts.as_array().unwrap().clone()
+    });
+    let is_driver =
+        |mount: &serde_json::Value| mount["containerPath"] == "/opt/bursar/drv/cuda.so.1";
+    let paths = mounts
+        .filter(is_driver)
+        .map(|mount| mount["hostPath"].clone());
+    let names = paths.filter_map(|path| Some(path.as_str()?.rsplit_once('/')?.1.to_owned()));
+    names.collect()
+}
+
+#[tokio::test]
+async fn replaced_driver_reaches_each_container_with_its_next_start() {
+    let machine = Machine::started().await;
+    let folder = machine.lab.path().join(format!(
+        "driver/usr/lib/{}-linux-gnu",
+        std::env::consts::ARCH
+    ));
+    let link = folder.join("libcuda.so.1");
+    // As a package lays it out: a link to a file with the version.
+    let replace = |from: &Path, version: &str| {
+        let file = folder.join(format!("libcuda.so.{version}"));
+        fs::copy(from, &file).unwrap();
+        fs::remove_file(from).unwrap();
+        let _already = fs::remove_file(&link);
+        std::os::unix::fs::symlink(file.file_name().unwrap(), &link).unwrap();
+        file
+    };
+    let earlier = replace(&link, "580.95.05");
+    let pod = machine.admit("a", 10).await;
+    machine.until_started(&pod).await;
+    assert_eq!(
+        mounted_drivers(&machine),
+        ["libcuda.so.580.95.05".to_owned()].into()
+    );
+
+    replace(&earlier, "595.1");
+    let another = machine.admit("b", 10).await;
+    machine.start(&another).await.unwrap();
+    // Restarted in place, as the kubelet restarts a container.
+    machine.start(&pod).await.unwrap();
+    assert_eq!(
+        mounted_drivers(&machine),
+        ["libcuda.so.595.1".to_owned()].into()
+    );
+    assert!(machine.log().contains("the driver's files were replaced"));
+}
+
 #[tokio::test]
 async fn invalid_config_is_rejected_with_field_value_and_remedy() {
     let machine = Machine::new().await;
@@ -149,8 +206,8 @@ async fn invalid_config_is_rejected_with_field_value_and_remedy() {
             ["resources.quantum", "\"0\"", "256Mi, 512Mi, 1Gi"],
         ),
         (
-            "[resources]\nquanta = 1",
-            ["agent.toml", "quanta", "quantum"],
+            "[resources]\nquantum = 1",
+            ["agent.toml", "line 2", "quantum"],
         ),
     ] {
         fs::write(machine.path("agent.toml"), config).unwrap();

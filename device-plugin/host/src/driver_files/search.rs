@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{
-    CONTROL_NODES, DRIVER_CONTAINER, DriverError, DriverFile, LIBCUDA, LIBRARY_DIRS,
+    CONTROL_NODES, DRIVER_CONTAINER, DriverError, DriverFile, FileStamp, LIBCUDA, LIBRARY_DIRS,
     OPTIONAL_NODES, chroot_path,
 };
 
@@ -65,14 +65,19 @@ impl DriverSearch<'_> {
         soname: &str,
     ) -> Result<Option<DriverFile>, DriverError> {
         let inside = dir.as_ref().join(soname);
-        let found =
-            chroot_path::resolve(self.root, &inside).map_err(|source| DriverError::Read {
-                path: self.root.join(&inside),
-                source,
-            })?;
-        Ok(found.map(|inside| DriverFile {
+        let unreadable = |inside: &Path| {
+            let path = self.root.join(inside);
+            |source| DriverError::Read { path, source }
+        };
+        let found = chroot_path::resolve(self.root, &inside).map_err(unreadable(&inside))?;
+        let Some(inside) = found else {
+            return Ok(None);
+        };
+        let path = self.root.join(&inside);
+        Ok(Some(DriverFile {
             soname: soname.to_owned(),
-            path: self.root.join(&inside),
+            stamp: FileStamp::read(&path).map_err(unreadable(&inside))?,
+            path,
             host_path: self.host_root.join(&inside),
         }))
     }

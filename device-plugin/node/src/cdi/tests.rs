@@ -9,6 +9,7 @@ fn file(soname: &str) -> DriverFile {
         soname: soname.to_owned(),
         path: Path::new("/driver-root/usr/lib64").join(soname),
         host_path: Path::new("/usr/lib64").join(soname),
+        stamp: Default::default(),
     }
 }
 

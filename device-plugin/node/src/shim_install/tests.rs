@@ -59,6 +59,7 @@ impl FakeMachine {
             soname: soname.to_owned(),
             path: self.path(path),
             host_path: self.path(path),
+            stamp: Default::default(),
         };
         let driver = Driver {
             libcuda: file(LIBCUDA, "driver.so"),
