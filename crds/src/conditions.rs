@@ -95,6 +95,8 @@ pub mod gpu_node {
     pub const NO_HEALTHY_GPU: &str = "NoHealthyGpu";
     /// The kubelet's socket is not there or does not answer.
     pub const KUBELET_UNREACHABLE: &str = "KubeletUnreachable";
+    /// The plugin relay runs and does not answer.
+    pub const RELAY_SILENT: &str = "RelaySilent";
     /// The kubelet refused the registration.
     pub const REGISTRATION_REFUSED: &str = "RegistrationRefused";
     /// The kubelet's folder cannot be read or written.

@@ -33,6 +33,7 @@ pub(crate) struct Metrics {
     unknown_spec_entries: Gauge,
     state_write_lag: Gauge,
     registrations: Family<Label<&'static str>, Counter>,
+    relay_silences: Counter,
     gpus: LatestFigures<ReportFigures>,
     kept: LatestFigures<RetainedFigures>,
     tasks: Gauge,
@@ -75,6 +76,11 @@ impl Metrics {
                 "Registrations with the kubelet",
                 Family::default(),
             ),
+            relay_silences: r.register_metric(
+                "bursar_agent_relay_silences",
+                "Times that the plugin relay stopped answering the agent",
+                Counter::default(),
+            ),
             gpus: LatestFigures::register(r),
             kept: LatestFigures::register(r),
             tasks: r.register_metric(
@@ -106,6 +112,11 @@ impl Metrics {
         self.registrations
             .get_or_create(&resource_label(resource))
             .inc();
+    }
+
+    /// Counts a time that the plugin relay stopped answering.
+    pub(crate) fn count_relay_silence(&self) {
+        self.relay_silences.inc();
     }
 
     /// Sets the figures of a node report: devices, and each GPU's memory and health.

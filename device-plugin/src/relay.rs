@@ -1,5 +1,7 @@
 //! Follows the plugin relay's own registration with the kubelet.
 
+pub(crate) mod probe;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,17 +14,22 @@ use tokio_util::sync::CancellationToken;
 const READ_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Returns a task that follows the relay in `dir`, and whether the kubelet follows the devices of
-/// the resource `name` through it. `own` is the agent's registration with the relay.
+/// the resource `name` through it. `silent` is whether the relay leaves questions unanswered, and
+/// `own` the agent's registration with it.
 pub(crate) fn follow(
     dir: PathBuf,
     name: String,
+    mut silent: watch::Receiver<bool>,
     mut own: watch::Receiver<Registration>,
     stop: CancellationToken,
 ) -> (impl Future<Output = ()>, watch::Receiver<Registration>) {
     let (sender, receiver) = watch::channel(own.borrow().clone());
     let task = async move {
         loop {
-            let now = with_kubelet(&dir, &name, own.borrow_and_update().clone());
+            let now = match *silent.borrow_and_update() {
+                true => Registration::NotRegistered(NotRegistered::RelaySilent),
+                false => with_kubelet(&dir, &name, own.borrow_and_update().clone()),
+            };
             sender.send_if_modified(|published| {
                 let changed = *published != now;
                 *published = now;
@@ -33,6 +40,7 @@ pub(crate) fn follow(
                     // The lifecycle has ended, and has reported its end.
                     return stop.cancelled().await;
                 },
+                Ok(()) = silent.changed() => {}
                 () = tokio::time::sleep(READ_INTERVAL) => {}
                 () = stop.cancelled() => return,
             }

@@ -10,7 +10,7 @@ use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Error, Uri};
 
 /// Connects to the socket at `path` within `limit`.
-pub(super) async fn connect(path: &Path, limit: Duration) -> Result<Channel, Error> {
+pub async fn connect(path: &Path, limit: Duration) -> Result<Channel, Error> {
     endpoint(limit)
         .connect_with_connector(tower::service_fn(dial(path)))
         .await

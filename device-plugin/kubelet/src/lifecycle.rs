@@ -71,6 +71,12 @@ pub enum NotRegistered {
     /// The plugin relay is registered with no kubelet, with its reason.
     #[error("the plugin relay has not registered the resource: {0}")]
     Relay(String),
+    /// The plugin relay runs and does not answer.
+    #[error(
+        "the plugin relay does not answer, so the kubelet admits no pod of this node; the agent \
+         continues a stopped relay, and ends one that has hung for 20 s"
+    )]
+    RelaySilent,
     /// The agent is stopping.
     #[error("the agent has stopped")]
     Stopped,
@@ -87,6 +93,7 @@ impl NotRegistered {
             Self::Refused(_) => "RegistrationFailed",
             Self::NoStream => "NoDeviceStream",
             Self::Relay(_) => "RelayNotRegistered",
+            Self::RelaySilent => "RelaySilent",
             Self::Stopped => "AgentStopped",
         }
     }

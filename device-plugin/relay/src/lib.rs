@@ -17,11 +17,13 @@
 //! |---|---|
 //! | [`agent`] | follows one resource's plugin in the agent, and forwards calls to it |
 //! | [`relay`] | accepts the agent's registrations, and registers with the kubelet |
+//! | [`watchdog`] | ends a relay that hangs, because the kubelet would wait for it for ever |
 //! | [`state`] | the files: the last device lists, and whether the kubelet follows them |
 
 pub mod agent;
 pub mod relay;
 pub mod state;
+pub mod watchdog;
 
 /// The relay's directory on the node, where the agent registers.
 pub const DIR: &str = "/run/bursar/relay";

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use bursar_relay::RelayOptions;
 use bursar_relay::agent::AWAY_TIMEOUT;
+use bursar_relay::{RelayOptions, watchdog};
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -42,6 +42,10 @@ async fn main() -> ExitCode {
 }
 
 async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
+    watchdog::start(watchdog::PACE, || {
+        error!("the plugin relay hangs; it ends now, and the kubelet starts it again");
+        std::process::abort();
+    })?;
     let shutdown = CancellationToken::new();
     let (mut term, mut interrupt) = (
         signal(SignalKind::terminate())?,

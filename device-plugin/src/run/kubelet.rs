@@ -25,7 +25,7 @@ use tracing::warn;
 
 use super::{Agent, Gpus, NodeState, Tenants};
 use crate::metrics::Metrics;
-use crate::relay;
+use crate::relay::{self, probe};
 
 impl Agent {
     /// Starts to look for other device plugins with the node's GPUs.
@@ -152,6 +152,17 @@ impl Agent {
         updates: DeviceUpdates,
     ) -> watch::Receiver<Registration> {
         let DeviceUpdates { device, managed } = updates;
+        let silent = watch::Sender::new(false);
+        let is_silent = silent.subscribe();
+        if let Some(dir) = self.config.kubelet.relay_dir.clone() {
+            let metrics = self.metrics.clone();
+            let count = move || metrics.count_relay_silence();
+            let stop = self.stop.clone();
+            self.spawn("relay probe", async move {
+                let probe = probe::run(dir, probe::PACE, silent, count);
+                stop.run_until_cancelled(probe).await;
+            });
+        }
         let node = Arc::new(node);
         let mut register_resource = |resource: Resource, devices: watch::Receiver<Devices>| {
             let name = resource.name(self.config.resources.quantum).to_owned();
@@ -169,8 +180,13 @@ impl Agent {
                 register_when_offered(lifecycle, devices, self.stop.clone()),
             );
             if let Some(dir) = relay {
-                let (task, with_kubelet) =
-                    relay::follow(dir, name, registration, self.stop.clone());
+                let (task, with_kubelet) = relay::follow(
+                    dir,
+                    name,
+                    is_silent.clone(),
+                    registration,
+                    self.stop.clone(),
+                );
                 self.spawn("relay watch", task);
                 registration = with_kubelet;
             }

@@ -30,6 +30,7 @@ mod pod_history;
 mod poison;
 mod quota;
 mod registry;
+mod relay;
 mod resize;
 mod restarts;
 mod rights;
@@ -56,7 +57,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 29] = [
+    let groups: [Vec<Trial>; 30] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         churn::trials(),
         restarts::trials(),
         agent_away::trials(),
+        relay::trials(),
         health::trials(),
         maintenance::trials(),
         enforcement::trials(),

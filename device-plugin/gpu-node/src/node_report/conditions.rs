@@ -105,6 +105,7 @@ fn registered(registration: &Registration) -> State {
         NotRegistered::NoKubelet(_) | NotRegistered::NoStream | NotRegistered::Relay(_) => {
             names::KUBELET_UNREACHABLE
         }
+        NotRegistered::RelaySilent => names::RELAY_SILENT,
         NotRegistered::Refused(_) => names::REGISTRATION_REFUSED,
     };
     holds_not(reason, why.to_string())

@@ -53,13 +53,14 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
     events
 }
 
-/// The event reason of a condition. A restarted kubelet is no event, but a refused registration is.
+/// The event reason of a condition. A restarted kubelet is no event, but a refused registration and
+/// a silent relay are.
 fn event_reason(condition: &ConditionUpdate) -> Option<Reason> {
     match (condition.type_, condition.reason) {
         (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
         (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),
         (_, names::TOO_MANY_DEVICE_IDS) => Some(Reason::TooManyDeviceIds),
-        (_, names::REGISTRATION_REFUSED | names::KUBELET_FOLDER) => {
+        (_, names::REGISTRATION_REFUSED | names::KUBELET_FOLDER | names::RELAY_SILENT) => {
             Some(Reason::RegistrationFailed)
         }
         (names::CDI_READY, _) if condition.holds == Some(false) => Some(Reason::CdiUnusable),

@@ -489,6 +489,11 @@ fn registration_failures_have_a_reason_each() {
             names::KUBELET_UNREACHABLE,
         ),
         (
+            NotRegistered::RelaySilent,
+            Some(false),
+            names::RELAY_SILENT,
+        ),
+        (
             NotRegistered::Refused("version".into()),
             Some(false),
             names::REGISTRATION_REFUSED,
