@@ -5,8 +5,8 @@
 //!   another replica's --> wait                               \--> not renewed for 10 s --> lost
 //! ```
 //!
-//! A replica that lost the Lease ends its process. Its last write ends within another 5 s, before
-//! another replica may take the Lease. Each replica measures by its own monotonic clock how long it
+//! A replica that lost the Lease ends its process within [`GRACE`], before another replica may take
+//! the Lease. Each replica measures by its own monotonic clock how long it
 //! has observed the Lease unchanged, so clocks are not compared. Two working replicas do no harm;
 //! the election saves the second one's work.
 
@@ -17,7 +17,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
 use kube::{Client, ResourceExt as _};
 use tokio::time::error::Elapsed;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -26,9 +26,12 @@ use crate::error::error_chain;
 
 /// How long other replicas leave an unchanged Lease to its holder.
 const LEASE_DURATION: Duration = Duration::from_secs(15);
-/// How long the holder works without a successful renewal. The rest of [`LEASE_DURATION`] is for
-/// writes that have begun.
+/// The longest duration of another version's Lease that a replica waits for.
+const LONGEST_DURATION: Duration = Duration::from_mins(5);
+/// How long the holder works without a successful renewal, from the start of the last one.
 const RENEWAL_DEADLINE: Duration = Duration::from_secs(10);
+/// How long work that has begun goes on after the loss of the Lease.
+pub(crate) const GRACE: Duration = Duration::from_secs(4);
 /// The interval between two looks at the Lease.
 const INTERVAL: Duration = Duration::from_secs(2);
 /// How long one attempt may take.
@@ -105,6 +108,9 @@ fn may_take(
         Some(holder) if holder == identity => return true,
         Some(_) => {}
     }
+    let seconds = lease.spec.as_ref();
+    let seconds = seconds.and_then(|spec| spec.lease_duration_seconds);
+    let told = Duration::from_secs(seconds.and_then(|it| it.try_into().ok()).unwrap_or(0));
     let version = lease.resource_version();
     let known = observed
         .take()
@@ -113,7 +119,7 @@ fn may_take(
         version,
         since: now,
     }));
-    now.duration_since(observed.since) >= LEASE_DURATION
+    now.duration_since(observed.since) >= told.clamp(LEASE_DURATION, LONGEST_DURATION)
 }
 
 impl Candidate {
@@ -128,19 +134,25 @@ impl Candidate {
         }
     }
 
-    /// Waits until this replica has the Lease. Returns `false` when `shutdown` came first.
-    pub(crate) async fn acquire(&self, shutdown: &CancellationToken) -> bool {
+    /// Waits until this replica has the Lease. Returns since when, or `None` when `shutdown` came
+    /// first.
+    pub(crate) async fn acquire(&self, shutdown: &CancellationToken) -> Option<Instant> {
         let (mut observed, mut failing, mut waiting) = (None, None, false);
         loop {
-            let attempt = timeout(TIMEOUT, self.try_acquire(&mut observed));
-            let attempt = tokio::select! {
-                () = shutdown.cancelled() => return false,
-                attempt = attempt => attempt,
-            };
-            match outcome(attempt) {
+            if shutdown.is_cancelled() {
+                return None;
+            }
+            let started = Instant::now();
+            let attempt = outcome(timeout(TIMEOUT, self.try_acquire(&mut observed)).await);
+            if shutdown.is_cancelled() {
+                // An attempt without an answer may have taken the Lease, too.
+                self.release().await;
+                return None;
+            }
+            match attempt {
                 Ok(true) => {
                     info!(lease = self.name, identity = self.identity, "leading");
-                    return true;
+                    return Some(started);
                 }
                 Ok(false) => {
                     if !waiting {
@@ -155,7 +167,7 @@ impl Candidate {
                 }
             }
             tokio::select! {
-                () = shutdown.cancelled() => return false,
+                () = shutdown.cancelled() => return None,
                 () = sleep(INTERVAL) => {}
             }
         }
@@ -163,14 +175,7 @@ impl Candidate {
 
     async fn try_acquire(&self, observed: &mut Option<ObservedLease>) -> kube::Result<bool> {
         let Some(mut lease) = self.leases.get_opt(&self.name).await? else {
-            let lease = Lease {
-                metadata: ObjectMeta {
-                    name: Some(self.name.clone()),
-                    ..ObjectMeta::default()
-                },
-                spec: Some(self.spec(None)),
-            };
-            return taken(self.leases.create(&PostParams::default(), &lease).await);
+            return self.create().await;
         };
         if !may_take(&lease, &self.identity, observed, Instant::now()) {
             return Ok(false);
@@ -179,14 +184,26 @@ impl Candidate {
         taken(self.replace(&lease).await)
     }
 
-    /// Renews the Lease until `shutdown`, or until the replica has lost the Lease.
-    pub(crate) async fn hold(&self, shutdown: &CancellationToken) {
-        let mut renewed = Instant::now();
+    async fn create(&self) -> kube::Result<bool> {
+        let lease = Lease {
+            metadata: ObjectMeta {
+                name: Some(self.name.clone()),
+                ..ObjectMeta::default()
+            },
+            spec: Some(self.spec(None)),
+        };
+        taken(self.leases.create(&PostParams::default(), &lease).await)
+    }
+
+    /// Renews the Lease that the replica has had since `renewed` until `shutdown`, or until the
+    /// replica has lost it.
+    pub(crate) async fn hold(&self, mut renewed: Instant, shutdown: &CancellationToken) {
         let mut failing = None;
         loop {
+            let next = (Instant::now() + INTERVAL).min(renewed + RENEWAL_DEADLINE);
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                () = sleep(INTERVAL) => {}
+                () = sleep_until(next) => {}
             }
             let started = Instant::now();
             let deadline = (started + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
@@ -212,11 +229,14 @@ impl Candidate {
         }
     }
 
-    /// Returns `false` when another replica has the Lease.
+    /// Returns `false` when another replica has the Lease. A Lease that was deleted is created.
     async fn renew(&self) -> kube::Result<bool> {
-        let Some(mut lease) = self.own_lease().await? else {
-            return Ok(false);
+        let Some(mut lease) = self.leases.get_opt(&self.name).await? else {
+            return self.create().await;
         };
+        if !self.is_own(&lease) {
+            return Ok(false);
+        }
         if let Some(spec) = &mut lease.spec {
             spec.renew_time = Some(MicroTime((self.clock)()));
         }
@@ -227,7 +247,8 @@ impl Candidate {
     /// [`LEASE_DURATION`].
     pub(crate) async fn release(&self) {
         let release = async {
-            let Some(mut lease) = self.own_lease().await? else {
+            let lease = self.leases.get_opt(&self.name).await?;
+            let Some(mut lease) = lease.filter(|lease| self.is_own(lease)) else {
                 return Ok(());
             };
             if let Some(spec) = &mut lease.spec {
@@ -240,13 +261,10 @@ impl Candidate {
         }
     }
 
-    /// The Lease, if this replica holds it.
-    async fn own_lease(&self) -> kube::Result<Option<Lease>> {
-        let lease = self.leases.get_opt(&self.name).await?;
-        Ok(lease.filter(|lease| {
-            let spec = lease.spec.as_ref();
-            spec.and_then(|spec| spec.holder_identity.as_deref()) == Some(&self.identity)
-        }))
+    /// Whether this replica holds the Lease.
+    fn is_own(&self, lease: &Lease) -> bool {
+        let spec = lease.spec.as_ref();
+        spec.and_then(|spec| spec.holder_identity.as_deref()) == Some(&self.identity)
     }
 
     /// Replaces the Lease unless it has changed since it was read.
@@ -314,11 +332,11 @@ mod tests {
     async fn second_replica_waits_until_the_first_gives_up() {
         let (api, never) = (SimApiServer::start(), CancellationToken::new());
         let (first, second) = (candidate(&api, "a"), candidate(&api, "b"));
-        assert!(first.acquire(&never).await);
+        let since = first.acquire(&never).await.unwrap();
         let stop = CancellationToken::new();
         let work = async {
             tokio::select! {
-                () = first.hold(&never) => panic!("the first replica lost the Lease"),
+                () = first.hold(since, &never) => panic!("the first replica lost the Lease"),
                 () = sleep(Duration::from_mins(2)) => {}
             }
             assert_eq!(holder(&api), "a");
@@ -326,29 +344,34 @@ mod tests {
             Instant::now()
         };
         let (given_up, taken) = tokio::join!(work, second.acquire(&stop));
-        assert!(taken && given_up.elapsed() <= INTERVAL);
+        assert!(taken.is_some() && given_up.elapsed() <= INTERVAL);
         assert_eq!(holder(&api), "b");
     }
 
     #[tokio::test(start_paused = true)]
     async fn dead_replicas_lease_is_taken_after_its_duration() {
-        let (api, never) = (SimApiServer::start(), CancellationToken::new());
-        assert!(candidate(&api, "a").acquire(&never).await);
-        let start = Instant::now();
-        assert!(candidate(&api, "b").acquire(&never).await);
-        let took = start.elapsed();
-        assert!(
-            took >= LEASE_DURATION && took <= LEASE_DURATION + INTERVAL,
-            "{took:?}"
-        );
+        for (seconds, duration) in [(None, 15), (Some(3), 15), (Some(60), 60), (Some(-1), 15)] {
+            let (api, never) = (SimApiServer::start(), CancellationToken::new());
+            candidate(&api, "a").acquire(&never).await.unwrap();
+            let mut lease = api.get("leases", "system", "operator");
+            lease["spec"]["leaseDurationSeconds"] = json!(seconds);
+            api.put("leases", lease);
+            let start = Instant::now();
+            candidate(&api, "b").acquire(&never).await.unwrap();
+            let (took, duration) = (start.elapsed(), Duration::from_secs(duration));
+            assert!(
+                took >= duration && took <= duration + INTERVAL,
+                "{seconds:?}: {took:?}"
+            );
+        }
     }
 
     #[tokio::test(start_paused = true)]
     async fn restarted_container_takes_its_pods_lease_at_once() {
         let (api, never) = (SimApiServer::start(), CancellationToken::new());
-        assert!(candidate(&api, "a").acquire(&never).await);
+        candidate(&api, "a").acquire(&never).await.unwrap();
         let start = Instant::now();
-        assert!(candidate(&api, "a").acquire(&never).await);
+        candidate(&api, "a").acquire(&never).await.unwrap();
         assert!(start.elapsed() < INTERVAL);
     }
 
@@ -356,25 +379,52 @@ mod tests {
     async fn holder_stops_before_another_may_take_the_lease() {
         let (api, never) = (SimApiServer::start(), CancellationToken::new());
         let first = candidate(&api, "a");
-        assert!(first.acquire(&never).await);
+        let since = first.acquire(&never).await.unwrap();
         api.set_unavailable(true);
-        let start = Instant::now();
-        first.hold(&never).await;
-        let took = start.elapsed();
-        assert!(took >= RENEWAL_DEADLINE - INTERVAL, "{took:?}");
-        assert!(took <= RENEWAL_DEADLINE + INTERVAL, "{took:?}");
+        // The answer to the attempt that took the Lease came late.
+        sleep(Duration::from_secs(3)).await;
+        first.hold(since, &never).await;
+        let took = since.elapsed();
+        assert!(
+            took >= RENEWAL_DEADLINE && took <= RENEWAL_DEADLINE + Duration::from_millis(100),
+            "{took:?}"
+        );
+        assert!(took + GRACE < LEASE_DURATION);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn deleted_lease_is_created_again_by_its_holder() {
+        let (api, never) = (SimApiServer::start(), CancellationToken::new());
+        let first = candidate(&api, "a");
+        let since = first.acquire(&never).await.unwrap();
+        api.delete("leases", "system", "operator");
+        let held = timeout(Duration::from_mins(1), first.hold(since, &never)).await;
+        assert!(held.is_err(), "it leads on");
+        assert_eq!(holder(&api), "a");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lease_taken_while_the_replica_stops_is_given_up() {
+        let (api, stop) = (SimApiServer::start(), CancellationToken::new());
+        let first = candidate(&api, "a");
+        let mut acquired = Box::pin(first.acquire(&stop));
+        // The request is on its way when the replica is told to stop.
+        assert!(futures::poll!(&mut acquired).is_pending());
+        stop.cancel();
+        assert_eq!(acquired.await, None);
+        assert_eq!(holder(&api), Value::Null);
     }
 
     #[tokio::test(start_paused = true)]
     async fn holder_stops_when_another_has_the_lease() {
         let (api, never) = (SimApiServer::start(), CancellationToken::new());
         let first = candidate(&api, "a");
-        assert!(first.acquire(&never).await);
+        let since = first.acquire(&never).await.unwrap();
         let mut lease = api.get("leases", "system", "operator");
         lease["spec"]["holderIdentity"] = json!("b");
         api.put("leases", lease);
         let start = Instant::now();
-        first.hold(&never).await;
+        first.hold(since, &never).await;
         assert!(start.elapsed() <= INTERVAL + Duration::from_secs(1));
         first.release().await;
         assert_eq!(holder(&api), "b", "a replica gives up only its own Lease");
@@ -383,10 +433,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn shutdown_ends_the_wait() {
         let (api, never) = (SimApiServer::start(), CancellationToken::new());
-        assert!(candidate(&api, "a").acquire(&never).await);
+        candidate(&api, "a").acquire(&never).await.unwrap();
         let stop = CancellationToken::new();
         stop.cancel();
-        assert!(!candidate(&api, "b").acquire(&stop).await);
+        assert_eq!(candidate(&api, "b").acquire(&stop).await, None);
     }
 
     #[tokio::test(start_paused = true)]

@@ -9,8 +9,9 @@ use kube::Client;
 use kube::runtime::reflector;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::api::write::ApiWriter;
 use crate::budget::fault_evictions;
@@ -20,7 +21,7 @@ use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
-use crate::leader::{Candidate, Election};
+use crate::leader::{Candidate, Election, GRACE};
 use crate::nodes::context_policies;
 use crate::nodes::maintenance;
 use crate::nodes::namespace_label;
@@ -64,11 +65,11 @@ pub async fn run(
     spawn(&mut tasks, "http-server", server);
     let candidate =
         election.map(|election| Arc::new(Candidate::new(client.clone(), election, clock)));
-    let leads = match &candidate {
+    let since = match &candidate {
         Some(candidate) => candidate.acquire(&shutdown).await,
-        None => true,
+        None => Some(Instant::now()),
     };
-    if leads {
+    if let Some(since) = since {
         spawn_work(
             &mut tasks,
             client,
@@ -81,12 +82,12 @@ pub async fn run(
         if let Some(candidate) = candidate.clone() {
             let shutdown = shutdown.clone();
             spawn(&mut tasks, "leader-election", async move {
-                candidate.hold(&shutdown).await;
+                candidate.hold(since, &shutdown).await;
             });
         }
     }
     let result = join_all(tasks, &shutdown).await;
-    if let Some(candidate) = candidate.filter(|_| leads) {
+    if let Some(candidate) = candidate.filter(|_| since.is_some()) {
         candidate.release().await;
     }
     info!("stopped");
@@ -159,7 +160,8 @@ fn spawn(
     });
 }
 
-/// Joins the tasks. The first one that ends stops the others.
+/// Joins the tasks. The first one that ends stops the others. What they have begun goes on after a
+/// request to stop, and for [`GRACE`] otherwise: the replica may have lost the Lease.
 async fn join_all(
     mut tasks: JoinSet<&'static str>,
     shutdown: &CancellationToken,
@@ -168,10 +170,24 @@ async fn join_all(
     let requested = shutdown.is_cancelled();
     shutdown.cancel();
     let mut result = first.map_or(Ok(()), |ended| task_result(ended, requested));
-    while let Some(ended) = tasks.join_next().await {
-        result = result.and(task_result(ended, true));
+    let deadline = Instant::now() + GRACE;
+    loop {
+        let next = tasks.join_next();
+        let ended = match requested {
+            true => next.await,
+            false => match timeout_at(deadline, next).await {
+                Ok(ended) => ended,
+                Err(_) => {
+                    warn!("work that had begun is cut off");
+                    return result;
+                }
+            },
+        };
+        match ended {
+            Some(ended) => result = result.and(task_result(ended, true)),
+            None => return result,
+        }
     }
-    result
 }
 
 /// The result of a finished task: an error unless the shutdown was requested.
