@@ -57,6 +57,13 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
     }
     raise_open_file_limit();
     let config = Config::load(&args.config)?;
+    if !config.unknown_keys.is_empty() {
+        let keys = config.unknown_keys.join(", ");
+        warn!(
+            keys,
+            "the configuration has keys that this version does not know"
+        );
+    }
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
     let client = bursar_device_plugin::connect_api_server().await;

@@ -34,6 +34,7 @@ const RUNTIME_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// The channels from which the agent computes its report.
 pub(crate) struct StatusPublisher {
     pub(crate) config: ResourcesConfig,
+    pub(crate) unknown_keys: Vec<String>,
     pub(crate) boot_id: String,
     pub(crate) snapshots: watch::Receiver<Snapshot>,
     pub(crate) registration: watch::Receiver<Registration>,
@@ -110,6 +111,7 @@ impl StatusPublisher {
     fn inputs(&self, runtime: Option<String>) -> ReportInputs {
         ReportInputs {
             config: self.config,
+            unknown_keys: self.unknown_keys.clone(),
             boot_id: self.boot_id.clone(),
             registration: self.registration.borrow().clone(),
             runtime_problem: runtime,

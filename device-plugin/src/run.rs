@@ -175,6 +175,7 @@ pub async fn run(
     agent.start_supervision(&gpus, &tenants, &registration);
     let (reports, readiness) = agent.start_publisher(StatusPublisher {
         config: agent.config.resources,
+        unknown_keys: agent.config.unknown_keys.clone(),
         boot_id: clock::boot_id(),
         snapshots: node.snapshots,
         registration,

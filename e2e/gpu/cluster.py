@@ -71,14 +71,13 @@ class Cluster:
 
     def configure(self, setting, replacement):
         """Replaces a setting of the agent, and waits for an agent that has read it."""
-        name = "bursar-agent"
-        config = json.loads(self.kubectl("get", "configmap", name, "--namespace", NAMESPACE, "--output", "json"))
-        for key, text in config["data"].items():
-            config["data"][key] = text.replace(setting, replacement)
-        assert any(replacement in text for text in config["data"].values()), config["data"]
-        self.apply(config)
-        self.kubectl("rollout", "restart", f"daemonset/{name}", "--namespace", NAMESPACE)
-        self.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")
+        agents = "daemonset/bursar-agent", "--namespace", NAMESPACE
+        template = json.loads(self.kubectl("get", *agents, "--output", "json"))["spec"]["template"]
+        config = template["metadata"]["annotations"]["bursar.dev/agent.toml"].replace(setting, replacement)
+        assert replacement in config, config
+        annotations = {"metadata": {"annotations": {"bursar.dev/agent.toml": config}}}
+        self.kubectl("patch", *agents, "--patch", json.dumps({"spec": {"template": annotations}}))
+        self.kubectl("rollout", "status", *agents, "--timeout=60s")
 
     def findings(self, about=None, but=None, reasons=FINDINGS):
         """Returns times, reasons and notes of the findings about a pod, or about other objects, oldest first."""

@@ -19,7 +19,7 @@ const MAX_BIND_WAIT: Duration = Duration::from_secs(27);
 
 /// A mount as it is written.
 #[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct Mount {
     #[serde(deserialize_with = "absolute_path")]
     host_path: PathBuf,

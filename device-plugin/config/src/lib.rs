@@ -15,6 +15,9 @@ use bursar_ledger::units::{Bytes, Quantum};
 use clap::Parser;
 use serde::Deserialize;
 
+/// The most unknown keys that the agent reports.
+const MAX_UNKNOWN_KEYS: usize = 16;
+
 /// The agent's arguments. No other code of the agent reads the environment.
 #[derive(Debug, Clone, Parser)]
 #[command(
@@ -53,7 +56,7 @@ pub enum LogFormat {
 
 /// The checked configuration. Each table of the file is a struct, and each field one of its fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct Config {
     /// The resources that the node offers.
     pub resources: ResourcesConfig,
@@ -75,11 +78,14 @@ pub struct Config {
     pub sharing: SharingConfig,
     /// The agent's HTTP endpoints.
     pub http: HttpConfig,
+    /// The first keys of the file that this version does not know.
+    #[serde(skip)]
+    pub unknown_keys: Vec<String>,
 }
 
 /// The resources that the node offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct ResourcesConfig {
     /// The memory behind one device id.
     #[serde(deserialize_with = "fields::quantum")]
@@ -104,7 +110,7 @@ impl Default for ResourcesConfig {
 
 /// The paths of the kubelet.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct KubeletConfig {
     /// The directory of `kubelet.sock`, of the plugins' sockets and of the kubelet's device
     /// checkpoint.
@@ -131,7 +137,7 @@ impl Default for KubeletConfig {
 
 /// The paths of the NVIDIA driver.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct DriverConfig {
     /// The driver's root directory as the agent sees it.
     #[serde(deserialize_with = "fields::absolute_path")]
@@ -174,7 +180,7 @@ pub struct HostMount {
 
 /// The paths of the agent's own files.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct PathsConfig {
     /// The directory for files that outlive boots: the shim builds.
     #[serde(deserialize_with = "fields::absolute_path")]
@@ -220,7 +226,7 @@ impl Default for PathsConfig {
 
 /// Configuration of the binding of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct BindingConfig {
     /// `PreStartContainer` waits for room for this time, and then fails, because the kubelet
     /// retries it.
@@ -238,7 +244,7 @@ impl Default for BindingConfig {
 
 /// Configuration of the audit.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct AuditConfig {
     /// The reaction to a container that exceeds its quota or uses untracked memory.
     pub policy: AuditPolicy,
@@ -290,7 +296,7 @@ pub enum AuditPolicy {
 
 /// Configuration of the reaction to poisoned contexts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct ContextPolicyConfig {
     /// The action in namespaces without a context policy.
     #[serde(deserialize_with = "fields::context_action")]
@@ -299,7 +305,7 @@ pub struct ContextPolicyConfig {
 
 /// Configuration of retained memory.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct RetainedConfig {
     /// Whether the node offers retained memory where the fd store answers.
     pub enabled: bool,
@@ -328,7 +334,7 @@ impl Default for RetainedConfig {
 
 /// With whom the node shares its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct SharingConfig {
     /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
     pub allow_unscrubbed: bool,
@@ -347,7 +353,7 @@ impl Default for SharingConfig {
 
 /// The agent's HTTP endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct HttpConfig {
     /// The address of the metrics endpoint.
     #[serde(deserialize_with = "fields::address")]
@@ -378,7 +384,7 @@ pub enum ConfigError {
         /// The I/O error.
         source: std::io::Error,
     },
-    /// The file is not TOML, or has an unknown field, one of another type or an invalid value.
+    /// The file is not TOML, or has a field of another type or an invalid value.
     #[error("failed to use config {path}: {problem}", path = path.display())]
     Parse {
         /// The file.
@@ -402,11 +408,27 @@ impl Config {
     }
 
     /// Checks the configuration in `text`; the errors name `path`.
+    ///
+    /// Unknown keys have no effect, because the text may be of another version of the chart.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
-        toml::from_str(text).map_err(|error| ConfigError::Parse {
-            path: path.to_owned(),
-            problem: describe(error, text),
-        })
+        let mut unknown_keys = Vec::new();
+        let parsed = toml::Deserializer::parse(text).and_then(|file| {
+            serde_ignored::deserialize(file, |key| {
+                if unknown_keys.len() < MAX_UNKNOWN_KEYS {
+                    unknown_keys.push(key.to_string());
+                }
+            })
+        });
+        match parsed {
+            Ok(config) => Ok(Self {
+                unknown_keys,
+                ..config
+            }),
+            Err(error) => Err(ConfigError::Parse {
+                path: path.to_owned(),
+                problem: describe(error, text),
+            }),
+        }
     }
 }
 
@@ -519,6 +541,7 @@ mod tests {
             read_only,
         };
         let expected = Config {
+            unknown_keys: Vec::new(),
             resources: ResourcesConfig {
                 quantum: Quantum::Mib512,
                 managed_capacity: Bytes::gib(64),
@@ -591,13 +614,13 @@ mod tests {
     }
 
     #[test]
-    fn unknown_field_is_named_with_the_known_ones() {
-        let text = error("[resources]\nquantums = \"1Gi\"");
-        assert!(
-            text.contains("quantums") && text.contains("`quantum`"),
-            "{text}"
-        );
-        assert!(text.contains("line 2"), "{text}");
+    fn unknown_keys_are_skipped_and_listed() {
+        let config = "[resources]\nquantum = \"512Mi\"\nquanta = 1\n[later.table]\nkey = 2";
+        let config = parse(config).unwrap();
+        assert_eq!(config.resources.quantum, Quantum::Mib512);
+        assert_eq!(config.unknown_keys, ["later", "resources.quanta"]);
+        let many: String = (0..100).map(|n| format!("key-{n} = {n}\n")).collect();
+        assert_eq!(parse(&many).unwrap().unknown_keys.len(), MAX_UNKNOWN_KEYS);
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Optio
 pub struct ReportInputs {
     /// The resources that the node offers.
     pub config: ResourcesConfig,
+    /// The keys of the configuration that the agent does not know.
+    pub unknown_keys: Vec<String>,
     /// The boot id.
     pub boot_id: String,
     /// The registration of device memory with the kubelet.

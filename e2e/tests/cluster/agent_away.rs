@@ -191,17 +191,25 @@ async fn end_agents(context: &TrialContext, times: usize, ran: &AtomicUsize) -> 
                 continue;
             }
         }
-        let is_replaced = async || match agent_pid(context) {
-            Ok(pid) if pid != before => Poll::Ready(()),
-            Ok(_) => Poll::Pending("the former one runs".to_owned()),
-            Err(failed) => Poll::Pending(format!("{failed:?}")),
-        };
-        wait::poll_until("another agent", START_TIMEOUT, PAUSE, is_replaced).await?;
+        wait_for_another_agent(context, before).await?;
     }
     Ok(())
 }
 
-async fn delete_agent(context: &TrialContext) -> Result<(), Failed> {
+/// Waits until a process of the agent replaces `before`.
+pub(crate) async fn wait_for_another_agent(
+    context: &TrialContext,
+    before: Pid,
+) -> Result<(), Failed> {
+    let is_replaced = async || match agent_pid(context) {
+        Ok(pid) if pid != before => Poll::Ready(()),
+        Ok(_) => Poll::Pending("the former one runs".to_owned()),
+        Err(failed) => Poll::Pending(format!("{failed:?}")),
+    };
+    Ok(wait::poll_until("another agent", START_TIMEOUT, PAUSE, is_replaced).await?)
+}
+
+pub(crate) async fn delete_agent(context: &TrialContext) -> Result<(), Failed> {
     let client = context.environment.cluster.client();
     let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");

@@ -1,19 +1,31 @@
-//! Checks that an agent with an invalid configuration exits, and names the field in its log.
+//! Checks that an agent with an invalid configuration exits and names the field, that one goes on
+//! beside unknown keys, and that a pod keeps the configuration of its version.
 
 use std::collections::BTreeMap;
 
+use bursar_crds::conditions::gpu_node::{ACCEPTED, NOT_UNDERSTOOD, OK};
 use bursar_e2e::chart;
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
-use kube::api::{Api, ListParams, PostParams};
+use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt};
 use libtest_mimic::{Failed, Trial};
 use serde_json::json;
 
-use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
+use crate::agent_away::{delete_agent, wait_for_another_agent};
+use crate::placement::run_each;
+use crate::relay::wait_for_condition;
+use crate::restarts::{agent_pid, kill_agent};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
+
+/// The annotation of the agent's pods with their configuration.
+const CONFIG: &str = "bursar.dev/agent.toml";
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial("main/cluster/bad-input", bad_configurations)]
+    vec![
+        trial("main/cluster/bad-input", bad_configurations),
+        node_trial("fleet/cluster/config-skew", agent_keeps_its_configuration),
+    ]
 }
 
 async fn bad_configurations(context: &mut TrialContext) -> Result<(), Failed> {
@@ -26,9 +38,9 @@ async fn bad_configurations(context: &mut TrialContext) -> Result<(), Failed> {
             "resources.quantum",
         ),
         (
-            "unknown-field",
-            "[resources]\nquanta = \"1Gi\"\n",
-            "unknown field `quanta`",
+            "unknown-policy",
+            "[audit]\npolicy = \"stop\"\n",
+            "audit.policy",
         ),
         ("no-toml", "quantum: 1Gi\n", "agent.toml"),
     ];
@@ -84,6 +96,7 @@ async fn run_agent(client: &Client, name: &str, image: &str, config: &str) -> Re
             "containers": [{
                 "name": "agent", "image": image, "args": ["--config=/etc/bursar/agent.toml"],
                 "env": [{"name": "NODE_NAME", "value": "nowhere"}],
+                "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": [{"name": "config", "mountPath": "/etc/bursar", "readOnly": true}],
             }],
         },
@@ -91,5 +104,48 @@ async fn run_agent(client: &Client, name: &str, image: &str, config: &str) -> Re
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let created = pods.create(&PostParams::default(), &pod).await?;
     assert_eq!(created.name_any(), name);
+    Ok(())
+}
+
+/// Upgrades the DaemonSet alone, as a canary does for days. An agent whose container restarts then
+/// has the configuration of its own pod. A new pod has the new one, whose unknown key is told.
+async fn agent_keeps_its_configuration(context: &mut TrialContext) -> Result<(), Failed> {
+    let sets: Api<DaemonSet> =
+        Api::namespaced(context.environment.cluster.client(), chart::NAMESPACE);
+    let set = sets.get("bursar-agent").await?;
+    let template = set.spec.and_then(|spec| spec.template.metadata);
+    let annotations = template.and_then(|metadata| metadata.annotations);
+    let config = annotations.and_then(|mut annotations| annotations.remove(CONFIG));
+    let config = config.ok_or("the agent has no configuration")?;
+    let tried = canary(context, &sets, &config).await;
+    configure(&sets, "RollingUpdate", &config).await?;
+    wait_for_condition(context, ACCEPTED, OK).await?;
+    tried
+}
+
+async fn canary(context: &TrialContext, sets: &Api<DaemonSet>, config: &str) -> Result<(), Failed> {
+    configure(sets, "OnDelete", "[audit]\npolicy = \"later\"\n").await?;
+    let before = agent_pid(context)?;
+    kill_agent(context)?;
+    wait_for_another_agent(context, before).await?;
+    run_each(context, &[("beside-a-canary", 2)]).await?;
+    configure(sets, "OnDelete", &format!("{config}\n[later]\nkey = 1\n")).await?;
+    delete_agent(context).await?;
+    wait_for_condition(context, ACCEPTED, NOT_UNDERSTOOD).await?;
+    context.history.check_none_failed_or_restarted().await
+}
+
+/// Changes the strategy and the configuration of the DaemonSet.
+async fn configure(sets: &Api<DaemonSet>, strategy: &str, config: &str) -> Result<(), Failed> {
+    let patch = json!({ "spec": {
+        "updateStrategy": { "type": strategy, "rollingUpdate": null },
+        "template": { "metadata": { "annotations": { CONFIG: config } } },
+    } });
+    sets.patch(
+        "bursar-agent",
+        &PatchParams::default(),
+        &Patch::Merge(patch),
+    )
+    .await?;
     Ok(())
 }

@@ -79,8 +79,8 @@ impl Objects {
 
     /// The agent's configuration file.
     pub(crate) fn agent_config(&self) -> &str {
-        let config = self.get("ConfigMap", "bursar-agent");
-        config["data"]["agent.toml"].as_str().unwrap()
+        let annotations = &self.agent()["spec"]["template"]["metadata"]["annotations"];
+        annotations["bursar.dev/agent.toml"].as_str().unwrap()
     }
 
     pub(crate) fn fdstore(&self) -> &Value {

@@ -67,6 +67,21 @@ fn names_contain_the_charts_name_or_the_override() {
 }
 
 #[test]
+fn ended_containers_say_why() {
+    let objects = render(&[]);
+    let own = [
+        objects.agent(),
+        objects.fdstore(),
+        objects.operator(),
+        objects.relay(),
+    ];
+    for container in own.map(|workload| &pod_spec(workload)["containers"][0]) {
+        let policy = &container["terminationMessagePolicy"];
+        assert_eq!(policy, "FallbackToLogsOnError", "{}", container["name"]);
+    }
+}
+
+#[test]
 fn common_labels_are_on_every_object() {
     let objects = render(&[r#"commonLabels={"cost":"ml"}"#]);
     for object in &objects.0 {
@@ -253,9 +268,7 @@ fn default_context_action_reaches_agents_and_operator() {
         (&[r#"contextPolicy.default="Report""#][..], "Report"),
     ] {
         let objects = render(values);
-        let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
-            .as_str()
-            .unwrap();
+        let config = objects.agent_config();
         let section = format!("[context-policy]\ndefault = \"{action}\"");
         assert!(config.contains(&section), "{config}");
         let argument = format!("--context-policy-default={action}");

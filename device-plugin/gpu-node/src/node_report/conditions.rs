@@ -21,6 +21,7 @@ use crate::quota_overrides::AppliedSpec;
 pub(super) fn conditions(snapshot: &Snapshot, inputs: &ReportInputs) -> Vec<ConditionUpdate> {
     let ReportInputs {
         config,
+        unknown_keys,
         registration,
         runtime_problem,
         audited,
@@ -49,7 +50,7 @@ pub(super) fn conditions(snapshot: &Snapshot, inputs: &ReportInputs) -> Vec<Cond
         (names::DRIVER_LIMITS, driver_limits(limits)),
         (names::RETAINED_MEMORY, retained_memory(retained)),
         (names::MEMORY_SCRUBBED, memory_scrubbed(snapshot, retained)),
-        (names::ACCEPTED, accepted(overrides)),
+        (names::ACCEPTED, accepted(overrides, unknown_keys)),
         (names::SOLE_OWNER, sole_owner(owners)),
         (names::MANAGED_MEMORY, managed),
         (
@@ -326,28 +327,28 @@ fn memory_scrubbed(snapshot: &Snapshot, retained: &RetainedStatus) -> State {
     }
 }
 
-fn accepted(ordered: &AppliedSpec) -> State {
-    let AppliedSpec {
-        generation,
-        unrecognized: not_understood,
-        ..
-    } = ordered;
+fn accepted(ordered: &AppliedSpec, unknown_keys: &[String]) -> State {
+    let spec = ordered.unrecognized.iter();
+    let spec = spec.map(|entry| format!("spec.{entry}"));
+    let keys = unknown_keys.iter();
+    let keys = keys.map(|key| format!("{key} of the agent's configuration"));
+    let mut unknown = spec.chain(keys);
+    let Some(first) = unknown.next() else {
+        return match ordered.generation {
+            None => pending("the agent has read no spec yet"),
+            Some(_) => ok("the agent understands the spec and its configuration"),
+        };
+    };
+    let more = match unknown.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
     let version = env!("CARGO_PKG_VERSION");
-    match not_understood.as_slice() {
-        [] if generation.is_none() => pending("the agent has read no spec yet"),
-        [] => ok("the agent understands the spec"),
-        [first, others @ ..] => {
-            let more = match others.len() {
-                0 => String::new(),
-                more => format!(" and {more} more"),
-            };
-            let message = format!(
-                "failed to read spec.{first}{more}: unknown to version {version} of the agent; upgrade the agent or \
-                delete these entries"
-            );
-            holds_not(names::NOT_UNDERSTOOD, message)
-        }
-    }
+    let message = format!(
+        "failed to read {first}{more}: unknown to version {version} of the agent; upgrade the agent or delete these \
+         entries"
+    );
+    holds_not(names::NOT_UNDERSTOOD, message)
 }
 
 /// The state of one condition.

@@ -108,6 +108,7 @@ fn inputs() -> ReportInputs {
             managed_capacity: Bytes::gib(8),
             reserved: Bytes(0),
         },
+        unknown_keys: Vec::new(),
         boot_id: "boot-1".into(),
         registration: Registration::Registered,
         runtime_problem: None,
@@ -488,11 +489,7 @@ fn registration_failures_have_a_reason_each() {
             Some(false),
             names::KUBELET_UNREACHABLE,
         ),
-        (
-            NotRegistered::RelaySilent,
-            Some(false),
-            names::RELAY_SILENT,
-        ),
+        (NotRegistered::RelaySilent, Some(false), names::RELAY_SILENT),
         (
             NotRegistered::Refused("version".into()),
             Some(false),
@@ -868,6 +865,11 @@ fn unknown_spec_entries_are_a_condition_only() {
     );
     inputs.overrides = AppliedSpec::default();
     assert_eq!(accepted_condition(&inputs), (None, names::PENDING));
+    inputs.unknown_keys = vec!["audit.later".to_owned()];
+    assert_eq!(
+        accepted_condition(&inputs),
+        (Some(false), names::NOT_UNDERSTOOD)
+    );
 }
 
 #[test]

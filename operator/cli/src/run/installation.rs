@@ -95,15 +95,17 @@ impl<W: Write> Session<'_, W> {
             .iter()
             .find(|set| set.metadata.name.ends_with("-agent"))
         {
-            let path = format!("/api/v1/namespaces/{}/configmaps", set.metadata.namespace);
-            configuration = act::get::<Value>(&self.client, &path, &set.metadata.name)
-                .await
-                .ok();
+            let path = format!(
+                "/apis/apps/v1/namespaces/{}/daemonsets",
+                set.metadata.namespace
+            );
+            let set = act::get::<Value>(&self.client, &path, &set.metadata.name).await;
+            configuration = set.ok().and_then(|set| {
+                let annotations = set.pointer("/spec/template/metadata/annotations")?;
+                annotations.get("bursar.dev/agent.toml").cloned()
+            });
         }
-        let data = configuration
-            .as_ref()
-            .map(|configuration| &configuration["data"]);
-        let mut files = support::files(&snapshot, data);
+        let mut files = support::files(&snapshot, configuration.as_ref());
         let left_out = self.add_logs(&snapshot, &mut files).await?;
         for reason in &left_out {
             writeln!(self.out, "{reason}")?;
