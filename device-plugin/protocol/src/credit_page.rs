@@ -28,6 +28,9 @@ pub const MAX_SLOTS: usize = 63;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"bursarCP");
 
+/// The version of the layout. It begins at 3, because agents wrote the protocol's version before.
+const LAYOUT: u32 = 3;
+
 /// The seals of a page fix its size and its seals. The page stays writable.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
@@ -270,9 +273,7 @@ impl CreditPage {
             slot.clear();
         }
         mapped.shared().slots.store(count, Ordering::Relaxed);
-        mapped
-            .version
-            .store(u32::from(crate::VERSION), Ordering::Relaxed);
+        mapped.version.store(LAYOUT, Ordering::Relaxed);
         mapped.magic.store(MAGIC, Ordering::Release);
         Ok(mapped)
     }
@@ -297,6 +298,9 @@ impl CreditPage {
         let mut mapped = CreditPage::map(&fd, 0)?;
         if mapped.magic.load(Ordering::Acquire) != MAGIC {
             return Err(PageError::NotAPage("another layout"));
+        }
+        if mapped.version.load(Ordering::Relaxed) != LAYOUT {
+            return Err(PageError::NotAPage("another version of the layout"));
         }
         mapped.slots = mapped.shared().slots.load(Ordering::Relaxed) as usize;
         Ok(mapped)
@@ -427,6 +431,17 @@ mod tests {
         assert!(rustix::fs::ftruncate(&fd, 0).is_err());
         assert!(rustix::fs::ftruncate(&fd, 8192).is_err());
         assert!(rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).is_err());
+    }
+
+    #[test]
+    fn page_of_another_version_is_not_opened() {
+        let (page, fd) = CreditPage::create(1).unwrap();
+        assert!(CreditPage::open(&fd).is_ok());
+        page.version.store(LAYOUT + 1, Ordering::Relaxed);
+        assert!(matches!(
+            CreditPage::open(&fd),
+            Err(PageError::NotAPage("another version of the layout"))
+        ));
     }
 
     #[test]

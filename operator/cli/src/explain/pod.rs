@@ -56,6 +56,9 @@ pub(super) fn newest<'a>(snapshot: &'a Snapshot, pod: &Pod, reason: &str) -> Opt
         .find(|event| event.reason == reason)
 }
 
+/// What the kubelet says of a pod that requests more devices than it has free.
+const UNAVAILABLE: &str = "requested number of devices unavailable";
+
 fn ended(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let key = pod.key();
     if pod.status.phase == "Succeeded" {
@@ -63,11 +66,35 @@ fn ended(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
         return;
     }
     let status = &pod.status;
-    explanation.conclude(
-        Verdict::Fails,
-        format!("{key} has failed: {} {}", status.reason, status.message),
-    );
-    if status.reason == "UnexpectedAdmissionError" {
+    let mut why = format!("{} {}", status.reason, status.message);
+    let mut containers = status.container_statuses.iter();
+    let ended = containers.find_map(|container| {
+        let ended = container.state.terminated.as_ref()?;
+        (ended.exit_code != 0).then_some((&container.name, ended))
+    });
+    if let Some((name, ended)) = ended {
+        why = format!(
+            "container {name} ended with {} ({})",
+            ended.exit_code, ended.reason
+        );
+        let command = format!(
+            "kubectl -n {} logs {} -c {name}",
+            pod.metadata.namespace, pod.metadata.name
+        );
+        explanation.say("log", command);
+    }
+    explanation.conclude(Verdict::Fails, format!("{key} has failed: {}", why.trim()));
+    if status.message.contains(UNAVAILABLE) {
+        explanation.add(Cause::NoNodeWithRoom);
+        explanation.say(
+            "node",
+            format!(
+                "the kubelet of {} has not as much free, and spec.nodeName passes the scheduler by; \
+                 choose the node by nodeSelector kubernetes.io/hostname, so that the pod waits",
+                pod.spec.node_name
+            ),
+        );
+    } else if status.reason == "UnexpectedAdmissionError" {
         explanation.add(Cause::NodeWithoutAgent);
         explanation.say(
             "node",

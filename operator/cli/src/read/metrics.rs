@@ -26,16 +26,24 @@ pub async fn read_metrics(
     snapshot: &mut Snapshot,
     is_wanted: impl Fn(&str) -> bool,
 ) {
-    let agents: Vec<(String, String)> = snapshot
-        .own_pods
-        .iter()
-        .filter(|pod| {
-            let component = pod.metadata.labels.get("app.kubernetes.io/component");
-            component.is_some_and(|component| component == "agent")
-                && is_wanted(&pod.spec.node_name)
-        })
-        .map(|pod| (pod.spec.node_name.clone(), metrics_path(pod)))
-        .collect();
+    let agents = snapshot.own_pods.iter().filter(|pod| {
+        let component = pod.metadata.labels.get("app.kubernetes.io/component");
+        component.is_some_and(|component| component == "agent") && is_wanted(&pod.spec.node_name)
+    });
+    let (agents, away): (Vec<&Pod>, Vec<&Pod>) = agents.partition(|pod| pod.is_ready());
+    let paths = agents.iter().map(|pod| metrics_path(pod));
+    let nodes = agents.iter().map(|pod| pod.spec.node_name.clone());
+    let agents: Vec<(String, String)> = nodes.zip(paths).collect();
+    let away = away.first().map(|pod| {
+        let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
+        format!(
+            "the agent of {} is not ready; look at kubectl -n {namespace} describe pod {name}",
+            pod.spec.node_name
+        )
+    });
+    if let Some(away) = away {
+        snapshot.unread.insert(Kind::AgentMetrics, away);
+    }
     if let Some(reason) = snapshot.unread.get(&Kind::OwnPods) {
         snapshot.unread.insert(Kind::AgentMetrics, reason.clone());
     }

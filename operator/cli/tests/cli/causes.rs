@@ -686,6 +686,16 @@ fn failed_admission_and_gaps_are_named() {
         &explained(&small(vec![failed], gpu("GPU-1", 0, 79, &[])), "ml", "p"),
         Cause::NodeWithoutAgent,
     );
+    let mut pinned = pod("ml", "p", "n", 12);
+    pinned["status"] = json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message":
+        "Allocate failed due to requested number of devices unavailable for bursar.dev/gpu-memory-gib. Requested: 12, Available: 8, which is unexpected" });
+    let pinned = explained(&small(vec![pinned], gpu("GPU-1", 0, 79, &[])), "ml", "p");
+    has(&pinned, Cause::NoNodeWithRoom);
+    let mut crashed = pod("ml", "p", "n", 8);
+    crashed["status"] = json!({ "phase": "Failed", "containerStatuses": [{ "name": "main", "state":
+        { "terminated": { "exitCode": 3, "reason": "Error" } } }] });
+    let crashed = explained(&small(vec![crashed], gpu("GPU-1", 0, 79, &[])), "ml", "p");
+    assert!(format!("{crashed:?}").contains("container main ended with 3 (Error)"));
     has(&explained(&cluster(), "ml", "debug"), Cause::NotEnforced);
     let mut drained = pod("ml", "p", "n", 8);
     drained["status"] = json!({ "phase": "Pending", "containerStatuses": [{ "name": "main", "state": { "waiting": { "reason": "RunContainerError" } } }] });
