@@ -11,6 +11,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
+/// The time for the log of a relay that hangs.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 /// Keeps the node's GPU memory registered with the kubelet while no agent runs.
 #[derive(Debug, Parser)]
 struct Args {
@@ -43,7 +46,11 @@ async fn main() -> ExitCode {
 
 async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     watchdog::start(watchdog::PACE, || {
-        error!("the plugin relay hangs; it ends now, and the kubelet starts it again");
+        // The main thread may hang in a write to the log, with its lock.
+        std::thread::spawn(|| {
+            error!("the plugin relay hangs and ends; the kubelet starts it again")
+        });
+        std::thread::sleep(LAST_WORDS);
         std::process::abort();
     })?;
     let shutdown = CancellationToken::new();

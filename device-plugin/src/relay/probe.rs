@@ -15,6 +15,7 @@ use bursar_kubelet::connect::connect;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tracing::{info, warn};
 
 /// The pace of the questions.
@@ -33,72 +34,115 @@ pub(crate) const PACE: Pace = Pace {
     most: 2,
 };
 
+/// The outcome of a question.
+enum Heard {
+    /// The relay runs.
+    Answer,
+    /// The relay is away, as its registration says: nobody listens.
+    Nobody,
+    /// The process that listens does not answer.
+    Silence(Pid),
+    /// The agent could not ask.
+    Unknown,
+}
+
 /// Asks the relay in `dir` for ever, and reports in `silent` whether it leaves a question
-/// unanswered. Calls `count` for each time that it falls silent.
-pub(crate) async fn run(dir: PathBuf, pace: Pace, silent: watch::Sender<bool>, count: impl Fn()) {
+/// unanswered. Calls `count` for each time that it falls silent. `program` is the relay's name.
+pub(crate) async fn run(
+    dir: PathBuf,
+    program: &str,
+    pace: Pace,
+    silent: watch::Sender<bool>,
+    count: impl Fn(),
+) {
     let socket = dir.join(KUBELET_SOCKET);
-    let mut unanswered = 0;
+    let mut unanswered: Option<(Pid, u32)> = None;
     loop {
-        // A relay that is away is not silent: its registration says that it is away.
-        let is_answered = tokio::time::timeout(pace.interval, ask(&socket))
-            .await
-            .is_ok();
-        if is_answered {
-            if unanswered > 0 {
-                info!("the plugin relay answers again");
-            }
-            unanswered = 0;
-        } else {
-            if unanswered == 0 {
-                count();
-            }
-            unanswered += 1;
-            let (signal, name) = match unanswered < pace.most {
-                true => (Signal::CONT, "SIGCONT"),
-                false => (Signal::KILL, "SIGKILL"),
-            };
-            match tokio::time::timeout(pace.interval, send(&socket, signal)).await {
-                Ok(Ok(pid)) => warn!(
-                    pid = pid.as_raw_nonzero(),
-                    unanswered, "the plugin relay does not answer: sent it {name}"
-                ),
-                Ok(Err(error)) => {
-                    warn!(unanswered, %error, "the plugin relay does not answer: failed to send it {name}");
+        match ask(&socket, pace.interval).await {
+            Heard::Unknown => {}
+            Heard::Nobody => unanswered = None,
+            Heard::Answer => {
+                if unanswered.take().is_some() {
+                    info!("the plugin relay answers again");
                 }
-                Err(_) => warn!(
-                    unanswered,
-                    "the plugin relay does not answer, nor its socket"
-                ),
+            }
+            Heard::Silence(pid) => {
+                if unanswered.is_none() {
+                    count();
+                }
+                let same = unanswered.filter(|(before, _)| *before == pid);
+                let questions = same.map_or(1, |(_, questions)| questions + 1);
+                unanswered = Some((pid, questions));
+                let (signal, name) = match questions < pace.most {
+                    true => (Signal::CONT, "SIGCONT"),
+                    false => (Signal::KILL, "SIGKILL"),
+                };
+                match send(&socket, pid, program, signal).await {
+                    Ok(()) => warn!(
+                        %pid,
+                        questions, "the plugin relay does not answer: sent it {name}"
+                    ),
+                    Err(error) => warn!(
+                        %pid,
+                        questions,
+                        %error,
+                        "the plugin relay does not answer: failed to send it {name}"
+                    ),
+                }
             }
         }
         silent.send_if_modified(|silent| {
-            let before = std::mem::replace(silent, unanswered > 0);
+            let before = std::mem::replace(silent, unanswered.is_some());
             before != *silent
         });
         tokio::time::sleep(pace.interval).await;
     }
 }
 
-/// Asks the relay for its options, as the kubelet does. Each relay answers, if only that it does
-/// not know the question here.
-async fn ask(socket: &Path) {
-    // `connect` fails at once where nobody listens.
-    if let Ok(channel) = connect(socket, PACE.interval).await {
+/// Asks the relay for its options, as the kubelet does. A relay that runs replies, if only that it
+/// does not know the question here, or closes the connection.
+async fn ask(socket: &Path, limit: Duration) -> Heard {
+    let asked = Instant::now();
+    let pid = match listener(socket).await {
+        Ok(pid) => pid,
+        Err(error) => {
+            return match error.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Heard::Nobody,
+                _ => Heard::Unknown,
+            };
+        }
+    };
+    let question = async {
+        let channel = connect(socket, limit).await.ok()?;
         let options = DevicePluginClient::new(channel);
         let _ = { options }.get_device_plugin_options(Empty {}).await;
+        Some(())
+    };
+    match tokio::time::timeout(limit, question).await {
+        Ok(Some(())) => Heard::Answer,
+        Ok(None) => Heard::Unknown,
+        // The agent did not run itself.
+        Err(_) if asked.elapsed() > 2 * limit => Heard::Unknown,
+        Err(_) => Heard::Silence(pid),
     }
 }
 
-/// Sends a signal to the process that listens at `socket`, and returns its pid.
-async fn send(socket: &Path, signal: Signal) -> io::Result<Pid> {
-    let pid = listener(socket).await?;
+/// Sends a signal to the process `pid` if it runs `program` and listens at `socket`.
+async fn send(socket: &Path, pid: Pid, program: &str, signal: Signal) -> io::Result<()> {
     let pinned = pidfd_open(pid, PidfdFlags::empty())?;
-    // The pid was the relay's when it was pinned if the relay still listens.
+    let name = tokio::fs::read(format!("/proc/{pid}/comm")).await?;
+    if name.trim_ascii_end() != program.as_bytes() {
+        let name = String::from_utf8_lossy(&name);
+        return Err(io::Error::other(format!(
+            "{} is not {program}",
+            name.trim_end()
+        )));
+    }
+    // The pid was the listener's when it was pinned if it is so still.
     if listener(socket).await? != pid {
         return Err(io::ErrorKind::ConnectionReset.into());
     }
-    pidfd_send_signal(pinned, signal)?;
-    Ok(pid)
+    Ok(pidfd_send_signal(pinned, signal)?)
 }
 
 /// The process that listens at `socket`. A stopped process accepts connections, too.
@@ -154,7 +198,7 @@ while True: s.accept()[0].close()";
 
     fn start_probe(dir: &Path) -> (watch::Receiver<bool>, JoinHandle<()>) {
         let (silent, is_silent) = watch::channel(false);
-        let probe = run(dir.to_owned(), FAST, silent, || {});
+        let probe = run(dir.to_owned(), "python3", FAST, silent, || {});
         (is_silent, tokio::spawn(probe))
     }
 
@@ -192,11 +236,28 @@ while True: s.accept()[0].close()";
     }
 
     #[tokio::test]
-    async fn signal_reaches_nobody_where_nobody_listens() {
+    async fn signal_reaches_only_the_relay_that_listens() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join(KUBELET_SOCKET);
-        assert!(send(&socket, Signal::CONT).await.is_err());
-        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
-        assert!(send(&socket, Signal::CONT).await.is_err());
+        let limit = Duration::from_secs(5);
+        assert!(matches!(ask(&socket, limit).await, Heard::Nobody));
+        let mut relay = start_relay(dir.path(), MUTE);
+        let pid = Pid::from_child(&relay);
+        let other = send(&socket, pid, "bursar-relay", Signal::KILL).await;
+        let text = other.unwrap_err().to_string();
+        assert!(text.contains("python3 is not bursar-relay"), "{text}");
+        let mut another = Command::new("python3")
+            .args(["-c", "input()"])
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let pid = Pid::from_child(&another);
+        assert!(send(&socket, pid, "python3", Signal::KILL).await.is_err());
+        for child in [&mut relay, &mut another] {
+            assert!(child.try_wait().unwrap().is_none(), "it lives");
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert!(matches!(ask(&socket, limit).await, Heard::Nobody));
     }
 }

@@ -159,7 +159,7 @@ impl Agent {
             let count = move || metrics.count_relay_silence();
             let stop = self.stop.clone();
             self.spawn("relay probe", async move {
-                let probe = probe::run(dir, probe::PACE, silent, count);
+                let probe = probe::run(dir, "bursar-relay", probe::PACE, silent, count);
                 stop.run_until_cancelled(probe).await;
             });
         }
