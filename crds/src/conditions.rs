@@ -66,7 +66,7 @@ pub mod gpu_node {
     /// The scrub check saw every GPU's driver clear freed memory; does not count for `Ready`.
     pub const MEMORY_SCRUBBED: &str = "MemoryScrubbed";
 
-    /// The agent understands every order in the spec; does not count for `Ready`.
+    /// The agent understands the spec and its configuration; does not count for `Ready`.
     pub const ACCEPTED: &str = "Accepted";
 
     /// No other device plugin offers the node's GPUs; does not count for `Ready`.
@@ -127,7 +127,7 @@ pub mod gpu_node {
     pub const PROVISIONER_HUNG: &str = "ProvisionerHung";
     /// CUDA refuses a GPU on which NVML works.
     pub const CUDA_REFUSED: &str = "CudaRefused";
-    /// The spec has orders of another version of the API.
+    /// The spec or the configuration is of another version.
     pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
     /// Another device plugin offers the node's GPUs too.
     pub const OTHER_PLUGIN: &str = "OtherPlugin";

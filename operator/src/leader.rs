@@ -5,10 +5,10 @@
 //!   another replica's --> wait                               \--> not renewed for 10 s --> lost
 //! ```
 //!
-//! A replica that lost the Lease ends its process within [`GRACE`], before another replica may take
-//! the Lease. Each replica measures by its own monotonic clock how long it
-//! has observed the Lease unchanged, so clocks are not compared. Two working replicas do no harm;
-//! the election saves the second one's work.
+//! A replica that lost the Lease ends its work within [`GRACE`], before another one may take the
+//! Lease, unless its machine was suspended. Each replica measures by its own monotonic clock how
+//! long it has observed the Lease unchanged, so clocks are not compared. Two working replicas do no
+//! harm; the election saves the second one's work.
 
 use std::time::Duration;
 

@@ -179,7 +179,9 @@ fn install(
         Some(before) if before.driver == found => return Ok(before),
         before => before,
     };
-    if let Some(before) = &before {
+    if let Some(before) = before.as_ref()
+        && !before.driver.files().eq(found.files())
+    {
         let (before, now) = (&before.driver.version, &found.version);
         warn!(
             ?before,

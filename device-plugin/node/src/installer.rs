@@ -43,7 +43,12 @@ impl Installer {
 
     /// The present installation, or the one before where the present one does not end in time.
     pub(super) async fn installed(&mut self) -> Result<&cdi::CdiNode, HostError> {
-        let mut running = self.running.take().unwrap_or_else(|| self.start());
+        let mut running = self.running.take();
+        if let Some(ended) = running.take_if(|running| running.task.is_finished()) {
+            // The driver may have changed since.
+            self.installed = ended.task.await.map_err(HostError::Install)?.ok();
+        }
+        let mut running = running.unwrap_or_else(|| self.start());
         match timeout_at(running.deadline, &mut running.task).await {
             Ok(ended) => {
                 self.installed = None;
