@@ -56,7 +56,7 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
         warn!("the kernel has no Landlock: processes that call NVML can read the agent's token");
     }
     raise_open_file_limit();
-    let config = Config::load(&args.config)?;
+    let config = Config::of(args)?;
     if !config.unknown_keys.is_empty() {
         let keys = config.unknown_keys.join(", ");
         warn!(

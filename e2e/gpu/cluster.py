@@ -73,10 +73,11 @@ class Cluster:
         """Replaces a setting of the agent, and waits for an agent that has read it."""
         agents = "daemonset/bursar-agent", "--namespace", NAMESPACE
         template = json.loads(self.kubectl("get", *agents, "--output", "json"))["spec"]["template"]
-        config = template["metadata"]["annotations"]["bursar.dev/agent.toml"].replace(setting, replacement)
-        assert replacement in config, config
-        annotations = {"metadata": {"annotations": {"bursar.dev/agent.toml": config}}}
-        self.kubectl("patch", *agents, "--patch", json.dumps({"spec": {"template": annotations}}))
+        variable = next(v for v in template["spec"]["containers"][0]["env"] if v["name"] == "BURSAR_CONFIG")
+        variable["value"] = variable["value"].replace(setting, replacement)
+        assert replacement in variable["value"], variable
+        container = {"name": "agent", "env": [variable]}
+        self.kubectl("patch", *agents, "--patch", json.dumps({"spec": {"template": {"spec": {"containers": [container]}}}}))
         self.kubectl("rollout", "status", *agents, "--timeout=60s")
 
     def findings(self, about=None, but=None, reasons=FINDINGS):

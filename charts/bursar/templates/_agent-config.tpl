@@ -1,5 +1,5 @@
-{{/* The agent's configuration, TOML. It is part of the pod template, so that a pod keeps the one
-that its version understands, whatever the DaemonSet says by then. */}}
+{{/* The agent's configuration, TOML. It is a variable of the container, which nobody can change in
+a pod: the pod keeps the one that its version understands, whatever the DaemonSet says by then. */}}
 {{- define "bursar.agentConfig" -}}
 [resources]
 quantum = {{ .Values.gpuMemory.quantum | quote }}

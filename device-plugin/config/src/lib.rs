@@ -29,6 +29,14 @@ pub struct Args {
     /// The configuration file; without one every field has its default
     #[arg(long, value_name = "FILE", default_value = "/etc/bursar/agent.toml")]
     pub config: PathBuf,
+    /// The configuration itself, in place of the file
+    #[arg(
+        long,
+        value_name = "TOML",
+        env = "BURSAR_CONFIG",
+        hide_env_values = true
+    )]
+    pub config_text: Option<String>,
     /// This node's name in Kubernetes
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: String,
@@ -242,9 +250,10 @@ impl Default for BindingConfig {
     }
 }
 
-/// Configuration of the audit.
+/// Configuration of the audit. An unknown key is an error here, because it may exempt someone from
+/// being killed.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, rename_all = "kebab-case")]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct AuditConfig {
     /// The reaction to a container that exceeds its quota or uses untracked memory.
     pub policy: AuditPolicy,
@@ -395,6 +404,14 @@ pub enum ConfigError {
 }
 
 impl Config {
+    /// Reads the configuration that the arguments name.
+    pub fn of(args: &Args) -> Result<Self, ConfigError> {
+        match &args.config_text {
+            Some(text) => Self::parse(Path::new("BURSAR_CONFIG"), text),
+            None => Self::load(&args.config),
+        }
+    }
+
     /// Reads the file at `path`; a missing file is an empty one.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         match std::fs::read_to_string(path) {
@@ -619,6 +636,10 @@ mod tests {
         let config = parse(config).unwrap();
         assert_eq!(config.resources.quantum, Quantum::Mib512);
         assert_eq!(config.unknown_keys, ["later", "resources.quanta"]);
+        let error = parse("[audit]\nexempt-namespace = []")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("exempt-namespace"), "{error}");
         let many: String = (0..100).map(|n| format!("key-{n} = {n}\n")).collect();
         assert_eq!(parse(&many).unwrap().unknown_keys.len(), MAX_UNKNOWN_KEYS);
     }

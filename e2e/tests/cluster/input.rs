@@ -18,8 +18,8 @@ use crate::relay::wait_for_condition;
 use crate::restarts::{agent_pid, kill_agent};
 use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
 
-/// The annotation of the agent's pods with their configuration.
-const CONFIG: &str = "bursar.dev/agent.toml";
+/// The variable of the agent's container with its configuration.
+const CONFIG: &str = "BURSAR_CONFIG";
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -113,9 +113,11 @@ async fn agent_keeps_its_configuration(context: &mut TrialContext) -> Result<(),
     let sets: Api<DaemonSet> =
         Api::namespaced(context.environment.cluster.client(), chart::NAMESPACE);
     let set = sets.get("bursar-agent").await?;
-    let template = set.spec.and_then(|spec| spec.template.metadata);
-    let annotations = template.and_then(|metadata| metadata.annotations);
-    let config = annotations.and_then(|mut annotations| annotations.remove(CONFIG));
+    let spec = set.spec.and_then(|spec| spec.template.spec);
+    let containers = spec.map(|spec| spec.containers).unwrap_or_default();
+    let mut env = containers.into_iter().filter_map(|one| one.env).flatten();
+    let config = env.find(|variable| variable.name == CONFIG);
+    let config = config.and_then(|variable| variable.value);
     let config = config.ok_or("the agent has no configuration")?;
     let tried = canary(context, &sets, &config).await;
     configure(&sets, "RollingUpdate", &config).await?;
@@ -139,13 +141,12 @@ async fn canary(context: &TrialContext, sets: &Api<DaemonSet>, config: &str) -> 
 async fn configure(sets: &Api<DaemonSet>, strategy: &str, config: &str) -> Result<(), Failed> {
     let patch = json!({ "spec": {
         "updateStrategy": { "type": strategy, "rollingUpdate": null },
-        "template": { "metadata": { "annotations": { CONFIG: config } } },
+        "template": { "spec": { "containers": [
+            { "name": "agent", "env": [{ "name": CONFIG, "value": config }] },
+        ] } },
     } });
-    sets.patch(
-        "bursar-agent",
-        &PatchParams::default(),
-        &Patch::Merge(patch),
-    )
-    .await?;
+    let params = PatchParams::default();
+    sets.patch("bursar-agent", &params, &Patch::Strategic(patch))
+        .await?;
     Ok(())
 }

@@ -79,8 +79,10 @@ impl Objects {
 
     /// The agent's configuration file.
     pub(crate) fn agent_config(&self) -> &str {
-        let annotations = &self.agent()["spec"]["template"]["metadata"]["annotations"];
-        annotations["bursar.dev/agent.toml"].as_str().unwrap()
+        let env = &pod_spec(self.agent())["containers"][0]["env"];
+        let mut env = env.as_array().unwrap().iter();
+        let config = env.find(|variable| variable["name"] == "BURSAR_CONFIG");
+        config.unwrap()["value"].as_str().unwrap()
     }
 
     pub(crate) fn fdstore(&self) -> &Value {

@@ -56,7 +56,7 @@ pub(super) fn newest<'a>(snapshot: &'a Snapshot, pod: &Pod, reason: &str) -> Opt
         .find(|event| event.reason == reason)
 }
 
-/// What the kubelet says of a pod that requests more devices than it has free.
+/// The kubelet's words about a pod that requests more devices than it has free.
 const UNAVAILABLE: &str = "requested number of devices unavailable";
 
 fn ended(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {

@@ -101,8 +101,9 @@ impl<W: Write> Session<'_, W> {
             );
             let set = act::get::<Value>(&self.client, &path, &set.metadata.name).await;
             configuration = set.ok().and_then(|set| {
-                let annotations = set.pointer("/spec/template/metadata/annotations")?;
-                annotations.get("bursar.dev/agent.toml").cloned()
+                let env = set.pointer("/spec/template/spec/containers/0/env")?;
+                let config = |variable: &&Value| variable["name"] == "BURSAR_CONFIG";
+                Some(env.as_array()?.iter().find(config)?["value"].clone())
             });
         }
         let mut files = support::files(&snapshot, configuration.as_ref());
