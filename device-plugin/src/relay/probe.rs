@@ -9,6 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bursar_host::procfs;
 use bursar_kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
 use bursar_kubelet::api::deviceplugin::{Empty, KUBELET_SOCKET};
 use bursar_kubelet::connect::connect;
@@ -130,13 +131,10 @@ async fn ask(socket: &Path, limit: Duration) -> Heard {
 /// Sends a signal to the process `pid` if it runs `program` and listens at `socket`.
 async fn send(socket: &Path, pid: Pid, program: &str, signal: Signal) -> io::Result<()> {
     let pinned = pidfd_open(pid, PidfdFlags::empty())?;
-    let name = tokio::fs::read(format!("/proc/{pid}/comm")).await?;
-    if name.trim_ascii_end() != program.as_bytes() {
-        let name = String::from_utf8_lossy(&name);
-        return Err(io::Error::other(format!(
-            "{} is not {program}",
-            name.trim_end()
-        )));
+    let name = procfs::read_small(Path::new(&format!("/proc/{pid}/comm")))?;
+    if name.trim_end() != program {
+        let name = name.trim_end();
+        return Err(io::Error::other(format!("{name} is not {program}")));
     }
     // The pid was the listener's when it was pinned if it is so still.
     if listener(socket).await? != pid {
