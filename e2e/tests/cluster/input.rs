@@ -20,6 +20,8 @@ use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, 
 
 /// The variable of the agent's container with its configuration.
 const CONFIG: &str = "BURSAR_CONFIG";
+/// The manager of the fields that the trial changes.
+const MANAGER: &str = "config-skew";
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -126,7 +128,8 @@ async fn agent_keeps_its_configuration(context: &mut TrialContext) -> Result<(),
 }
 
 async fn canary(context: &TrialContext, sets: &Api<DaemonSet>, config: &str) -> Result<(), Failed> {
-    configure(sets, "OnDelete", "[audit]\npolicy = \"later\"\n").await?;
+    let unreadable = format!("{config}\n[later");
+    configure(sets, "OnDelete", &unreadable).await?;
     let before = agent_pid(context)?;
     kill_agent(context)?;
     wait_for_another_agent(context, before).await?;
@@ -137,7 +140,8 @@ async fn canary(context: &TrialContext, sets: &Api<DaemonSet>, config: &str) -> 
     context.history.check_none_failed_or_restarted().await
 }
 
-/// Changes the strategy and the configuration of the DaemonSet.
+/// Changes the strategy and the configuration of the DaemonSet. Leaves neither field to the trial,
+/// because Helm would not change it any more.
 async fn configure(sets: &Api<DaemonSet>, strategy: &str, config: &str) -> Result<(), Failed> {
     let patch = json!({ "spec": {
         "updateStrategy": { "type": strategy, "rollingUpdate": null },
@@ -145,8 +149,22 @@ async fn configure(sets: &Api<DaemonSet>, strategy: &str, config: &str) -> Resul
             { "name": "agent", "env": [{ "name": CONFIG, "value": config }] },
         ] } },
     } });
-    let params = PatchParams::default();
-    sets.patch("bursar-agent", &params, &Patch::Strategic(patch))
+    let params = PatchParams {
+        field_manager: Some(MANAGER.to_owned()),
+        ..PatchParams::default()
+    };
+    let set = sets
+        .patch("bursar-agent", &params, &Patch::Strategic(patch))
+        .await?;
+    let others: Vec<_> = set
+        .metadata
+        .managed_fields
+        .into_iter()
+        .flatten()
+        .filter(|fields| fields.manager.as_deref() != Some(MANAGER))
+        .collect();
+    let patch = json!({ "metadata": { "managedFields": others } });
+    sets.patch("bursar-agent", &params, &Patch::Merge(patch))
         .await?;
     Ok(())
 }
