@@ -408,7 +408,7 @@ mod tests {
         let (api, stop) = (SimApiServer::start(), CancellationToken::new());
         let first = candidate(&api, "a");
         let mut acquired = Box::pin(first.acquire(&stop));
-        // The request is on its way when the replica is told to stop.
+        // The API server has the request when the kubelet tells the replica to stop.
         assert!(futures::poll!(&mut acquired).is_pending());
         stop.cancel();
         assert_eq!(acquired.await, None);

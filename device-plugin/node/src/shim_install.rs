@@ -42,7 +42,7 @@ pub(crate) struct Entry {
     pub(crate) soname: &'static str,
     /// The compiled entry (`shim/entry`).
     library: &'static [u8],
-    /// The name by which the entry opens the shim; the build script has it too.
+    /// The name by which the entry opens the shim. The build script gives the entry this name.
     shim: &'static str,
 }
 

@@ -39,8 +39,8 @@ pub(crate) const PACE: Pace = Pace {
 enum Heard {
     /// The relay runs.
     Answer,
-    /// The relay is away, as its registration says: nobody listens.
-    Nobody,
+    /// No process listens at the socket: the relay is away, as its registration says.
+    NoListener,
     /// The process that listens does not answer.
     Silence(Pid),
     /// The agent could not ask.
@@ -61,7 +61,7 @@ pub(crate) async fn run(
     loop {
         match ask(&socket, pace.interval).await {
             Heard::Unknown => {}
-            Heard::Nobody => unanswered = None,
+            Heard::NoListener => unanswered = None,
             Heard::Answer => {
                 if unanswered.take().is_some() {
                     info!("the plugin relay answers again");
@@ -108,7 +108,7 @@ async fn ask(socket: &Path, limit: Duration) -> Heard {
         Ok(pid) => pid,
         Err(error) => {
             return match error.kind() {
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Heard::Nobody,
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Heard::NoListener,
                 _ => Heard::Unknown,
             };
         }
@@ -238,7 +238,7 @@ while True: s.accept()[0].close()";
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join(KUBELET_SOCKET);
         let limit = Duration::from_secs(5);
-        assert!(matches!(ask(&socket, limit).await, Heard::Nobody));
+        assert!(matches!(ask(&socket, limit).await, Heard::NoListener));
         let mut relay = start_relay(dir.path(), MUTE);
         let pid = Pid::from_child(&relay);
         let other = send(&socket, pid, "bursar-relay", Signal::KILL).await;
@@ -256,6 +256,6 @@ while True: s.accept()[0].close()";
             child.kill().unwrap();
             child.wait().unwrap();
         }
-        assert!(matches!(ask(&socket, limit).await, Heard::Nobody));
+        assert!(matches!(ask(&socket, limit).await, Heard::NoListener));
     }
 }

@@ -1,4 +1,5 @@
-//! Stops the plugin relay, for which the kubelet waits with every pod of the node.
+//! Stops the plugin relay by a signal. The kubelet waits for the relay's answer, and admits no pod
+//! of the node meanwhile.
 
 use std::time::{Duration, Instant};
 
@@ -8,13 +9,16 @@ use bursar_e2e::pods::PodBuilder;
 use bursar_e2e::wait::{self, Poll};
 use kube::api::{Api, ListParams};
 use libtest_mimic::{Failed, Trial};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 
 use crate::placement::holder;
+use crate::restarts::only_process;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
-/// Pods run within this time of the stop, and it is told within this time.
+/// Within this time of the relay's stop the GpuNode says so, and the pods run.
 const BOUND: Duration = Duration::from_secs(30);
+/// The relay's program.
+const RELAY: &str = "bursar-relay";
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -24,19 +28,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-fn relay_pid(context: &TrialContext) -> Result<Pid, Failed> {
-    let local = context.environment.cluster.local();
-    let relays = local
-        .ok_or("this needs a cluster of our own")?
-        .processes_named("bursar-relay");
-    match relays[..] {
-        [relay] => Ok(Pid::from_raw(relay).ok_or("no pid")?),
-        _ => Err(format!("processes of the relay: {relays:?}").into()),
-    }
-}
-
 async fn stopped_relay_is_told_and_runs_on(context: &mut TrialContext) -> Result<(), Failed> {
-    let relay = relay_pid(context)?;
+    let relay = only_process(context, RELAY)?;
     kill_process(relay, Signal::STOP)?;
     let stopped = Instant::now();
     let pods = context.pods.clone();
@@ -55,7 +48,11 @@ async fn stopped_relay_is_told_and_runs_on(context: &mut TrialContext) -> Result
         "a stopped relay was told after {told:.1?}, and pods ran after {ran:.1?}"
     ));
     assert!(told < BOUND && ran < BOUND, "told {told:?}, ran {ran:?}");
-    assert_eq!(relay_pid(context)?, relay, "the agent did not end it");
+    assert_eq!(
+        only_process(context, RELAY)?,
+        relay,
+        "the agent did not end the relay"
+    );
     context.history.check_none_failed_or_restarted().await
 }
 

@@ -227,13 +227,18 @@ pub(crate) fn kill_agent(context: &TrialContext) -> Result<(), Failed> {
 
 /// Returns the process of the node's only agent.
 pub(crate) fn agent_pid(context: &TrialContext) -> Result<Pid, Failed> {
+    only_process(context, "bursar-agent")
+}
+
+/// Returns the node's only process of this program.
+pub(crate) fn only_process(context: &TrialContext, program: &str) -> Result<Pid, Failed> {
     let local = context.environment.cluster.local();
-    let agents = local
+    let found = local
         .ok_or("this needs a cluster of our own")?
-        .processes_named("bursar-agent");
-    match agents[..] {
-        [agent] => Ok(Pid::from_raw(agent).ok_or("no pid")?),
-        _ => Err(format!("processes of the agent: {agents:?}").into()),
+        .processes_named(program);
+    match found[..] {
+        [pid] => Ok(Pid::from_raw(pid).ok_or("no pid")?),
+        _ => Err(format!("processes of {program}: {found:?}").into()),
     }
 }
 

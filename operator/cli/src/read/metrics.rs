@@ -30,10 +30,11 @@ pub async fn read_metrics(
         let component = pod.metadata.labels.get("app.kubernetes.io/component");
         component.is_some_and(|component| component == "agent") && is_wanted(&pod.spec.node_name)
     });
-    let (agents, away): (Vec<&Pod>, Vec<&Pod>) = agents.partition(|pod| pod.is_ready());
-    let paths = agents.iter().map(|pod| metrics_path(pod));
-    let nodes = agents.iter().map(|pod| pod.spec.node_name.clone());
-    let agents: Vec<(String, String)> = nodes.zip(paths).collect();
+    let (ready, away): (Vec<&Pod>, Vec<&Pod>) = agents.partition(|pod| pod.is_ready());
+    let agents: Vec<(String, String)> = ready
+        .into_iter()
+        .map(|pod| (pod.spec.node_name.clone(), metrics_path(pod)))
+        .collect();
     let away = away.first().map(|pod| {
         let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
         format!(
