@@ -97,8 +97,8 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
     let metadata = fs::metadata(token)?;
     assert_eq!((metadata.uid(), metadata.mode() & 0o777), (0, 0o600));
     // The provisioner's user sees its root folder, but cannot read root's files in it.
-    let config = format!("{root}/etc/bursar/agent.toml");
-    assert!(reads(&config)?, "nothing is read there as the provisioner");
+    let program = format!("{root}/usr/local/bin/bursar-provisioner");
+    assert!(reads(&program)?, "nothing is read there as the provisioner");
     assert!(!reads(token)?, "the token is read as the provisioner");
     assert!(!reads(&format!("/proc/{agent}/environ"))?);
     Ok(())
