@@ -3,15 +3,19 @@
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import time
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = "gpu"
 REFERENCE = "localhost/gpu-host:1"
 PYTHON = "/opt/torch/.venv/bin/python3"
 CUDA = "/usr/local/cuda-13.0"
 RESOURCE = "bursar.dev/gpu-memory-gib"
 NAMESPACE = "bursar-system"
+# The quota of the pod that replays graphs, and the time that it may take to start.
+GRAPHS_GIB, START_SECONDS = 4, 90
 FINDINGS = ("GpuUntrackedProcess", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCreditTampered", "GpuProcessKilled")
 
 
@@ -89,6 +93,19 @@ class Cluster:
                 at = datetime.datetime.fromisoformat(event["eventTime"]).timestamp()
                 found.append((at, event["reason"], event.get("note", "")))
         return sorted(found)
+
+    def replay_graphs(self, seconds):
+        """Lets a pod replay captured graphs for some seconds."""
+        programs = f"{self.scratch}/graphs"
+        os.makedirs(programs, exist_ok=True)
+        shutil.copy(os.path.join(HERE, "programs", "graphs.py"), programs)
+        self.apply(pod("graphs", GRAPHS_GIB, [PYTHON, "/programs/graphs.py", str(seconds)], programs))
+
+    def replayed_graphs(self, seconds):
+        """Waits for the end of `replay_graphs`, and returns its answer and what was wrong with it."""
+        phase, answer, log = self.answer("graphs", seconds + START_SECONDS)
+        right = phase == "Succeeded" and answer and answer["rounds"] and answer["wrong"] == 0
+        return answer, None if right else f"{phase}: {log[-1500:]}"
 
     def answer(self, name, bound):
         """Waits for a pod's end, and returns its phase and the last JSON line of its log."""

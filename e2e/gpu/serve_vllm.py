@@ -1,13 +1,14 @@
 """Shows on a real GPU that vLLM serves under a quota as on a GPU of that size, what this costs, and how soon it is back.
 
-usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|examples|recovery|in-place...] [--seconds N] [--turns N]
+usage: serve_vllm.py ARCHIVE SITE WHEEL [--work FOLDER] [--only quota|cost|examples|recovery|in-place...] [--seconds N] [--beside N] [--turns N]
 
 ARCHIVE is the output of `cargo e2e pack`, SITE a folder with vLLM and the packages of serve_vllm.txt, WHEEL the package
 bursar. Needs root, an NVIDIA driver, and a Python with torch and transformers; no network. The model is a Llama of 1.2
 billion random weights, which the script makes once in FOLDER together with a tokenizer. Servers run in pods of a
 cluster of one node with Bursar, whose audit kills, and directly on the machine. `examples` applies the
 Deployments of docs/use/examples/vllm-two-models.yaml, with this machine's image, model and files. Each part prints its table, and the
-script exits with 1 if a row fails. After N seconds what is left is not run, and fails.
+script exits with 1 if a row fails. After N seconds what is left is not run, and fails. With `--beside` a pod replays captured
+graphs for N seconds beside the servers, and the script waits for its end.
 
 The file is not called vllm.py, since other scripts of this folder import vLLM.
 """
@@ -29,7 +30,7 @@ import traceback
 import zipfile
 
 import image
-from cluster import PYTHON, REFERENCE, RESOURCE, Cluster, pod
+from cluster import FINDINGS, PYTHON, REFERENCE, RESOURCE, Cluster, pod
 from comparison import ratio_of
 from table import Table
 
@@ -790,6 +791,7 @@ def main():
     parser.add_argument("--work", default="/tmp/bursar-vllm")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=570)
+    parser.add_argument("--beside", type=int, default=0, help="seconds for which a pod replays captured graphs in the meantime")
     parser.add_argument("--turns", type=int, default=6)
     arguments = parser.parse_args()
     deadline, code = time.monotonic() + arguments.seconds - 20, 0
@@ -802,6 +804,8 @@ def main():
             os.unlink(archive)
             cluster.kill_findings()
             bench = Bench(cluster, os.path.abspath(arguments.site), os.path.abspath(arguments.work), deadline)
+            if arguments.beside:
+                cluster.replay_graphs(arguments.beside)
             for part in arguments.only:
                 table = Table(f"{part}: what", "measured", "wanted")
                 table.say(f"{part} begins")
@@ -812,6 +816,13 @@ def main():
                     table.add(f"{part}: it did not come to its end", type(error).__name__, "", wrong=str(error))
                 code |= table.show()
                 sys.stdout.flush()
+            if arguments.beside:
+                table = Table("captured graphs beside", "measured", "wanted")
+                answer, wrong = cluster.replayed_graphs(arguments.beside)
+                table.add(f"{arguments.beside} s", answer, "all right", wrong=wrong)
+                findings = cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
+                table.add("findings about any pod", len(findings), 0, wrong=str(findings) if findings else None)
+                code |= table.show()
     return code
 
 

@@ -25,7 +25,6 @@ import argparse
 import collections
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,9 +37,7 @@ from comparison import child
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-QUOTA_GIB, GRAPHS_GIB = 32, 4
-# The longest time from the creation of a pod to its first replayed graph.
-START_SECONDS = 90
+QUOTA_GIB = 32
 # A test's outcome by the element of its JUnit report; one without these passed.
 NOT_PASSED = ("failure", "error", "skipped")
 Suite = collections.namedtuple("Suite", "name version command folder")
@@ -183,9 +180,7 @@ def compare(runner, native, table):
     """Runs the suites in pods, and adds a row for each that compares it with the machine's runs."""
     beside = runner.options.beside
     if beside:
-        shutil.copy(f"{HERE}/programs/graphs.py", f"{runner.scratch}/programs")
-        command = [PYTHON, "/programs/graphs.py", str(beside)]
-        runner.cluster.apply(pod("graphs", GRAPHS_GIB, command, f"{runner.scratch}/programs"))
+        runner.cluster.replay_graphs(beside)
     for suite, (version, expected, before) in native.items():
         _, found, after = outcomes_of(runner, suite, True, table)
         different = differences(expected, found)
@@ -194,9 +189,8 @@ def compare(runner, native, table):
         shown = count(expected), count(found), f"{before}; {after}"
         table.add(suite.name, version, *shown, wrong=wrong if expected else "no tests")
     if beside:
-        phase, answer, log = runner.cluster.answer("graphs", beside + START_SECONDS)
-        right = phase == "Succeeded" and answer and answer["rounds"] and answer["wrong"] == 0
-        table.add("captured graphs", "", "", answer, beside, wrong=None if right else f"{phase}: {log[-1500:]}")
+        answer, wrong = runner.cluster.replayed_graphs(beside)
+        table.add("captured graphs", "", "", answer, beside, wrong=wrong)
     findings = runner.cluster.findings(reasons=(*FINDINGS, "GpuQuotaNotEnforced"))
     table.add("findings", "", "", len(findings), "", wrong=str(findings) if findings else None)
 
