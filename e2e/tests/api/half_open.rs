@@ -17,14 +17,14 @@ use crate::isolated_scope::{IsolatedScope, condition};
 use crate::server::{Permit, Server, acquire_permit};
 use crate::test_case::{FaultPlan, PROMISED_TIME, READ_TIMEOUT, TestCase};
 
-/// In production a watch ends after 200 s, and its connection is dropped 5 s later. The short case
+/// In production a watch ends after 45 s, and its connection is dropped 5 s later. The short case
 /// uses 5 s and 8 s.
 const WATCH_SECONDS: u32 = 5;
 const SHORT_SILENCE: Duration = Duration::from_secs(8);
-/// With the timeouts of production the operator reaches the declared state within 210 s.
-const EXTRA_DELAY: Duration = Duration::from_secs(210).saturating_sub(PROMISED_TIME);
+/// With the timeouts of production the operator reaches the declared state within 55 s.
+const EXTRA_DELAY: Duration = Duration::from_secs(55).saturating_sub(PROMISED_TIME);
 /// A frozen connection delays that state by more than this. Without a freeze it takes seconds.
-const LEAST_SILENCE: Duration = Duration::from_secs(150);
+const LEAST_SILENCE: Duration = Duration::from_secs(30);
 
 /// A proxy to the API server that can freeze its connections.
 struct FreezableProxy {

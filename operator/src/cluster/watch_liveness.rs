@@ -17,8 +17,8 @@ use tower::service_fn;
 use crate::cluster::kinds;
 use crate::cluster::watches::READ_TIMEOUT;
 
-/// Twice the longest time between two signs of progress of a watch.
-pub const STALLED_AFTER: Duration = READ_TIMEOUT.saturating_mul(2);
+/// Four times the longest time between two signs of progress of a watch.
+pub const STALLED_AFTER: Duration = READ_TIMEOUT.saturating_mul(4);
 
 /// The URL path suffix of each kind's lists and watches.
 const PATHS: [(&str, &str); 6] = [
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn watch_is_stalled_after_twice_its_timeout() {
+    fn watch_is_stalled_after_four_times_its_timeout() {
         let liveness = WatchLiveness::default();
         let mut now = Instant::now();
         for _ in 0..10 {
@@ -156,7 +156,7 @@ mod tests {
                 .for_each(|kind| liveness.record_progress_at(kind, now));
             assert_eq!(liveness.stalled_at(now + READ_TIMEOUT), [] as [&str; 0]);
         }
-        for _ in 0..3 {
+        for _ in 0..5 {
             now += READ_TIMEOUT;
             kinds::ALL[1..]
                 .iter()

@@ -39,8 +39,10 @@ use unreadable::{readable, store_event, unreadable_event};
 
 pub use update::{DEBOUNCE, update_index};
 
-/// The lifetime of a watch in seconds. The API server ends it then, and the client resumes it.
-const WATCH_SECONDS: u32 = 200;
+/// The lifetime of a watch in seconds. The API server ends it then, and the client resumes it by
+/// two small requests. A connection that a network lost in silence is found by then: kube's client
+/// speaks HTTP/1.1, which has no pings.
+const WATCH_SECONDS: u32 = 45;
 
 /// How long the API server may be silent within a response: a watch's lifetime and a margin. The
 /// client restarts a watch after it.

@@ -1,12 +1,14 @@
 //! Lists and watches the objects of one kind, with retries.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt as _};
-use kube::api::{ListParams, WatchEvent, WatchParams};
+use kube::api::{ListParams, WatchEvent};
 use kube::runtime::watcher::{Config, Error, Event, Result};
 use kube::{Api, Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
@@ -14,10 +16,14 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
 
 use crate::history::{History, is_below};
+use crate::list::{Listed, Listing, list, selected, watched};
 use crate::pauses::Pauses;
 
-/// The watch lists again after so many seconds in any case.
-const RELIST: std::ops::Range<u64> = 600..1800;
+/// After so many seconds the watch lists again in any case.
+const RELIST: std::ops::Range<u64> = 72_000..100_000;
+
+/// After so many seconds the watch lists again when a watch broke off, as at a restore of etcd.
+const RELIST_AFTER_BREAK: std::ops::Range<u64> = 600..1800;
 
 /// The lifetime of one watch in seconds, unless the caller sets it: the default of kube's
 /// `watcher`.
@@ -30,7 +36,8 @@ const MARGIN: Duration = Duration::from_secs(5);
 const SHORT: Duration = Duration::from_secs(1);
 
 /// Watches the objects of `api` that `config` selects, with the events of kube's `watcher`. After a
-/// failure the watch pauses as `pauses` say.
+/// failure the watch pauses as `pauses` say. A later list runs beside the watch, so `Apply` and
+/// `Delete` may come between `Init` and `InitDone`.
 pub fn watch<K>(
     api: Api<K>,
     config: Config,
@@ -45,8 +52,12 @@ where
         config,
         pauses,
         history,
+        streams: Arc::new(AtomicBool::new(true)),
         paused: None,
         relist: Instant::now(),
+        ready: VecDeque::new(),
+        beside: None,
+        covered: None,
         state: State::Unlisted,
     };
     stream::unfold(follower, |mut follower| async move {
@@ -60,16 +71,24 @@ struct Follower<K> {
     config: Config,
     pauses: Pauses,
     history: History,
+    /// Whether the API server may stream lists.
+    streams: Arc<AtomicBool>,
     /// The end of the pause before the next attempt.
     paused: Option<Instant>,
     /// When the next list is due.
     relist: Instant,
+    /// Events that the caller gets next.
+    ready: VecDeque<Event<K>>,
+    /// The list that runs beside the watch.
+    beside: Option<List<K>>,
+    /// The revision of the last such list, which has the effect of each event up to it.
+    covered: Option<String>,
     state: State<K>,
 }
 
 enum State<K> {
     Unlisted,
-    Listing(VecDeque<K>, Page),
+    Listing(List<K>),
     /// A list or a watch ended at this revision.
     Listed {
         revision: String,
@@ -79,18 +98,25 @@ enum State<K> {
     Watching(Watching<K>),
 }
 
-enum Page {
-    First,
-    Next(String),
-    /// The last page, with the revision of the list.
-    Last(String),
-}
-
 struct Watching<K> {
     revision: String,
     began: Instant,
     has_delivered: bool,
     events: BoxStream<'static, kube::Result<WatchEvent<K>>>,
+}
+
+/// The namespace and the name of an object.
+type Key = (Option<String>, String);
+
+/// A list, and what happened to its objects meanwhile.
+struct List<K> {
+    items: Listing<K>,
+    /// The revision of the watch beside it when the list began.
+    since: String,
+    /// The objects that the list reported as deleted.
+    deleted: BTreeMap<Key, K>,
+    /// The last event of each object from the watch.
+    changes: BTreeMap<Key, Event<K>>,
 }
 
 /// The next state, and an event for the caller.
@@ -102,15 +128,19 @@ where
 {
     async fn next(&mut self) -> Result<Event<K>> {
         loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(event);
+            }
             if let Some(until) = self.paused.take() {
                 sleep_until(until).await;
             }
             let (state, item) = match std::mem::replace(&mut self.state, State::Unlisted) {
                 State::Unlisted => {
-                    let listing = State::Listing(VecDeque::new(), Page::First);
-                    (listing, Some(Ok(Event::Init)))
+                    (self.beside, self.covered) = (None, None);
+                    let list = self.list(String::new());
+                    (State::Listing(list), Some(Ok(Event::Init)))
                 }
-                State::Listing(objects, page) => self.list(objects, page).await,
+                State::Listing(list) => self.read_list(list).await,
                 State::Listed {
                     revision,
                     is_newest,
@@ -131,47 +161,90 @@ where
         self.paused = Some(Instant::now() + self.pauses.next());
     }
 
-    async fn list(&mut self, mut objects: VecDeque<K>, page: Page) -> Step<K> {
-        if let Some(object) = objects.pop_front() {
-            let item = Event::InitApply(object);
-            return (State::Listing(objects, page), Some(Ok(item)));
+    fn relist_within(&mut self, seconds: std::ops::Range<u64>) {
+        self.relist = Instant::now() + Duration::from_secs(rand::random_range(seconds));
+    }
+
+    /// Begins a list beside a watch at the revision `since`.
+    fn list(&self, since: String) -> List<K> {
+        let (api, config) = (self.api.clone(), self.config.clone());
+        List {
+            items: list(api, config, self.streams.clone()),
+            since,
+            deleted: BTreeMap::new(),
+            changes: BTreeMap::new(),
         }
-        let continue_token = match page {
-            Page::First => None,
-            Page::Next(token) => Some(token),
-            Page::Last(revision) => {
-                let pause = Duration::from_secs(rand::random_range(RELIST));
-                self.relist = Instant::now() + pause;
+    }
+
+    async fn read_list(&mut self, mut list: List<K>) -> Step<K> {
+        match list.items.next().await {
+            Some(Ok(Listed::End(revision))) => {
+                self.history.listed(&revision);
+                self.finish(list);
                 let is_newest = true;
                 let listed = State::Listed {
                     revision,
                     is_newest,
                 };
-                return (listed, Some(Ok(Event::InitDone)));
+                (listed, None)
+            }
+            Some(Ok(item)) => {
+                let event = list.event(item);
+                (State::Listing(list), event.map(Ok))
+            }
+            Some(Err(error)) => (State::Unlisted, Some(Err(error))),
+            None => (State::Unlisted, None),
+        }
+    }
+
+    /// Takes an item of the list beside a watch.
+    fn read_beside(&mut self, watching: Watching<K>, item: Result<Listed<K>>) -> Step<K> {
+        let Some(mut list) = self.beside.take() else {
+            return (State::Watching(watching), None);
+        };
+        let revision = match item {
+            Ok(Listed::End(revision)) => revision,
+            Ok(item) => {
+                let event = list.event(item);
+                self.beside = Some(list);
+                return (State::Watching(watching), event.map(Ok));
+            }
+            Err(error) => {
+                // The caller keeps what it had, because a list without its end replaces nothing.
+                debug!(%error, "a list beside a watch failed");
+                self.relist_within(RELIST_AFTER_BREAK);
+                return (State::Watching(watching), None);
             }
         };
-        let params = ListParams {
-            limit: self.config.page_size,
-            continue_token,
-            ..self.selected()
-        };
-        let list = match self.api.list(&params).await {
-            Ok(list) => list,
-            Err(error) => return (State::Unlisted, Some(Err(Error::InitialListFailed(error)))),
-        };
-        let non_empty = |text: Option<String>| text.filter(|text| !text.is_empty());
-        let page = match (
-            non_empty(list.metadata.continue_),
-            non_empty(list.metadata.resource_version),
-        ) {
-            (Some(token), _) => Page::Next(token),
-            (None, Some(revision)) => {
-                self.history.listed(&revision);
-                Page::Last(revision)
+        if is_below(&revision, &list.since) {
+            self.history.began_anew(&list.since, &revision);
+            return (State::Unlisted, None);
+        }
+        list.changes.retain(|_, event| match event {
+            Event::Apply(object) | Event::Delete(object) => {
+                !is_covered(&object.resource_version().unwrap_or_default(), &revision)
             }
-            (None, None) => return (State::Unlisted, Some(Err(Error::NoResourceVersion))),
-        };
-        (State::Listing(list.items.into(), page), None)
+            _ => false,
+        });
+        self.finish(list);
+        self.covered = Some(revision);
+        (State::Watching(watching), None)
+    }
+
+    /// Readies the end of a list for the caller.
+    fn finish(&mut self, mut list: List<K>) {
+        self.relist_within(RELIST);
+        for (key, event) in list.changes {
+            let deleted = list.deleted.remove(&key);
+            match event {
+                Event::Apply(object) => self.ready.push_back(Event::InitApply(object)),
+                Event::Delete(object) => drop(list.deleted.insert(key, object)),
+                _ => drop(deleted),
+            }
+        }
+        self.ready.push_back(Event::InitDone);
+        let deleted = list.deleted.into_values();
+        self.ready.extend(deleted.map(Event::Delete));
     }
 
     async fn resume(&mut self, revision: String, is_newest: bool) -> Step<K> {
@@ -179,7 +252,7 @@ where
             // The smallest possible list.
             let params = ListParams {
                 limit: Some(1),
-                ..self.selected()
+                ..selected(&self.config)
             };
             let list = self.api.list_metadata(&params).await;
             match list.map(|list| list.metadata.resource_version.unwrap_or_default()) {
@@ -191,14 +264,7 @@ where
                 Err(error) => return failed_to_start(revision, error),
             }
         }
-        let params = WatchParams {
-            label_selector: self.config.label_selector.clone(),
-            field_selector: self.config.field_selector.clone(),
-            timeout: self.config.timeout,
-            bookmarks: self.config.bookmarks,
-            send_initial_events: false,
-        };
-        match self.api.watch(&params, &revision).await {
+        match self.api.watch(&watched(&self.config), &revision).await {
             Ok(events) => {
                 let watching = Watching {
                     revision,
@@ -212,20 +278,19 @@ where
         }
     }
 
-    fn selected(&self) -> ListParams {
-        ListParams {
-            label_selector: self.config.label_selector.clone(),
-            field_selector: self.config.field_selector.clone(),
-            ..ListParams::default()
-        }
-    }
-
     async fn follow(&mut self, mut watching: Watching<K>) -> Step<K> {
         let time = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into()) + MARGIN;
+        let is_beside = self.beside.is_some();
         let delivered = tokio::select! {
+            // No event waits for a list.
+            biased;
             delivered = timeout(time, watching.events.next()) => delivered.unwrap_or_default(),
-            () = sleep_until(self.relist) => return (State::Unlisted, None),
             () = self.history.list_requested() => return (State::Unlisted, None),
+            Some(item) = next_item(&mut self.beside) => return self.read_beside(watching, item),
+            () = sleep_until(self.relist), if !is_beside => {
+                self.beside = Some(self.list(watching.revision.clone()));
+                return (State::Watching(watching), Some(Ok(Event::Init)));
+            }
         };
         let (object, event) = match delivered {
             None => return (self.ended(watching), None),
@@ -241,12 +306,13 @@ where
             Some(Ok(WatchEvent::Error(status))) => {
                 let state = match status.code {
                     410 => State::Unlisted,
-                    _ => resumed(watching.revision),
+                    _ => self.broken(watching),
                 };
                 return (state, Some(Err(Error::WatchError(status.boxed()))));
             }
             // An unreadable event is skipped. A broken connection ends the stream.
             Some(Err(error)) => {
+                self.relist_after_break();
                 let error = Error::WatchFailed(error);
                 return (State::Watching(watching), Some(Err(error)));
             }
@@ -262,6 +328,12 @@ where
         }
         self.history.saw(&revision);
         self.pauses.reset();
+        let list = self.covered.as_ref();
+        let is_news = list.is_none_or(|list| !is_covered(&revision, list));
+        let event = event.filter(|_| is_news);
+        if let (Some(list), Some(event)) = (&mut self.beside, &event) {
+            list.note(event.clone());
+        }
         watching.revision = revision;
         watching.has_delivered = true;
         (State::Watching(watching), event.map(Ok))
@@ -276,8 +348,66 @@ where
         } else {
             self.pauses.reset();
         }
+        let lifetime = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into());
+        if lasted + MARGIN < lifetime {
+            return self.broken(watching);
+        }
         resumed(watching.revision)
     }
+
+    /// Handles a watch that did not end by itself. A list soon is what finds a restored etcd whose
+    /// revisions have passed the last one.
+    fn broken(&mut self, watching: Watching<K>) -> State<K> {
+        self.relist_after_break();
+        resumed(watching.revision)
+    }
+
+    fn relist_after_break(&mut self) {
+        let before = self.relist;
+        self.relist_within(RELIST_AFTER_BREAK);
+        self.relist = self.relist.min(before);
+    }
+}
+
+/// The next item of a list. Waits for ever without one.
+async fn next_item<K>(beside: &mut Option<List<K>>) -> Option<Result<Listed<K>>> {
+    match beside {
+        Some(list) => list.items.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl<K: Resource> List<K> {
+    /// The event for an item of the list.
+    fn event(&mut self, item: Listed<K>) -> Option<Event<K>> {
+        match item {
+            Listed::Object(object) => {
+                self.deleted.remove(&key(&object));
+                Some(Event::InitApply(object))
+            }
+            Listed::Deleted(object) => {
+                self.deleted.insert(key(&object), object);
+                None
+            }
+            Listed::End(_) => None,
+        }
+    }
+
+    /// Notes an event of the watch.
+    fn note(&mut self, event: Event<K>) {
+        if let Event::Apply(object) | Event::Delete(object) = &event {
+            self.changes.insert(key(object), event);
+        }
+    }
+}
+
+fn key<K: Resource>(object: &K) -> Key {
+    (object.namespace(), object.name_any())
+}
+
+/// Whether a list of revision `list` has the effect of an event of revision `event`.
+fn is_covered(event: &str, list: &str) -> bool {
+    event == list || is_below(event, list)
 }
 
 fn resumed<K>(revision: String) -> State<K> {

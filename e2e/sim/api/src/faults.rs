@@ -507,6 +507,10 @@ where
             let query = request.uri().query().unwrap_or_default();
             let watches = query.contains("watch=true");
             let lists = watches || query.contains("limit=");
+            // Only the events of a watch are disturbed, and not those of a list.
+            if faults.0.watch_fault != WatchFault::NoFault && query.contains("sendInitialEvents=") {
+                return ready(Ok(error_response(StatusCode::UNPROCESSABLE_ENTITY))).boxed();
+            }
             if lists && let Err(error) = faults.restrict_to_case(&mut request) {
                 return ready(Err(error.into())).boxed();
             }

@@ -5,7 +5,7 @@
 //! server also simulates a controller manager for quotas, outages, and restores of etcd from a
 //! backup.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -54,6 +54,8 @@ struct ServerState {
     restores: usize,
     /// The server answers no request.
     is_unavailable: bool,
+    /// The server streams lists (KEP-3157).
+    streams_lists: bool,
     /// Each request's time, verb and path.
     requests: Vec<(Instant, String)>,
     /// Version, kind and event.
@@ -120,6 +122,11 @@ impl SimApiServer {
     /// Starts or ends an outage: no request is answered, and no watch ends.
     pub fn set_unavailable(&self, is_away: bool) {
         self.data().is_unavailable = is_away;
+    }
+
+    /// Lets the server stream lists, as the API server does from 1.34 on.
+    pub fn stream_lists(&self) {
+        self.data().streams_lists = true;
     }
 
     /// Each request so far, with its time, verb and path: `LIST /api/v1/pods`.
@@ -341,7 +348,22 @@ impl SimApiServer {
         json_body(&json!({ "kind": "List", "metadata": metadata, "items": items[from..until] }))
     }
 
-    fn watch(&self, kind: String, selected: Selector, from: u64, query: &str) -> Response {
+    fn watch(&self, kind: String, selected: Selector, mut from: u64, query: &str) -> Response {
+        let mut initial = VecDeque::new();
+        if query.contains("sendInitialEvents=true") {
+            let data = self.data();
+            if !data.streams_lists {
+                return error_response(StatusCode::UNPROCESSABLE_ENTITY);
+            }
+            from = data.etcd.version;
+            let objects = data.etcd.objects.iter();
+            let objects =
+                objects.filter(|((of, _), object)| *of == kind && selected.matches(object));
+            let added = |object| json!({ "type": "ADDED", "object": object });
+            initial.extend(objects.map(|(_, object)| added(object)));
+            let end = json!({ "k8s.io/initial-events-end": "true" });
+            initial.push_back(bookmark_event(from, &end));
+        }
         let seconds = query_parameter(query, "timeoutSeconds").and_then(|text| text.parse().ok());
         let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(3600));
         let watched = WatchStream {
@@ -350,6 +372,7 @@ impl SimApiServer {
             restores: self.data().restores,
             kind,
             selected,
+            initial,
             sent_version: from,
             deadline: end,
         };
@@ -653,6 +676,8 @@ struct WatchStream {
     restores: usize,
     kind: String,
     selected: Selector,
+    /// The events of a list.
+    initial: VecDeque<Value>,
     sent_version: u64,
     deadline: Instant,
 }
@@ -660,6 +685,9 @@ struct WatchStream {
 impl WatchStream {
     /// The next event or bookmark; `None` at the end of the watch.
     async fn next_event(&mut self) -> Option<Value> {
+        if let Some(event) = self.initial.pop_front() {
+            return Some(event);
+        }
         let bookmark = Instant::now() + BOOKMARK_INTERVAL;
         loop {
             if self.api.data().restores != self.restores {
@@ -677,8 +705,7 @@ impl WatchStream {
             let version = self.api.data().etcd.version;
             if Instant::now() >= bookmark && version > self.sent_version && !is_muted {
                 self.sent_version = version;
-                let metadata = json!({ "resourceVersion": version.to_string() });
-                return Some(json!({ "type": "BOOKMARK", "object": { "metadata": metadata } }));
+                return Some(bookmark_event(version, &json!({})));
             }
             let is_due = Instant::now() < bookmark;
             tokio::select! {
@@ -688,6 +715,12 @@ impl WatchStream {
             }
         }
     }
+}
+
+/// The event that says how far a watch is.
+fn bookmark_event(version: u64, annotations: &Value) -> Value {
+    let metadata = json!({ "resourceVersion": version.to_string(), "annotations": annotations });
+    json!({ "type": "BOOKMARK", "object": { "apiVersion": "v1", "kind": "Any", "metadata": metadata } })
 }
 
 fn object_key(object: &Value) -> String {
@@ -720,6 +753,7 @@ async fn handle_request(api: SimApiServer, request: Request) -> Result<Response,
     let is_away = {
         let mut data = api.data();
         let verb = match parts.method {
+            Method::GET if query.contains("sendInitialEvents=true") => "LIST",
             Method::GET if query.contains("watch=true") => "WATCH",
             Method::GET if query.contains("limit=") => "LIST",
             ref method => method.as_str(),
