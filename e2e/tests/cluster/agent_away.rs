@@ -13,8 +13,10 @@ use kube::api::{Api, DeleteParams, ListParams};
 use libtest_mimic::{Failed, Trial};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::cluster_state::call;
 use crate::placement::holder;
-use crate::restarts::{agent_pid, percentile};
+use crate::relay::RELAY;
+use crate::restarts::{agent_pid, only_process, percentile};
 use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
 /// The time for which a stopped agent answers nothing.
@@ -28,6 +30,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         node_trial("main/cluster/agent-away", async |context| {
             no_pod_fails_while_the_agent_is_away(context, 4, 3).await
         }),
+        node_trial(
+            "fleet/cluster/roll-relay",
+            no_pod_fails_while_relays_are_rolled,
+        ),
         node_trial("main/cluster/agent-away-long", async |context| {
             no_pod_fails_while_the_agent_is_away(context, 8, 200).await
         }),
@@ -73,6 +79,34 @@ async fn no_pod_fails_while_the_agent_is_away(
         .wait_until_no_pod_state(RECLAIM_TIMEOUT)
         .await?;
     Ok(())
+}
+
+/// Replaces the relay twice by `kubectl bursar roll` while clients create pods.
+async fn no_pod_fails_while_relays_are_rolled(context: &mut TrialContext) -> Result<(), Failed> {
+    const ROLLS: usize = 2;
+    let progress = ClientProgress::default();
+    let shared: &TrialContext = context;
+    let roll = async {
+        for _ in 0..ROLLS {
+            let before = only_process(shared, RELAY)?;
+            let local = shared.environment.cluster.local();
+            let node = local.ok_or("this needs a cluster of our own")?.node_name();
+            let plugin = crate::harness().with_file_name("kubectl-bursar");
+            let kubeconfig = shared.environment.cluster.kubeconfig();
+            let rolled = call(&plugin, &["roll", "relay", node], &kubeconfig).await?;
+            shared.progress.report(format_args!("{}", rolled.trim()));
+            assert_ne!(only_process(shared, RELAY)?, before, "it is the same relay");
+        }
+        Ok(())
+    };
+    let clients = (0..4).map(|client| create_pods(shared, client, &progress));
+    let (started, ()) = try_join(try_join_all(clients), progress.until(roll)).await?;
+    let ran = started.iter().flatten().count();
+    shared
+        .progress
+        .report(format_args!("{ran} pods ran meanwhile"));
+    assert!(ran >= ROLLS, "{ran} pods ran");
+    context.history.check_none_failed_or_restarted().await
 }
 
 /// The kubelet fails pods that it admits while no plugin is registered.

@@ -18,7 +18,7 @@ use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 /// Within this time of the relay's stop the GpuNode says so, and the pods run.
 const BOUND: Duration = Duration::from_secs(30);
 /// The relay's program.
-const RELAY: &str = "bursar-relay";
+pub(crate) const RELAY: &str = "bursar-relay";
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {

@@ -178,6 +178,8 @@ pub enum Command {
         #[arg(long)]
         dry_run: bool,
     },
+    /// Replace the plugin relays that an upgrade leaves, node by node, without a pod that fails
+    Roll(RollArgs),
     /// Show the events of Bursar in order of time
     Events {
         /// Only events of this time, such as 15m or 1h
@@ -293,6 +295,29 @@ pub struct DrainArgs {
     /// How long to wait, such as 5m
     #[arg(long, value_name = "DURATION", value_parser = parse_duration, default_value = "5m")]
     pub timeout: i64,
+}
+
+/// Arguments of `roll`.
+#[derive(Clone, Debug, Args)]
+pub struct RollArgs {
+    /// The part
+    #[arg(value_enum)]
+    pub part: RollPart,
+    /// The nodes; by default those whose relay is older than its DaemonSet
+    pub nodes: Vec<String>,
+    /// List the pods and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How long one node may take, such as 5m
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration, default_value = "2m")]
+    pub timeout: i64,
+}
+
+/// The parts that `roll` replaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RollPart {
+    /// The plugin relays.
+    Relay,
 }
 
 /// The shells with completion.

@@ -85,7 +85,10 @@ struct PageMeta {
 }
 
 /// Lists the objects with these label and field selectors page by page.
-async fn list<T: DeserializeOwned>(
+///
+/// # Errors
+/// When the API server refuses.
+pub(crate) async fn list<T: DeserializeOwned>(
     client: &Client,
     path: &str,
     (labels, fields): (Option<&str>, Option<&str>),

@@ -3,6 +3,7 @@
 mod change;
 mod explain;
 mod installation;
+mod roll;
 mod show;
 
 use std::io::Write;
@@ -138,6 +139,7 @@ impl<W: Write> Session<'_, W> {
                 let quota = amount.as_deref().map(|amount| (resized, amount));
                 self.resize(pod, quota, *dry_run).await
             }
+            Command::Roll(arguments) => self.roll(arguments).await,
             Command::Events { since } => self.events(*since).await,
             Command::Support { file } => self.support(file).await,
             Command::Uninstall { notify: true, .. } => self.notify_of_uninstall().await,

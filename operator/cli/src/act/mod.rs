@@ -1,4 +1,4 @@
-//! Changes objects: drains, undrains, resizes, and tells pods about an uninstall.
+//! Changes objects: drains, undrains, resizes, rolls relays, and tells pods about an uninstall.
 //!
 //! Each change of an object is a patch with the version of the object that it was made from. So a
 //! change by another client is not undone. The agent reports in the status of the same objects, so
@@ -7,9 +7,10 @@
 pub mod drain;
 pub mod notify;
 pub mod resize;
+pub mod roll;
 
 use kube::Client;
-use kube::api::{Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Request;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -78,6 +79,23 @@ async fn change_once<T: Clone + std::fmt::Debug + DeserializeOwned>(
 fn is_conflict(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<kube::Error>();
     matches!(error, Some(kube::Error::Api(status)) if status.code == 409)
+}
+
+/// Deletes the object with this UID.
+///
+/// # Errors
+/// When the API server refuses.
+pub async fn delete(client: &Client, path: &str, name: &str, uid: &str) -> Result<(), kube::Error> {
+    let params = DeleteParams {
+        preconditions: Some(Preconditions {
+            uid: Some(uid.to_owned()),
+            resource_version: None,
+        }),
+        ..DeleteParams::default()
+    };
+    let request = Request::new(path).delete(name, &params);
+    let request = request.map_err(kube::Error::BuildRequest)?;
+    client.request::<Value>(request).await.map(drop)
 }
 
 /// Creates one object.

@@ -200,22 +200,22 @@ fn stale_gpu_node(snapshot: &Snapshot, node: &GpuNode) -> Option<Finding> {
 }
 
 fn fd_stores(snapshot: &Snapshot) -> Option<Finding> {
-    let loss = "what its node retains is lost (kubectl bursar retained)";
-    replaced_by_hand(snapshot, "fdstore", "OldFdStore", "fd store", loss)
+    let remedy = "kubectl -n NAMESPACE delete pod of each; what its node retains is lost (kubectl bursar retained)";
+    replaced_by_hand(snapshot, "fdstore", "OldFdStore", "fd store", remedy)
 }
 
 fn relays(snapshot: &Snapshot) -> Option<Finding> {
-    let loss = "pods that start on its node fail for 1 to 2 s";
-    replaced_by_hand(snapshot, "relay", "OldRelay", "plugin relay", loss)
+    let remedy = "kubectl bursar roll relay";
+    replaced_by_hand(snapshot, "relay", "OldRelay", "plugin relay", remedy)
 }
 
-/// Pods that an upgrade has not replaced, because an admin has to, and what is lost then.
+/// Pods that an upgrade has not replaced, because an admin has to.
 fn replaced_by_hand(
     snapshot: &Snapshot,
     component: &str,
     name: &'static str,
     noun: &str,
-    loss: &str,
+    remedy: &str,
 ) -> Option<Finding> {
     let set = daemon_set(snapshot, component)?;
     let status = &set.status;
@@ -227,7 +227,7 @@ fn replaced_by_hand(
             Level::Warn,
             name,
             format!("{old} of {all} {noun}s are of an older version of the chart"),
-            format!("kubectl -n {own} delete pod of each; {loss}"),
+            remedy.replace("NAMESPACE", own),
         )
     } else {
         let all = count(usize::try_from(all).unwrap_or(0), noun);

@@ -82,6 +82,8 @@ pub struct PodStatus {
     pub message: String,
     /// The node for which the scheduler or the operator holds room.
     pub nominated_node_name: String,
+    /// When the kubelet admitted the pod.
+    pub start_time: Option<Timestamp>,
     /// The conditions.
     pub conditions: Vec<Condition>,
     /// The states of init containers.

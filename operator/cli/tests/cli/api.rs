@@ -897,3 +897,96 @@ async fn top_of_a_large_cluster_is_bounded() {
         "{figures}"
     );
 }
+
+/// A cluster whose node has an old relay, and this pod. Each relay of the node is Ready, or none.
+fn with_old_relay(other: Value, is_ready: &str) -> FakeApi {
+    let api = small();
+    let mut relay = own_pod("relay", "n");
+    relay["status"]["conditions"][0]["status"] = json!(is_ready);
+    relay["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    relay["metadata"]["labels"]["controller-revision-hash"] = json!("a");
+    let set = json!({ "metadata": { "name": "bursar-relay", "namespace": "bursar-system",
+        "labels": { "app.kubernetes.io/name": "bursar", "app.kubernetes.io/component": "relay" } } });
+    let revision = json!({ "revision": 2, "metadata": { "name": "r", "labels": { "controller-revision-hash": "b" } } });
+    let mut gpu_node = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]);
+    gpu_node["status"]["conditions"] = json!([{ "type": "Registered", "status": "True", "reason": "Ok",
+        "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z" }]);
+    let mut machine = node("n");
+    machine["metadata"]["resourceVersion"] = json!("7");
+    let own = "/api/v1/namespaces/bursar-system/pods";
+    for (path, objects) in [
+        ("/api/v1/nodes", vec![machine]),
+        ("/api/v1/pods", vec![other, relay.clone()]),
+        (own, vec![relay]),
+        ("/apis/apps/v1/daemonsets", vec![set]),
+        (
+            "/apis/apps/v1/namespaces/bursar-system/controllerrevisions",
+            vec![revision],
+        ),
+        ("/apis/bursar.dev/v1alpha1/gpunodes", vec![gpu_node]),
+    ] {
+        api.put(path, objects);
+    }
+    api
+}
+
+/// The requests that change something, without their queries.
+fn changes(api: &FakeApi) -> Vec<String> {
+    let requests = api.requests().into_iter();
+    requests
+        .filter(|request| !request.starts_with("GET "))
+        .collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn roll_cordons_replaces_and_uncordons() {
+    let mut admitted = pod("ml", "p", "n", 8);
+    admitted["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    let api = with_old_relay(admitted, "True");
+    let (code, text) = run(&api, "roll relay --dry-run").await;
+    assert_eq!(
+        (code, text.as_str()),
+        (Ok(0), "n: bursar-system/bursar-relay-n\n")
+    );
+    assert_eq!(changes(&api), [] as [&str; 0]);
+
+    let (code, text) = run(&api, "roll relay").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.starts_with("n: the relay is replaced"), "{text}");
+    assert_eq!(
+        changes(&api),
+        [
+            "PATCH /api/v1/nodes/n",
+            "DELETE /api/v1/namespaces/bursar-system/pods/bursar-relay-n",
+            "PATCH /api/v1/nodes/n",
+        ]
+    );
+    assert_eq!(api.list("/api/v1/nodes")[0]["spec"]["unschedulable"], false);
+}
+
+#[tokio::test(start_paused = true)]
+async fn roll_changes_nothing_while_the_kubelet_admits_a_pod() {
+    let mut new = pod("ml", "new", "n", 8);
+    new["status"] = json!({ "phase": "Pending" });
+    let api = with_old_relay(new, "True");
+    let (code, text) = run(&api, "roll relay n --timeout 10s").await;
+    assert_eq!(code, Ok(1), "{text}");
+    assert!(text.contains("has not admitted ml/new"), "{text}");
+    assert_eq!(changes(&api), ["PATCH /api/v1/nodes/n"; 2]);
+    assert_eq!(api.list("/api/v1/nodes")[0]["spec"]["unschedulable"], false);
+}
+
+/// An admin's own cordon stays, and so does that of a node whose new relay does not come.
+#[tokio::test(start_paused = true)]
+async fn roll_leaves_a_node_cordoned_that_would_fail_pods() {
+    let mut admitted = pod("ml", "p", "n", 8);
+    admitted["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    let api = with_old_relay(admitted, "False");
+    let (code, text) = run(&api, "roll relay --timeout 10s").await;
+    assert_eq!(code, Ok(1), "{text}");
+    assert!(
+        text.contains("lacks a relay that is Ready; the node stays cordoned"),
+        "{text}"
+    );
+    assert_eq!(api.list("/api/v1/nodes")[0]["spec"]["unschedulable"], true);
+}

@@ -2,11 +2,13 @@
 
 use bursar_cli::act::drain;
 use bursar_cli::act::resize::{self, Resized};
+use bursar_cli::act::roll;
+use bursar_cli::objects::Pod;
 use bursar_cli::support;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::json;
 
-use crate::fixtures::{budget, cluster, golden, gpu, gpu_node, parse, pod};
+use crate::fixtures::{budget, cluster, golden, gpu, gpu_node, own_pod, parse, pod};
 
 fn two_gpus() -> GpuNode {
     parse(gpu_node(
@@ -291,4 +293,65 @@ fn archive_has_no_variable_argument_or_annotation() {
         names.contains(&"bursar-support/logs/bursar-agent-x.log".to_owned()),
         "{names:?}"
     );
+}
+
+#[test]
+fn roll_replaces_old_relays_or_those_of_the_nodes() {
+    let revision = |number: i64, hash: &str| json!({ "revision": number, "metadata": { "labels": { "controller-revision-hash": hash } } });
+    let revisions = [revision(2, "b"), revision(10, "c"), revision(1, "a")];
+    assert_eq!(roll::newest_revision(&revisions), Some("c"));
+    assert_eq!(roll::newest_revision(&[]), None);
+    let own = |component: &str, node: &str, hash: &str| -> Pod {
+        let mut pod = own_pod(component, node);
+        pod["metadata"]["labels"]["controller-revision-hash"] = json!(hash);
+        parse(pod)
+    };
+    let pods = [
+        own("relay", "old", "b"),
+        own("relay", "new", "c"),
+        own("fdstore", "old", "b"),
+    ];
+    let rolled = |nodes: &[&str]| -> Vec<&str> {
+        let relays = roll::relays(&pods, "c", &words(nodes));
+        relays
+            .iter()
+            .map(|pod| pod.spec.node_name.as_str())
+            .collect()
+    };
+    assert_eq!(rolled(&[]), ["old"]);
+    assert_eq!(rolled(&["new"]), ["new"]);
+    assert_eq!(rolled(&["none"]), [] as [&str; 0]);
+}
+
+#[test]
+fn roll_waits_for_admissions_and_for_the_registration() {
+    let (mut admitted, mut ended) = (pod("ml", "admitted", "n", 8), pod("ml", "ended", "n", 8));
+    admitted["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    ended["status"]["phase"] = json!("Failed");
+    let mut new = pod("ml", "new", "n", 8);
+    new["status"] = json!({ "phase": "Pending" });
+    let pods = [admitted, ended, new].map(parse);
+    assert_eq!(roll::not_admitted(&pods), ["ml/new"]);
+
+    let old: Pod = parse(own_pod("relay", "n"));
+    let mut relay = old.clone();
+    let mut node: GpuNode = parse(gpu_node("n", vec![]));
+    let lacks = |relay: &Pod, node: &GpuNode| {
+        roll::lacks(std::slice::from_ref(relay), node, "n", &old.metadata.uid)
+    };
+    assert_eq!(lacks(&relay, &node).unwrap(), "a relay that is Ready");
+    relay.metadata.uid = "another".to_owned();
+    let registered = |status: &str| {
+        parse(
+            json!({ "type": "Registered", "status": status, "reason": "R", "message": "no kubelet",
+            "lastTransitionTime": "2026-01-01T00:00:00Z" }),
+        )
+    };
+    node.status.as_mut().unwrap().conditions = vec![registered("False")];
+    assert_eq!(
+        lacks(&relay, &node).unwrap(),
+        "its registration: no kubelet"
+    );
+    node.status.as_mut().unwrap().conditions = vec![registered("True")];
+    assert_eq!(lacks(&relay, &node), None);
 }

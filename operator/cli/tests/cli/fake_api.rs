@@ -166,6 +166,19 @@ impl FakeApi {
         let Some(object) = found else {
             return failure(StatusCode::NOT_FOUND, "NotFound");
         };
+        if parts.method == Method::DELETE {
+            let wanted: Value = serde_json::from_slice(body).unwrap_or_default();
+            let uid = object["metadata"]["uid"].clone();
+            if wanted["preconditions"]["uid"] != uid {
+                return failure(StatusCode::CONFLICT, "Conflict");
+            }
+            // A DaemonSet's controller replaces its pod.
+            let all = lists.values_mut().flatten();
+            for object in all.filter(|object| object["metadata"]["uid"] == uid) {
+                object["metadata"]["uid"] = json!("another");
+            }
+            return json_response(&json!({ "kind": "Status" }));
+        }
         if parts.method == Method::PATCH {
             let patch: Value = serde_json::from_slice(body).unwrap();
             if let Some(left) = conflicts.checked_sub(1) {
