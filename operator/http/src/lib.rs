@@ -3,11 +3,12 @@
 //! Metrics and probes have a listener each, so that no flood of one makes the other fail.
 
 mod connections;
+mod process;
 mod text;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use axum::Router;
 use axum::body::Bytes;
@@ -90,6 +91,7 @@ pub async fn serve(listeners: Listeners, sources: impl Sources, shutdown: Cancel
     let sources = Arc::new(sources);
     let page = Page {
         sources: sources.clone(),
+        start: SystemTime::now(),
         last: Mutex::new(None),
     };
     let metrics = Router::new()
@@ -108,6 +110,8 @@ pub async fn serve(listeners: Listeners, sources: impl Sources, shutdown: Cancel
 /// The last encoded metrics.
 struct Page<S> {
     sources: Arc<S>,
+    /// When the process began to serve, at its start.
+    start: SystemTime,
     last: Mutex<Option<Encoded>>,
 }
 
@@ -128,11 +132,15 @@ impl<S: Sources> Page<S> {
         let mut last = self.last.lock().await;
         let started = Instant::now();
         let fresh = last.take().filter(|encoded| started < encoded.until);
-        let mut encoded = fresh.unwrap_or_else(|| Encoded {
-            open_metrics: Bytes::from(self.sources.metrics()),
-            prometheus: None,
-            until: started + OLDEST.min(started.elapsed() * SHARE),
-            oldest: started + OLDEST,
+        let mut encoded = fresh.unwrap_or_else(|| {
+            let mut page = self.sources.metrics();
+            process::add_to(&mut page, self.start);
+            Encoded {
+                open_metrics: Bytes::from(page),
+                prometheus: None,
+                until: started + OLDEST.min(started.elapsed() * SHARE),
+                oldest: started + OLDEST,
+            }
         });
         if !is_open_metrics && encoded.prometheus.is_none() {
             let started = Instant::now();
