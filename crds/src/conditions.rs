@@ -79,12 +79,18 @@ pub mod gpu_node {
     /// count for `Ready`.
     pub const PAGEABLE_MEMORY_ON_GPU: &str = "PageableMemoryOnGpu";
 
+    /// The agent can read which container has which device from the kubelet's own file, whose
+    /// format is not an API.
+    pub const KUBELET_CHECKPOINT_READABLE: &str = "KubeletCheckpointReadable";
+
     /// The condition holds.
     pub const OK: &str = "Ok";
     /// The agent has not checked yet.
     pub const PENDING: &str = "Pending";
     /// A condition that counts for `Ready` does not hold; the message names it.
     pub const NOT_READY: &str = "NotReady";
+    /// The operator misses the node's agent, so the status is old.
+    pub const AGENT_AWAY: &str = "AgentAway";
     /// No NVIDIA driver under the configured root.
     pub const DRIVER_MISSING: &str = "DriverMissing";
     /// NVML was found and fails.
@@ -109,6 +115,8 @@ pub mod gpu_node {
     pub const TOO_MANY_DEVICE_IDS: &str = "TooManyDeviceIds";
     /// The checkpoint was malformed, and the agent has rebuilt it from the node's state.
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
+    /// The kubelet's file of devices is missing or has another form.
+    pub const KUBELET_CHECKPOINT_UNREAD: &str = "KubeletCheckpointUnread";
     /// The checkpoint cannot be written (full disk, read-only).
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
     /// A file of the state directory has lacked its newest value for 5 s.

@@ -344,7 +344,7 @@ pub struct GpuNodeStatus {
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinDeviceIdLimit,
     /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,
-    /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu.
+    /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu, KubeletCheckpointReadable.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

@@ -25,7 +25,8 @@ mod handle;
 
 pub use self::handle::{NodeHandle, Observers};
 use super::allocator::{
-    BoundContainer, NodeAllocator, NodeProblems, PrepareRequest, QueuedClaim, Reply,
+    BoundContainer, KubeletCheckpointProblem, NodeAllocator, NodeProblems, PrepareRequest,
+    QueuedClaim, Reply,
 };
 use super::capacity;
 use super::host::OsHost;
@@ -150,7 +151,7 @@ pub struct NodeTask {
     heartbeat: watch::Sender<Instant>,
     devices_error: Option<DevicesError>,
     /// The problem of the last read of the kubelet's checkpoint.
-    checkpoint_problem: Option<String>,
+    checkpoint_problem: Option<KubeletCheckpointProblem>,
     generations: GpuGenerations,
     observers: Observers,
     /// Whether the agent's offer of managed memory awaits the first starts of the GPUs' runtimes.
@@ -328,19 +329,33 @@ impl NodeTask {
 
     /// Logs a problem of the kubelet's checkpoint when it changes.
     fn report_checkpoint(&mut self, read: &Result<DeviceCheckpoint, DeviceCheckpointError>) {
+        let has_allocations = || {
+            counts(&self.allocator)
+                .iter()
+                .any(|(_, all)| all.pending + all.bound > 0)
+        };
         let problem = match read {
-            Ok(checkpoint) if checkpoint.skipped == 0 => None,
-            Ok(DeviceCheckpoint { skipped, .. }) => Some(format!(
-                "failed to decode {skipped} entries of the kubelet's device checkpoint"
-            )),
-            Err(error) => Some(error.to_string()),
+            Ok(DeviceCheckpoint { skipped: 0, .. }) => None,
+            Ok(DeviceCheckpoint { skipped, entries }) => Some(KubeletCheckpointProblem {
+                error: format!(
+                    "failed to decode {skipped} entries of the kubelet's device checkpoint"
+                ),
+                is_whole: entries.is_empty(),
+            }),
+            // A kubelet writes the file when it admits the first container with a device.
+            Err(DeviceCheckpointError::Missing { .. }) if !has_allocations() => None,
+            Err(error) => Some(KubeletCheckpointProblem {
+                error: error.to_string(),
+                is_whole: true,
+            }),
         };
         if problem != self.checkpoint_problem
-            && let Some(error) = &problem
+            && let Some(KubeletCheckpointProblem { error, .. }) = &problem
         {
             warn!(error, "no pending allocation is collected");
         }
         self.checkpoint_problem = problem;
+        self.publish();
     }
 
     /// Reads the driver's module for managed memory, which the first program with a GPU may load.
@@ -481,6 +496,7 @@ impl NodeTask {
             generations: self.generations.by_gpu(),
             problems: NodeProblems {
                 late_write: self.generations.late_write(),
+                kubelet_checkpoint: self.checkpoint_problem.clone(),
                 ..self.allocator.problems().clone()
             },
             devices_error: self.devices_error.clone(),

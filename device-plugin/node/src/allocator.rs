@@ -56,7 +56,10 @@ use gpus::NodeGpus;
 use leases::device_bindings;
 pub(crate) use names::ContainerNames;
 use records::ResultSender;
-pub use records::{BoundContainer, BoundMemory, NodeProblems, PrepareRequest, QueuedClaim, Reply};
+pub use records::{
+    BoundContainer, BoundMemory, KubeletCheckpointProblem, NodeProblems, PrepareRequest,
+    QueuedClaim, Reply,
+};
 use waiting::{WaitQueue, WaitingCall};
 
 /// The node's ledger with the state of the host.

@@ -10,6 +10,7 @@ use bursar_host::checkpoint::write_behind::LateWrite;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
 use bursar_ledger::units::Bytes;
 use bursar_node::actor::Snapshot;
+use bursar_node::allocator::KubeletCheckpointProblem;
 use bursar_node::host::Subsystem;
 use bursar_node::other_plugins::GpuOwners;
 use bursar_retained::status::RetainedStatus;
@@ -56,6 +57,10 @@ pub(super) fn conditions(snapshot: &Snapshot, inputs: &ReportInputs) -> Vec<Cond
         (
             names::PAGEABLE_MEMORY_ON_GPU,
             pageable_memory(&snapshot.uvm, has_ats),
+        ),
+        (
+            names::KUBELET_CHECKPOINT_READABLE,
+            kubelet_checkpoint(snapshot.problems.kubelet_checkpoint.as_ref()),
         ),
     ];
     let updates = states.into_iter().map(|(type_, state)| ConditionUpdate {
@@ -140,6 +145,27 @@ fn checkpoint_intact(snapshot: &Snapshot) -> State {
             format!("rebuilt from the node's CDI files and the kubelet's records: {why}"),
         ),
         (None, _, None) => ok("the checkpoint is intact"),
+    }
+}
+
+fn kubelet_checkpoint(problem: Option<&KubeletCheckpointProblem>) -> State {
+    match problem {
+        None => ok("the kubelet's record of devices can be read"),
+        Some(KubeletCheckpointProblem { error, is_whole }) => match is_whole {
+            true => holds_not(
+                names::KUBELET_CHECKPOINT_UNREAD,
+                format!(
+                    "{error}, so no container with GPU memory starts; install a version of Bursar \
+                     that supports this kubelet"
+                ),
+            ),
+            false => holds(
+                names::OK,
+                format!(
+                    "{error}; the devices of ended pods are kept until the kubelet drops these"
+                ),
+            ),
+        },
     }
 }
 

@@ -18,7 +18,7 @@ use bursar_kubelet::devices::{DeviceHealth, Devices};
 use bursar_kubelet::lifecycle::NotRegistered;
 use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
 use bursar_ledger::{Health as LedgerHealth, ManagedView};
-use bursar_node::allocator::{BoundContainer, NodeProblems, QueuedClaim};
+use bursar_node::allocator::{BoundContainer, KubeletCheckpointProblem, NodeProblems, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
 use bursar_node::host::Subsystem;
 use bursar_node::metrics::Counts;
@@ -555,6 +555,17 @@ fn problems_appear_in_the_condition_of_their_subsystem() {
             },
             names::CHECKPOINT_INTACT,
             (Some(true), names::CHECKPOINT_REBUILT),
+        ),
+        (
+            NodeProblems {
+                kubelet_checkpoint: Some(KubeletCheckpointProblem {
+                    error: "malformed".into(),
+                    is_whole: true,
+                }),
+                ..none.clone()
+            },
+            names::KUBELET_CHECKPOINT_READABLE,
+            (Some(false), names::KUBELET_CHECKPOINT_UNREAD),
         ),
     ] {
         let report = report_with(problems);

@@ -81,6 +81,17 @@ pub struct NodeProblems {
     pub cdi: Option<String>,
     /// The state directory lacks the generations of GPUs for long.
     pub late_write: Option<LateWrite>,
+    /// The agent cannot read the kubelet's record of devices.
+    pub kubelet_checkpoint: Option<KubeletCheckpointProblem>,
+}
+
+/// The agent cannot read the kubelet's record of devices, or not all of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubeletCheckpointProblem {
+    /// The error.
+    pub error: String,
+    /// Whether the agent can read nothing, so that no container is found.
+    pub is_whole: bool,
 }
 
 /// A claim that waits for room, whether or not a kubelet call is pending.
