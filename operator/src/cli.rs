@@ -11,6 +11,7 @@ use clap::{ArgAction, Parser};
 
 use crate::leader::{Election, LeaseName};
 use crate::placement::PlacementOptions;
+use crate::run::Options;
 
 /// The command line.
 #[derive(Debug, Clone, Parser)]
@@ -45,6 +46,9 @@ pub struct Args {
     /// Name of this replica in the lease: its pod's
     #[arg(long, value_name = "NAME")]
     pub identity: Option<String>,
+    /// Namespace of the agents; the GpuNode of one that is away is reported as not Ready
+    #[arg(long, value_name = "NAMESPACE")]
+    pub agents: Option<String>,
     /// Action for poisoned contexts in namespaces whose budget names none, the same as the agents'
     #[arg(long, value_name = "ACTION", default_value = "Process")]
     pub context_policy_default: ContextAction,
@@ -62,19 +66,19 @@ pub struct Args {
 }
 
 impl Args {
-    /// The election, if there is one.
-    pub fn election(&self) -> Option<Election> {
-        let (lease, identity) = (self.lease.clone()?, self.identity.clone()?);
-        Some(Election { lease, identity })
-    }
-
-    /// The options for placement.
-    pub fn placement_options(&self) -> PlacementOptions {
-        PlacementOptions {
-            quantum: self.quantum,
-            relocate_pending_pods: self.relocate_pending_pods,
-            disruption_grace: Duration::from_secs(self.disruption_grace),
-            drain_for_nvidia: self.drain_for_nvidia,
+    /// The operator's options.
+    pub fn options(&self) -> Options {
+        let election = self.lease.clone().zip(self.identity.clone());
+        Options {
+            placement: PlacementOptions {
+                quantum: self.quantum,
+                relocate_pending_pods: self.relocate_pending_pods,
+                disruption_grace: Duration::from_secs(self.disruption_grace),
+                drain_for_nvidia: self.drain_for_nvidia,
+            },
+            default_action: self.context_policy_default,
+            agents: self.agents.clone(),
+            election: election.map(|(lease, identity)| Election { lease, identity }),
         }
     }
 }
@@ -104,22 +108,24 @@ mod tests {
             "--drain-for-nvidia=false",
             "--lease=bursar-system/bursar-operator",
             "--identity=bursar-operator-0",
+            "--agents=bursar-system",
             "--log-format=json",
             "--context-policy-default=Report",
             "--log=info,kube=warn",
         ]);
-        let args = args.unwrap();
-        let election = args.election().unwrap();
+        let options = args.unwrap().options();
+        let election = options.election.unwrap();
         assert_eq!(election.lease.namespace, "bursar-system");
         assert_eq!(election.identity, "bursar-operator-0");
-        let placement_options = PlacementOptions {
+        let placement = PlacementOptions {
             quantum: Quantum::Mib512,
             relocate_pending_pods: false,
             disruption_grace: Duration::from_secs(5),
             drain_for_nvidia: false,
         };
-        assert_eq!(args.placement_options(), placement_options);
-        assert_eq!(args.context_policy_default, ContextAction::Report);
+        assert_eq!(options.placement, placement);
+        assert_eq!(options.agents.as_deref(), Some("bursar-system"));
+        assert_eq!(options.default_action, ContextAction::Report);
     }
 
     #[test]

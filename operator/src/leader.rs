@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::api::events::publish_leader;
 use crate::clock::Clock;
 use crate::error::error_chain;
 
@@ -76,6 +77,7 @@ pub struct Election {
 
 /// Access to the Lease in the name of one replica.
 pub(crate) struct Candidate {
+    client: Client,
     leases: Api<Lease>,
     name: String,
     identity: String,
@@ -127,7 +129,8 @@ impl Candidate {
     pub(crate) fn new(client: Client, election: Election, clock: Clock) -> Self {
         let Election { lease, identity } = election;
         Self {
-            leases: Api::namespaced(client, &lease.namespace),
+            leases: Api::namespaced(client.clone(), &lease.namespace),
+            client,
             name: lease.name,
             identity,
             clock,
@@ -193,6 +196,12 @@ impl Candidate {
             spec: Some(self.spec(None)),
         };
         taken(self.leases.create(&PostParams::default(), &lease).await)
+    }
+
+    /// Publishes that this replica leads.
+    pub(crate) async fn announce(&self) {
+        let namespace = self.leases.namespace().unwrap_or_default();
+        publish_leader(&self.client, (namespace, &self.name), &self.identity).await;
     }
 
     /// Renews the Lease that the replica has had since `renewed` until `shutdown`, or until the

@@ -37,16 +37,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let client = client().await.context(
         "failed to configure the API client: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(run::run(
-        client,
-        listeners,
-        args.placement_options(),
-        args.context_policy_default,
-        Timestamp::now,
-        args.election(),
-        shutdown,
-    )
-    .await?)
+    Ok(run::run(client, listeners, args.options(), Timestamp::now, shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

@@ -22,6 +22,7 @@ use crate::cluster::own_writes;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
 use crate::leader::{Candidate, Election, GRACE};
+use crate::nodes::absent_agents;
 use crate::nodes::context_policies;
 use crate::nodes::maintenance;
 use crate::nodes::namespace_label;
@@ -47,22 +48,33 @@ pub enum OperatorError {
     Panicked(#[source] tokio::task::JoinError),
 }
 
+/// The choices of the command line.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The placement of pods.
+    pub placement: PlacementOptions,
+    /// The agents' action for poisoned contexts by default.
+    pub default_action: ContextAction,
+    /// The namespace of the agents, which are missed there when they are away.
+    pub agents: Option<String>,
+    /// The election of the replica that works. Without one every replica works.
+    pub election: Option<Election>,
+}
+
 /// Runs until `shutdown`, and finishes the writes that have begun. Returns early when a task does.
-/// `default_action` is the agents' action for poisoned contexts by default.
-/// With an `election`, the operator works only while it holds the lease, and then returns an error.
+/// With an election, the operator works only while it holds the lease, and then returns an error.
 pub async fn run(
     client: Client,
     listeners: Listeners,
-    options: PlacementOptions,
-    default_action: ContextAction,
+    options: Options,
     clock: Clock,
-    election: Option<Election>,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
     let sources = ReplicaSources::default();
     let mut tasks = JoinSet::new();
     let server = bursar_http::serve(listeners, sources.clone(), shutdown.clone());
     spawn(&mut tasks, "http-server", server);
+    let election = options.election.clone();
     let candidate =
         election.map(|election| Arc::new(Candidate::new(client.clone(), election, clock)));
     let since = match &candidate {
@@ -70,19 +82,12 @@ pub async fn run(
         None => Some(Instant::now()),
     };
     if let Some(since) = since {
-        spawn_work(
-            &mut tasks,
-            client,
-            options,
-            default_action,
-            clock,
-            &sources,
-            &shutdown,
-        );
+        spawn_work(&mut tasks, client, options, clock, &sources, &shutdown);
         if let Some(candidate) = candidate.clone() {
             let shutdown = shutdown.clone();
             spawn(&mut tasks, "leader-election", async move {
-                candidate.hold(since, &shutdown).await;
+                let hold = candidate.hold(since, &shutdown);
+                tokio::join!(hold, candidate.announce());
             });
         }
     }
@@ -98,15 +103,17 @@ pub async fn run(
 fn spawn_work(
     tasks: &mut JoinSet<&'static str>,
     client: Client,
-    options: PlacementOptions,
-    default_action: ContextAction,
+    options: Options,
     clock: Clock,
     sources: &ReplicaSources,
     shutdown: &CancellationToken,
 ) {
-    let quantum = options.quantum;
+    let placement = options.placement;
+    let quantum = placement.quantum;
     let (budgets, writer) = reflector::store();
-    let index = ClusterIndex::new(quantum).with_default_action(default_action);
+    let index = ClusterIndex::new(quantum)
+        .with_default_action(options.default_action)
+        .with_agents_in(options.agents);
     let (index_sender, index) = watch::channel(index);
     let liveness = WatchLiveness::default();
     let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());
@@ -134,16 +141,18 @@ fn spawn_work(
     spawn(tasks, "node-orders", node_orders);
     let pod_settings = pod_settings::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "pod-settings", pod_settings);
-    if options.drain_for_nvidia {
+    if placement.drain_for_nvidia {
         let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
         spawn(tasks, "drains for NVIDIA's operators", drains);
     }
+    let absences = absent_agents::run(writer.clone(), index.clone(), shutdown.clone());
+    spawn(tasks, "absent-agents", absences);
     let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "namespace-labels", namespace_labels);
     let fault_evictions = fault_evictions::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "fault-evictions", fault_evictions);
     let placement =
-        placement::controller::run(writer, index, options, clock, metrics, shutdown.clone());
+        placement::controller::run(writer, index, placement, clock, metrics, shutdown.clone());
     spawn(tasks, "placement", placement);
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
 }

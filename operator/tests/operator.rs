@@ -27,7 +27,7 @@ use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::clock::Clock;
 use bursar_operator::placement::PlacementOptions;
-use bursar_operator::run::{self, OperatorError};
+use bursar_operator::run::{self, OperatorError, Options};
 use bursar_sim_api::SimApiServer;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
@@ -79,15 +79,18 @@ impl Running {
         let task = tokio::spawn(run::run(
             api.client(),
             listeners,
-            PlacementOptions {
-                quantum: Quantum::Gib1,
-                relocate_pending_pods: true,
-                disruption_grace: Duration::from_secs(60),
-                drain_for_nvidia: true,
+            Options {
+                placement: PlacementOptions {
+                    quantum: Quantum::Gib1,
+                    relocate_pending_pods: true,
+                    disruption_grace: Duration::from_secs(60),
+                    drain_for_nvidia: true,
+                },
+                default_action: ContextAction::default(),
+                agents: None,
+                election: None,
             },
-            ContextAction::default(),
             clock,
-            None,
             shutdown.clone(),
         ));
         Self {

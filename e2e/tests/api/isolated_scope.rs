@@ -262,6 +262,15 @@ impl IsolatedScope {
         self.report_gpu_with_queued_claim(memory, bound, None).await
     }
 
+    /// Reports the node as ready, in the agent's place.
+    pub(crate) async fn report_ready(&self) -> Result<(), Failed> {
+        let ready = json!({ "type": "Ready", "status": "True", "reason": "Ok", "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z" });
+        let path = format!("{}/status", self.gpu_node_path());
+        self.merge(&path, json!({ "status": { "conditions": [ready] } }))
+            .await
+    }
+
     /// Reports open faults, in the agent's place.
     pub(crate) async fn report_faults(&self, faults: Value) -> Result<(), Failed> {
         let path = format!("{}/status", self.gpu_node_path());

@@ -3,8 +3,9 @@
 //! All trials share one server: etcd, kube-apiserver and the controller manager, without nodes.
 //! Trials run concurrently, and each operator watches one namespace and one node. Trials that
 //! impair the server run alone and first, so that their final quiet minute overlaps with the other
-//! trials. `silence-long` waits for minutes, and runs beside all others in the long tier.
+//! trials. `silence-long` waits for a minute, and runs beside all others in the long tier.
 
+mod absent_agents;
 mod churn;
 mod fault_injection;
 mod half_open;
@@ -102,6 +103,7 @@ fn main() -> ExitCode {
         trial("failing-writes", fault_injection::failing_writes),
         trial("unanswered-writes", fault_injection::unanswered_writes),
         trial("two-operators", fault_injection::two_operators),
+        trial("absent-agents", absent_agents::absent_agents),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
         trial("managed-memory", policies::managed_memory),

@@ -457,7 +457,13 @@ async fn is_evicted(
     reason: &str,
     evictions: usize,
 ) -> Result<bool, Failed> {
-    if !at.get(&at.pod_path(pod)).await?.is_null() {
+    let there = at.get(&at.pod_path(pod)).await?;
+    if !there.is_null() {
+        // An operator that is killed within its request leaves a pod that terminates, and the
+        // kubelet ends that.
+        if !there["metadata"]["deletionTimestamp"].is_null() {
+            at.delete(&at.pod_path(pod)).await?;
+        }
         return Ok(false);
     }
     at.report_gpu(GPU_GIB, &[]).await?;

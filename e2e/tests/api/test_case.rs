@@ -9,7 +9,7 @@ use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::api::client::client_config;
 use bursar_operator::placement::PlacementOptions;
-use bursar_operator::run::{self, OperatorError};
+use bursar_operator::run::{self, OperatorError, Options};
 use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 use k8s_openapi::jiff::Timestamp;
 use kube::Config;
@@ -32,7 +32,7 @@ const QUIET_PERIOD: Duration = Duration::from_secs(60);
 /// The time after which the operator has written its debounced changes.
 const SETTLE_TIME: Duration = Duration::from_millis(900);
 /// The operator's client reconnects after this time without data, as in production.
-pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(205);
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(50);
 /// The resources that the operator watches.
 pub(crate) const WATCHED_KINDS: [&str; 6] = [
     "gpumemorybudgets",
@@ -42,7 +42,7 @@ pub(crate) const WATCHED_KINDS: [&str; 6] = [
     "gpunodes",
     "nodes",
 ];
-const POLL_INTERVAL: Duration = Duration::from_millis(300);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// A running operator.
 pub(crate) struct Operator {
@@ -51,29 +51,33 @@ pub(crate) struct Operator {
 }
 
 impl Operator {
-    /// Starts an operator with the chart's rights.
+    /// Starts an operator with the chart's rights. It misses agents in the namespace `agents`.
     pub(crate) async fn start(
         config: Config,
         silence: Duration,
         faults: &Faults,
+        agents: Option<&str>,
     ) -> Result<Self, Failed> {
         let client = ClientBuilder::try_from(client_config(config, silence))?.with_layer(faults);
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await?;
-        let rules = PlacementOptions {
-            quantum: Quantum::Gib1,
-            relocate_pending_pods: true,
-            disruption_grace: Duration::from_secs(60),
-            drain_for_nvidia: true,
+        let options = Options {
+            placement: PlacementOptions {
+                quantum: Quantum::Gib1,
+                relocate_pending_pods: true,
+                disruption_grace: Duration::from_secs(60),
+                drain_for_nvidia: true,
+            },
+            default_action: ContextAction::default(),
+            agents: agents.map(str::to_owned),
+            election: None,
         };
         let shutdown = CancellationToken::new();
         let operator = run::run(
             client.build(),
             listeners,
-            rules,
-            ContextAction::default(),
+            options,
             Timestamp::now,
-            None,
             shutdown.clone(),
         );
         Ok(Self {
@@ -262,7 +266,8 @@ impl TestCase {
     }
 
     async fn start_operator(&mut self) -> Result<(), Failed> {
-        let operator = Operator::start(self.config.clone(), self.silence, &self.plan.faults);
+        let (config, faults) = (self.config.clone(), &self.plan.faults);
+        let operator = Operator::start(config, self.silence, faults, None);
         self.operators.push(operator.await?);
         Ok(())
     }

@@ -3,13 +3,17 @@
 use std::collections::BTreeMap;
 use std::future::Future;
 
+use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::context_policy::ContextPolicyEntry;
 use bursar_crds::gpu_node::{PodSettings, RestartRequest};
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
 use k8s_openapi::api::policy::v1::Eviction;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{self as meta, DeleteOptions, ObjectMeta};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{
+    self as meta, DeleteOptions, ObjectMeta, Time,
+};
+use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Resource as _;
 use kube::{Client, ResourceExt as _};
@@ -28,6 +32,10 @@ const DRAIN_MANAGER: &str = "bursar-operator-drain";
 
 /// The field manager of `spec.pods`.
 const POD_SETTINGS_MANAGER: &str = "bursar-operator-pods";
+
+/// The message of a GpuNode whose agent is away.
+const ABSENT_AGENT: &str = "the node's agent has not been Ready for a minute, so this status is old; \
+    kubectl describe of the agent's pod on the node shows why";
 
 /// Fields of a GpuNode's spec with a field manager of their own.
 pub enum SpecFields<'a> {
@@ -203,6 +211,30 @@ impl ApiWriter {
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
         send_response(&self.responses.gpu_nodes, self.request(kind, object, write)).await
+    }
+
+    /// Reports that a node's agent is away. An agent that is there after all takes its condition
+    /// back.
+    pub async fn report_absent_agent(&self, node: &str, uid: &str) -> Result<(), ApiError> {
+        let api = Api::<GpuNode>::all(self.client.clone());
+        let body = json!({
+            "apiVersion": GpuNode::api_version(&()),
+            "kind": GpuNode::kind(&()),
+            "metadata": { "name": node, "uid": uid },
+            "status": { "conditions": [{
+                "type": names::READY,
+                "status": "Unknown",
+                "reason": names::AGENT_AWAY,
+                "message": ABSENT_AGENT,
+                "lastTransitionTime": Time(Timestamp::now()),
+            }] },
+        });
+        let object = format!("the readiness of GpuNode {node}");
+        let params = PatchParams::apply(OPERATOR_MANAGER).force();
+        let patch = Patch::Apply(body);
+        let write = api.patch_status(node, &params, &patch);
+        let request = self.request(WriteKind::NodeStatus, object, write);
+        send_response(&self.responses.gpu_nodes, request).await
     }
 
     /// Evicts the pod with this UID. With `by_force` deletes it, past its PodDisruptionBudgets.

@@ -13,6 +13,7 @@ mod apply;
 mod budgets;
 mod node_orders;
 
+use super::agents::Agents;
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::facts::node::NodeFacts;
@@ -94,6 +95,7 @@ pub struct ClusterIndex {
     pub(super) gpu_nodes: Cache<GpuNodeSummary>,
     pub(super) nodes: Cache<NodeFacts>,
     liveness: NodeLiveness,
+    agents: Agents,
     quotas: Cache<ObservedQuota>,
     labels: Cache<String>,
     pub(super) aggregates: Aggregates,
@@ -115,6 +117,7 @@ impl ClusterIndex {
             gpu_nodes: Cache::default(),
             nodes: Cache::default(),
             liveness: NodeLiveness::default(),
+            agents: Agents::default(),
             quotas: Cache::default(),
             labels: Cache::default(),
             aggregates: Aggregates::default(),
@@ -131,9 +134,16 @@ impl ClusterIndex {
         self
     }
 
+    /// The index of a cluster whose agents are in `namespace`.
+    #[must_use]
+    pub fn with_agents_in(mut self, namespace: Option<String>) -> Self {
+        self.agents = Agents::of(namespace);
+        self
+    }
+
     /// Whether time alone will change something.
     pub fn has_deadlines(&self) -> bool {
-        self.liveness.has_deadlines()
+        self.liveness.has_deadlines() || self.agents.have_deadlines()
     }
 
     /// The unreadable objects by kind.

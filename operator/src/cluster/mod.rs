@@ -1,5 +1,6 @@
 //! Indexes what the watches report of the cluster.
 
+mod agents;
 mod aggregates;
 mod cache;
 pub mod facts;

@@ -56,6 +56,11 @@ impl NodeLiveness {
         !self.suspected.is_empty()
     }
 
+    /// The nodes that count as dead.
+    pub(super) fn dead(&self) -> impl Iterator<Item = &Key> {
+        self.dead.iter()
+    }
+
     pub(super) fn is_dead(&self, node: &Key) -> bool {
         self.dead.contains(node)
     }

@@ -15,6 +15,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncod
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
@@ -85,10 +86,12 @@ pub enum WriteKind {
     Drain,
     /// The settings of a node's pods that its agent must know.
     PodSettings,
+    /// The readiness of a node whose agent is away.
+    NodeStatus,
 }
 
 impl WriteKind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Status,
         Self::Quota,
         Self::Label,
@@ -96,6 +99,7 @@ impl WriteKind {
         Self::ContextPolicies,
         Self::Drain,
         Self::PodSettings,
+        Self::NodeStatus,
     ];
 
     const fn as_str(self) -> &'static str {
@@ -107,6 +111,7 @@ impl WriteKind {
             Self::ContextPolicies => "contexts",
             Self::Drain => "drain",
             Self::PodSettings => "pod-settings",
+            Self::NodeStatus => "node-status",
         }
     }
 }
@@ -151,6 +156,13 @@ impl Metrics {
             "bursar_operator_build",
             "Version of the operator",
             Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
+        let leader = Gauge::<i64>::default();
+        leader.set(1);
+        registry.register(
+            "bursar_operator_leader",
+            "1 of the replica that works",
+            leader,
         );
         registry.register(
             "bursar_operator_reconciles",

@@ -46,12 +46,16 @@ impl ReplicaSources {
     }
 }
 
-/// A replica that stands by is healthy and ready, and has no metrics: two replicas must not count
+/// The metrics of a replica that stands by. It has no others, because two replicas must not count
 /// one budget twice.
+const STANDBY: &str = "# HELP bursar_operator_leader 1 of the replica that works.\n\
+    # TYPE bursar_operator_leader gauge\nbursar_operator_leader 0\n# EOF\n";
+
+/// A replica that stands by is healthy and ready.
 impl bursar_http::Sources for ReplicaSources {
     fn metrics(&self) -> String {
         let working = self.0.get();
-        working.map_or_else(|| "# EOF\n".to_owned(), bursar_http::Sources::metrics)
+        working.map_or_else(|| STANDBY.to_owned(), bursar_http::Sources::metrics)
     }
 
     fn health(&self) -> Verdict {

@@ -22,6 +22,11 @@ use crate::quanta::Quanta;
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
 
+/// The label by which the chart names the part of Bursar that a pod is.
+const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
+/// The agents' value of [`COMPONENT_LABEL`].
+const AGENT: &str = "agent";
+
 /// The facts that the operator keeps of a pod that has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodSummary {
@@ -31,6 +36,8 @@ pub struct PodSummary {
     pub facts: Option<Arc<PodFacts>>,
     /// The settings for the agent, if the pod is on a node and requests a resource of Bursar.
     pub on_node: Option<Box<PodOnNode>>,
+    /// Whether the pod says that it is an agent, and is Ready.
+    pub is_ready_agent: bool,
 }
 
 impl PodSummary {
@@ -40,6 +47,7 @@ impl PodSummary {
             requests: PodRequests::parse(pod, quantum)?,
             facts: PodFacts::of(pod, quantum).map(Arc::new),
             on_node: PodOnNode::of(pod).map(Box::new),
+            is_ready_agent: is_agent(pod) && is_ready(pod),
         })
     }
 
@@ -54,6 +62,7 @@ impl PodSummary {
             },
             facts: Some(Arc::new(facts)),
             on_node: None,
+            is_ready_agent: false,
         }
     }
 
@@ -355,6 +364,18 @@ fn unschedulable_since(conditions: &[PodCondition]) -> Option<Timestamp> {
     let refused = scheduled.reason.as_deref() == Some("Unschedulable");
     let since = scheduled.last_transition_time.as_ref();
     refused.then(|| since.map_or(Timestamp::UNIX_EPOCH, |time| time.0))
+}
+
+fn is_agent(pod: &SlimPod) -> bool {
+    let labels = pod.metadata.labels.as_ref();
+    labels
+        .and_then(|labels| labels.get(COMPONENT_LABEL))
+        .is_some_and(|of| of == AGENT)
+}
+
+fn is_ready(pod: &SlimPod) -> bool {
+    let mut conditions = pod.status.conditions.iter();
+    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn owner(pod: &SlimPod, mirror: bool) -> Owner {

@@ -37,6 +37,10 @@ impl ClusterIndex {
                 for (key, before) in self.pods.apply(event) {
                     let now = self.pods.get(&key);
                     self.aggregates.update_pod(&key, before.as_ref(), now);
+                    for node in self.agents.update_pod(&key, before.as_ref(), now) {
+                        let has_gpu_node = self.gpu_nodes.get(&node).is_some();
+                        self.agents.observe(&node, has_gpu_node);
+                    }
                     // The other requests matter only while a pod is pending, and then every
                     // interval plans anyway.
                     let facts = |pod: Option<&PodSummary>| pod?.facts.clone();
@@ -76,6 +80,7 @@ impl ClusterIndex {
             let node = self.nodes.get(&key).cloned();
             affected.all |= self.update_node(&key, before.as_ref(), node.as_ref());
             let now = self.gpu_nodes.get(&key);
+            self.agents.observe(&key, now.is_some());
             self.placement_changes +=
                 usize::from(before.as_ref().map(|node| &node.facts) != now.map(|node| &node.facts));
             match affected_namespaces(before.as_ref(), now) {
@@ -102,6 +107,7 @@ impl ClusterIndex {
 
     /// Nodes that count as dead from now on leave their cohorts, which affects every budget.
     fn advance_clock(&mut self, now: Instant) -> Affected {
+        self.agents.advance_clock(now);
         let newly_dead = self.liveness.advance_clock(now);
         for key in &newly_dead {
             let cohort = cohort_of(self.nodes.get(key));

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
 use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, RestartRequest};
 
@@ -119,6 +120,32 @@ impl ClusterIndex {
             Some((key.name.clone(), gpus.facts.uid.clone(), drain))
         });
         due.collect()
+    }
+
+    /// The GpuNodes to be reported as not Ready, because their agents have been away for too long:
+    /// name and UID.
+    ///
+    /// `reported` has those of this kind that were, by UID. Drops the others.
+    pub(crate) fn unreported_absences(
+        &self,
+        reported: &mut BTreeSet<String>,
+    ) -> Vec<(String, String)> {
+        let away = self.agents.away();
+        let away: Vec<_> = away
+            .filter_map(|key| Some((key, self.gpu_nodes.get(key)?)))
+            .filter(|(_, node)| node.is_readable())
+            .collect();
+        let uids: BTreeSet<&String> = away.iter().map(|(_, node)| &node.facts.uid).collect();
+        reported.retain(|uid| uids.contains(uid));
+        let is_unknown = |node: &GpuNodeSummary| {
+            let mut conditions = node.conditions.iter();
+            conditions.any(|(type_, status)| type_ == names::READY && status == "Unknown")
+        };
+        let due = away
+            .into_iter()
+            .filter(|(_, node)| !reported.contains(&node.facts.uid) && !is_unknown(node));
+        due.map(|(key, node)| (key.name.clone(), node.facts.uid.clone()))
+            .collect()
     }
 
     /// The policies of the namespaces that have pods on a node.

@@ -911,3 +911,67 @@ proptest! {
         }
     }
 }
+
+/// An agent of a node, or a pod that says so.
+fn agent(name: &str, namespace: &str, node: &str, is_ready: bool) -> WatchEvent {
+    let pod = json!({
+        "metadata": { "name": name, "labels": { "app.kubernetes.io/component": "agent" } },
+        "spec": { "nodeName": node },
+        "status": { "conditions": [{ "type": "Ready", "status": if is_ready { "True" } else { "False" } }] },
+    });
+    let pod = serde_json::from_value(pod).unwrap();
+    let summary = PodSummary::of(&pod, Quantum::Gib1);
+    WatchEvent::Pod(Event::Apply((key(namespace, name), summary)))
+}
+
+#[test]
+fn absence_of_an_agent_is_reported_once_after_its_grace() {
+    let gpu_node = |uid: &str, ready: &str| {
+        let facts = GpuFacts {
+            uid: uid.to_owned(),
+            ..GpuFacts::default()
+        };
+        let summary = GpuNodeSummary {
+            conditions: vec![("Ready".to_owned(), ready.to_owned())],
+            facts: Box::new(facts),
+            ..GpuNodeSummary::default()
+        };
+        WatchEvent::GpuNode(Event::Apply((key("", "a"), Some(summary))))
+    };
+    let mut index = ClusterIndex::new(Quantum::Gib1).with_agents_in(Some("n".to_owned()));
+    let start = Instant::now();
+    let mut reported = BTreeSet::new();
+    let mut due_at = |index: &mut ClusterIndex, seconds| {
+        index.apply(WatchEvent::Clock(start + Duration::from_secs(seconds)));
+        let due = index.unreported_absences(&mut reported);
+        reported.extend(due.iter().map(|(_, uid)| uid.clone()));
+        due.len()
+    };
+    index.apply(gpu_node("u", "True"));
+    index.apply(agent("agent", "n", "a", true));
+    assert!(!index.agents.have_deadlines());
+    // A tenant's pod may have the label, and a canary's agent may overlap the other.
+    index.apply(agent("agent", "tenant", "a", true));
+    index.apply(agent("canary", "n", "a", true));
+    index.apply(agent("agent", "n", "a", false));
+    assert_eq!(due_at(&mut index, 0), 0);
+    assert_eq!(due_at(&mut index, 100), 0, "the canary's agent is there");
+    index.apply(agent("canary", "n", "a", false));
+    assert_eq!(due_at(&mut index, 100), 0);
+    assert_eq!(due_at(&mut index, 159), 0);
+    assert_eq!(due_at(&mut index, 160), 1);
+    // The agent is there after all, and writes; the operator does not write again.
+    index.apply(gpu_node("u", "True"));
+    assert_eq!(due_at(&mut index, 300), 0);
+    index.apply(agent("agent", "n", "a", true));
+    assert_eq!(due_at(&mut index, 301), 0);
+    index.apply(WatchEvent::Pod(Event::Delete((key("n", "agent"), None))));
+    assert_eq!(due_at(&mut index, 302), 0);
+    assert_eq!(due_at(&mut index, 362), 1, "another absence");
+    index.apply(gpu_node("v", "Unknown"));
+    assert_eq!(
+        due_at(&mut index, 363),
+        0,
+        "another operator has reported it"
+    );
+}
