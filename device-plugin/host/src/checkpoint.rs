@@ -1,8 +1,11 @@
 //! Saves one value in a file that a crash at any byte leaves either old or new, never wrong.
 //!
 //! ```text
-//!   {"sha256":"<64 hex digits>","data":<the value as JSON>}\n
+//!   {"version":1,"sha256":"<64 hex digits>","data":<the value as JSON>}\n
 //! ```
+//!
+//! A later version may add fields that an earlier one ignores, and then writes the file without
+//! them. What an earlier version must not ignore raises the number.
 //!
 //! The agent writes a temporary file and renames it. On a tmpfs the agent syncs nothing, for the
 //! file dies with the boot. A file that outlives boots is saved durably.
@@ -20,7 +23,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
 
-const HEAD: &str = "{\"sha256\":\"";
+/// The version of files that this agent writes and reads.
+const VERSION: u32 = 1;
+const HEAD: &str = "{\"version\":";
+const DIGEST: &str = ",\"sha256\":\"";
 const MIDDLE: &str = "\",\"data\":";
 const TAIL: &str = "}\n";
 const DIGEST_LENGTH: usize = 64;
@@ -109,7 +115,10 @@ impl Checkpoint {
             path: self.path.clone(),
             source,
         })?;
-        let text = format!("{HEAD}{}{MIDDLE}{data}{TAIL}", digest(&data));
+        let text = format!(
+            "{HEAD}{VERSION}{DIGEST}{}{MIDDLE}{data}{TAIL}",
+            digest(&data)
+        );
         let temporary = self.path.with_extension("new");
         fs::write(&temporary, text)
             .map_err(|source| self.failed("write", source))
@@ -168,7 +177,13 @@ fn digest(data: &str) -> String {
 
 fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
     let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
-    let body = text.strip_prefix(HEAD).ok_or("unknown header")?;
+    let body = text.strip_prefix(HEAD).ok_or("it has no version")?;
+    let (version, body) = body.split_once(DIGEST).ok_or("it is cut short")?;
+    if version.parse() != Ok(VERSION) {
+        return Err(format!(
+            "it is of version {version:.16}, and this agent reads version {VERSION}"
+        ));
+    }
     let (written, rest) = body
         .split_at_checked(DIGEST_LENGTH)
         .ok_or("it is cut short")?;
@@ -265,6 +280,32 @@ mod tests {
             Err(SaveError::Io { step: "write", .. })
         ));
         assert_eq!(checkpoint.load().unwrap(), Some(value()));
+    }
+
+    #[test]
+    fn later_version_is_told_and_its_further_fields_are_ignored() {
+        #[derive(Debug, PartialEq, Serialize, serde::Deserialize)]
+        struct Now {
+            a: u32,
+        }
+        let (_folder, checkpoint) = temp_checkpoint();
+        let later = serde_json::json!({ "a": 7, "b": 8 });
+        checkpoint.save(&later).unwrap();
+        assert_eq!(checkpoint.load().unwrap(), Some(Now { a: 7 }));
+        let text = fs::read_to_string(checkpoint.path()).unwrap();
+        fs::write(
+            checkpoint.path(),
+            text.replace("\"version\":1", "\"version\":2"),
+        )
+        .unwrap();
+        let error = checkpoint.load::<Now>().unwrap_err().to_string();
+        assert!(
+            error.ends_with("it is of version 2, and this agent reads version 1"),
+            "{error}"
+        );
+        fs::write(checkpoint.path(), "{\"sha256\":\"").unwrap();
+        let error = checkpoint.load::<Now>().unwrap_err().to_string();
+        assert!(error.ends_with("it has no version"), "{error}");
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub(super) struct NamespaceIsolation {
 
 /// The namespaces whose pods had memory of each GPU in this boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct PastTenants {
     /// The namespaces of pods, where known.
     namespaces: BTreeMap<PodUid, String>,

@@ -25,7 +25,7 @@ const MAX_CONTAINERS: usize = 16;
 
 /// A pod whose containers are placed together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct PodGroup {
     /// The device ids of its containers, each set once.
     containers: Vec<DeviceIdSet>,

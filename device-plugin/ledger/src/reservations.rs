@@ -26,7 +26,7 @@ pub(super) struct Unclaimed {
 
 /// A reservation on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub struct Reservation {
     /// The pod whose claim may use the memory.
     pub pod: PodUid,

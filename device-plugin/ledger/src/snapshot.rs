@@ -17,7 +17,7 @@ use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resour
 /// The checkpoint's form of a ledger. It contains the GPUs, so that a restarted agent accounts for
 /// a GPU that has vanished meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub struct Snapshot {
     quantum: Quantum,
     gpus: Vec<(GpuUuid, GpuState)>,

@@ -15,7 +15,7 @@ pub const LEAKED_AFTER: Duration = Duration::from_secs(5);
 
 /// The unreclaimed memory of one GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct Unreclaimed {
     bytes: Bytes,
     /// The time since which the GPU has unreclaimed memory.

@@ -9,10 +9,9 @@ use serde::{Deserialize, Serialize};
 /// The state that an agent leaves to the next agent of the same boot.
 ///
 /// Where the checkpoint is missing or malformed, the next agent restores bindings from the CDI
-/// files and the kubelet's checkpoint. For an agent that does not know one of the fields, the
-/// checkpoint is malformed.
+/// files and the kubelet's checkpoint. An agent ignores fields that it does not know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub struct NodeCheckpoint {
     /// The kernel's boot id. Times and bindings are void after a reboot, so an agent of another
     /// boot ignores the checkpoint.
@@ -26,7 +25,7 @@ pub struct NodeCheckpoint {
 
 /// The names of an allocation's container and pod, for messages and metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub struct ContainerName {
     /// The container's name.
     pub container: String,
@@ -48,7 +47,7 @@ impl ContainerName {
 
 /// A pod's namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 pub struct PodName {
     /// The namespace.
     pub namespace: String,

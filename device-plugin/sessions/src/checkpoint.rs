@@ -28,6 +28,8 @@ pub(super) struct SessionCheckpoint {
 /// The content of a checkpoint file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CheckpointContent {
+    /// The version. An earlier version ignores fields that it does not know.
+    pub(super) version: Version,
     /// The live processes.
     pub(super) processes: Vec<ProcessEntry>,
     /// The pids of exited images that are still charged, with their units by account.
@@ -70,6 +72,30 @@ pub(super) struct ProcessEntry {
     /// The units that the process last reported as exported, by account.
     #[serde(default)]
     pub(super) exported: Vec<Units>,
+}
+
+/// The version of session checkpoints: 1. Another number is an error of the parser.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub(super) struct Version;
+
+impl From<Version> for u32 {
+    fn from(Version: Version) -> u32 {
+        1
+    }
+}
+
+impl TryFrom<u32> for Version {
+    type Error = String;
+
+    fn try_from(version: u32) -> Result<Version, String> {
+        match version == u32::from(Version) {
+            true => Ok(Version),
+            false => Err(format!(
+                "it is of version {version}, and this agent reads version 1"
+            )),
+        }
+    }
 }
 
 impl CheckpointContent {
@@ -120,11 +146,17 @@ impl SessionCheckpoint {
         self.closed
     }
 
-    /// Reads the last content; `None` when there is none, or when it cannot be read.
+    /// Reads the last content; `None` when there is none, or when it cannot be read. A file that
+    /// cannot be parsed is kept under another name, because the next write replaces it.
     pub(super) fn read(&self) -> Option<CheckpointContent> {
         match std::fs::read(&self.path) {
             Ok(text) => serde_json::from_slice(&text)
-                .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "failed to parse a session checkpoint"))
+                .inspect_err(|error| {
+                    let aside = aside_path(&self.path);
+                    let kept = std::fs::rename(&self.path, &aside);
+                    let kept = kept.map_or_else(|error| error.to_string(), |()| aside.display().to_string());
+                    tracing::warn!(path = %self.path.display(), %error, kept, "failed to parse a session checkpoint");
+                })
                 .ok(),
             Err(error) => {
                 if error.kind() != io::ErrorKind::NotFound {
@@ -143,11 +175,20 @@ impl SessionCheckpoint {
         self.written = None;
         let text = serde_json::to_vec(&content)?;
         let temporary = temporary_path(&self.path);
-        std::fs::write(&temporary, text)?;
-        std::fs::rename(&temporary, &self.path)?;
+        std::fs::write(&temporary, text)
+            .and_then(|()| std::fs::rename(&temporary, &self.path))
+            .inspect_err(|_| {
+                // On a full disk the partial file would take the space that the next attempt needs.
+                let _ = std::fs::remove_file(&temporary);
+            })?;
         self.written = Some(content);
         Ok(())
     }
+}
+
+/// The path of a file at `path` that cannot be parsed.
+pub(super) fn aside_path(path: &Path) -> PathBuf {
+    path.with_extension("unread")
 }
 
 /// The path of the temporary file that a write renames to `path`.

@@ -138,6 +138,7 @@ impl Sessions {
         for path in [
             self.allocation_dir(allocation),
             checkpoint::temporary_path(&record),
+            checkpoint::aside_path(&record),
             record,
         ] {
             let removed = if path.is_dir() {

@@ -452,7 +452,10 @@ async fn driver_is_sampled_once_for_all_exited_processes_of_a_gpu() {
     let dead: Vec<String> = (4_000_000..4_000_020)
         .map(|pid| format!("[{pid},[100,0]]"))
         .collect();
-    let text = format!(r#"{{"processes":[],"exited":[{}]}}"#, dead.join(","));
+    let text = format!(
+        r#"{{"version":1,"processes":[],"exited":[{}]}}"#,
+        dead.join(",")
+    );
     std::fs::write(record, text).unwrap();
     let charges = Arc::new(FakeHungSampler::default());
     let sessions = Sessions::new(
@@ -497,7 +500,7 @@ async fn driver_is_sampled_once_for_all_waiting_containers() {
     std::fs::create_dir_all(folder.path().join("sessions")).unwrap();
     for number in 0..40 {
         let record = folder.path().join(format!("sessions/{number:016x}.json"));
-        let text = r#"{"processes":[],"exited":[[4000000,[100,0]],[4000001,[100,0]]]}"#;
+        let text = r#"{"version":1,"processes":[],"exited":[[4000000,[100,0]],[4000001,[100,0]]]}"#;
         std::fs::write(record, text).unwrap();
         let served = SessionSpec {
             allocation: AllocationId::from_bits(number),
@@ -662,7 +665,7 @@ async fn exports_are_read_from_the_checkpoint_before_serving() {
     std::fs::create_dir_all(record.parent().unwrap()).unwrap();
     let living = r#"{"process":{"pid":1,"start":1},"image":1,"granted":[4,0],"exported":[9,0]}"#;
     let text = format!(
-        r#"{{"processes":[{living}],"exited":[[2,[5,0]]],"orphaned":[[3,[1,0]]],"gpus":["GPU-aaaa"]}}"#
+        r#"{{"version":1,"processes":[{living}],"exited":[[2,[5,0]]],"orphaned":[[3,[1,0]]],"gpus":["GPU-aaaa"]}}"#
     );
     std::fs::write(record, text).unwrap();
     let sessions = sessions(folder.path(), true);

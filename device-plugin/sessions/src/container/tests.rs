@@ -923,9 +923,11 @@ fn restart_with_checkpoint(content: Option<&str>) -> (Fixture, Container) {
     fixture.served_before = true;
     let path = fixture.folder.path().join("record.json");
     if let Some(content) = content {
-        std::fs::write(path, content).unwrap();
+        std::fs::write(&path, content).unwrap();
     }
     let container = fixture.start();
+    let kept = std::fs::read_to_string(path.with_extension("unread")).ok();
+    assert_eq!(kept.as_deref(), content, "it is kept under another name");
     (fixture, container)
 }
 
@@ -938,6 +940,8 @@ fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
         Some("\0\0\0\0"),
         Some(truncated),
         Some("[]"),
+        Some(r#"{"processes":[],"exited":[]}"#),
+        Some(r#"{"version":2,"processes":[],"exited":[]}"#),
     ] {
         let (fixture, mut container) = restart_with_checkpoint(content);
         hello(&mut container, 2, 8).unwrap();

@@ -15,7 +15,7 @@ use super::super::pages::PageUnavailable;
 use super::super::{RestoredProcess, to_wire_account};
 use super::ContainerMemory;
 use super::process::ProcessState;
-use crate::checkpoint::{CheckpointContent, ProcessEntry};
+use crate::checkpoint::{CheckpointContent, ProcessEntry, Version};
 use crate::recovery::FaultLog;
 use crate::{ContainerResolver, MAX_PROCESSES, Process, ProcessImage};
 
@@ -301,6 +301,7 @@ impl ContainerMemory {
         };
         let lease = |(id, (account, units)): (&u64, &(usize, Units))| (*id, *account, *units);
         CheckpointContent {
+            version: Version,
             processes: self.processes.values().map(entry).collect(),
             exited: exited.clone().into_iter().collect(),
             orphaned: orphaned.clone().into_iter().collect(),
