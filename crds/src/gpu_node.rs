@@ -72,7 +72,7 @@ pub const MAX_RETAINED: usize = 128;
     derive = "Default",
     shortname = "gpun",
     category = "bursar",
-    doc = "A node's GPUs. The object has the node's name; the agent owns the status, the operator the spec.",
+    doc = "A node's GPUs. The object has the node's name; the agent owns the status, and the operator the spec and, of an agent that is away, the condition Ready.",
     printcolumn(
         name = "GPUs",
         type_ = "string",

@@ -15,7 +15,7 @@ use std::time::Duration;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::api::{Api, PostParams};
-use kube::{Client, ResourceExt as _};
+use kube::{Client, Resource as _, ResourceExt as _};
 use tokio::time::error::Elapsed;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -200,8 +200,10 @@ impl Candidate {
 
     /// Publishes that this replica leads.
     pub(crate) async fn announce(&self) {
-        let namespace = self.leases.namespace().unwrap_or_default();
-        publish_leader(&self.client, (namespace, &self.name), &self.identity).await;
+        let lease = timeout(TIMEOUT, self.leases.get(&self.name)).await;
+        if let Ok(Ok(lease)) = lease {
+            publish_leader(&self.client, &lease.object_ref(&()), &self.identity).await;
+        }
     }
 
     /// Renews the Lease that the replica has had since `renewed` until `shutdown`, or until the

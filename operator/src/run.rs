@@ -145,7 +145,7 @@ fn spawn_work(
         let drains = maintenance::run(writer.clone(), index.clone(), shutdown.clone());
         spawn(tasks, "drains for NVIDIA's operators", drains);
     }
-    let absences = absent_agents::run(writer.clone(), index.clone(), shutdown.clone());
+    let absences = absent_agents::run(writer.clone(), index.clone(), clock, shutdown.clone());
     spawn(tasks, "absent-agents", absences);
     let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "namespace-labels", namespace_labels);

@@ -1,8 +1,9 @@
 //! Creates this node's `GpuNode` and writes its status.
 //!
 //! The agent creates the missing object with its Node as the owner, so that the garbage collector
-//! deletes it with the Node. This agent alone writes the status, by server-side apply. The agent
-//! reads the object as untyped JSON, because it may be of another version.
+//! deletes it with the Node. This agent writes the status, by server-side apply. While the agent is
+//! away, the operator writes the condition `Ready`. The agent reads the object as untyped JSON,
+//! because it may be of another version.
 
 use std::collections::BTreeSet;
 use std::future::Future;

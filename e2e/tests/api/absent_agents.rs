@@ -21,7 +21,7 @@ pub(crate) async fn absent_agents(server: &Server) -> Result<String, Failed> {
     let at = IsolatedScope::set_up(server, name).await?;
     let beside = at.second_node().await?;
     let agent = json!({
-        "metadata": { "name": "agent", "labels": { "app.kubernetes.io/component": "agent" } },
+        "metadata": { "name": "agent", "labels": { "app.kubernetes.io/name": "bursar", "app.kubernetes.io/component": "agent" } },
         "spec": { "nodeName": at.name, "containers": [{ "name": "agent", "image": "i" }] },
     });
     at.create(&at.pods_path(), agent).await?;

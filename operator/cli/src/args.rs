@@ -178,7 +178,7 @@ pub enum Command {
         #[arg(long)]
         dry_run: bool,
     },
-    /// Replace the plugin relays that an upgrade leaves, node by node, without a pod that fails
+    /// Replace the plugin relays that an upgrade leaves, node by node
     Roll(RollArgs),
     /// Show the events of Bursar in order of time
     Events {

@@ -11,8 +11,8 @@ use rustix::time::{ClockId, clock_gettime};
 /// The last line of a page.
 const END: &str = "# EOF\n";
 
-/// Adds `process_*` of this process, which began at `start`, to a page of OpenMetrics. What the
-/// kernel does not tell is left out.
+/// Adds `process_*` of this process, which began at `start`, to a page of OpenMetrics, without
+/// figures that cannot be read.
 pub(crate) fn add_to(page: &mut String, start: SystemTime) {
     if page.ends_with(END) {
         page.truncate(page.len() - END.len());

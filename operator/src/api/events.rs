@@ -140,23 +140,12 @@ pub(crate) async fn publish_on_node(client: &Client, node: &str, reason: &str, n
     publish(client, &about, &event).await;
 }
 
-/// Publishes that a replica leads, by its Lease: namespace and name.
-pub(crate) async fn publish_leader(client: &Client, (namespace, name): (&str, &str), leader: &str) {
-    let about = ObjectReference {
-        api_version: Some("coordination.k8s.io/v1".to_owned()),
-        kind: Some("Lease".to_owned()),
-        namespace: Some(namespace.to_owned()),
-        name: Some(name.to_owned()),
-        ..ObjectReference::default()
-    };
+/// Publishes that a replica leads, by its Lease.
+pub(crate) async fn publish_leader(client: &Client, lease: &ObjectReference, leader: &str) {
     let reason = "LeaderElection";
-    let event = event(
-        EventType::Normal,
-        reason,
-        reason,
-        &format!("{leader} leads"),
-    );
-    publish(client, &about, &event).await;
+    let note = format!("{leader} leads");
+    let event = event(EventType::Normal, reason, reason, &note);
+    publish(client, lease, &event).await;
 }
 
 /// The pod that an Event is about.

@@ -215,7 +215,12 @@ impl ApiWriter {
 
     /// Reports that a node's agent is away. An agent that is there after all takes its condition
     /// back.
-    pub async fn report_absent_agent(&self, node: &str, uid: &str) -> Result<(), ApiError> {
+    pub async fn report_absent_agent(
+        &self,
+        node: &str,
+        uid: &str,
+        now: Timestamp,
+    ) -> Result<(), ApiError> {
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
@@ -226,7 +231,7 @@ impl ApiWriter {
                 "status": "Unknown",
                 "reason": names::AGENT_AWAY,
                 "message": ABSENT_AGENT,
-                "lastTransitionTime": Time(Timestamp::now()),
+                "lastTransitionTime": Time(now),
             }] },
         });
         let object = format!("the readiness of GpuNode {node}");

@@ -4,18 +4,19 @@
 //!   Ready condition of the agents' pods --> index --a minute--> GpuNode.status: Ready=Unknown
 //! ```
 //!
-//! The kubelet judges an agent, so this needs no heartbeat. The operator reports each absence once.
-//! An agent that is not Ready and writes takes its condition back.
+//! The kubelet judges an agent, so this needs no heartbeat. An agent that is not Ready and writes
+//! takes its condition back; the operator writes again after ten minutes.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::write::ApiWriter;
+use crate::clock::Clock;
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
@@ -29,9 +30,10 @@ const WRITE_PACE: Duration = Duration::from_millis(50);
 pub async fn run(
     writer: ApiWriter,
     index: watch::Receiver<ClusterIndex>,
+    clock: Clock,
     shutdown: CancellationToken,
 ) {
-    let mut reported = BTreeSet::new();
+    let mut reported = BTreeMap::new();
     let mut failing = false;
     while shutdown
         .run_until_cancelled(sleep(INTERVAL))
@@ -41,16 +43,16 @@ pub async fn run(
         let due = {
             let index = index.borrow();
             match index.unlisted_kinds().is_empty() {
-                true => index.unreported_absences(&mut reported),
+                true => index.unreported_absences(&mut reported, Instant::now()),
                 false => continue,
             }
         };
         let mut failed = false;
         for (node, uid) in due {
-            match writer.report_absent_agent(&node, &uid).await {
+            match writer.report_absent_agent(&node, &uid, clock()).await {
                 Ok(()) => {
                     info!(node, "the agent of a node is away");
-                    reported.insert(uid);
+                    reported.insert(uid, Instant::now());
                 }
                 Err(error) => {
                     if !failing && !failed {

@@ -57,6 +57,7 @@ where
         relist: Instant::now(),
         ready: VecDeque::new(),
         beside: None,
+        broke_beside: false,
         covered: None,
         state: State::Unlisted,
     };
@@ -81,6 +82,8 @@ struct Follower<K> {
     ready: VecDeque<Event<K>>,
     /// The list that runs beside the watch.
     beside: Option<List<K>>,
+    /// Whether a watch broke off while that list ran.
+    broke_beside: bool,
     /// The revision of the last such list, which has the effect of each event up to it.
     covered: Option<String>,
     state: State<K>,
@@ -209,12 +212,9 @@ where
                 self.beside = Some(list);
                 return (State::Watching(watching), event.map(Ok));
             }
-            Err(error) => {
-                // The caller keeps what it had, because a list without its end replaces nothing.
-                debug!(%error, "a list beside a watch failed");
-                self.relist_within(RELIST_AFTER_BREAK);
-                return (State::Watching(watching), None);
-            }
+            // A list that replaces the watch follows, and is tried again until it has its end: the
+            // caller has seen the beginning of one.
+            Err(error) => return (State::Unlisted, Some(Err(error))),
         };
         if is_below(&revision, &list.since) {
             self.history.began_anew(&list.since, &revision);
@@ -233,7 +233,8 @@ where
 
     /// Readies the end of a list for the caller.
     fn finish(&mut self, mut list: List<K>) {
-        self.relist_within(RELIST);
+        let broke = std::mem::take(&mut self.broke_beside);
+        self.relist_within(if broke { RELIST_AFTER_BREAK } else { RELIST });
         for (key, event) in list.changes {
             let deleted = list.deleted.remove(&key);
             match event {
@@ -349,10 +350,11 @@ where
             self.pauses.reset();
         }
         let lifetime = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into());
-        if lasted + MARGIN < lifetime {
-            return self.broken(watching);
+        // A connection that died in silence ends later than the API server would end the watch.
+        match (lifetime.saturating_sub(MARGIN)..lifetime + MARGIN / 2).contains(&lasted) {
+            true => resumed(watching.revision),
+            false => self.broken(watching),
         }
-        resumed(watching.revision)
     }
 
     /// Handles a watch that did not end by itself. A list soon is what finds a restored etcd whose
@@ -363,6 +365,7 @@ where
     }
 
     fn relist_after_break(&mut self) {
+        self.broke_beside = self.beside.is_some();
         let before = self.relist;
         self.relist_within(RELIST_AFTER_BREAK);
         self.relist = self.relist.min(before);

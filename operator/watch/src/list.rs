@@ -14,6 +14,9 @@ use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tracing::debug;
 
+/// The time in seconds for which the API server may stream a list. client-go has the same bound.
+const STREAM_SECONDS: u32 = 300;
+
 /// The annotation of the bookmark that follows the last object.
 const END: &str = "k8s.io/initial-events-end";
 
@@ -30,7 +33,8 @@ pub(crate) enum Listed<K> {
 pub(crate) type Listing<K> = BoxStream<'static, Result<Listed<K>>>;
 
 /// Lists the objects that `config` selects. An API server that streams lists (KEP-3157) sends them
-/// one by one from its cache; another one, which `streams` remembers, sends pages.
+/// one by one from its cache; another one sends pages. `streams` is false after a stream that
+/// failed, until the next list is complete.
 pub(crate) fn list<K>(api: Api<K>, config: Config, streams: Arc<AtomicBool>) -> Listing<K>
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
@@ -96,24 +100,13 @@ where
         loop {
             match &mut self.source {
                 Source::Unopened => self.source = self.open().await?,
-                Source::Events(events) => match events.next().await {
-                    Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object))) => {
-                        return Ok(Listed::Object(object));
-                    }
-                    Some(Ok(WatchEvent::Deleted(object))) => return Ok(Listed::Deleted(object)),
-                    Some(Ok(WatchEvent::Bookmark(bookmark))) => {
-                        let end = bookmark.metadata.annotations.get(END);
-                        if end.is_some_and(|end| end == "true") {
-                            return Ok(Listed::End(bookmark.metadata.resource_version));
-                        }
-                    }
-                    Some(Ok(WatchEvent::Error(status))) => {
-                        return Err(Error::WatchError(status.boxed()));
-                    }
-                    Some(Err(error)) => return Err(Error::InitialListFailed(error)),
-                    None => {
-                        let ended = io::Error::from(io::ErrorKind::UnexpectedEof);
-                        return Err(Error::InitialListFailed(kube::Error::ReadEvents(ended)));
+                Source::Events(events) => match streamed(events.next().await) {
+                    Ok(Some(item)) => return Ok(item),
+                    Ok(None) => {}
+                    Err(error) => {
+                        // The next attempt reads pages, which need not come within one response.
+                        self.streams.store(false, Ordering::Relaxed);
+                        return Err(error);
                     }
                 },
                 Source::Pages(objects, page) => {
@@ -123,7 +116,10 @@ where
                     let token = match page {
                         Page::First => None,
                         Page::Next(token) => Some(std::mem::take(token)),
-                        Page::Last(revision) => return Ok(Listed::End(std::mem::take(revision))),
+                        Page::Last(revision) => {
+                            self.streams.store(true, Ordering::Relaxed);
+                            return Ok(Listed::End(std::mem::take(revision)));
+                        }
                     };
                     self.source = self.page(token).await?;
                 }
@@ -136,6 +132,7 @@ where
             let params = WatchParams {
                 bookmarks: true,
                 send_initial_events: true,
+                timeout: Some(STREAM_SECONDS),
                 ..watched(&self.config)
             };
             // Without a revision the list is at least as new as this request.
@@ -169,5 +166,26 @@ where
             (None, None) => return Err(Error::NoResourceVersion),
         };
         Ok(Source::Pages(list.items.into(), page))
+    }
+}
+
+/// The item of a streamed list in an event.
+fn streamed<K>(event: Option<kube::Result<WatchEvent<K>>>) -> Result<Option<Listed<K>>> {
+    match event {
+        Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object))) => {
+            Ok(Some(Listed::Object(object)))
+        }
+        Some(Ok(WatchEvent::Deleted(object))) => Ok(Some(Listed::Deleted(object))),
+        Some(Ok(WatchEvent::Bookmark(bookmark))) => {
+            let end = bookmark.metadata.annotations.get(END);
+            let is_end = end.is_some_and(|end| end == "true");
+            Ok(is_end.then_some(Listed::End(bookmark.metadata.resource_version)))
+        }
+        Some(Ok(WatchEvent::Error(status))) => Err(Error::WatchError(status.boxed())),
+        Some(Err(error)) => Err(Error::InitialListFailed(error)),
+        None => {
+            let ended = io::Error::from(io::ErrorKind::UnexpectedEof);
+            Err(Error::InitialListFailed(kube::Error::ReadEvents(ended)))
+        }
     }
 }

@@ -184,6 +184,33 @@ fn with_slow_lists(client: Client, delay: Duration) -> Client {
     Client::new(service, "default")
 }
 
+/// A client whose streamed lists end before their last object.
+fn with_cut_streams(client: Client) -> Client {
+    let service = service_fn(move |request: http::Request<Body>| {
+        let client = client.clone();
+        let query = request.uri().query().unwrap_or_default();
+        let is_stream = query.contains("sendInitialEvents=true");
+        async move {
+            match is_stream {
+                true => Ok(http::Response::new(Body::empty())),
+                false => client.send(request).await,
+            }
+        }
+    });
+    Client::new(service, "default")
+}
+
+#[tokio::test(start_paused = true)]
+async fn list_that_cannot_be_streamed_is_read_in_pages() {
+    let api = SimApiServer::start();
+    put(&api, "a", 0);
+    let client = with_cut_streams(api.client());
+    let mut deliveries = follow(client, &History::default());
+    assert_eq!(next(&mut deliveries, LONGEST).await, list(&["a"]));
+    let day = Duration::from_secs(100_100);
+    assert_eq!(next(&mut deliveries, day).await, list(&["a"]));
+}
+
 /// The objects of a watch as its listener knows them, each with its value, as in the operator's
 /// cache.
 #[derive(Default)]
@@ -332,5 +359,7 @@ async fn watch_goes_on_after_its_connection_died_in_silence() {
             next(&mut deliveries, within).await,
             Delivery::Change("a".into())
         );
-    }
+    } // Nothing else would show that etcd was restored meanwhile.
+    let soon = Duration::from_secs(1_900);
+    assert_eq!(next(&mut deliveries, soon).await, list(&["a"]));
 }

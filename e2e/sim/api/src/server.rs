@@ -717,7 +717,7 @@ impl WatchStream {
     }
 }
 
-/// The event that says how far a watch is.
+/// The event with the revision that a watch has reached.
 fn bookmark_event(version: u64, annotations: &Value) -> Value {
     let metadata = json!({ "resourceVersion": version.to_string(), "annotations": annotations });
     json!({ "type": "BOOKMARK", "object": { "apiVersion": "v1", "kind": "Any", "metadata": metadata } })

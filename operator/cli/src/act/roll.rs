@@ -1,7 +1,9 @@
 //! Decides which plugin relays a roll replaces, and what it waits for.
 //!
 //! A kubelet fails the pods with GPU memory that it admits while no relay answers, and a DaemonSet
-//! controller does not know which those are. So nothing replaces a relay but this roll.
+//! controller does not know which those are. So nothing replaces a relay but this roll. A cordon
+//! keeps away what the scheduler places from then on: no pod of a DaemonSet, and none whose binding
+//! waits for its volumes.
 
 use bursar_crds::GpuNode;
 use bursar_crds::conditions::gpu_node as names;
@@ -60,14 +62,22 @@ pub fn not_admitted(pods: &[Pod]) -> Vec<String> {
     waiting.map(Pod::key).collect()
 }
 
-/// The lack of a node after its relay with the UID `old` was deleted; `None` when pods may come.
+/// The lack of a node for the next pod; `None` when one may come. A relay with the UID `old` does
+/// not count.
 pub fn lacks(own_pods: &[Pod], gpu_node: &GpuNode, node: &str, old: &str) -> Option<String> {
-    let of_node = own_pods
-        .iter()
-        .filter(|pod| is_relay(pod) && pod.spec.node_name == node);
-    let mut new = of_node.filter(|pod| pod.metadata.uid != old);
-    if !new.any(Pod::is_ready) {
+    let of_node = |component: &'static str| {
+        own_pods.iter().filter(move |pod| {
+            let label = pod.metadata.labels.get(COMPONENT);
+            label.is_some_and(|of| of == component) && pod.spec.node_name == node
+        })
+    };
+    let mut relays = of_node("relay").filter(|pod| pod.metadata.uid != old);
+    if !relays.any(Pod::is_ready) {
         return Some("a relay that is Ready".to_owned());
+    }
+    // An agent that is away leaves its last word on the registration.
+    if !of_node("agent").any(Pod::is_ready) {
+        return Some("an agent that is Ready".to_owned());
     }
     let conditions = gpu_node.status.iter().flat_map(|status| &status.conditions);
     let mut registered = conditions.filter(|condition| condition.type_ == names::REGISTERED);

@@ -17,7 +17,7 @@ use crate::snapshot::Kind;
 const LOOK: Duration = Duration::from_secs(1);
 /// A state counts after so many looks in a row: the API server may have a pod a moment before the
 /// kubelet, and a registration a moment after.
-const LOOKS: usize = 3;
+const LOOKS: usize = 5;
 
 impl<W: Write> Session<'_, W> {
     pub(super) async fn roll(&mut self, arguments: &RollArgs) -> anyhow::Result<u8> {
@@ -74,60 +74,105 @@ impl<W: Write> Session<'_, W> {
         Ok(0)
     }
 
-    /// Replaces the relay of one node. The node stays cordoned where pods could fail on it.
+    /// Replaces the relay of one node.
     async fn roll_one(&mut self, relay: &Pod, most: Duration) -> anyhow::Result<u8> {
-        let (node, start) = (relay.spec.node_name.as_str(), Instant::now());
-        let cordoned = self.cordon(node, true).await?;
-        let mut waited = Vec::new();
-        let mut looks = 0;
-        while looks < LOOKS && start.elapsed() < most {
-            waited = roll::not_admitted(&self.pods_on(node).await?);
-            looks = if waited.is_empty() { looks + 1 } else { 0 };
-            sleep(LOOK).await;
-        }
-        if looks < LOOKS {
-            self.uncordon_if(node, cordoned).await?;
-            let pods = waited.join(", ");
+        let node = relay.spec.node_name.as_str();
+        if !self.has_agent(node).await? {
             writeln!(
                 self.out,
-                "{node}: nothing changed, because the kubelet has not admitted {pods}"
+                "{node}: nothing changed, because its agent is not Ready"
             )?;
             return Ok(PROBLEM);
         }
-        let path = list_path(Kind::OwnPods, Some(&relay.metadata.namespace));
-        act::delete(
-            &self.client,
-            &path,
-            &relay.metadata.name,
-            &relay.metadata.uid,
-        )
-        .await
-        .with_context(|| format!("failed to delete pod {}", relay.key()))?;
-        let deleted = Instant::now();
-        let (mut looks, mut lack) = (0, None);
-        while looks < LOOKS && start.elapsed() < most {
-            let snapshot = self.read(&[Kind::OwnPods], None).await?;
-            let gpu_node = self.gpu_node(node).await?;
-            lack = roll::lacks(&snapshot.own_pods, &gpu_node, node, &relay.metadata.uid);
-            looks = if lack.is_none() { looks + 1 } else { 0 };
-            sleep(LOOK).await;
+        let cordoned = self.cordon(node, true).await?;
+        let undo = format!("kubectl uncordon {node}{}", self.global.connection());
+        if cordoned {
+            writeln!(self.out, "{node}: cordoned. Undo: {undo}")?;
         }
-        if looks < LOOKS {
-            let lack = lack.unwrap_or_else(|| "time".to_owned());
+        let path = list_path(Kind::OwnPods, Some(&relay.metadata.namespace));
+        let (name, uid) = (&relay.metadata.name, &relay.metadata.uid);
+        let unadmitted = self.wait_for_admissions(node, most).await;
+        let deleted = match unadmitted {
+            None => act::delete(&self.client, &path, name, uid)
+                .await
+                .map_err(|error| format!("its relay cannot be deleted: {}", read::reason(&error))),
+            Some(lack) => Err(lack),
+        };
+        let start = Instant::now();
+        let lack = match deleted {
+            Ok(()) => self.wait_for_registration(node, uid, most).await,
+            Err(lack) => {
+                self.uncordon_if(node, cordoned).await?;
+                writeln!(self.out, "{node}: nothing changed: {lack}")?;
+                return Ok(PROBLEM);
+            }
+        };
+        if let Some(lack) = lack {
             writeln!(
                 self.out,
-                "{node}: the new relay lacks {lack}; the node stays cordoned, because pods would fail there. \
-                 Afterwards: kubectl uncordon {node}"
+                "{node}: lacks {lack}; the node stays cordoned, because pods would fail there. \
+                 Afterwards: {undo}"
             )?;
             return Ok(PROBLEM);
         }
         self.uncordon_if(node, cordoned).await?;
-        let seconds = deleted.elapsed().as_secs_f64();
+        let seconds = start.elapsed().as_secs_f64();
         writeln!(
             self.out,
-            "{node}: the relay is replaced, and registered {seconds:.1}s later"
+            "{node}: the relay is replaced, and has been registered for {}s after {seconds:.1}s",
+            LOOKS
         )?;
         Ok(0)
+    }
+
+    /// Waits until the kubelet admits no pod. Returns why it did not come to that.
+    async fn wait_for_admissions(&self, node: &str, most: Duration) -> Option<String> {
+        self.settle(most, async || match self.pods_on(node).await {
+            Ok(pods) => {
+                let waiting = roll::not_admitted(&pods);
+                let waiting = (!waiting.is_empty()).then(|| waiting.join(", "));
+                waiting.map(|pods| format!("the kubelet has not admitted {pods}"))
+            }
+            Err(error) => Some(read::message(&error)),
+        })
+        .await
+    }
+
+    /// Waits until pods may come again. Returns what the node lacks.
+    async fn wait_for_registration(&self, node: &str, old: &str, most: Duration) -> Option<String> {
+        self.settle(most, async || {
+            let own = self.read(&[Kind::OwnPods], None);
+            match (own.await, self.gpu_node(node).await) {
+                (Ok(own), Ok(gpu_node)) => roll::lacks(&own.own_pods, &gpu_node, node, old),
+                (Err(error), _) | (_, Err(error)) => Some(read::message(&error)),
+            }
+        })
+        .await
+    }
+
+    /// Looks until nothing is lacking for [`LOOKS`] looks in a row. Returns the last lack otherwise.
+    async fn settle(
+        &self,
+        most: Duration,
+        look: impl AsyncFn() -> Option<String>,
+    ) -> Option<String> {
+        let (start, mut looks) = (Instant::now(), 0);
+        loop {
+            let lack = look().await;
+            looks = if lack.is_none() { looks + 1 } else { 0 };
+            if looks == LOOKS {
+                return None;
+            }
+            if start.elapsed() >= most {
+                return Some(lack.unwrap_or_else(|| "time".to_owned()));
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    async fn has_agent(&self, node: &str) -> anyhow::Result<bool> {
+        let own = self.read(&[Kind::OwnPods], None).await?;
+        Ok(own.agent_on(node).is_some_and(Pod::is_ready))
     }
 
     /// Cordons a node, or ends that. Returns whether that changed it.

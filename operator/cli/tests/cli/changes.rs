@@ -336,10 +336,19 @@ fn roll_waits_for_admissions_and_for_the_registration() {
     let old: Pod = parse(own_pod("relay", "n"));
     let mut relay = old.clone();
     let mut node: GpuNode = parse(gpu_node("n", vec![]));
-    let lacks = |relay: &Pod, node: &GpuNode| {
-        roll::lacks(std::slice::from_ref(relay), node, "n", &old.metadata.uid)
+    let mut agent: Pod = parse(own_pod("agent", "n"));
+    let lacks = |relay: &Pod, agent: &Pod, node: &GpuNode| {
+        roll::lacks(
+            &[relay.clone(), agent.clone()],
+            node,
+            "n",
+            &old.metadata.uid,
+        )
     };
-    assert_eq!(lacks(&relay, &node).unwrap(), "a relay that is Ready");
+    assert_eq!(
+        lacks(&relay, &agent, &node).unwrap(),
+        "a relay that is Ready"
+    );
     relay.metadata.uid = "another".to_owned();
     let registered = |status: &str| {
         parse(
@@ -349,9 +358,14 @@ fn roll_waits_for_admissions_and_for_the_registration() {
     };
     node.status.as_mut().unwrap().conditions = vec![registered("False")];
     assert_eq!(
-        lacks(&relay, &node).unwrap(),
+        lacks(&relay, &agent, &node).unwrap(),
         "its registration: no kubelet"
     );
     node.status.as_mut().unwrap().conditions = vec![registered("True")];
-    assert_eq!(lacks(&relay, &node), None);
+    assert_eq!(lacks(&relay, &agent, &node), None);
+    agent.status.conditions.clear();
+    assert_eq!(
+        lacks(&relay, &agent, &node).unwrap(),
+        "an agent that is Ready"
+    );
 }

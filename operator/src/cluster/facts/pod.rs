@@ -22,10 +22,11 @@ use crate::quanta::Quanta;
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
 
-/// The label by which the chart names the part of Bursar that a pod is.
-const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
-/// The agents' value of [`COMPONENT_LABEL`].
-const AGENT: &str = "agent";
+/// The labels that the chart gives an agent.
+const AGENT_LABELS: [(&str, &str); 2] = [
+    ("app.kubernetes.io/name", "bursar"),
+    ("app.kubernetes.io/component", "agent"),
+];
 
 /// The facts that the operator keeps of a pod that has not ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,7 +37,7 @@ pub struct PodSummary {
     pub facts: Option<Arc<PodFacts>>,
     /// The settings for the agent, if the pod is on a node and requests a resource of Bursar.
     pub on_node: Option<Box<PodOnNode>>,
-    /// Whether the pod says that it is an agent, and is Ready.
+    /// Whether the pod has the agents' labels, and is Ready. Its namespace is not compared.
     pub is_ready_agent: bool,
 }
 
@@ -368,9 +369,10 @@ fn unschedulable_since(conditions: &[PodCondition]) -> Option<Timestamp> {
 
 fn is_agent(pod: &SlimPod) -> bool {
     let labels = pod.metadata.labels.as_ref();
-    labels
-        .and_then(|labels| labels.get(COMPONENT_LABEL))
-        .is_some_and(|of| of == AGENT)
+    let has = |(label, value): &(&str, &str)| {
+        labels.is_some_and(|labels| labels.get(*label).is_some_and(|of| of == value))
+    };
+    AGENT_LABELS.iter().all(has)
 }
 
 fn is_ready(pod: &SlimPod) -> bool {

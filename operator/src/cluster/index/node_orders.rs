@@ -2,10 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
 use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, RestartRequest};
+use tokio::time::Instant;
 
 use super::{ClusterIndex, NodeOrders};
 use crate::budget::{Remedy, action_of, remedy};
@@ -18,6 +20,9 @@ use crate::cluster::ssa_diff::needs_apply;
 const MAX_POLICY_BYTES: usize = 64 << 20;
 /// The bytes of one context policy in a GpuNode, with its managed fields and a name of 20 letters.
 pub(super) const POLICY_BYTES: usize = 256;
+/// An agent in a crash loop takes its condition back at each start, so it is reported again after
+/// this time.
+const REPORT_AGAIN: Duration = Duration::from_secs(600);
 /// The fewest policies that every node gets, in a cluster of any size.
 const MIN_ON_EVERY_NODE: usize = 32;
 /// The actions of agents of earlier versions, which list none.
@@ -125,10 +130,11 @@ impl ClusterIndex {
     /// The GpuNodes to be reported as not Ready, because their agents have been away for too long:
     /// name and UID.
     ///
-    /// `reported` has those of this kind that were, by UID. Drops the others.
+    /// `reported` has when each was, by UID. Drops those whose agents are back.
     pub(crate) fn unreported_absences(
         &self,
-        reported: &mut BTreeSet<String>,
+        reported: &mut BTreeMap<String, Instant>,
+        now: Instant,
     ) -> Vec<(String, String)> {
         let away = self.agents.away();
         let away: Vec<_> = away
@@ -136,15 +142,18 @@ impl ClusterIndex {
             .filter(|(_, node)| node.is_readable())
             .collect();
         let uids: BTreeSet<&String> = away.iter().map(|(_, node)| &node.facts.uid).collect();
-        reported.retain(|uid| uids.contains(uid));
+        reported.retain(|uid, _| uids.contains(uid));
         let is_unknown = |node: &GpuNodeSummary| {
             let mut conditions = node.conditions.iter();
             conditions.any(|(type_, status)| type_ == names::READY && status == "Unknown")
         };
-        let due = away
-            .into_iter()
-            .filter(|(_, node)| !reported.contains(&node.facts.uid) && !is_unknown(node));
-        due.map(|(key, node)| (key.name.clone(), node.facts.uid.clone()))
+        let is_due = |node: &GpuNodeSummary| {
+            let last = reported.get(&node.facts.uid);
+            last.is_none_or(|last| now.saturating_duration_since(*last) >= REPORT_AGAIN)
+        };
+        let due = away.into_iter();
+        due.filter(|(_, node)| !is_unknown(node) && is_due(node))
+            .map(|(key, node)| (key.name.clone(), node.facts.uid.clone()))
             .collect()
     }
 

@@ -912,10 +912,10 @@ proptest! {
     }
 }
 
-/// An agent of a node, or a pod that says so.
+/// A pod of a node with the agents' label.
 fn agent(name: &str, namespace: &str, node: &str, is_ready: bool) -> WatchEvent {
     let pod = json!({
-        "metadata": { "name": name, "labels": { "app.kubernetes.io/component": "agent" } },
+        "metadata": { "name": name, "labels": { "app.kubernetes.io/name": "bursar", "app.kubernetes.io/component": "agent" } },
         "spec": { "nodeName": node },
         "status": { "conditions": [{ "type": "Ready", "status": if is_ready { "True" } else { "False" } }] },
     });
@@ -925,7 +925,7 @@ fn agent(name: &str, namespace: &str, node: &str, is_ready: bool) -> WatchEvent 
 }
 
 #[test]
-fn absence_of_an_agent_is_reported_once_after_its_grace() {
+fn absence_of_an_agent_is_reported_after_its_grace_and_rarely_again() {
     let gpu_node = |uid: &str, ready: &str| {
         let facts = GpuFacts {
             uid: uid.to_owned(),
@@ -940,11 +940,12 @@ fn absence_of_an_agent_is_reported_once_after_its_grace() {
     };
     let mut index = ClusterIndex::new(Quantum::Gib1).with_agents_in(Some("n".to_owned()));
     let start = Instant::now();
-    let mut reported = BTreeSet::new();
+    let mut reported = BTreeMap::new();
     let mut due_at = |index: &mut ClusterIndex, seconds| {
-        index.apply(WatchEvent::Clock(start + Duration::from_secs(seconds)));
-        let due = index.unreported_absences(&mut reported);
-        reported.extend(due.iter().map(|(_, uid)| uid.clone()));
+        let now = start + Duration::from_secs(seconds);
+        index.apply(WatchEvent::Clock(now));
+        let due = index.unreported_absences(&mut reported, now);
+        reported.extend(due.iter().map(|(_, uid)| (uid.clone(), now)));
         due.len()
     };
     index.apply(gpu_node("u", "True"));
@@ -960,14 +961,16 @@ fn absence_of_an_agent_is_reported_once_after_its_grace() {
     assert_eq!(due_at(&mut index, 100), 0);
     assert_eq!(due_at(&mut index, 159), 0);
     assert_eq!(due_at(&mut index, 160), 1);
-    // The agent is there after all, and writes; the operator does not write again.
+    // An agent that is not Ready writes, perhaps in a crash loop.
     index.apply(gpu_node("u", "True"));
     assert_eq!(due_at(&mut index, 300), 0);
+    assert_eq!(due_at(&mut index, 759), 0);
+    assert_eq!(due_at(&mut index, 760), 1);
     index.apply(agent("agent", "n", "a", true));
-    assert_eq!(due_at(&mut index, 301), 0);
+    assert_eq!(due_at(&mut index, 1_301), 0);
     index.apply(WatchEvent::Pod(Event::Delete((key("n", "agent"), None))));
-    assert_eq!(due_at(&mut index, 302), 0);
-    assert_eq!(due_at(&mut index, 362), 1, "another absence");
+    assert_eq!(due_at(&mut index, 1_302), 0);
+    assert_eq!(due_at(&mut index, 1_362), 1, "another absence");
     index.apply(gpu_node("v", "Unknown"));
     assert_eq!(
         due_at(&mut index, 363),
