@@ -150,7 +150,7 @@ impl<W: Write> Session<'_, W> {
         .await
     }
 
-    /// Looks until nothing is lacking for [`LOOKS`] looks in a row. Returns the last lack otherwise.
+    /// Looks until nothing lacks for [`LOOKS`] looks in a row. Otherwise returns the last lack.
     async fn settle(
         &self,
         most: Duration,
