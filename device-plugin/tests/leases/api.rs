@@ -176,6 +176,11 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
         return Ok(());
     }
     let is_object = path.starts_with(OBJECTS);
+    if path.contains("sendInitialEvents=true") {
+        // This server streams no lists.
+        let refusal = json!({ "kind": "Status", "apiVersion": "v1", "code": 422 });
+        return respond(&stream, "422 Unprocessable", &refusal);
+    }
     if is_object && path.contains("watch=true") {
         return watch(stream, object);
     }
@@ -210,10 +215,14 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
         }),
     };
     drop(state);
+    respond(&stream, "200 OK", &answer)
+}
+
+fn respond(mut stream: &TcpStream, status: &str, answer: &Value) -> std::io::Result<()> {
     let answer = answer.to_string();
     write!(
-        &stream,
-        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{answer}",
+        stream,
+        "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{answer}",
         answer.len()
     )
 }

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use futures::stream::{self, BoxStream};
@@ -16,7 +15,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
 
 use crate::history::{History, is_below};
-use crate::list::{Listed, Listing, list, selected, watched};
+use crate::list::{Listed, Listing, Streams, list, selected, watched};
 use crate::pauses::Pauses;
 
 /// After so many seconds the watch lists again in any case.
@@ -52,7 +51,7 @@ where
         config,
         pauses,
         history,
-        streams: Arc::new(AtomicBool::new(true)),
+        streams: Arc::default(),
         paused: None,
         relist: Instant::now(),
         ready: VecDeque::new(),
@@ -72,8 +71,7 @@ struct Follower<K> {
     config: Config,
     pauses: Pauses,
     history: History,
-    /// Whether the API server may stream lists.
-    streams: Arc<AtomicBool>,
+    streams: Arc<Streams>,
     /// The end of the pause before the next attempt.
     paused: Option<Instant>,
     /// When the next list is due.

@@ -32,10 +32,19 @@ pub(crate) enum Listed<K> {
 /// A list that runs. An error ends it.
 pub(crate) type Listing<K> = BoxStream<'static, Result<Listed<K>>>;
 
+/// The lists of a kind that were streamed.
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    /// Whether the API server streams no lists.
+    refused: AtomicBool,
+    /// Whether the last stream failed. The next list is read in pages then, which need not come
+    /// within one response.
+    failed: AtomicBool,
+}
+
 /// Lists the objects that `config` selects. An API server that streams lists (KEP-3157) sends them
-/// one by one from its cache; another one sends pages. `streams` is false after a stream that
-/// failed, until the next list is complete.
-pub(crate) fn list<K>(api: Api<K>, config: Config, streams: Arc<AtomicBool>) -> Listing<K>
+/// one by one from its cache; another one sends pages.
+pub(crate) fn list<K>(api: Api<K>, config: Config, streams: Arc<Streams>) -> Listing<K>
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
@@ -75,7 +84,7 @@ pub(crate) fn watched(config: &Config) -> WatchParams {
 struct Lister<K> {
     api: Api<K>,
     config: Config,
-    streams: Arc<AtomicBool>,
+    streams: Arc<Streams>,
     source: Source<K>,
 }
 
@@ -104,8 +113,7 @@ where
                     Ok(Some(item)) => return Ok(item),
                     Ok(None) => {}
                     Err(error) => {
-                        // The next attempt reads pages, which need not come within one response.
-                        self.streams.store(false, Ordering::Relaxed);
+                        self.streams.failed.store(true, Ordering::Relaxed);
                         return Err(error);
                     }
                 },
@@ -116,10 +124,7 @@ where
                     let token = match page {
                         Page::First => None,
                         Page::Next(token) => Some(std::mem::take(token)),
-                        Page::Last(revision) => {
-                            self.streams.store(true, Ordering::Relaxed);
-                            return Ok(Listed::End(std::mem::take(revision)));
-                        }
+                        Page::Last(revision) => return Ok(Listed::End(std::mem::take(revision))),
                     };
                     self.source = self.page(token).await?;
                 }
@@ -128,7 +133,8 @@ where
     }
 
     async fn open(&mut self) -> Result<Source<K>> {
-        if self.streams.load(Ordering::Relaxed) {
+        let failed = self.streams.failed.swap(false, Ordering::Relaxed);
+        if !failed && !self.streams.refused.load(Ordering::Relaxed) {
             let params = WatchParams {
                 bookmarks: true,
                 send_initial_events: true,
@@ -140,7 +146,7 @@ where
                 Ok(events) => return Ok(Source::Events(events.boxed())),
                 Err(kube::Error::Api(status)) if matches!(status.code, 400 | 422) => {
                     debug!(%status.message, "the API server streams no lists");
-                    self.streams.store(false, Ordering::Relaxed);
+                    self.streams.refused.store(true, Ordering::Relaxed);
                 }
                 Err(error) => return Err(Error::InitialListFailed(error)),
             }
