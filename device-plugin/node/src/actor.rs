@@ -327,7 +327,7 @@ impl NodeTask {
         }
     }
 
-    /// Logs a problem of the kubelet's checkpoint when it changes.
+    /// Logs and publishes a problem of the kubelet's checkpoint when it changes.
     fn report_checkpoint(&mut self, read: &Result<DeviceCheckpoint, DeviceCheckpointError>) {
         let has_allocations = || {
             counts(&self.allocator)
@@ -349,9 +349,10 @@ impl NodeTask {
                 is_whole: true,
             }),
         };
-        if problem != self.checkpoint_problem
-            && let Some(KubeletCheckpointProblem { error, .. }) = &problem
-        {
+        if problem == self.checkpoint_problem {
+            return;
+        }
+        if let Some(KubeletCheckpointProblem { error, .. }) = &problem {
             warn!(error, "no pending allocation is collected");
         }
         self.checkpoint_problem = problem;

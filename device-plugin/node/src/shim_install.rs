@@ -42,7 +42,8 @@ pub(crate) struct Entry {
     pub(crate) soname: &'static str,
     /// The compiled entry (`shim/entry`).
     library: &'static [u8],
-    /// The name by which the entry opens the shim. The build script gives the entry this name.
+    /// The shim's file name in the container. `bursar-node`'s build script compiles it into the
+    /// entry, because the entry opens the shim by this name.
     shim: &'static str,
 }
 

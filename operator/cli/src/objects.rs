@@ -21,6 +21,9 @@ pub use pod::{
 };
 pub use workload::{Template, Workload, WorkloadSpec, WorkloadStatus};
 
+/// The label by which the chart names the part of Bursar that an object belongs to.
+pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
+
 /// Amounts by resource name, as Kubernetes writes them.
 pub type Amounts = BTreeMap<String, String>;
 
@@ -50,6 +53,14 @@ pub struct Meta {
     pub annotations: Annotations,
     /// The owners.
     pub owner_references: Vec<Owner>,
+}
+
+impl Meta {
+    /// Whether the object belongs to this part of Bursar: `agent`, `relay`.
+    pub fn is_component(&self, wanted: &str) -> bool {
+        let component = self.labels.get(COMPONENT_LABEL);
+        component.is_some_and(|component| component == wanted)
+    }
 }
 
 /// An object's annotations, without those that nothing here reads.

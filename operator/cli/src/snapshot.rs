@@ -314,10 +314,13 @@ impl Snapshot {
     /// The agent's pod on a node.
     pub fn agent_on(&self, node: &str) -> Option<&Pod> {
         let mut pods = self.own_pods.iter();
-        pods.find(|pod| {
-            let component = pod.metadata.labels.get("app.kubernetes.io/component");
-            pod.spec.node_name == node && component.is_some_and(|component| component == "agent")
-        })
+        pods.find(|pod| pod.spec.node_name == node && pod.metadata.is_component("agent"))
+    }
+
+    /// The DaemonSet of a part of Bursar.
+    pub fn daemon_set(&self, component: &str) -> Option<&Workload> {
+        let mut all = self.daemon_sets.iter();
+        all.find(|set| set.metadata.is_component(component))
     }
 
     /// The names of pods by UID.

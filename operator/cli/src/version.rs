@@ -16,11 +16,8 @@ type Versions<'a> = BTreeMap<&'a str, usize>;
 fn labelled<'a>(snapshot: &'a Snapshot, component: &str) -> Versions<'a> {
     let mut versions = Versions::new();
     for pod in &snapshot.own_pods {
-        let labels = &pod.metadata.labels;
-        if labels
-            .get("app.kubernetes.io/component")
-            .is_some_and(|is| is == component)
-        {
+        if pod.metadata.is_component(component) {
+            let labels = &pod.metadata.labels;
             let version = labels
                 .get("app.kubernetes.io/version")
                 .map_or("unknown", String::as_str);

@@ -158,6 +158,11 @@ where
         }
     }
 
+    /// The time after which the API server ends a watch.
+    fn lifetime(&self) -> Duration {
+        Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into())
+    }
+
     fn pause(&mut self) {
         self.paused = Some(Instant::now() + self.pauses.next());
     }
@@ -278,7 +283,7 @@ where
     }
 
     async fn follow(&mut self, mut watching: Watching<K>) -> Step<K> {
-        let time = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into()) + MARGIN;
+        let time = self.lifetime() + MARGIN;
         let is_beside = self.beside.is_some();
         let delivered = tokio::select! {
             // No event waits for a list.
@@ -347,7 +352,7 @@ where
         } else {
             self.pauses.reset();
         }
-        let lifetime = Duration::from_secs(self.config.timeout.unwrap_or(LIFETIME).into());
+        let lifetime = self.lifetime();
         // A connection that died in silence ends later than the API server would end the watch.
         match (lifetime.saturating_sub(MARGIN)..lifetime + MARGIN / 2).contains(&lasted) {
             true => resumed(watching.revision),

@@ -14,7 +14,8 @@ use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tracing::debug;
 
-/// The time in seconds for which the API server may stream a list. client-go has the same bound.
+/// The lifetime of a streamed list in seconds. The API server counts the whole response, so the
+/// 45 s of a watch would cut off a large list. client-go takes 300 to 600 s.
 const STREAM_SECONDS: u32 = 300;
 
 /// The annotation of the bookmark that follows the last object.

@@ -149,23 +149,20 @@ fn checkpoint_intact(snapshot: &Snapshot) -> State {
 }
 
 fn kubelet_checkpoint(problem: Option<&KubeletCheckpointProblem>) -> State {
-    match problem {
-        None => ok("the kubelet's record of devices can be read"),
-        Some(KubeletCheckpointProblem { error, is_whole }) => match is_whole {
-            true => holds_not(
-                names::KUBELET_CHECKPOINT_UNREAD,
-                format!(
-                    "{error}, so no container with GPU memory starts; install a version of Bursar \
-                     that supports this kubelet"
-                ),
+    let Some(KubeletCheckpointProblem { error, is_whole }) = problem else {
+        return ok("the kubelet's record of devices can be read");
+    };
+    match is_whole {
+        true => holds_not(
+            names::KUBELET_CHECKPOINT_UNREAD,
+            format!(
+                "{error}, so no container with GPU memory starts; install a version of Bursar \
+                 that supports this kubelet"
             ),
-            false => holds(
-                names::OK,
-                format!(
-                    "{error}; the devices of ended pods are kept until the kubelet drops these"
-                ),
-            ),
-        },
+        ),
+        false => ok(format!(
+            "{error}; the devices of ended pods are kept until the kubelet drops these"
+        )),
     }
 }
 

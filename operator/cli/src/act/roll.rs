@@ -2,8 +2,8 @@
 //!
 //! A kubelet fails the pods with GPU memory that it admits while no relay answers, and a DaemonSet
 //! controller does not know which those are. So nothing replaces a relay but this roll. A cordon
-//! keeps away what the scheduler places from then on: no pod of a DaemonSet, and none whose binding
-//! waits for its volumes.
+//! keeps away only what the scheduler places from then on. The kubelet still admits pods of
+//! DaemonSets, and pods whose binding waited for their volumes.
 
 use bursar_crds::GpuNode;
 use bursar_crds::conditions::gpu_node as names;
@@ -11,8 +11,6 @@ use serde_json::{Value, json};
 
 use crate::objects::{Node, Pod};
 
-/// The label of the part that a pod is.
-pub const COMPONENT: &str = "app.kubernetes.io/component";
 /// The label of a DaemonSet's pod with its revision.
 const REVISION: &str = "controller-revision-hash";
 
@@ -26,7 +24,9 @@ pub fn newest_revision(revisions: &[Value]) -> Option<&str> {
 
 /// The relays of `nodes`, or those of an older revision on all nodes.
 pub fn relays<'a>(own_pods: &'a [Pod], revision: &str, nodes: &[String]) -> Vec<&'a Pod> {
-    let relays = own_pods.iter().filter(|pod| is_relay(pod));
+    let relays = own_pods
+        .iter()
+        .filter(|pod| pod.metadata.is_component("relay"));
     let wanted = relays.filter(|pod| match nodes {
         [] => pod
             .metadata
@@ -38,15 +38,7 @@ pub fn relays<'a>(own_pods: &'a [Pod], revision: &str, nodes: &[String]) -> Vec<
     wanted.collect()
 }
 
-/// Whether a pod is a relay.
-fn is_relay(pod: &Pod) -> bool {
-    pod.metadata
-        .labels
-        .get(COMPONENT)
-        .is_some_and(|of| of == "relay")
-}
-
-/// The patch that cordons a node, or ends that. `None` if it is so.
+/// The patch that cordons a node, or ends that. `None` if the node is in that state already.
 pub fn cordon_patch(node: &Node, cordons: bool) -> Option<Value> {
     let version = &node.metadata.resource_version;
     (node.spec.unschedulable != cordons).then(|| {
@@ -66,10 +58,8 @@ pub fn not_admitted(pods: &[Pod]) -> Vec<String> {
 /// not count.
 pub fn lacks(own_pods: &[Pod], gpu_node: &GpuNode, node: &str, old: &str) -> Option<String> {
     let of_node = |component: &'static str| {
-        own_pods.iter().filter(move |pod| {
-            let label = pod.metadata.labels.get(COMPONENT);
-            label.is_some_and(|of| of == component) && pod.spec.node_name == node
-        })
+        let pods = own_pods.iter();
+        pods.filter(move |pod| pod.metadata.is_component(component) && pod.spec.node_name == node)
     };
     let mut relays = of_node("relay").filter(|pod| pod.metadata.uid != old);
     if !relays.any(Pod::is_ready) {

@@ -3,13 +3,11 @@
 mod scraping;
 mod versions;
 
-use std::collections::BTreeMap;
-
 use bursar_crds::GpuNode;
 
 use super::{Finding, Level, preflight};
 use crate::amounts::count;
-use crate::objects::{Pod, Workload};
+use crate::objects::Pod;
 use crate::show::name;
 use crate::snapshot::{Kind, Snapshot};
 use scraping::scraped;
@@ -17,17 +15,6 @@ use versions::{skew, steering};
 
 /// The label of the Pod Security level that a namespace enforces.
 const PSA: &str = "pod-security.kubernetes.io/enforce";
-
-pub(super) fn component<'a>(labels: &'a BTreeMap<String, String>, wanted: &str) -> bool {
-    labels
-        .get("app.kubernetes.io/component")
-        .is_some_and(|component: &'a String| component == wanted)
-}
-
-pub(super) fn daemon_set<'a>(snapshot: &'a Snapshot, wanted: &str) -> Option<&'a Workload> {
-    let mut all = snapshot.daemon_sets.iter();
-    all.find(|set| component(&set.metadata.labels, wanted))
-}
 
 /// Bursar's namespace.
 pub(crate) fn namespace(snapshot: &Snapshot) -> Option<&str> {
@@ -41,7 +28,7 @@ pub(crate) fn namespace(snapshot: &Snapshot) -> Option<&str> {
 
 pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
     let mut findings = vec![preflight::kubernetes(snapshot)];
-    if snapshot.has_all(Kind::DaemonSets) && daemon_set(snapshot, "agent").is_none() {
+    if snapshot.has_all(Kind::DaemonSets) && snapshot.daemon_set("agent").is_none() {
         findings.push(Finding::new(
             Level::Fail,
             "NotInstalled",
@@ -85,7 +72,7 @@ fn pod_security(snapshot: &Snapshot) -> Option<Finding> {
         .iter()
         .find(|namespace| namespace.metadata.name == own);
     let level = found.and_then(|namespace| namespace.metadata.labels.get(PSA));
-    let set = daemon_set(snapshot, "agent");
+    let set = snapshot.daemon_set("agent");
     let refused = set.is_some_and(|set| {
         set.status.desired_number_scheduled > 0 && set.status.current_number_scheduled == 0
     });
@@ -117,7 +104,7 @@ fn operator(snapshot: &Snapshot) -> Option<Finding> {
     let mut operators = snapshot
         .own_pods
         .iter()
-        .filter(|pod| component(&pod.metadata.labels, "operator"));
+        .filter(|pod| pod.metadata.is_component("operator"));
     let ready = operators.any(Pod::is_ready);
     Some(if ready {
         Finding::ok("Operator", "the operator is ready")
@@ -144,7 +131,7 @@ fn agents(snapshot: &Snapshot) -> Vec<Finding> {
     let agents = snapshot
         .own_pods
         .iter()
-        .filter(|pod| component(&pod.metadata.labels, "agent"));
+        .filter(|pod| pod.metadata.is_component("agent"));
     for agent in agents.clone().filter(|agent| !agent.is_ready()) {
         findings.push(Finding::new(
             Level::Fail,
@@ -200,12 +187,16 @@ fn stale_gpu_node(snapshot: &Snapshot, node: &GpuNode) -> Option<Finding> {
 }
 
 fn fd_stores(snapshot: &Snapshot) -> Option<Finding> {
-    let remedy = "kubectl -n NAMESPACE delete pod of each; what its node retains is lost (kubectl bursar retained)";
+    let remedy = |namespace: &str| {
+        format!(
+            "kubectl -n {namespace} delete pod of each; what its node retains is lost (kubectl bursar retained)"
+        )
+    };
     replaced_by_hand(snapshot, "fdstore", "OldFdStore", "fd store", remedy)
 }
 
 fn relays(snapshot: &Snapshot) -> Option<Finding> {
-    let remedy = "kubectl bursar roll relay";
+    let remedy = |_: &str| "kubectl bursar roll relay".to_owned();
     replaced_by_hand(snapshot, "relay", "OldRelay", "plugin relay", remedy)
 }
 
@@ -215,9 +206,9 @@ fn replaced_by_hand(
     component: &str,
     name: &'static str,
     noun: &str,
-    remedy: &str,
+    remedy: impl FnOnce(&str) -> String,
 ) -> Option<Finding> {
-    let set = daemon_set(snapshot, component)?;
+    let set = snapshot.daemon_set(component)?;
     let status = &set.status;
     let all = status.current_number_scheduled;
     let old = all.saturating_sub(status.updated_number_scheduled);
@@ -227,7 +218,7 @@ fn replaced_by_hand(
             Level::Warn,
             name,
             format!("{old} of {all} {noun}s are of an older version of the chart"),
-            remedy.replace("NAMESPACE", own),
+            remedy(own),
         )
     } else {
         let all = count(usize::try_from(all).unwrap_or(0), noun);

@@ -26,10 +26,10 @@ pub async fn read_metrics(
     snapshot: &mut Snapshot,
     is_wanted: impl Fn(&str) -> bool,
 ) {
-    let agents = snapshot.own_pods.iter().filter(|pod| {
-        let component = pod.metadata.labels.get("app.kubernetes.io/component");
-        component.is_some_and(|component| component == "agent") && is_wanted(&pod.spec.node_name)
-    });
+    let agents = snapshot
+        .own_pods
+        .iter()
+        .filter(|pod| pod.metadata.is_component("agent") && is_wanted(&pod.spec.node_name));
     let (ready, away): (Vec<&Pod>, Vec<&Pod>) = agents.partition(|pod| pod.is_ready());
     let agents: Vec<(String, String)> = ready
         .into_iter()

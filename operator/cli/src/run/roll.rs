@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 use super::{PROBLEM, Session, required};
 use crate::act::{self, roll};
 use crate::args::RollArgs;
-use crate::objects::{Node, Pod};
+use crate::objects::{COMPONENT_LABEL, Node, Pod};
 use crate::read::{self, list_path};
 use crate::snapshot::Kind;
 
@@ -30,19 +30,14 @@ impl<W: Write> Session<'_, W> {
         let snapshot = self.read(&[Kind::OwnPods, Kind::DaemonSets], None).await?;
         required(&snapshot, Kind::OwnPods)?;
         required(&snapshot, Kind::DaemonSets)?;
-        let mut sets = snapshot.daemon_sets.iter();
-        let set = sets.find(|set| {
-            let labels = &set.metadata.labels;
-            labels.get(roll::COMPONENT).is_some_and(|of| of == "relay")
-        });
-        let Some(set) = set else {
+        let Some(set) = snapshot.daemon_set("relay") else {
             bail!(
                 "failed to find the relays' DaemonSet: the cluster has none; see relay.enabled of the chart"
             );
         };
         let namespace = &set.metadata.namespace;
         let path = format!("/apis/apps/v1/namespaces/{namespace}/controllerrevisions");
-        let selector = format!("app.kubernetes.io/name=bursar,{}=relay", roll::COMPONENT);
+        let selector = format!("app.kubernetes.io/name=bursar,{COMPONENT_LABEL}=relay");
         let mut revisions = Vec::new();
         read::list(&self.client, &path, (Some(&selector), None), |one| {
             revisions.push(one)

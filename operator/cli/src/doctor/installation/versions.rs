@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use super::super::{Finding, Level, version};
-use super::{component, daemon_set};
 use crate::snapshot::{Kind, Snapshot};
 
 /// The first version of Kubernetes with MutatingAdmissionPolicies by default.
@@ -36,7 +35,7 @@ pub(super) fn steering(snapshot: &Snapshot) -> Option<Finding> {
 
 /// Versions of agents and operator that differ from the chart's.
 pub(super) fn skew(snapshot: &Snapshot) -> Option<Finding> {
-    let set = daemon_set(snapshot, "agent")?;
+    let set = snapshot.daemon_set("agent")?;
     let chart = set.metadata.labels.get("app.kubernetes.io/version")?;
     let mut others: BTreeMap<&str, usize> = BTreeMap::new();
     let versions = snapshot
@@ -49,7 +48,7 @@ pub(super) fn skew(snapshot: &Snapshot) -> Option<Finding> {
     let operators = snapshot
         .own_pods
         .iter()
-        .filter(|pod| component(&pod.metadata.labels, "operator"));
+        .filter(|pod| pod.metadata.is_component("operator"));
     let operators =
         operators.filter_map(|pod| pod.metadata.labels.get("app.kubernetes.io/version"));
     for version in operators.filter(|version| *version != chart) {
