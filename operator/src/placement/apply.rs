@@ -68,14 +68,14 @@ impl Executor {
             Step::Preempt {
                 pending_pod,
                 node,
-                gpus,
+                reservations,
                 nominate,
                 victims,
             } => {
-                if nominate && !self.nominate(&pending_pod, &node, &gpus).await? {
+                if nominate && !self.nominate(&pending_pod, &node, &reservations).await? {
                     return Ok(());
                 }
-                self.evict_victims(&victims, &pending_pod, (&node, &gpus), history, now)
+                self.evict_victims(&victims, &pending_pod, (&node, &reservations), history, now)
                     .await
             }
             Step::Relocate {
@@ -205,8 +205,13 @@ impl Executor {
 
     /// Sets the pod's nominated node, so that the scheduler keeps the room. Returns whether the pod
     /// still needs the GPUs.
-    async fn nominate(&self, pod: &PodRef, node: &str, gpus: &[String]) -> Result<bool, ApiError> {
-        let Some(version) = self.revalidate(pod, node, gpus).await? else {
+    async fn nominate(
+        &self,
+        pod: &PodRef,
+        node: &str,
+        reservations: &[Reservation],
+    ) -> Result<bool, ApiError> {
+        let Some(version) = self.revalidate(pod, node, reservations).await? else {
             return Ok(false);
         };
         info!(

@@ -87,11 +87,13 @@ impl<'a> Snapshot<'a> {
         gpus.iter().find(|gpu| gpu.uuid == uuid)
     }
 
-    /// Whether the agent keeps the GPUs of all these reservations for their pods.
+    /// Whether these reservations are written, and the agent keeps their GPUs for their pods.
     pub(crate) fn are_kept(&self, node: &str, reservations: &[Reservation]) -> bool {
+        let written = self.gpu_nodes.get(node).map(|node| &node.reservations);
         reservations.iter().all(|reservation| {
             let gpu = self.gpu(node, &reservation.gpu);
-            gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.pod_uid))
+            written.is_some_and(|written| written.contains(reservation))
+                && gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.pod_uid))
         })
     }
 

@@ -1,5 +1,6 @@
 //! Evicts victims of waiting pods, or a waiting pod that is relocated.
 
+use bursar_crds::gpu_node::Reservation;
 use serde_json::json;
 use tracing::info;
 
@@ -21,13 +22,17 @@ impl Executor {
         &self,
         victims: &[Victim],
         pending_pod: &PodRef,
-        (node, gpus): (&str, &[String]),
+        (node, reservations): (&str, &[Reservation]),
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
         for victim in victims {
             // An eviction may take seconds, in which another operator may choose other GPUs.
-            if self.revalidate(pending_pod, node, gpus).await?.is_none() {
+            if self
+                .revalidate(pending_pod, node, reservations)
+                .await?
+                .is_none()
+            {
                 return Ok(());
             }
             self.evict_victim(victim, pending_pod, node, history, now)

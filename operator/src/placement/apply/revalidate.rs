@@ -1,6 +1,7 @@
 //! Reads pods and nodes again before a step, because the plan may be out of date.
 
 use bursar_crds::GpuNode;
+use bursar_crds::gpu_node::Reservation;
 use kube::api::Api;
 use tracing::debug;
 
@@ -58,27 +59,26 @@ impl Executor {
         Ok(facts.zip(found.metadata.resource_version))
     }
 
-    /// Reads node and pod again. Returns the pod's version if all GPUs are still reserved for it,
-    /// because another operator may have chosen others.
+    /// Reads node and pod again. Returns the pod's version if the pod still has these reservations,
+    /// because another operator may have chosen other GPUs or amounts.
     pub(super) async fn revalidate(
         &self,
         pending_pod: &PodRef,
         node: &str,
-        gpus: &[String],
+        reservations: &[Reservation],
     ) -> Result<Option<String>, ApiError> {
         let Some(current) = self.gpu_node(node).await? else {
             return Ok(None);
         };
-        let is_reserved = |gpu: &String| {
-            let mut reserved = current.spec.reservations.iter();
-            let mut all = current.status.iter().flat_map(|status| &status.gpus);
-            reserved.any(|reservation| {
-                reservation.gpu == *gpu && reservation.pod_uid == pending_pod.uid
-            }) && all.any(|status| {
-                status.uuid == *gpu && status.reserved_for.as_ref() == Some(&pending_pod.uid)
-            })
+        let is_kept = |reservation: &Reservation| {
+            let mut gpus = current.status.iter().flat_map(|status| &status.gpus);
+            current.spec.reservations.contains(reservation)
+                && gpus.any(|gpu| {
+                    gpu.uuid == reservation.gpu
+                        && gpu.reserved_for.as_ref() == Some(&reservation.pod_uid)
+                })
         };
-        let version = match gpus.iter().all(is_reserved) {
+        let version = match reservations.iter().all(is_kept) {
             true => self.revalidate_pod(pending_pod, node).await?,
             false => None,
         };

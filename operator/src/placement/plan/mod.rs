@@ -91,8 +91,8 @@ pub(super) enum Step {
         pending_pod: PodRef,
         /// The node's name.
         node: String,
-        /// The UUIDs of the GPUs, all of which the pod needs.
-        gpus: Vec<String>,
+        /// The pod's reservations there, all of which it needs.
+        reservations: Vec<Reservation>,
         /// Whether to nominate the node first, so that the scheduler keeps the room.
         nominate: bool,
         victims: Vec<Victim>,

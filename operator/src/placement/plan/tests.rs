@@ -482,15 +482,15 @@ impl FakeCluster {
             Step::Preempt {
                 pending_pod,
                 node,
-                gpus,
+                reservations,
                 nominate,
                 victims,
             } => {
-                let are_held = gpus.iter().all(|gpu| {
-                    let is_it =
-                        |held: &Reservation| held.gpu == *gpu && held.pod_uid == pending_pod.uid;
+                let are_held = reservations.iter().all(|wanted| {
                     let mut reserved = self.reservations.get(&node).into_iter().flatten();
-                    reserved.any(is_it) && self.held.get(gpu).is_some_and(is_it)
+                    let held = self.held.get(&wanted.gpu);
+                    reserved.any(|reservation| reservation == wanted)
+                        && held.is_some_and(|held| held.pod_uid == wanted.pod_uid)
                 });
                 if !self.waits(&pending_pod.uid, &node) || !are_held {
                     return;

@@ -193,10 +193,7 @@ impl<'a> Planner<'a> {
         (nominate || !victims.is_empty()).then(|| Step::Preempt {
             pending_pod: pod_ref(pending.key, pending.pod),
             node: node.to_owned(),
-            gpus: reservations
-                .iter()
-                .map(|reservation| reservation.gpu.clone())
-                .collect(),
+            reservations: reservations.to_vec(),
             nominate,
             victims,
         })

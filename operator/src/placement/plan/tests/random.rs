@@ -91,7 +91,7 @@ fn singly(step: Step) -> Vec<Step> {
     let Step::Preempt {
         pending_pod,
         node,
-        gpus,
+        reservations,
         nominate,
         victims,
     } = step
@@ -101,7 +101,7 @@ fn singly(step: Step) -> Vec<Step> {
     let room = |nominate, victims| Step::Preempt {
         pending_pod: pending_pod.clone(),
         node: node.clone(),
-        gpus: gpus.clone(),
+        reservations: reservations.clone(),
         nominate,
         victims,
     };
