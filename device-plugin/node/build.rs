@@ -100,13 +100,18 @@ fn compile(entry: &Entry<'_>) -> Outcome<()> {
         &format!("-Wl,-soname,{}", entry.soname),
         // A program may not close what its memory is charged by.
         "-Wl,-z,nodelete",
-        // Each segment costs every program of a container a system call.
+        // Each segment costs every program of a container a system call, and its protection once
+        // more.
         "-Wl,--no-rosegment",
+        "-Wl,-z,norelro",
         "-nostartfiles",
         // A new namespace of `dlmopen` has to open the C library.
         "-Wl,--no-as-needed,-lc",
     ] {
         compiler.arg(format!("-Clink-arg={argument}"));
+    }
+    if entry.opens_at_start {
+        compiler.arg("-Clink-arg=-Wl,-init,bursar_on_load");
     }
     if variable("CARGO_CFG_TARGET_ARCH")? != "x86_64" {
         compiler.arg("-Clink-arg=-Wl,--no-as-needed,-l:libdl.so.2,--as-needed");
@@ -126,7 +131,10 @@ fn source(entry: &Entry<'_>) -> Result<String, std::fmt::Error> {
     }
     let mut start = 0;
     for (index, name) in entry.functions.iter().enumerate() {
-        writeln!(text, "forward!({name}, SLOTS, {index});")?;
+        writeln!(
+            text,
+            "forward_from_null!({name}, SLOTS, {index}, lazy_resolve);"
+        )?;
         write!(names, "{name}\\0")?;
         write!(starts, "{start}, ")?;
         start += name.len() + 1;
@@ -135,13 +143,11 @@ fn source(entry: &Entry<'_>) -> Result<String, std::fmt::Error> {
         text,
         "pub(super) const SHIM: &CStr = c\"/opt/bursar/lib/{}\";\n\
          pub(super) const UNLOADABLE: c_int = {};\n\
-         pub(super) const OPENS_AT_START: bool = {};\n\
          pub(super) const COUNT: usize = {};\n\
          pub(super) static NAMES: [u8; {start}] = *b\"{names}\";\n\
          pub(super) static STARTS: [u16; COUNT] = [{starts}];",
         entry.shim,
         entry.unloadable,
-        entry.opens_at_start,
         entry.functions.len()
     )?;
     Ok(text)

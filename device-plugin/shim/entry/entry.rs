@@ -23,23 +23,25 @@ mod variable;
 use core::ffi::{CStr, c_int, c_void};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use generated::{COUNT, NAMES, OPENS_AT_START, SHIM, STARTS, UNLOADABLE};
+use generated::{COUNT, NAMES, SHIM, STARTS, UNLOADABLE};
 pub use variable::Variable;
 
-/// The function that each export jumps to.
-static SLOTS: [AtomicPtr<c_void>; COUNT] =
-    [const { AtomicPtr::new(lazy_resolve as *mut c_void) }; COUNT];
+/// The function that each export jumps to, null before its first call.
+///
+/// The table is in the file, like the exported variables: the loader maps it, and would have to ask
+/// the kernel for empty pages otherwise. No process reads a page of it before it calls the driver.
+#[unsafe(link_section = ".data")]
+static SLOTS: [AtomicPtr<c_void>; COUNT] = [const { AtomicPtr::new(core::ptr::null_mut()) }; COUNT];
 
 /// The handle of the open shim, or null.
+#[unsafe(link_section = ".data")]
 static OPENED: AtomicPtr<c_void> = AtomicPtr::new(core::ptr::null_mut());
 
-#[used]
-#[unsafe(link_section = ".init_array")]
-static ON_LOAD: extern "C" fn() = on_load;
-
-/// Runs in every program, so it does nothing in all but one of a container.
-extern "C" fn on_load() {
-    if OPENS_AT_START && loader::process_id() == 1 {
+/// Runs in every program, so it does nothing in all but one of a container. The linker makes it
+/// `DT_INIT`, because the loader would write into a page of its own for `.init_array`.
+#[unsafe(no_mangle)]
+extern "C" fn bursar_on_load() {
+    if loader::process_id() == 1 {
         open_shim();
     }
 }

@@ -6,6 +6,7 @@
 macro_rules! variable {
     ($name:ident, $size:literal) => {
         #[unsafe(no_mangle)]
+        #[unsafe(link_section = ".data")]
         #[allow(non_upper_case_globals)]
         static $name: $crate::Variable<$size> = $crate::Variable::zero();
     };

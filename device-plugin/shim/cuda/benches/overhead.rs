@@ -14,7 +14,9 @@
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-use std::process::Command;
+use std::io::{Read as _, Write as _};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -64,54 +66,113 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
     println!("{name:<28} native {native:>8.1} ns  shim {hooked:>8.1} ns  {ratio:.4}x");
 }
 
+/// The argument of a [`Starter`]'s process.
+const STARTER: &str = "--starter";
+
+/// Starts `/bin/true` where `/etc/ld.so.preload` is a list of its own.
+struct Starter(Child);
+
+impl Starter {
+    /// `folder` becomes the process's `/etc`.
+    fn new(folder: &Path, list: &str) -> Starter {
+        let program = std::env::current_exe().expect("it runs");
+        let script = "cp -a /etc \"$0\" && printf '%s' \"$1\" > \"$0/etc/ld.so.preload\" \
+             && mount --bind \"$0/etc\" /etc && exec \"$2\" \"$3\"";
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", script]);
+        command.arg(folder).arg(list).arg(program).arg(STARTER);
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        Starter(command.spawn().expect("util-linux is installed"))
+    }
+
+    /// The shortest of some starts, in nanoseconds.
+    fn shortest(&mut self) -> f64 {
+        let ask = self.0.stdin.as_mut().expect("it is a pipe");
+        ask.write_all(b"\n").expect("it waits for a line");
+        let mut answer = [0; 8];
+        let answers = self.0.stdout.as_mut().expect("it is a pipe");
+        answers.read_exact(&mut answer).expect("it answers each");
+        u64::from_le_bytes(answer) as f64
+    }
+
+    /// Is the process of a starter, until its parent ends.
+    fn serve() {
+        const STARTS: usize = 10;
+        let start = |_| {
+            let start = Instant::now();
+            let ended = Command::new("/bin/true").status();
+            assert!(ended.expect("there is one").success());
+            start.elapsed().as_nanos() as u64
+        };
+        let mut byte = [0];
+        while std::io::stdin().read_exact(&mut byte).is_ok() {
+            let shortest: u64 = (0..STARTS).map(start).min().unwrap_or_default();
+            let mut output = std::io::stdout();
+            let answered = output.write_all(&shortest.to_le_bytes());
+            answered.and_then(|()| output.flush()).expect("it is read");
+        }
+    }
+}
+
 /// Compares a program that uses no GPU without and with the files of a container's
-/// `/etc/ld.so.preload`: by turns (A B B A), each figure the shortest of some starts, because load
-/// only adds time.
+/// `/etc/ld.so.preload`, and with as many libraries without content: no entry can cost less. By
+/// turns, each figure the shortest of some starts, because load only adds time.
 fn compare_starts() {
-    const TURNS: usize = 60;
-    const STARTS: usize = 10;
+    const TURNS: usize = 300;
     let container = Container::with_quota(256 * MIB);
     let folder = tempfile::tempdir().expect("there is room");
     let (_, installed) = support::installed::install_shims(folder.path(), &container.sim(), "1.0");
     let list = std::fs::read_to_string(installed.join("ld.so.preload")).expect("it is installed");
     let names = list.lines().filter_map(|line| line.rsplit('/').next());
-    let files: Vec<String> = names
+    let entries: Vec<String> = names
         .map(|name| installed.join(name).display().to_string())
         .collect();
-    let preloads = [String::new(), files.join(" ")];
-
-    let start = |preload: &str| {
-        let start = Instant::now();
-        let ended = Command::new("/bin/true")
-            .env("LD_PRELOAD", preload)
-            .status();
-        assert!(ended.expect("there is one").success());
-        start.elapsed()
+    let empty = |number| {
+        let library = folder.path().join(format!("empty{number}.so"));
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-nostdlib", "-x", "c", "/dev/null", "-o"]);
+        let ended = compiler.arg(&library).status();
+        assert!(ended.expect("cc is installed").success());
+        library.display().to_string()
     };
-    let shortest = |preload: &str| (0..STARTS).map(|_| start(preload)).min();
-    let (mut logs, mut times) = (Vec::new(), [Vec::new(), Vec::new()]);
+    let empty: Vec<String> = (0..entries.len()).map(empty).collect();
+
+    let lists = [String::new(), empty.join("\n"), entries.join("\n")];
+    let mut starters = lists.each_ref().map(|list| {
+        let etc = tempfile::tempdir_in(folder.path()).expect("there is room");
+        Starter::new(&etc.keep(), list)
+    });
+    let mut times = [const { Vec::new() }; 3];
     for turn in 0..TURNS {
-        let mut pair = [0.0; 2];
-        for side in [turn % 2, 1 - turn % 2] {
-            pair[side] = shortest(&preloads[side]).unwrap_or_default().as_secs_f64();
-            times[side].push(pair[side] * 1e6);
+        let mut order = [0, 1, 2];
+        order.rotate_left(turn % 3);
+        for side in order {
+            times[side].push(starters[side].shortest());
         }
-        logs.push((pair[1] / pair[0]).ln());
     }
-    let mean = logs.iter().sum::<f64>() / TURNS as f64;
-    let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
-    let deviation = 2.0 * (squares / (TURNS * (TURNS - 1)) as f64).sqrt();
-    let [native, preloaded] = times.map(median);
-    let [native_kib, preloaded_kib] = preloads.map(|preload| proportional_kib(&preload));
+    for Starter(process) in &mut starters {
+        drop(process.stdin.take());
+        process.wait().expect("it ends with its input");
+    }
+    let kib = [String::new(), entries.join(" ")].map(|preload| proportional_kib(&preload));
+    for (side, name) in [(1, "empty libraries"), (2, "entries")] {
+        let logs = times[0].iter().zip(&times[side]);
+        let logs: Vec<f64> = logs.map(|(without, with)| (with / without).ln()).collect();
+        let mean = logs.iter().sum::<f64>() / TURNS as f64;
+        let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
+        let deviation = 2.0 * (squares / (TURNS * (TURNS - 1)) as f64).sqrt();
+        let [native, preloaded] = [0, side].map(|side| median(times[side].clone()) / 1e3);
+        println!(
+            "/bin/true                    native {native:>8.0} us  {name} {preloaded:>5.0} us  \
+             {:.3}x ({:.3} to {:.3}), {TURNS} turns",
+            mean.exp(),
+            (mean - deviation).exp(),
+            (mean + deviation).exp()
+        );
+    }
+    let [native, preloaded] = kib;
     println!(
-        "/bin/true                    native {native:>8.0} us  entries {preloaded:>5.0} us  {:.3}x \
-         ({:.3} to {:.3}), {TURNS} turns of the shortest of {STARTS}",
-        mean.exp(),
-        (mean - deviation).exp(),
-        (mean + deviation).exp()
-    );
-    println!(
-        "a sleeping process           native {native_kib:>8} KiB  entries {preloaded_kib:>4} KiB (PSS)"
+        "a sleeping process           native {native:>8} KiB  entries {preloaded:>4} KiB (PSS)"
     );
 }
 
@@ -135,6 +196,9 @@ fn proportional_kib(preload: &str) -> u64 {
 }
 
 fn main() {
+    if std::env::args().any(|word| word == STARTER) {
+        return Starter::serve();
+    }
     if is_wanted("/bin/true") && !support::is_real() {
         compare_starts();
     }

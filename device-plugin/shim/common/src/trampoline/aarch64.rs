@@ -19,6 +19,29 @@ macro_rules! forward {
     };
 }
 
+/// Exports a function as [`forward!`] does, with a table whose slots are null before their first
+/// call, so that a loader has nothing to write into it. The first call goes to `$lazy`.
+#[macro_export]
+macro_rules! forward_from_null {
+    ($name:ident, $slots:path, $index:literal, $lazy:path) => {
+        $crate::naked! {
+            #[unsafe(no_mangle)]
+            $name:
+            "adrp x16, {slots}",
+            "add x16, x16, :lo12:{slots}",
+            "mov x17, {index}",
+            "ldr x16, [x16, x17, lsl #3]",
+            "cbz x16, 2f",
+            "br x16",
+            "2:",
+            "b {lazy}",
+            slots = sym $slots,
+            index = const $index,
+            lazy = sym $lazy,
+        }
+    };
+}
+
 /// Exports a function that calls the target of [`forward!`] and passes a result that is no success
 /// to `on_error`. Eight arguments stay in their registers; the others are copied, the last first.
 #[macro_export]

@@ -17,6 +17,29 @@ macro_rules! forward {
     };
 }
 
+/// Exports a function as [`forward!`] does, with a table whose slots are null before their first
+/// call, so that a loader has nothing to write into it. The first call goes to `$lazy`.
+#[macro_export]
+macro_rules! forward_from_null {
+    ($name:ident, $slots:path, $index:literal, $lazy:path) => {
+        $crate::naked! {
+            #[unsafe(no_mangle)]
+            $name:
+            "mov r11, qword ptr [rip + {slots} + {offset}]",
+            "test r11, r11",
+            "jz 2f",
+            "jmp r11",
+            "2:",
+            "mov r11d, {index}",
+            "jmp {lazy}",
+            index = const $index,
+            offset = const $index * 8,
+            slots = sym $slots,
+            lazy = sym $lazy,
+        }
+    };
+}
+
 /// Exports a function that calls the target of [`forward!`] and passes a result that is no success
 /// to `on_error`. Six arguments stay in their registers; the others are pushed again. Each is read
 /// at the same offset, because the stack grows by one word with each push.
