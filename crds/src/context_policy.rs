@@ -60,32 +60,6 @@ fn default_grace_seconds() -> i32 {
     10
 }
 
-/// The context policy of a namespace.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ContextPolicyEntry {
-    /// The namespace.
-    #[schemars(length(min = 1, max = 63))]
-    pub namespace: String,
-    /// The first measure against a poisoned context. `InPlace`: the shim executes the program again
-    /// in its process. `Process`: the agent kills the process whose context is poisoned, and other
-    /// processes of the container go on. `Restart`: the agent kills the container, and the kubelet
-    /// restarts it. `Evict`: the operator evicts the pod. `Report`: the agent only reports the
-    /// fault.
-    pub action: ContextAction,
-    /// How many restarts, in place or not, a container has within the window, and how many of its
-    /// processes end alone.
-    #[schemars(range(min = 0, max = 100))]
-    pub max_restarts: i32,
-    /// The window of `maxRestarts`, in seconds.
-    #[schemars(range(min = 1, max = 86_400))]
-    pub window_seconds: i32,
-    /// How long a process may take to end by itself after its error.
-    #[serde(default = "default_grace_seconds")]
-    #[schemars(range(min = 0, max = 300))]
-    pub grace_seconds: i32,
-}
-
 /// The first measure against a poisoned context; absent for the cluster's default. `InPlace`: the
 /// shim executes the program again in its process. `Process`: the agent kills the process whose
 /// context is poisoned, and other processes of the container go on. `Restart`: the agent kills the
@@ -152,7 +126,8 @@ impl FromStr for ContextAction {
 }
 
 /// The measure against the fault; absent while the agent has not decided. Of a context: `InPlace`,
-/// `Process`, `Restart`, `Evict` and `Report` as in `spec.contextPolicies`, `BeyondMaximum` after
+/// `Process`, `Restart`, `Evict` and `Report` as in a budget's
+/// `contextPolicy`, `BeyondMaximum` after
 /// too many restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may come
 /// back.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,7 +17,6 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::context_policy::ContextPolicyEntry;
 use crate::{Amount, schema};
 
 pub use containers::{
@@ -29,8 +28,6 @@ pub use pod_settings::{GPUS_ANNOTATION, PodSettings};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
 pub const MAX_GPUS: usize = 112;
-/// The most namespaces with a context policy.
-pub const MAX_CONTEXTS: usize = 1024;
 /// The most open faults in one object; the agent adds others when some are closed.
 pub const MAX_FAULTS: usize = 64;
 /// The most waiting containers in one object.
@@ -168,12 +165,6 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = MAX_QUOTAS), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOverride>,
-    /// Context policies of namespaces. In every other namespace the cluster's default applies, with
-    /// at most 5 restarts in 10 minutes.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = MAX_CONTEXTS), extend("default" = []))]
-    #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
-    pub context_policies: Vec<ContextPolicyEntry>,
     /// Restarts of containers whose fault the agent has only reported so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = MAX_RESTARTS), extend("default" = []))]
@@ -301,10 +292,6 @@ pub struct GpuNodeStatus {
     /// The node in short, for the columns of `kubectl get`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<NodeSummary>,
-    /// The context actions that the agent carries out. The operator writes no other one.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16), inner(length(min = 1, max = 32)), extend("x-kubernetes-list-type" = "set"))]
-    pub context_actions: Vec<String>,
     /// Device memory of the healthy GPUs together, in quanta.
     pub device_memory: NodeMemory,
     /// Managed memory, in quanta. Zero where the node offers none.

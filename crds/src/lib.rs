@@ -1,4 +1,5 @@
-//! Defines Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
+//! Defines Bursar's Kubernetes API: `GpuMemoryBudget`, `GpuNode` and
+//! `GpuNamespace`.
 //!
 //! The chart's CRD templates and `docs/use/reference/api.md` are generated from these types. The
 //! test `generated` fails if they are stale. `BURSAR_UPDATE=1 cargo test -p bursar-crds` writes
@@ -8,6 +9,7 @@ pub mod amount;
 pub mod budget;
 pub mod conditions;
 pub mod context_policy;
+pub mod gpu_namespace;
 pub mod gpu_node;
 pub mod numbers;
 pub mod pod_total;
@@ -18,6 +20,7 @@ pub mod shares;
 
 pub use amount::Amount;
 pub use budget::{GpuMemoryBudget, GpuMemoryBudgetSpec, GpuMemoryBudgetStatus};
+pub use gpu_namespace::{GpuNamespace, GpuNamespaceSpec};
 pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};
 pub use resources::Quantum;
 

@@ -1,6 +1,6 @@
 //! Objects that a later version wrote are read, and their schema stays closed for writers.
 
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::{GpuMemoryBudget, GpuNamespace, GpuNode};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt as _;
 use serde::de::DeserializeOwned;
@@ -79,12 +79,17 @@ fn budget_is_read_when_an_enum_has_a_later_value() {
 
 #[test]
 fn gpu_node_is_read_when_an_enum_has_a_later_value() {
-    reads::<GpuNode>(&GpuNode::crd(), 7);
+    reads::<GpuNode>(&GpuNode::crd(), 6);
+}
+
+#[test]
+fn gpu_namespace_is_read_when_an_enum_has_a_later_value() {
+    reads::<GpuNamespace>(&GpuNamespace::crd(), 1);
 }
 
 #[test]
 fn schema_refuses_the_value_that_stands_for_unknown_ones() {
-    for crd in [GpuMemoryBudget::crd(), GpuNode::crd()] {
+    for crd in [GpuMemoryBudget::crd(), GpuNode::crd(), GpuNamespace::crd()] {
         let mut found = Vec::new();
         enums(&schema(&crd), "", &mut found);
         // The status of a condition is a value of Kubernetes.

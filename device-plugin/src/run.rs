@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bursar_apiserver::ContextPolicies;
 use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::Config;
 use bursar_enforcement::drain;
@@ -96,6 +97,8 @@ struct Agent {
     client: Option<Client>,
     /// The spec of the node's `GpuNode`; none until the agent has read the object.
     spec: watch::Receiver<Option<ParsedSpec>>,
+    /// The context policies of namespaces; none until the agent has read them.
+    policies: watch::Sender<Option<ContextPolicies>>,
     metrics: Metrics,
     events: Events,
     tasks: JoinSet<&'static str>,
@@ -151,6 +154,7 @@ pub async fn run(
         node: options.node,
         client: options.client,
         spec,
+        policies: watch::Sender::default(),
         metrics,
         events,
         tasks: JoinSet::new(),

@@ -162,8 +162,8 @@ def main():
             budget = {"apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": {"name": "default"}}
             cluster.apply(budget | {"spec": {"deviceMemory": {"guaranteed": "64Gi"}, "contextPolicy": policy}})
             # Until the operator has told the agent, a fault ends the process.
-            if not until(lambda: gpu_node(cluster)["spec"].get("contextPolicies")):
-                raise SystemExit("the operator wrote no context policy into the GpuNode in 60 s")
+            if not until(lambda: cluster.kubectl("get", "gpunamespaces", "--output", "name").strip()):
+                raise SystemExit("the operator wrote no context policy in 60 s")
             command = ["/programs/retained", "restarted", "/state/faults", str(LEASED_GIB << 30), str(FAULTS)]
             manifest = pod("retains", LEASED_GIB + 4, command, programs)
             manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})

@@ -137,8 +137,8 @@ fn spawn_work(
     let reconciler = Reconciler::new(writer.clone(), index.clone(), metrics.clone(), clock);
     let queue = poll_fn(move |context| work.poll_recv(context));
     spawn(tasks, "budget-reconciler", reconciler.run(budgets, queue));
-    let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
-    spawn(tasks, "node-orders", node_orders);
+    let context_policies = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
+    spawn(tasks, "context-policies", context_policies);
     let pod_settings = pod_settings::run(writer.clone(), index.clone(), shutdown.clone());
     spawn(tasks, "pod-settings", pod_settings);
     if placement.drain_for_nvidia {

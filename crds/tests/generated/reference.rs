@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::{GpuMemoryBudget, GpuNamespace, GpuNode};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
     CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray,
 };
@@ -142,11 +142,12 @@ fn api_reference_equals_the_types() {
     let page = format!(
         "<!-- Generated from crds/src by `{HOW}`. Do not edit. -->\n\n\
          # API\n\n\
-         The fields of Bursar's two kinds, as `kubectl explain` shows them. [The \
+         The fields of Bursar's kinds, as `kubectl explain` shows them. [The \
          runbooks](../runbooks.md) have\nthe conditions with their reasons, and \
-         [README.md](README.md) what the API server refuses.\n\n{}{}",
+         [README.md](README.md) what the API server refuses.\n\n{}{}{}",
         chapter(&GpuMemoryBudget::crd()),
         chapter(&GpuNode::crd()),
+        chapter(&GpuNamespace::crd()),
     );
     assert_current(
         "docs/use/reference/api.md",
@@ -156,7 +157,7 @@ fn api_reference_equals_the_types() {
 
 #[test]
 fn descriptions_say_what_values_and_amounts_mean() {
-    for crd in [GpuMemoryBudget::crd(), GpuNode::crd()] {
+    for crd in [GpuMemoryBudget::crd(), GpuNode::crd(), GpuNamespace::crd()] {
         let schema = crd.spec.versions[0].schema.as_ref();
         let schema = schema.and_then(|of| of.open_api_v3_schema.as_ref());
         let schema = schema.expect("every version has a schema");

@@ -24,7 +24,7 @@ impl ApiMetrics {
         Self {
             watch_failures: registry.register_metric(
                 "bursar_agent_watch_failures",
-                "Failures of the watch of this node's GpuNode",
+                "Failures of the watches of this node's GpuNode and of GpuNamespaces",
                 Counter::default(),
             ),
             gpu_node_writes: registry.register_metric(
@@ -48,7 +48,7 @@ impl ApiMetrics {
             .inc();
     }
 
-    /// Counts a failure of the watch of this node's `GpuNode`.
+    /// Counts a failure of a watch.
     pub(crate) fn count_watch_failure(&self) {
         self.watch_failures.inc();
     }

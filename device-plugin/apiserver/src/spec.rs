@@ -3,7 +3,6 @@
 //! The operator may be of another version. The agent parses each entry by itself, so an unreadable
 //! entry affects no other.
 
-use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::gpu_node::{PodSettings, QuotaOverride, Reservation, RestartRequest};
@@ -23,8 +22,6 @@ pub struct ParsedSpec {
     pub quotas: Vec<QuotaOverride>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
-    /// `spec.contextPolicies`.
-    pub context_policies: Vec<ContextPolicyEntry>,
     /// `spec.restarts`.
     pub restarts: Vec<RestartRequest>,
     /// `spec.drain`.
@@ -45,9 +42,6 @@ pub(crate) fn parse_spec(object: &DynamicObject) -> ParsedSpec {
         generation: object.metadata.generation,
         quotas: list.read_list("quotas", |_| true),
         reservations: list.read_list("reservations", |_| true),
-        context_policies: list.read_list("contextPolicies", |order: &ContextPolicyEntry| {
-            order.action != ContextAction::Unknown
-        }),
         restarts: list.read_list("restarts", |_| true),
         drain: list.read_drain(),
         pods: list.read_pods(),
@@ -108,28 +102,6 @@ mod tests {
             "metadata": { "name": "n", "generation": 7 }, "spec": spec,
         });
         parse_spec(&serde_json::from_value(object).unwrap())
-    }
-
-    fn policy(namespace: &str, action: &str) -> Value {
-        json!({ "namespace": namespace, "action": action, "maxRestarts": 1, "windowSeconds": 60 })
-    }
-
-    #[test]
-    fn unknown_action_stops_no_other_entry() {
-        let orders = read(json!({
-            "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
-            "drain": ["GPU-1"],
-            "restarts": [{ "fault": "f", "podUid": "u", "container": "c", "processGeneration": 3 }],
-        }));
-        let namespaces: Vec<_> = orders
-            .context_policies
-            .iter()
-            .map(|policy| &policy.namespace)
-            .collect();
-        assert_eq!(namespaces, ["b"]);
-        assert_eq!((orders.drain.len(), orders.restarts.len()), (1, 1));
-        assert_eq!(orders.generation, Some(7));
-        assert_eq!(orders.unrecognized, ["contextPolicies[0]"]);
     }
 
     #[test]

@@ -1,30 +1,16 @@
 //! Watches this node's `GpuNode` for changes of the spec, and of the status that the agent wrote.
 
-use std::time::Duration;
-
-use bursar_watch::{History, Pauses, watch as follow};
-use futures::TryStreamExt as _;
+use bursar_watch::History;
 use kube::Client;
 use kube::core::DynamicObject;
-use kube::runtime::watcher;
+use kube::runtime::watcher::{Config, Event};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
 
 use super::gpu_node::{ObservedObject, gpu_nodes};
-use super::spec;
+use super::{spec, watching};
 use crate::ParsedSpec;
 use crate::metrics::ApiMetrics;
-
-/// The timeout that the watch asks the API server for.
-const WATCH_TIMEOUT_SECONDS: u32 = 200;
-
-/// The first delay before a failed watch is restarted.
-const MIN_BACKOFF: Duration = Duration::from_secs(1);
-
-/// The longest delay without its jitter, which may double it. The delay is short because the node's
-/// spec waits for it after an outage.
-const MAX_BACKOFF: Duration = Duration::from_secs(10);
 
 /// The object as the watch observes it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -61,46 +47,18 @@ pub async fn run(
     output: WatchOutput,
     stop: CancellationToken,
 ) {
-    let config = watcher::Config::default()
-        .fields(&format!("metadata.name={node}"))
-        .timeout(WATCH_TIMEOUT_SECONDS);
-    let pauses = Pauses::new(MIN_BACKOFF, MAX_BACKOFF);
-    let objects = follow(gpu_nodes(client), config, pauses, history);
-    let mut objects = std::pin::pin!(objects);
-    let (mut listed, mut failures) = (None, 0_u32);
-    loop {
-        let event = tokio::select! {
-            () = stop.cancelled() => return,
-            event = objects.try_next() => event,
-        };
-        let (object, is_listed) = match event {
-            Ok(Some(watcher::Event::Apply(object))) => (Some(object), false),
-            Ok(Some(watcher::Event::Delete(_))) => (None, false),
-            Ok(Some(watcher::Event::Init)) => {
-                listed = None;
-                continue;
-            }
-            Ok(Some(watcher::Event::InitApply(object))) => {
-                listed = Some(object);
-                continue;
-            }
-            Ok(Some(watcher::Event::InitDone)) => (listed.take(), true),
-            Ok(None) => return stop.cancelled().await,
-            Err(error) => {
-                output.metrics.count_watch_failure();
-                if failures == 0 {
-                    warn!(%error, "failed to watch GpuNode; retrying");
-                }
-                failures = failures.saturating_add(1);
-                continue;
-            }
-        };
-        if failures > 0 {
-            info!(failures, "watching GpuNode after failures");
-            failures = 0;
-        }
-        output.publish(object.as_ref(), is_listed);
-    }
+    let config = Config::default().fields(&format!("metadata.name={node}"));
+    let metrics = output.metrics.clone();
+    let mut listed = None;
+    let apply = |event| match event {
+        Event::Init => listed = None,
+        Event::InitApply(object) => listed = Some(object),
+        Event::InitDone => output.publish(listed.take().as_ref(), true),
+        Event::Apply(object) => output.publish(Some(&object), false),
+        Event::Delete(_) => output.publish(None, false),
+    };
+    let (objects, kind) = (gpu_nodes(client), "GpuNode");
+    watching::watch(objects, config, kind, history, &metrics, &stop, apply).await;
 }
 
 impl WatchOutput {

@@ -4,7 +4,7 @@
 //!   shim's report --> sessions: fence, decide (pure) --+--> verdict to the shim
 //!   kernel's log: XID with a pid --> confirmation -----+--> task: kill, Event, GpuNode.status
 //!   NVML: XID of a GPU ------------------^
-//!   GpuNode.spec.contextPolicies --> task --> sessions
+//!   GpuNamespaces, GpuNode.spec.restarts --> task --> sessions
 //! ```
 //!
 //! | module | job |

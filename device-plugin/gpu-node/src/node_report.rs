@@ -8,7 +8,7 @@ mod gpus;
 use std::collections::BTreeMap;
 
 use bursar_config::ResourcesConfig;
-use bursar_crds::context_policy::{ContextAction, FaultAction};
+use bursar_crds::context_policy::FaultAction;
 use bursar_crds::gpu_node::{Fault, FaultKind, NodeMemory, TokenKey};
 use bursar_crds::numbers::{to_i32, to_i64};
 use bursar_crds::{Amount, GpuNodeStatus};
@@ -106,9 +106,6 @@ pub fn node_report(snapshot: &Snapshot, inputs: &ReportInputs) -> NodeReport {
         }),
         quantum: Some(Amount::from_bytes(inputs.config.quantum.bytes())),
         summary: None,
-        context_actions: ContextAction::ALL
-            .map(|action| action.as_str().to_owned())
-            .to_vec(),
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: gpus.collect(),

@@ -331,10 +331,9 @@ async fn spec_and_status_follow_a_restored_etcd() {
 async fn spec_of_another_version_stops_nothing_else() {
     let mut fixture = Fixture::start();
     fixture.wait_until_written().await;
-    let policy = |namespace: &str, action: &str| json!({ "namespace": namespace, "action": action, "maxRestarts": 1, "windowSeconds": 60 });
     fixture.write_spec(json!({
-        "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
         "reservations": [{ "gpu": "GPU-1", "share": 0.5 }],
+        "restarts": [{ "fault": "f", "podUid": "u", "container": "c", "processGeneration": 3 }],
         "drain": ["GPU-1"],
     }));
     let mut object = fixture.object();
@@ -347,11 +346,8 @@ async fn spec_of_another_version_stops_nothing_else() {
         })
         .await;
     let orders = fixture.spec.borrow().clone().unwrap();
-    assert_eq!(orders.context_policies.len(), 1);
-    assert_eq!(
-        orders.unrecognized,
-        ["reservations[0]", "contextPolicies[0]"]
-    );
+    assert_eq!(orders.restarts.len(), 1);
+    assert_eq!(orders.unrecognized, ["reservations[0]"]);
     fixture.report_free(7);
     fixture
         .wait_until("the status is written", PROMISED_TIME, |fixture| {

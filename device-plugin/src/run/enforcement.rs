@@ -217,6 +217,7 @@ impl Agent {
             sessions: tenants.sessions.clone(),
             snapshots: node.snapshots.clone(),
             orders: self.spec.clone(),
+            policies: self.policies.subscribe(),
             xids: gpus.xids.clone(),
             disconnected_since,
             events: self.events.clone(),

@@ -1,9 +1,9 @@
 //! Starts the tasks that tell the node's state: status, events, metrics and probes.
 
-use bursar_apiserver::ParsedSpec;
 use bursar_apiserver::events::EventSender;
 use bursar_apiserver::gpu_node::GpuNodeClient;
 use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_apiserver::{ParsedSpec, namespaces};
 use bursar_gpu_node::NodeReport;
 use bursar_gpu_node::publish::Publisher;
 use bursar_http::Listeners;
@@ -42,6 +42,15 @@ impl Agent {
             events.run(
                 client.clone(),
                 node.clone(),
+                metrics.clone(),
+                self.stop.clone(),
+            ),
+        );
+        self.spawn(
+            "namespace watch",
+            namespaces::run(
+                client.clone(),
+                self.policies.clone(),
                 metrics.clone(),
                 self.stop.clone(),
             ),

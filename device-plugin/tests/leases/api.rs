@@ -1,5 +1,7 @@
-//! Fake API server with one `GpuNode`: a test sets its spec, and the agent writes its status.
+//! Fake API server with one `GpuNode`: a test sets its spec, and the agent writes its status. The
+//! server also has the `GpuNamespace` objects that a test set before the agent started.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,6 +13,7 @@ use serde_json::{Value, json};
 use crate::machine::Machine;
 
 const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
+const NAMESPACES: &str = "/apis/bursar.dev/v1alpha1/gpunamespaces";
 
 /// The names of all pods that the tests over this server start.
 const PODS: [&str; 17] = [
@@ -42,6 +45,8 @@ struct GpuNodeObject {
     version: u64,
     spec: Value,
     status: Value,
+    /// The specs of GpuNamespaces by name.
+    namespaces: BTreeMap<String, Value>,
     /// The Events that the agent has published.
     events: Vec<Value>,
     /// Whether the server closes each connection.
@@ -93,6 +98,7 @@ impl FakeGpuNodeApi {
             version: 1,
             spec: json!({}),
             status: json!({}),
+            namespaces: BTreeMap::new(),
             events: Vec::new(),
             away: false,
         }));
@@ -118,6 +124,12 @@ impl FakeGpuNodeApi {
         object.spec = spec;
         object.generation += 1;
         object.version += 1;
+    }
+
+    /// Sets the spec of a GpuNamespace, before the agent starts.
+    pub(crate) fn set_namespace(&self, name: &str, spec: Value) {
+        let mut object = self.0.lock().unwrap();
+        object.namespaces.insert(name.to_owned(), spec);
     }
 
     /// From now on the server closes each connection, or answers again.
@@ -176,13 +188,14 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
         return Ok(());
     }
     let is_object = path.starts_with(OBJECTS);
+    let is_namespaces = path.starts_with(NAMESPACES);
     if path.contains("sendInitialEvents=true") {
         // This server streams no lists.
         let refusal = json!({ "kind": "Status", "apiVersion": "v1", "code": 422 });
         return respond(&stream, "422 Unprocessable", &refusal);
     }
-    if is_object && path.contains("watch=true") {
-        return watch(stream, object);
+    if path.contains("watch=true") {
+        return watch(stream, object, is_object);
     }
     let mut state = object.lock().unwrap();
     let answer = match method.as_str() {
@@ -201,6 +214,22 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
             "items": [state.to_json()],
         }),
         "GET" if is_object => state.to_json(),
+        "GET" if is_namespaces => {
+            let item = |(name, spec): (&String, &Value)| {
+                json!({
+                    "apiVersion": "bursar.dev/v1alpha1",
+                    "kind": "GpuNamespace",
+                    "metadata": { "name": name, "resourceVersion": "1" },
+                    "spec": spec,
+                })
+            };
+            json!({
+                "apiVersion": "bursar.dev/v1alpha1",
+                "kind": "GpuNamespaceList",
+                "metadata": { "resourceVersion": "1" },
+                "items": state.namespaces.iter().map(item).collect::<Vec<_>>(),
+            })
+        }
         // The agent ignores the answer to an Event, which is the only POST. Other requests read the
         // Node.
         "POST" => {
@@ -227,7 +256,12 @@ fn respond(mut stream: &TcpStream, status: &str, answer: &Value) -> std::io::Res
     )
 }
 
-fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()> {
+/// Holds a watch open, and sends the `GpuNode` at each change if the watch is of that kind.
+fn watch(
+    mut stream: TcpStream,
+    object: &Mutex<GpuNodeObject>,
+    is_object: bool,
+) -> std::io::Result<()> {
     write!(
         stream,
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
@@ -241,7 +275,7 @@ fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Resul
             }
             (object.version, object.to_json())
         };
-        if version != sent_version {
+        if is_object && version != sent_version {
             writeln!(stream, "{}", json!({ "type": "MODIFIED", "object": whole }))?;
             sent_version = version;
         }

@@ -41,8 +41,10 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
     let mut machine = Machine::new().await;
     configure(&machine, "");
     let api = FakeGpuNodeApi::start(&machine);
-    let policy = |namespace: &str, most: i32| json!({ "namespace": namespace, "action": "Evict", "maxRestarts": most, "windowSeconds": 600 });
-    api.set_spec(json!({ "contextPolicies": [policy("some", 5), policy("none", 0)] }));
+    for (namespace, most) in [("some", 5), ("none", 0)] {
+        let policy = json!({ "action": "Evict", "maxRestarts": most });
+        api.set_namespace(namespace, json!({ "contextPolicy": policy }));
+    }
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
     let mut programs = Vec::new();

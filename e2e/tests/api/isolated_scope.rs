@@ -174,6 +174,12 @@ impl IsolatedScope {
         self.get(&self.gpu_node_path()).await
     }
 
+    /// The context policy that the agents are told for the namespace, or null.
+    pub(crate) async fn context_policy(&self) -> Result<Value, Failed> {
+        let path = format!("/apis/bursar.dev/v1alpha1/gpunamespaces/{}", self.name);
+        Ok(self.get(&path).await?["spec"]["contextPolicy"].take())
+    }
+
     /// Writes quota overrides to the GpuNode, in the operator's place.
     pub(crate) async fn write_quota_overrides(&self, quotas: Value) -> Result<(), Failed> {
         self.merge(

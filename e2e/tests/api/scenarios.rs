@@ -283,10 +283,7 @@ pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed>
                 at.patch_budget(json!({ "contextPolicy": { "action": "InPlace" } }))
                     .await
             },
-            async |at| {
-                let orders = &at.gpu_node().await?["spec"]["contextPolicies"];
-                Ok(orders[0]["namespace"] == at.name.as_str() && orders[0]["action"] == "InPlace")
-            },
+            async |at| Ok(at.context_policy().await?["action"] == "InPlace"),
         )
         .await?;
     case_
@@ -315,7 +312,7 @@ pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed>
             async |at| {
                 let spec = &at.gpu_node().await?["spec"];
                 let none = |list: &Value| list.as_array().is_none_or(Vec::is_empty);
-                Ok(none(&spec["quotas"]) && none(&spec["contextPolicies"]))
+                Ok(none(&spec["quotas"]) && at.context_policy().await?.is_null())
             },
         )
         .await?;
@@ -427,19 +424,10 @@ async fn owner_is_nominated(case: &mut TestCase, bound: [(String, i32); 3]) -> R
     .await
 }
 
-/// Returns whether both nodes have this context policy.
-async fn policies_are(
-    at: &IsolatedScope,
-    other: &IsolatedScope,
-    action: Option<&str>,
-) -> Result<bool, Failed> {
-    for node in [at, other] {
-        let policies = node.gpu_node().await?["spec"]["contextPolicies"].take();
-        if policies[0]["action"].as_str() != action {
-            return Ok(false);
-        }
-    }
-    Ok(is(&at.budget().await?, "Ready"))
+/// Returns whether the agents are told this action for the namespace.
+async fn action_is(at: &IsolatedScope, action: &str) -> Result<bool, Failed> {
+    let is_told = at.context_policy().await?["action"] == action;
+    Ok(is_told && is(&at.budget().await?, "Ready"))
 }
 
 /// Makes the fault of a poisoned context in a pod's only container, with the agent's action.
@@ -507,7 +495,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
                 at.patch_budget(json!({ "contextPolicy": { "action": "Report" } }))
                     .await
             },
-            async |at| policies_are(at, &other, Some("Report")).await,
+            async |at| action_is(at, "Report").await,
         )
         .await?;
     case_
@@ -530,7 +518,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
             async |at| {
                 let order = json!([{ "fault": "report-3", "podUid": p, "container": "c", "processGeneration": 4 }]);
                 Ok(at.gpu_node().await?["spec"]["restarts"] == order
-                    && policies_are(at, &other, Some("Restart")).await?)
+                    && action_is(at, "Restart").await?)
             },
         )
         .await?;
@@ -564,7 +552,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
                 at.patch_budget(json!({ "contextPolicy": { "action": "Evict" } }))
                     .await
             },
-            async |at| policies_are(at, &other, Some("Evict")).await,
+            async |at| action_is(at, "Evict").await,
         )
         .await?;
     case_

@@ -34,12 +34,13 @@ const SETTLE_TIME: Duration = Duration::from_millis(900);
 /// The operator's client reconnects after this time without data, as in production.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(50);
 /// The resources that the operator watches.
-pub(crate) const WATCHED_KINDS: [&str; 6] = [
+pub(crate) const WATCHED_KINDS: [&str; 7] = [
     "gpumemorybudgets",
     "namespaces",
     "pods",
     "resourcequotas",
     "gpunodes",
+    "gpunamespaces",
     "nodes",
 ];
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(300);

@@ -4,8 +4,8 @@
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
 
-use bursar_crds::context_policy::{ContextPolicyEntry, FaultAction};
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::context_policy::FaultAction;
+use bursar_crds::{GpuMemoryBudget, GpuNamespace};
 use bursar_e2e::pods::{PodBuilder, PodState};
 use bursar_e2e::wait::{self, Poll};
 use futures::FutureExt as _;
@@ -90,7 +90,7 @@ pub(crate) async fn with_context_policy(
     }))?;
     budgets.create(&PostParams::default(), &budget).await?;
     let outcome = async {
-        wait_for_context_orders(context, |orders| !orders.is_empty()).await?;
+        wait_for_context_policy(context, true).await?;
         act(context).await
     };
     // The budget is deleted also after a failed assertion.
@@ -99,7 +99,7 @@ pub(crate) async fn with_context_policy(
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
     scaled?;
-    wait_for_context_orders(context, <[_]>::is_empty).await
+    wait_for_context_policy(context, false).await
 }
 
 fn budgets(context: &TrialContext) -> Api<GpuMemoryBudget> {
@@ -232,19 +232,16 @@ async fn evicted(context: &TrialContext, pod: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Waits until the context policies of every node satisfy `wanted`.
-async fn wait_for_context_orders(
-    context: &TrialContext,
-    wanted: impl Fn(&[ContextPolicyEntry]) -> bool,
-) -> Result<(), Failed> {
-    let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
-    let poll = async || match nodes.list(&Default::default()).await {
-        Ok(list) if list.iter().all(|node| wanted(&node.spec.context_policies)) => Poll::Ready(()),
-        Ok(list) => Poll::Pending(format!("{:?}", list.items)),
+/// Waits until the agents are told a context policy of the namespace, or none.
+async fn wait_for_context_policy(context: &TrialContext, wanted: bool) -> Result<(), Failed> {
+    let namespaces: Api<GpuNamespace> = Api::all(context.environment.cluster.client());
+    let poll = async || match namespaces.get_opt(NAMESPACE).await {
+        Ok(found) if found.is_some() == wanted => Poll::Ready(()),
+        Ok(found) => Poll::Pending(format!("{found:?}")),
         Err(error) => Poll::Pending(error.to_string()),
     };
     // The operator may have to reconnect to the API server.
-    Ok(wait::poll_until("the orders on the nodes", 2 * START_TIMEOUT, PAUSE, poll).await?)
+    Ok(wait::poll_until("the context policy", 2 * START_TIMEOUT, PAUSE, poll).await?)
 }
 
 fn faulting_pod(context: &TrialContext, name: &str, times: u32) -> PodBuilder {

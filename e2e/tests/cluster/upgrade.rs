@@ -316,10 +316,12 @@ fn stays_after_an_uninstall(difference: &str) -> bool {
     };
     let objects = [
         "CustomResourceDefinition <none> gpumemorybudgets.bursar.dev",
+        "CustomResourceDefinition <none> gpunamespaces.bursar.dev",
         "CustomResourceDefinition <none> gpunodes.bursar.dev",
         // The API server has an APIService for each group of CRDs.
         "APIService <none> v1alpha1.bursar.dev",
         "GpuMemoryBudget trials default",
+        "GpuNamespace <none> ",
         "GpuNode <none> ",
         "ResourceQuota trials gpu-memory-budget-",
         // The trial's own pods, and the namespace that `helm uninstall` never deletes.

@@ -108,7 +108,7 @@ fn namespace_roles_read_budgets_and_nothing_of_others() {
     assert_eq!(aggregates(role("bursar-node-view")), 0);
     assert_eq!(
         role("bursar-node-view")["rules"][0]["resources"],
-        json!(["gpunodes"])
+        json!(["gpunodes", "gpunamespaces"])
     );
     let not_aggregated = render(&["roles.aggregateToView=false"]);
     assert_eq!(

@@ -91,7 +91,8 @@ pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
     if has_crd(Kind::GpuNodes) || has_crd(Kind::Budgets) {
         found.push(Remainder {
             text: "the CRDs, which the chart keeps".to_owned(),
-            command: "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev"
+            command: "kubectl delete crd gpumemorybudgets.bursar.dev gpunamespaces.bursar.dev \
+                      gpunodes.bursar.dev"
                 .to_owned(),
         });
         found.push(Remainder {

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::future::Future;
 
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::context_policy::ContextPolicyEntry;
+use bursar_crds::context_policy::ContextPolicy;
 use bursar_crds::gpu_node::{PodSettings, RestartRequest};
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
-use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
+use bursar_crds::{
+    GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNamespace, GpuNode, OPERATOR_MANAGER,
+};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
 use k8s_openapi::api::policy::v1::Eviction;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{
@@ -23,9 +25,8 @@ use super::error::{ApiError, with_timeout};
 use crate::cluster::own_writes::{WriteSender, send_response};
 use crate::serve::metrics::{Metrics, WriteKind};
 
-/// The field manager of `spec.contextPolicies` and `spec.restarts`. Each list has a manager of its
-/// own.
-const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
+/// The field manager of `spec.restarts`. Each list has a manager of its own.
+const RESTARTS_MANAGER: &str = "bursar-operator-contexts";
 
 /// The field manager of the operator's entries in `spec.drain`.
 const DRAIN_MANAGER: &str = "bursar-operator-drain";
@@ -39,8 +40,8 @@ const ABSENT_AGENT: &str = "the node's agent has not been Ready for a minute, so
 
 /// Fields of a GpuNode's spec with a field manager of their own.
 pub enum SpecFields<'a> {
-    /// The node's context policies and restart requests.
-    ContextPolicies(&'a [ContextPolicyEntry], &'a [RestartRequest]),
+    /// The node's restart requests.
+    Restarts(&'a [RestartRequest]),
     /// The GPUs that the operator drains. GPUs of other field managers stay.
     Drain(&'a [String]),
     /// The settings of its pods that the node's agent must know.
@@ -181,11 +182,11 @@ impl ApiWriter {
         fields: SpecFields<'_>,
     ) -> Result<(), ApiError> {
         let (kind, what, manager, spec) = match fields {
-            SpecFields::ContextPolicies(policies, restarts) => (
+            SpecFields::Restarts(restarts) => (
                 WriteKind::ContextPolicies,
-                "the context policies of",
-                CONTEXT_POLICIES_MANAGER,
-                json!({ "contextPolicies": policies, "restarts": restarts }),
+                "the restart requests of",
+                RESTARTS_MANAGER,
+                json!({ "restarts": restarts }),
             ),
             SpecFields::Drain(gpus) => {
                 let spec = json!({ "drain": gpus });
@@ -211,6 +212,37 @@ impl ApiWriter {
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
         send_response(&self.responses.gpu_nodes, self.request(kind, object, write)).await
+    }
+
+    /// Tells all agents the context policy of a namespace.
+    pub async fn apply_context_policy(
+        &self,
+        namespace: &str,
+        policy: &ContextPolicy,
+    ) -> Result<(), ApiError> {
+        let api = Api::<GpuNamespace>::all(self.client.clone());
+        let body = json!({
+            "apiVersion": GpuNamespace::api_version(&()),
+            "kind": GpuNamespace::kind(&()),
+            "metadata": { "name": namespace },
+            "spec": { "contextPolicy": policy },
+        });
+        let object = format!("GpuNamespace {namespace}");
+        let (params, patch) = (apply_params(), Patch::Apply(body));
+        let write = api.patch(namespace, &params, &patch);
+        let request = self.request(WriteKind::ContextPolicies, object, write);
+        send_response(&self.responses.gpu_namespaces, request).await
+    }
+
+    /// Deletes the GpuNamespace with this UID: its namespace has no policy of its own any more.
+    pub async fn delete_context_policy(&self, namespace: &str, uid: &str) -> Result<(), ApiError> {
+        let api = Api::<GpuNamespace>::all(self.client.clone());
+        let object = format!("GpuNamespace {namespace}");
+        let params = with_uid(uid);
+        let write = api.delete(namespace, &params);
+        self.request(WriteKind::ContextPolicies, object, write)
+            .await
+            .map(drop)
     }
 
     /// Reports that a node's agent is away. An agent that is there after all takes its condition

@@ -1,10 +1,8 @@
 //! Indexes the cluster from watch events. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
-use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
-use bursar_crds::gpu_node::RestartRequest;
+use bursar_crds::context_policy::ContextAction;
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 use tokio::time::Instant;
@@ -13,13 +11,15 @@ mod apply;
 mod budgets;
 mod node_orders;
 
+pub use node_orders::NamespaceWrite;
+
 use super::agents::Agents;
 use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::facts::node::NodeFacts;
 use super::facts::pod::PodSummary;
 use super::node_liveness::NodeLiveness;
-use super::projections::{BudgetSummary, GpuNodeSummary};
+use super::projections::{BudgetSummary, GpuNamespaceSummary, GpuNodeSummary};
 use crate::budget::ObservedQuota;
 
 /// The watched kinds, as probes, logs and metrics name them.
@@ -30,6 +30,8 @@ pub mod kinds {
     pub const PODS: &str = "Pods";
     /// GpuNodes: GPUs and their use.
     pub const GPU_NODES: &str = "GpuNodes";
+    /// GpuNamespaces: what agents know of namespaces.
+    pub const GPU_NAMESPACES: &str = "GpuNamespaces";
     /// Nodes: cohort label, allocatable resources, readiness.
     pub const NODES: &str = "Nodes";
     /// Quotas: how admission refuses pods.
@@ -37,11 +39,16 @@ pub mod kinds {
     /// Namespaces with a budget label.
     pub const NAMESPACES: &str = "Namespaces";
     /// All kinds.
-    pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
+    pub const ALL: [&str; 7] = [
+        BUDGETS,
+        PODS,
+        GPU_NODES,
+        GPU_NAMESPACES,
+        NODES,
+        QUOTAS,
+        NAMESPACES,
+    ];
 }
-
-/// The orders for one node: context policies by namespace, and restart requests.
-pub type NodeOrders = (Arc<Vec<ContextPolicyEntry>>, Vec<RestartRequest>);
 
 /// One event of one watch.
 #[derive(Debug)]
@@ -52,6 +59,8 @@ pub enum WatchEvent {
     Pod(Event<CacheEntry<PodSummary>>),
     /// An event of a GpuNode.
     GpuNode(Event<CacheEntry<GpuNodeSummary>>),
+    /// An event of a GpuNamespace.
+    GpuNamespace(Event<CacheEntry<GpuNamespaceSummary>>),
     /// An event of a Node.
     Node(Event<CacheEntry<NodeFacts>>),
     /// An event of one of the operator's ResourceQuotas.
@@ -93,6 +102,7 @@ pub struct ClusterIndex {
     budget_lists: u64,
     pub(super) pods: Cache<PodSummary>,
     pub(super) gpu_nodes: Cache<GpuNodeSummary>,
+    gpu_namespaces: Cache<GpuNamespaceSummary>,
     pub(super) nodes: Cache<NodeFacts>,
     liveness: NodeLiveness,
     agents: Agents,
@@ -115,6 +125,7 @@ impl ClusterIndex {
             budget_lists: 0,
             pods: Cache::default(),
             gpu_nodes: Cache::default(),
+            gpu_namespaces: Cache::default(),
             nodes: Cache::default(),
             liveness: NodeLiveness::default(),
             agents: Agents::default(),
@@ -186,6 +197,7 @@ impl ClusterIndex {
             (kinds::BUDGETS, self.budgets.is_listed()),
             (kinds::PODS, self.pods.is_listed()),
             (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
+            (kinds::GPU_NAMESPACES, self.gpu_namespaces.is_listed()),
             (kinds::NODES, self.nodes.is_listed()),
             (kinds::QUOTAS, self.quotas.is_listed()),
             (kinds::NAMESPACES, self.labels.is_listed()),

@@ -20,8 +20,8 @@ pub mod watch_liveness;
 pub mod watches;
 
 pub use cache::{Cache, CacheEntry, Key, project};
-pub use index::{Affected, ClusterIndex, NodeOrders, WatchEvent, kinds};
+pub use index::{Affected, ClusterIndex, NamespaceWrite, WatchEvent, kinds};
 pub use projections::{
-    BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, OpenFault, QuotaOverrides,
-    budget_label,
+    BudgetSummary, Capacity, ExclusionReason, GpuNamespaceSummary, GpuNodeSummary, OpenFault,
+    QuotaOverrides, budget_label,
 };

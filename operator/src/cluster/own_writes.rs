@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::future::ready;
 use std::time::Instant;
 
-use bursar_crds::GpuNode;
+use bursar_crds::{GpuNamespace, GpuNode};
 use futures::stream::{Stream, StreamExt as _, poll_fn, select};
 use k8s_openapi::api::core::v1::{Namespace, ResourceQuota};
 use kube::ResourceExt;
@@ -49,6 +49,7 @@ macro_rules! kinds {
 kinds! {
     pods: SlimPod, "Pods.";
     gpu_nodes: GpuNode, "GPU nodes.";
+    gpu_namespaces: GpuNamespace, "What agents know of namespaces.";
     nodes: SlimNode, "Nodes.";
     quotas: ResourceQuota, "Quotas.";
     namespaces: PartialObjectMeta<Namespace>, "Namespaces.";

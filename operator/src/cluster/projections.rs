@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::budget::Override;
-use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy};
 use bursar_crds::gpu_node::{Fault, FaultKind, NamespaceUse, PodSettings, RestartRequest};
 use bursar_crds::resources::BUDGET_LABEL;
-use bursar_crds::{Amount, GpuMemoryBudget, GpuNode, Quantum};
+use bursar_crds::{Amount, GpuMemoryBudget, GpuNamespace, GpuNode, Quantum};
 use kube::ResourceExt;
 
 use crate::budget::ParsedSpec;
@@ -74,6 +74,25 @@ pub struct OpenFault {
     pub pods: Vec<String>,
 }
 
+/// What agents know of a namespace.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GpuNamespaceSummary {
+    /// The object's UID.
+    pub uid: String,
+    /// The policy for poisoned contexts. `None` without one, and where it cannot be parsed.
+    pub context_policy: Option<ContextPolicy>,
+}
+
+impl GpuNamespaceSummary {
+    /// The summary of `namespace`.
+    pub fn of(namespace: &GpuNamespace) -> Self {
+        Self {
+            uid: namespace.uid().unwrap_or_default(),
+            context_policy: namespace.spec.context_policy.clone(),
+        }
+    }
+}
+
 /// The fields of a GpuNode that the index needs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuNodeSummary {
@@ -83,10 +102,6 @@ pub struct GpuNodeSummary {
     pub largest_free: Quanta,
     /// A field of the object whose value this version does not know.
     pub unknown_field: Option<&'static str>,
-    /// The context actions that the node's agent lists. Agents of earlier versions list none.
-    pub context_actions: Vec<String>,
-    /// The context policies in the node's spec, sorted by namespace.
-    pub context_policies: Vec<ContextPolicyEntry>,
     /// The restart requests in the node's spec.
     pub restarts: Vec<RestartRequest>,
     /// The open faults.
@@ -110,8 +125,6 @@ impl GpuNodeSummary {
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
         let status = node.status.as_ref();
         let conditions = status.into_iter().flat_map(|status| &status.conditions);
-        let mut contexts = node.spec.context_policies.clone();
-        contexts.sort_by(|one, other| one.namespace.cmp(&other.namespace));
         Self {
             capacity: Capacity::of(node, quantum),
             largest_free: status.map_or(Quanta::ZERO, |status| {
@@ -119,10 +132,6 @@ impl GpuNodeSummary {
                 Quanta::new(largest.unwrap_or(0))
             }),
             unknown_field: unknown_in_node(node),
-            context_actions: status
-                .map(|status| status.context_actions.clone())
-                .unwrap_or_default(),
-            context_policies: contexts,
             restarts: node.spec.restarts.clone(),
             faults: OpenFault::all(node),
             namespaces: status

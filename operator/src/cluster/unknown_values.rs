@@ -28,19 +28,12 @@ pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
 
 /// The first field of a `GpuNode` with an unknown value.
 pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
-    let policies = &node.spec.context_policies;
     let status = node.status.as_ref();
     let gpus = || status.into_iter().flat_map(|status| &status.gpus);
     let waiting = || status.into_iter().flat_map(|status| &status.waiting);
     let quotas = || status.into_iter().flat_map(|status| &status.quotas);
     let faults = || status.into_iter().flat_map(|status| &status.faults);
     let fields = [
-        (
-            policies
-                .iter()
-                .any(|policy| policy.action == ContextAction::Unknown),
-            "spec.contextPolicies[].action",
-        ),
         (
             gpus().any(|gpu| gpu.state == GpuState::Unknown),
             "status.gpus[].state",

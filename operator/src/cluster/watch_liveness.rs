@@ -21,10 +21,11 @@ use crate::cluster::watches::READ_TIMEOUT;
 pub const STALLED_AFTER: Duration = READ_TIMEOUT.saturating_mul(4);
 
 /// The URL path suffix of each kind's lists and watches.
-const PATHS: [(&str, &str); 6] = [
+const PATHS: [(&str, &str); 7] = [
     ("/gpumemorybudgets", kinds::BUDGETS),
     ("/pods", kinds::PODS),
     ("/gpunodes", kinds::GPU_NODES),
+    ("/gpunamespaces", kinds::GPU_NAMESPACES),
     ("/nodes", kinds::NODES),
     ("/resourcequotas", kinds::QUOTAS),
     ("/namespaces", kinds::NAMESPACES),

@@ -1,7 +1,7 @@
 //! Watches the cluster, updates the index and queues affected budgets.
 //!
 //! ```text
-//!   six watches, own writes --> ClusterIndex --> affected --DEBOUNCE--> one reconcile per budget
+//!   the watches, own writes --> ClusterIndex --> affected --DEBOUNCE--> one reconcile per budget
 //! ```
 //!
 //! The debounce bounds the rate of writes: each budget is reconciled once per period at most.
@@ -15,7 +15,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
-use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
+use bursar_crds::{GpuMemoryBudget, GpuNamespace, GpuNode, Quantum};
 use bursar_watch::{History, Pauses};
 use futures::stream::{self, BoxStream, Stream, StreamExt, select_all};
 use k8s_openapi::api::core::v1::{Namespace, ResourceQuota};
@@ -33,7 +33,9 @@ use crate::cluster::slim_node::SlimNode;
 use crate::cluster::slim_pod::SlimPod;
 use crate::cluster::unknown_values::{unknown_in_budget, unknown_in_node};
 use crate::cluster::watch_liveness::WatchLiveness;
-use crate::cluster::{BudgetSummary, GpuNodeSummary, WatchEvent, budget_label, kinds, project};
+use crate::cluster::{
+    BudgetSummary, GpuNamespaceSummary, GpuNodeSummary, WatchEvent, budget_label, kinds, project,
+};
 use instrument::instrumented;
 use unreadable::{readable, store_event, unreadable_event};
 
@@ -57,7 +59,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(5);
 /// object is its `managedFields`.
 const PAGE_SIZE: u32 = 50;
 
-/// Watches budgets, pods, GpuNodes, Nodes, quotas and namespaces.
+/// Watches budgets, pods, GpuNodes, GpuNamespaces, Nodes, quotas and namespaces.
 ///
 /// Also keeps the store `budgets`, and merges `written` responses ahead of their watch events. A
 /// failed watch is resumed with back-off.
@@ -77,6 +79,7 @@ pub fn watch_all(
         watches.budgets(budgets),
         watches.pods(written.pods),
         watches.gpu_nodes(written.gpu_nodes),
+        watches.gpu_namespaces(written.gpu_namespaces),
         watches.nodes(written.nodes),
         watches.quotas(written.quotas),
         watches.namespaces(written.namespaces),
@@ -148,6 +151,25 @@ impl Watches<'_> {
                     )
                 });
                 stream::iter([unreadable, WatchEvent::GpuNode(gpus)])
+            })
+            .boxed()
+    }
+
+    /// An object that this version cannot parse has no policy, so the operator writes it again.
+    fn gpu_namespaces(&self, written: Responses<GpuNamespace>) -> BoxStream<'static, WatchEvent> {
+        let watch = self.watch(kinds::GPU_NAMESPACES, config());
+        merge_with_watch(watch, written, |of| DeserializeGuard(Ok(of)))
+            .map(|event| {
+                let summary = |of: &DeserializeGuard<GpuNamespace>| {
+                    Some(match &of.0 {
+                        Ok(of) => GpuNamespaceSummary::of(of),
+                        Err(unreadable) => GpuNamespaceSummary {
+                            uid: unreadable.metadata.uid.clone().unwrap_or_default(),
+                            context_policy: None,
+                        },
+                    })
+                };
+                WatchEvent::GpuNamespace(project(&event, summary))
             })
             .boxed()
     }

@@ -1,27 +1,26 @@
-//! Writes context policies, and the restarts that a changed policy requires, to the agents.
+//! Writes context policies, and the restarts that a changed policy requires, for the agents.
 //!
 //! ```text
-//!   budgets' contextPolicy, pods by node --> index --> GpuNode.spec.contextPolicies
-//!            open faults that the policy now restarts --> GpuNode.spec.restarts
+//!   budgets' contextPolicy --> index --> GpuNamespace of the namespace, which all agents watch
+//!   open faults that the policy now restarts --> GpuNode.spec.restarts
 //! ```
 //!
-//! Every node gets all policies, as long as these take at most 64 MiB on all nodes together. A
-//! pod's first fault must find its policy on the node, because a request at that time would take
-//! longer than the restart. When there are more, a node gets those of its pods' namespaces. A pod
-//! is bound seconds before it can fault. If the policy arrives later than the fault, the agent acts
-//! by the cluster's default.
+//! A pod's first fault must find its policy on the node, because a request at that time would take
+//! longer than the restart. So the agents of all nodes know all policies, and the operator writes a
+//! changed one once, whatever the number of nodes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::MAX_CONTEXTS;
+use bursar_crds::gpu_node::RestartRequest;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::api::error::ApiError;
 use crate::api::write::{ApiWriter, SpecFields};
-use crate::cluster::{ClusterIndex, NodeOrders};
+use crate::cluster::{ClusterIndex, NamespaceWrite};
 use crate::error::error_chain;
 
 /// The interval between two comparisons, and so the delay before a failed write is retried.
@@ -33,7 +32,7 @@ const WRITE_PACE: Duration = Duration::from_millis(50);
 /// How many writes follow one comparison, which bounds the delay of an urgent write.
 const MAX_WRITES: usize = 20;
 
-/// Keeps the nodes' context policies and restart requests up to date until `shutdown`.
+/// Keeps context policies and restart requests up to date until `shutdown`.
 pub async fn run(
     writer: ApiWriter,
     mut index: watch::Receiver<ClusterIndex>,
@@ -47,13 +46,13 @@ pub async fn run(
         if !has_more && !index.has_changed().unwrap_or(false) {
             continue;
         }
-        let Some(nodes) = writes.outdated_nodes(&index.borrow_and_update()) else {
+        let Some(due) = writes.due(&index.borrow_and_update()) else {
             continue;
         };
         let mut failed = false;
-        has_more = nodes.len() > MAX_WRITES;
-        for (node, uid, orders) in nodes.into_iter().take(MAX_WRITES) {
-            failed |= !writes.apply(&writer, node, &uid, orders).await;
+        has_more = due.len() > MAX_WRITES;
+        for (name, order) in due.into_iter().take(MAX_WRITES) {
+            failed |= !writes.apply(&writer, name, order).await;
             // A shutdown ends the round after the current write.
             let pace = shutdown.run_until_cancelled(sleep(WRITE_PACE));
             if pace.await.is_none() {
@@ -69,62 +68,84 @@ pub async fn run(
     }
 }
 
+/// What one object lacks.
+enum Order {
+    /// The restart requests of the GpuNode with this UID.
+    Restarts(String, Vec<RestartRequest>),
+    /// The policy of a GpuNamespace.
+    Policy(NamespaceWrite),
+}
+
 /// The writes so far.
 #[derive(Default)]
 struct Writes {
-    /// The last entries that the operator applied to each node. Server-side apply leaves others.
-    applied: BTreeMap<String, NodeOrders>,
-    /// The node of the last write. The next round starts after it, so that failing nodes block no
-    /// others.
+    /// The last restart requests that the operator applied to each GpuNode, by UID. Server-side
+    /// apply leaves others.
+    restarts: BTreeMap<String, Vec<RestartRequest>>,
+    /// The object of the last write. The next round starts after it, so that failing writes block
+    /// no others.
     last: String,
     /// Whether a write of the last round failed. Only the first failure of a row is logged.
     failing: bool,
 }
 
 impl Writes {
-    /// The nodes that need a write, those with restart requests first. `None` until all kinds are
-    /// listed.
-    fn outdated_nodes(
-        &mut self,
-        index: &ClusterIndex,
-    ) -> Option<Vec<(String, String, NodeOrders)>> {
+    /// The objects that need a write by name, those with restart requests first. `None` until all
+    /// kinds are listed.
+    fn due(&mut self, index: &ClusterIndex) -> Option<Vec<(String, Order)>> {
         if !index.unlisted_kinds().is_empty() {
             return None;
         }
-        index.forget_deleted_nodes(&mut self.applied);
-        let mut nodes = index.outdated_node_orders(&self.applied);
-        nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= self.last));
-        Some(nodes)
+        let restarts = index.outdated_restarts(&mut self.restarts).into_iter();
+        let restarts = restarts.map(|(node, uid, due)| (node, Order::Restarts(uid, due)));
+        let policies = index.outdated_namespaces().into_iter();
+        let policies = policies.map(|(namespace, write)| (namespace, Order::Policy(write)));
+        let mut due: Vec<_> = restarts.chain(policies).collect();
+        due.sort_by_key(|(name, order)| (matches!(order, Order::Policy(_)), *name <= self.last));
+        Some(due)
     }
 
-    /// Writes the orders of one node. Returns whether that succeeded.
-    async fn apply(
+    /// Writes one object. Returns whether that succeeded.
+    async fn apply(&mut self, writer: &ApiWriter, name: String, order: Order) -> bool {
+        let written = match order {
+            Order::Restarts(uid, due) => self.apply_restarts(writer, &name, uid, due).await,
+            Order::Policy(NamespaceWrite::Apply(policy)) => {
+                let written = writer.apply_context_policy(&name, &policy).await;
+                written.map(|()| info!(namespace = name, ?policy, "applied a context policy"))
+            }
+            Order::Policy(NamespaceWrite::Delete(uid)) => {
+                let written = writer.delete_context_policy(&name, &uid).await;
+                written.map(|()| info!(namespace = name, "deleted a context policy"))
+            }
+        };
+        self.last = name;
+        if let Err(error) = &written
+            && !self.failing
+        {
+            warn!(error = %error_chain(error), "failed to apply context policies; retrying");
+        }
+        written.is_ok()
+    }
+
+    async fn apply_restarts(
         &mut self,
         writer: &ApiWriter,
-        node: String,
-        uid: &str,
-        (policies, restarts): NodeOrders,
-    ) -> bool {
-        self.last.clone_from(&node);
-        let fields = SpecFields::ContextPolicies(&policies, &restarts);
-        if let Err(error) = writer.apply_spec(&node, uid, fields).await {
+        node: &str,
+        uid: String,
+        due: Vec<RestartRequest>,
+    ) -> Result<(), ApiError> {
+        let written = writer
+            .apply_spec(node, &uid, SpecFields::Restarts(&due))
+            .await;
+        match written {
+            Ok(()) => {
+                info!(node, ?due, "applied restart requests");
+                self.restarts.insert(uid, due);
+            }
             // A failed write may still have been applied, so the owner of the current entries is
             // unknown.
-            self.applied.remove(&node);
-            if !self.failing {
-                warn!(error = %error_chain(&error), "failed to apply context policies; retrying");
-            }
-            return false;
+            Err(_) => drop(self.restarts.remove(&uid)),
         }
-        let namespaces = policies.len();
-        info!(node, namespaces, ?restarts, "applied context policies");
-        if namespaces == MAX_CONTEXTS {
-            warn!(
-                node,
-                namespaces, "context policies truncated; other namespaces have the default"
-            );
-        }
-        self.applied.insert(node, (policies, restarts));
-        true
+        written
     }
 }

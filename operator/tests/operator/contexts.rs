@@ -252,6 +252,9 @@ async fn reported_fault_is_restarted_once_when_the_policy_changes() {
     running.api.put(BUDGETS, with("InPlace", 2));
     let order = json!({ "fault": "aa-3", "podUid": "p", "container": "c", "processGeneration": 4 });
     until(json!([order])).await;
+    let policy =
+        json!({ "action": "InPlace", "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
+    running.until_told("team", policy).await;
     let written = running.orders_written();
     sleep(Duration::from_millis(1500)).await;
     assert_eq!(running.orders_written(), written, "written once");
@@ -262,38 +265,40 @@ async fn reported_fault_is_restarted_once_when_the_policy_changes() {
 }
 
 #[tokio::test]
-async fn due_restart_is_written_before_other_nodes_policies() {
+async fn due_restart_is_written_before_context_policies() {
     let others: Vec<_> = (0..30).map(|number| format!("a{number:02}")).collect();
+    let restarts = |namespace: &str, guaranteed: &str| {
+        let mut budget = budget(namespace, guaranteed);
+        budget["spec"]["contextPolicy"] = json!({ "action": "InPlace" });
+        budget
+    };
     let running = Running::start(|api| {
         small(api);
-        let mut budget = budget("team", "16Gi");
-        budget["spec"]["contextPolicy"] = json!({ "action": "InPlace" });
-        api.put(BUDGETS, budget);
+        api.put(BUDGETS, restarts("team", "16Gi"));
         for name in &others {
-            api.put("gpunodes", gpu_node(name, 8));
+            api.put(BUDGETS, restarts(name, "0"));
         }
         set_faults(api, fault("Report"));
     })
     .await;
-    let orders = |node: &str| {
-        let spec = &running.api.get("gpunodes", "", node)["spec"];
-        spec["contextPolicies"].as_array().map_or(0, Vec::len)
-    };
+    let is_told = |namespace: &str| !running.api.get("gpunamespaces", "", namespace).is_null();
     let begin = Instant::now();
-    while others.iter().any(|node| orders(node) != 1) || orders("n") != 1 {
+    while !others.iter().all(|namespace| is_told(namespace)) || !is_told("team") {
         assert!(begin.elapsed() < END, "{:?}", running.api.writes());
         sleep(Duration::from_millis(20)).await;
     }
     let writes = running.api.writes();
-    let mut first = writes.iter().filter(|write| write.contains("/gpunodes/"));
-    assert!(
-        first
-            .next()
-            .is_some_and(|write| write.ends_with("/gpunodes/n")),
-        "{writes:?}"
-    );
+    let places = |what: &str| {
+        let all = writes.iter().enumerate();
+        let of = all.filter(|(_, write)| write.contains(what));
+        of.map(|(place, _)| place).collect::<Vec<_>>()
+    };
+    // The settings of the pod, and its restart.
+    let of_node = places("/gpunodes/n");
+    assert_eq!(of_node.len(), 2, "{writes:?}");
+    assert!(of_node[1] < places("/gpunamespaces/")[0], "{writes:?}");
     sleep(Duration::from_millis(1500)).await;
-    assert_eq!(running.orders_written(), others.len() + 1, "each once");
+    assert_eq!(running.orders_written(), others.len() + 2, "each once");
     running.stop().await;
 }
 

@@ -430,7 +430,14 @@ async fn disruption_budget_is_honoured_for_its_grace() {
 async fn late_watch_causes_no_second_write() {
     let running = Running::start(small).await;
     running.until_ready().await;
-    for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
+    let kinds = [
+        "resourcequotas",
+        "namespaces",
+        "gpunodes",
+        "gpunamespaces",
+        "nodes",
+    ];
+    for kind in kinds {
         running.api.set_watch_paused(kind, true);
     }
     let before = running.api.writes().len();
@@ -446,12 +453,9 @@ async fn late_watch_causes_no_second_write() {
     let of = |end: &str| writes.iter().filter(|write| write.ends_with(end)).count();
     assert_eq!(of("/gpu-memory-budget-limit"), 1, "{writes:?}");
     assert_eq!(of("/gpu-memory-budget-guaranteed"), 1, "{writes:?}");
-    assert_eq!(
-        of("/gpunodes/n"),
-        1 + 3,
-        "the policy, and each pod: {writes:?}"
-    );
-    for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
+    assert_eq!(of("/gpunamespaces/team"), 1, "{writes:?}");
+    assert_eq!(of("/gpunodes/n"), 3, "each pod: {writes:?}");
+    for kind in kinds {
         running.api.set_watch_paused(kind, false);
     }
     until("it is in force", &running.api, |api| ready(api, 2)).await;

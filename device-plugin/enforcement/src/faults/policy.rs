@@ -1,30 +1,26 @@
 //! Decides what follows a poisoned context in which container: pure.
 
-use bursar_crds::context_policy::{ContextAction, ContextPolicyEntry};
+use bursar_apiserver::ContextPolicies;
+use bursar_crds::context_policy::ContextAction;
 use bursar_crds::gpu_node::RestartRequest;
 
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::RecoveryPolicy;
 
-/// The policy of a container: that of its namespace's order, or the cluster's `default`. None where
+/// The policy of a container: that of its namespace, or the cluster's `default`. None where
 /// the container's namespace is unknown, so that its present policy stays.
 pub fn context_policy(
-    orders: &[ContextPolicyEntry],
+    policies: &ContextPolicies,
     default: ContextAction,
     container: &BoundContainer,
 ) -> Option<RecoveryPolicy> {
     let namespace = &container.name.as_ref()?.pod.as_ref()?.namespace;
-    let order = orders.iter().find(|order| order.namespace == *namespace);
-    Some(order.map_or_else(
-        || RecoveryPolicy::with_action(default),
-        |order| {
-            RecoveryPolicy::new(
-                order.action,
-                order.max_restarts,
-                order.window_seconds,
-                order.grace_seconds,
-            )
-        },
+    let policy = policies.get(namespace).cloned().unwrap_or_default();
+    Some(RecoveryPolicy::new(
+        policy.action.unwrap_or(default),
+        policy.max_restarts,
+        policy.window_seconds,
+        policy.grace_seconds,
     ))
 }
 
@@ -43,6 +39,7 @@ pub(crate) fn required_generation(
 
 #[cfg(test)]
 mod tests {
+    use bursar_crds::context_policy::ContextPolicy;
     use bursar_node::checkpoint_state::{ContainerName, PodName};
 
     use super::*;
@@ -63,16 +60,16 @@ mod tests {
 
     #[test]
     fn policy_is_that_of_the_namespace_or_the_default() {
-        let orders = [ContextPolicyEntry {
-            namespace: "here".to_owned(),
-            action: ContextAction::InPlace,
+        let policy = ContextPolicy {
+            action: Some(ContextAction::InPlace),
             max_restarts: 9,
             window_seconds: 60,
             grace_seconds: 3,
-        }];
+        };
+        let policies = [("here".to_owned(), policy)].into();
         let ordered = RecoveryPolicy::new(ContextAction::InPlace, 9, 60, 3);
         let policy =
-            |default, namespace| context_policy(&orders, default, &container_in(namespace));
+            |default, namespace| context_policy(&policies, default, &container_in(namespace));
         for default in ContextAction::DEFAULTS {
             assert_eq!(policy(default, Some("here")), Some(ordered));
             let default_policy = RecoveryPolicy::new(default, 5, 600, 10);

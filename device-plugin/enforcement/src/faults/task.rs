@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_apiserver::{Events, ParsedSpec};
+use bursar_apiserver::{ContextPolicies, Events, ParsedSpec};
 use bursar_config::PathsConfig;
 use bursar_crds::context_policy::ContextAction;
 use bursar_crds::gpu_node;
@@ -40,6 +40,8 @@ pub struct FaultInputs {
     pub snapshots: watch::Receiver<Snapshot>,
     /// The orders in the node's `GpuNode`; none before the API server has sent the object.
     pub orders: watch::Receiver<Option<ParsedSpec>>,
+    /// The context policies of namespaces; none before the API server has listed them.
+    pub policies: watch::Receiver<Option<ContextPolicies>>,
     /// The XIDs that NVML reported recently.
     pub xids: watch::Receiver<RecentXids>,
     /// Since when the agent cannot write the node's status; none while it can.
@@ -123,20 +125,18 @@ fn release(waiting: &mut Vec<oneshot::Sender<()>>) {
 
 impl FaultInputs {
     fn apply_orders(&self, now: ClockReading) {
-        let Some(ParsedSpec {
-            context_policies: contexts,
-            restarts,
-            ..
-        }) = &*self.orders.borrow()
-        else {
-            return;
-        };
+        let (orders, policies) = (self.orders.borrow(), self.policies.borrow());
+        let restarts = orders.as_ref().map(|orders| orders.restarts.as_slice());
         for container in self.snapshots.borrow().containers.iter() {
             let allocation = &container.allocation;
-            if let Some(policy) = policy::context_policy(contexts, self.default_action, container) {
+            let policy = policies
+                .as_ref()
+                .and_then(|all| policy::context_policy(all, self.default_action, container));
+            if let Some(policy) = policy {
                 self.sessions.set_recovery_policy(allocation, policy);
             }
-            if let Some(generation) = policy::required_generation(restarts, container) {
+            let generation = policy::required_generation(restarts.unwrap_or_default(), container);
+            if let Some(generation) = generation {
                 self.sessions
                     .require_generation(allocation, generation, now);
             }
@@ -213,7 +213,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use bursar_apiserver::metrics::ApiMetrics;
-    use bursar_crds::context_policy::ContextPolicyEntry;
+    use bursar_crds::context_policy::ContextPolicy;
     use bursar_gpu::Inventory;
     use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
     use bursar_gpu::uvm::UvmModule;
@@ -303,6 +303,7 @@ mod tests {
             sessions: Arc::clone(sessions),
             snapshots: watch::channel(snapshot()).1,
             orders: watch::channel(None).1,
+            policies: watch::channel(None).1,
             xids: watch::channel(RecentXids::default()).1,
             disconnected_since: watch::channel(None).1,
             events: Events::new(ApiMetrics::new(&mut Registry::default())).0,
@@ -343,9 +344,9 @@ mod tests {
             device_ids: None,
         };
         sessions.serve(spec).await.unwrap();
-        let (orders, received) = watch::channel(None);
+        let (policies, received) = watch::channel(None);
         let inputs = FaultInputs {
-            orders: received,
+            policies: received,
             ..inputs(folder.path(), &sessions)
         };
         tokio::spawn(run(
@@ -355,17 +356,12 @@ mod tests {
         ));
         // The first round comes at once.
         tokio::time::sleep(POLL_INTERVAL / 2).await;
-        let policy = ContextPolicyEntry {
-            namespace: "team".to_owned(),
-            action: ContextAction::Report,
-            max_restarts: 5,
-            window_seconds: 600,
+        let policy = ContextPolicy {
+            action: Some(ContextAction::Report),
             grace_seconds: 0,
+            ..ContextPolicy::default()
         };
-        orders.send_replace(Some(ParsedSpec {
-            context_policies: vec![policy],
-            ..ParsedSpec::default()
-        }));
+        policies.send_replace(Some([("team".to_owned(), policy)].into()));
         let record = folder.path().join("sessions/0000000000000007.json");
         let has_policy = || std::fs::read_to_string(&record).unwrap().contains("Report");
         hello(folder.path()).await;

@@ -869,7 +869,7 @@ fn unknown_spec_entries_are_a_condition_only() {
         condition(&report, names::ACCEPTED)
     };
     assert_eq!(accepted_condition(&inputs), (Some(true), names::OK));
-    inputs.overrides.unrecognized = vec!["contextPolicies[0]".to_owned()];
+    inputs.overrides.unrecognized = vec!["restarts[0]".to_owned()];
     assert_eq!(
         accepted_condition(&inputs),
         (Some(false), names::NOT_UNDERSTOOD)

@@ -255,7 +255,7 @@ impl Faults {
         let kind = path.rsplit('/').next().unwrap_or_default();
         let selector = match kind {
             "nodes" | "gpunodes" => "labelSelector=bursar.dev%2Fcohort",
-            "namespaces" => "fieldSelector=metadata.name",
+            "namespaces" | "gpunamespaces" => "fieldSelector=metadata.name",
             _ => "fieldSelector=metadata.namespace",
         };
         let mut query = format!("{query}&{selector}%3D{case}");

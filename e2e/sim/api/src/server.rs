@@ -447,6 +447,17 @@ impl SimApiServer {
         json_body(&written)
     }
 
+    /// Serves a server-side apply of a `GpuNamespace` by its only writer.
+    fn apply_namespace(&self, name: &str, patch: &Value) -> Response {
+        let kind = "gpunamespaces";
+        let new = format!("{kind}/{name} of {}", self.data().etcd.version);
+        let stored = self.stored(kind, &format!("/{name}"));
+        let mut object =
+            stored.unwrap_or_else(|| json!({ "metadata": { "name": name, "uid": new } }));
+        object["spec"] = patch["spec"].clone();
+        json_body(&self.store_object(kind, object, None))
+    }
+
     /// Serves a server-side apply of a list in the spec by its only writer.
     fn apply_spec_list(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
@@ -504,14 +515,14 @@ impl SimApiServer {
         json_body(&self.store_object(kind, object, None))
     }
 
-    fn delete_quota(&self, namespace: &str, name: &str, uid: &Value) -> Response {
-        let Some(quota) = self.stored("resourcequotas", &format!("{namespace}/{name}")) else {
+    fn delete_with_uid(&self, kind: &str, namespace: &str, name: &str, uid: &Value) -> Response {
+        let Some(object) = self.stored(kind, &format!("{namespace}/{name}")) else {
             return error_response(StatusCode::NOT_FOUND);
         };
-        if quota["metadata"]["uid"] != *uid {
+        if object["metadata"]["uid"] != *uid {
             return error_response(StatusCode::CONFLICT);
         }
-        self.delete("resourcequotas", namespace, name);
+        self.delete(kind, namespace, name);
         json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
     }
 
@@ -547,7 +558,8 @@ impl SimApiServer {
                 }
             }
             (&Method::DELETE, [.., "namespaces", namespace, "resourcequotas", name]) => {
-                self.delete_quota(namespace, name, &body["preconditions"]["uid"])
+                let uid = &body["preconditions"]["uid"];
+                self.delete_with_uid("resourcequotas", namespace, name, uid)
             }
             (&Method::PATCH, [.., "gpunodes", name]) if applies => {
                 self.apply_spec_list("gpunodes", &format!("/{name}"), body)
@@ -560,6 +572,13 @@ impl SimApiServer {
                 let agents = query.contains("fieldManager=bursar-agent");
                 assert!(agents && query.contains("force=true"), "{query}");
                 self.apply_status("gpunodes", &format!("/{name}"), body)
+            }
+            (&Method::PATCH, [.., "gpunamespaces", name]) => {
+                assert!(applies, "{query}");
+                self.apply_namespace(name, body)
+            }
+            (&Method::DELETE, [.., "gpunamespaces", name]) => {
+                self.delete_with_uid("gpunamespaces", "", name, &body["preconditions"]["uid"])
             }
             (&Method::POST, [.., "gpunodes"]) => self.create("gpunodes", body.clone()),
             (&Method::POST, [.., "namespaces", namespace, "leases"]) => {

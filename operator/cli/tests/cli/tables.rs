@@ -130,7 +130,7 @@ fn uninstall_removes_crds_without_objects() {
         let found = uninstall::remainders(snapshot).into_iter();
         found.map(|remainder| remainder.command).collect::<Vec<_>>()
     };
-    let crds = "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev";
+    let crds = "kubectl delete crd gpumemorybudgets.bursar.dev gpunamespaces.bursar.dev gpunodes.bursar.dev";
     assert_eq!(commands(&empty)[0], crds);
     for kind in [Kind::GpuNodes, Kind::Budgets] {
         empty.unread.insert(kind, "forbidden".to_owned());

@@ -52,6 +52,10 @@ impl ClusterIndex {
                 affected
             }
             WatchEvent::GpuNode(event) => self.apply_gpu_node(event),
+            WatchEvent::GpuNamespace(event) => {
+                self.gpu_namespaces.apply(event);
+                Affected::default()
+            }
             WatchEvent::Node(event) => self.apply_node(event),
             WatchEvent::Quota(event) => Affected {
                 all: false,

@@ -1,103 +1,80 @@
-//! Decides which context policies, restart requests and drains have to be written to nodes.
+//! Decides which context policies have to be written to namespaces, and which restart requests and
+//! drains to nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::conditions::gpu_node as names;
-use bursar_crds::context_policy::{ContextAction, ContextPolicy, ContextPolicyEntry};
-use bursar_crds::gpu_node::{MAX_CONTEXTS, MAX_RESTARTS, RestartRequest};
+use bursar_crds::context_policy::{ContextAction, ContextPolicy};
+use bursar_crds::gpu_node::{MAX_RESTARTS, RestartRequest};
 use tokio::time::Instant;
 
-use super::{ClusterIndex, NodeOrders};
+use super::{ClusterIndex, kinds};
 use crate::budget::{Remedy, action_of, remedy};
+use crate::cluster::Key;
 use crate::cluster::nvidia_labels::due_drain;
-use crate::cluster::projections::{GpuNodeSummary, OpenFault};
+use crate::cluster::projections::{BudgetSummary, GpuNodeSummary, OpenFault};
 use crate::cluster::ssa_diff::needs_apply;
 
-/// The bytes that all policies on all nodes may take. The API server stores the whole object at
-/// each write of an agent.
-const MAX_POLICY_BYTES: usize = 64 << 20;
-/// The bytes of one context policy in a GpuNode, with its managed fields and a name of 20 letters.
-pub(super) const POLICY_BYTES: usize = 256;
 /// An agent in a crash loop takes its condition back at each start, so it is reported again after
 /// this time.
 const REPORT_AGAIN: Duration = Duration::from_secs(600);
-/// The fewest policies that every node gets, in a cluster of any size.
-const MIN_ON_EVERY_NODE: usize = 32;
-/// The actions of agents of earlier versions, which list none.
-const UNLISTED_ACTIONS: [ContextAction; 4] = [
-    ContextAction::InPlace,
-    ContextAction::Restart,
-    ContextAction::Evict,
-    ContextAction::Report,
-];
+/// What the GpuNamespace of a namespace lacks.
+#[derive(Clone, Debug, PartialEq)]
+pub enum NamespaceWrite {
+    /// The object needs this policy.
+    Apply(ContextPolicy),
+    /// The object with this UID says what no budget says.
+    Delete(String),
+}
 
 impl ClusterIndex {
-    /// The context policies by namespace, without those that equal the agents' default.
-    pub(super) fn context_policies(&self) -> Vec<ContextPolicyEntry> {
-        let entry = |namespace: &str, policy: &ContextPolicy| ContextPolicyEntry {
-            namespace: namespace.to_owned(),
-            action: action_of(Some(policy), self.default_action),
-            max_restarts: policy.max_restarts,
-            window_seconds: policy.window_seconds,
-            grace_seconds: policy.grace_seconds,
+    /// The namespaces whose GpuNamespace has to be written, because it does not say what the budget
+    /// says.
+    pub fn outdated_namespaces(&self) -> Vec<(String, NamespaceWrite)> {
+        let wanted = |(key, budget): (&Key, &BudgetSummary)| {
+            let policy = budget.context_policy.clone()?;
+            (policy != ContextPolicy::default()).then(|| (key.namespace.clone(), policy))
         };
-        let orders = self.budgets.iter().filter_map(|(key, summary)| {
-            let order = entry(&key.namespace, summary.context_policy.as_ref()?);
-            let default = entry(&key.namespace, &ContextPolicy::default());
-            (order != default).then_some(order)
-        });
-        orders.collect()
+        let mut wanted: BTreeMap<_, _> = self.budgets.iter().filter_map(wanted).collect();
+        let mut due = Vec::new();
+        for (key, written) in self.gpu_namespaces.iter() {
+            match wanted.remove(&key.name) {
+                policy if policy == written.context_policy && policy.is_some() => {}
+                Some(policy) => due.push((key.name.clone(), NamespaceWrite::Apply(policy))),
+                // The budget may say the same in a later version's words.
+                None if self.is_budget_unreadable(&key.name) => {}
+                None => {
+                    let delete = NamespaceWrite::Delete(written.uid.clone());
+                    due.push((key.name.clone(), delete));
+                }
+            }
+        }
+        let missing = wanted.into_iter();
+        due.extend(missing.map(|(name, policy)| (name, NamespaceWrite::Apply(policy))));
+        due
     }
 
-    /// Drops the orders `written` to deleted nodes, because autoscalers never reuse a node's name.
-    pub fn forget_deleted_nodes(&self, written: &mut BTreeMap<String, NodeOrders>) {
-        let names: BTreeSet<&str> = self
-            .gpu_nodes
-            .iter()
-            .map(|(key, _)| key.name.as_str())
-            .collect();
-        written.retain(|node, _| names.contains(node.as_str()));
+    fn is_budget_unreadable(&self, namespace: &str) -> bool {
+        let budgets = self.unreadable.get(kinds::BUDGETS).into_iter();
+        let mut there = budgets.flat_map(|budgets| budgets.in_namespace(namespace));
+        there.next().is_some()
     }
 
-    /// The nodes whose context policies or restart requests have to be written: name, UID and
-    /// orders.
+    /// The nodes whose restart requests have to be written: name, UID and requests.
     ///
-    /// `written` holds what the operator applied last to each node.
-    pub fn outdated_node_orders(
+    /// `written` holds what the operator applied last, by UID. Drops the entries of deleted nodes.
+    pub fn outdated_restarts(
         &self,
-        written: &BTreeMap<String, NodeOrders>,
-    ) -> Vec<(String, String, NodeOrders)> {
-        let policies = self.context_policies();
-        let are_few = policies.len() <= max_on_every_node(self.gpu_nodes.iter().count());
-        let mut by_actions = BTreeMap::new();
+        written: &mut BTreeMap<String, Vec<RestartRequest>>,
+    ) -> Vec<(String, String, Vec<RestartRequest>)> {
+        self.forget_deleted_uids(written);
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let nodes = nodes.filter_map(|(key, node)| {
-            let all: &Arc<_> = by_actions
-                .entry(&node.context_actions)
-                .or_insert_with_key(|actions| Arc::new(supported_policies(&policies, actions)));
-            let orders = match are_few {
-                true => all.clone(),
-                false => self.context_policies_of_pods_on(&key.name, all),
-            };
             let due = self.restart_requests(node);
-            let (contexts, restarts) = written
-                .get(&key.name)
-                .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
-                .unzip();
-            // A correct policy stays until another write, although no pod needs it: the next pod
-            // may.
-            let idle = |entry: &ContextPolicyEntry| {
-                policy_of(&orders, &entry.namespace) != Some(entry)
-                    && policy_of(all, &entry.namespace) == Some(entry)
-            };
-            let differs = node.context_policies != *orders && {
-                let current = node.context_policies.iter().filter(|entry| !idle(entry));
-                needs_apply(&current.cloned().collect::<Vec<_>>(), &orders, contexts)
-            };
-            let differs = differs || needs_apply(&node.restarts, &due, restarts);
-            differs.then(|| (key.name.clone(), node.facts.uid.clone(), (orders, due)))
+            let uid = &node.facts.uid;
+            needs_apply(&node.restarts, &due, written.get(uid))
+                .then(|| (key.name.clone(), uid.clone(), due))
         });
         nodes.collect()
     }
@@ -157,17 +134,6 @@ impl ClusterIndex {
             .collect()
     }
 
-    /// The policies of the namespaces that have pods on a node.
-    pub(super) fn context_policies_of_pods_on(
-        &self,
-        node: &str,
-        all: &[ContextPolicyEntry],
-    ) -> Arc<Vec<ContextPolicyEntry>> {
-        let namespaces = self.aggregates.namespaces_on(node);
-        let namespaces = namespaces.filter_map(|namespace| policy_of(all, namespace));
-        Arc::new(namespaces.take(MAX_CONTEXTS).cloned().collect())
-    }
-
     /// The restart requests for faults that the agent left open and that today's policy restarts.
     pub(super) fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartRequest> {
         let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
@@ -188,37 +154,4 @@ impl ClusterIndex {
         let policy = summary.and_then(|(_, summary)| summary.context_policy.as_ref());
         action_of(policy, self.default_action)
     }
-}
-
-/// How many context policies every node of a cluster gets. If there are more, a node gets those of
-/// its pods' namespaces.
-pub(super) fn max_on_every_node(nodes: usize) -> usize {
-    let per_node = MAX_POLICY_BYTES / nodes.max(1);
-    (per_node / POLICY_BYTES).clamp(MIN_ON_EVERY_NODE, MAX_CONTEXTS)
-}
-
-/// The policies for an agent that lists these actions. For every other one it restarts the
-/// container, and keeps the maximum and the window.
-fn supported_policies(
-    policies: &[ContextPolicyEntry],
-    listed: &[String],
-) -> Vec<ContextPolicyEntry> {
-    let mut policies = policies.to_vec();
-    for policy in &mut policies {
-        let action = policy.action;
-        let is_listed = listed.iter().any(|one| one == action.as_str());
-        if !is_listed && !UNLISTED_ACTIONS.contains(&action) {
-            policy.action = ContextAction::Restart;
-        }
-    }
-    policies
-}
-
-/// The policy of a namespace among `orders`, which are sorted by namespace.
-fn policy_of<'a>(
-    orders: &'a [ContextPolicyEntry],
-    namespace: &str,
-) -> Option<&'a ContextPolicyEntry> {
-    let at = orders.binary_search_by(|entry| entry.namespace.as_str().cmp(namespace));
-    at.ok().map(|at| &orders[at])
 }

@@ -1,19 +1,17 @@
 use std::time::Duration;
 
 use bursar_crds::context_policy::{ContextAction, ContextPolicy};
-use bursar_crds::gpu_node::MAX_CONTEXTS;
 use bursar_crds::{COHORT_LABEL, GpuNode};
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::node_orders::{POLICY_BYTES, max_on_every_node};
 use super::*;
 use crate::budget::{BudgetInputs, Cohort, QuotaKind, QuotaSpec, Scope};
 use crate::cluster::aggregates::CohortMember;
 use crate::cluster::facts::node::GpuFacts;
 use crate::cluster::facts::pod::{Placement, PodFacts, PriorityKind};
 use crate::cluster::projections::OpenFault;
-use crate::cluster::{Capacity, ExclusionReason, QuotaOverrides};
+use crate::cluster::{Capacity, ExclusionReason, QuotaOverrides, WatchEvent};
 use crate::quanta::Quanta;
 
 fn key(namespace: &str, name: &str) -> Key {
@@ -80,50 +78,26 @@ fn node(name: &str, quanta: u64) -> WatchEvent {
 }
 
 #[test]
-fn foreign_context_policy_is_not_overwritten_forever() {
-    let order = |namespace: &str| ContextPolicyEntry {
-        namespace: namespace.to_owned(),
-        action: ContextAction::Report,
-        max_restarts: 1,
-        window_seconds: 60,
-        grace_seconds: 10,
-    };
-    let mut index = ClusterIndex::new(Quantum::Gib1);
-    let gpus = GpuNodeSummary {
-        context_policies: vec![order("foreign"), order("ours")],
+fn restarts_written_to_a_node_are_forgotten_when_it_is_gone() {
+    let uid = |uid: &str| GpuNodeSummary {
+        facts: Box::new(GpuFacts {
+            uid: uid.to_owned(),
+            ..GpuFacts::default()
+        }),
         ..GpuNodeSummary::default()
     };
-    index.apply(WatchEvent::GpuNode(Event::Apply((
-        key("", "n"),
-        Some(gpus),
-    ))));
-    index.apply(budget("ours", reports()));
-    assert_eq!(index.outdated_node_orders(&BTreeMap::new()).len(), 1);
-    let given = (Arc::new(vec![order("ours")]), Vec::new());
-    let written = BTreeMap::from([("n".to_owned(), given)]);
-    assert!(index.outdated_node_orders(&written).is_empty());
-    index.apply(budget("new", reports()));
-    assert_eq!(index.outdated_node_orders(&written).len(), 1);
-    for namespace in ["new", "ours"] {
-        index.apply(budget(namespace, summary("x", 8, 2)));
-    }
-    assert_eq!(index.outdated_node_orders(&written).len(), 1, "ours goes");
-}
-
-#[test]
-fn orders_written_to_a_node_are_forgotten_when_it_is_gone() {
-    let mut index = ClusterIndex::new(Quantum::Gib1);
-    index.apply(node("stays", 8));
+    let there = |name: &str| WatchEvent::GpuNode(Event::Apply((key("", name), Some(uid(name)))));
+    let mut index = index([there("stays")]);
     let mut written = BTreeMap::new();
     for number in 0..1000 {
         let name = format!("autoscaled-{number}");
-        index.apply(node(&name, 8));
-        written.insert(name.clone(), Default::default());
-        written.insert("stays".to_owned(), Default::default());
-        index.forget_deleted_nodes(&mut written);
+        index.apply(there(&name));
+        written.insert(name.clone(), Vec::new());
+        written.insert("stays".to_owned(), Vec::new());
+        index.outdated_restarts(&mut written);
         assert_eq!(written.len(), 2, "both are there");
         index.apply(WatchEvent::GpuNode(Event::Delete((key("", &name), None))));
-        index.forget_deleted_nodes(&mut written);
+        index.outdated_restarts(&mut written);
     }
     assert_eq!(written.keys().collect::<Vec<_>>(), ["stays"]);
 }
@@ -142,110 +116,69 @@ fn reports() -> BudgetSummary {
     }
 }
 
-/// Writes the policies that node `n` lacks. Returns their namespaces, or `None`.
-fn given(
-    index: &mut ClusterIndex,
-    written: &mut BTreeMap<String, NodeOrders>,
-) -> Option<Vec<String>> {
-    let (node, uid, orders) = index.outdated_node_orders(written).pop()?;
-    let gpus = GpuNodeSummary {
-        facts: Box::new(GpuFacts {
-            uid,
-            ..GpuFacts::default()
-        }),
-        context_policies: orders.0.to_vec(),
-        ..GpuNodeSummary::default()
+/// The GpuNamespace of a namespace, with this policy.
+fn gpu_namespace(name: &str, context_policy: Option<ContextPolicy>) -> WatchEvent {
+    let uid = format!("uid of {name}");
+    let summary = GpuNamespaceSummary {
+        uid,
+        context_policy,
     };
-    index.apply(WatchEvent::GpuNode(Event::Apply((
-        key("", &node),
-        Some(gpus),
+    WatchEvent::GpuNamespace(Event::Apply((key("", name), Some(summary))))
+}
+
+#[test]
+fn gpu_namespace_says_what_the_budget_says() {
+    let policy = reports().context_policy.unwrap();
+    let mut index = index([
+        budget("a", reports()),
+        budget("b", summary("x", 8, 1)),
+        gpu_namespace("gone", Some(policy.clone())),
+    ]);
+    let apply = |policy: &ContextPolicy| NamespaceWrite::Apply(policy.clone());
+    let delete = |name: &str| NamespaceWrite::Delete(format!("uid of {name}"));
+    let due = [
+        ("gone".to_owned(), delete("gone")),
+        ("a".to_owned(), apply(&policy)),
+    ];
+    assert_eq!(index.outdated_namespaces(), due);
+    index.apply(gpu_namespace("a", Some(policy.clone())));
+    index.apply(WatchEvent::GpuNamespace(Event::Delete((
+        key("", "gone"),
+        None,
     ))));
-    let namespaces = orders
-        .0
-        .iter()
-        .map(|entry| entry.namespace.clone())
-        .collect();
-    written.insert(node, orders);
-    Some(namespaces)
-}
-
-#[test]
-fn node_gets_all_policies_when_few_else_those_of_its_pods() {
-    let namespace = |number: usize| format!("n-{number:04}");
-    let budgets = |count| (0..count).map(|number| budget(&namespace(number), reports()));
-    let node = || {
-        WatchEvent::GpuNode(Event::Apply((
-            key("", "n"),
-            Some(GpuNodeSummary::default()),
-        )))
+    assert_eq!(index.outdated_namespaces(), []);
+    // One that another client edited, or that this version cannot read, is written again.
+    let edited = ContextPolicy {
+        max_restarts: 2,
+        ..policy.clone()
     };
-    let mut written = BTreeMap::new();
-    let mut few = index(budgets(MAX_CONTEXTS));
-    few.apply(node());
-    let all = given(&mut few, &mut written).unwrap();
-    assert_eq!(all.len(), MAX_CONTEXTS);
-    assert_eq!(given(&mut few, &mut written), None);
-
-    let (mut many, mut written) = (index(budgets(MAX_CONTEXTS + 2)), BTreeMap::new());
-    let mut orders = |many: &mut ClusterIndex| given(many, &mut written);
-    many.apply(node());
-    assert_eq!(orders(&mut many), None);
-    many.apply(placed(&namespace(7), "p", "n"));
-    many.apply(placed(&namespace(8), "p", "elsewhere"));
-    many.apply(pod(&namespace(9), "p", PriorityKind::Guaranteed, 1));
-    assert_eq!(orders(&mut many), Some(vec![namespace(7)]));
-    assert_eq!(orders(&mut many), None);
-    many.apply(placed(&namespace(7), "q", "n"));
-    many.apply(gone(&namespace(7), "p"));
-    many.apply(placed(&namespace(5), "p", "n"));
-    let both = vec![namespace(5), namespace(7)];
-    assert_eq!(orders(&mut many), Some(both), "one is left");
-    many.apply(gone(&namespace(7), "q"));
-    assert_eq!(orders(&mut many), None, "the next pod finds it");
-    many.apply(placed(&namespace(7), "r", "n"));
-    assert_eq!(orders(&mut many), None);
-    many.apply(gone(&namespace(7), "r"));
-    many.apply(placed(&namespace(3), "p", "n"));
-    let others = vec![namespace(3), namespace(5)];
-    assert_eq!(
-        orders(&mut many),
-        Some(others),
-        "it goes with the next write"
-    );
-    many.apply(gone(&namespace(3), "p"));
-    many.apply(budget(&namespace(3), summary("x", 8, 2)));
-    assert_eq!(
-        orders(&mut many),
-        Some(vec![namespace(5)]),
-        "it is wrong now"
-    );
-}
-
-#[test]
-fn policies_on_every_node_are_bounded_by_the_cluster() {
-    let most = [0, 1, 256, 1_000, 5_000, 100_000].map(max_on_every_node);
-    assert_eq!(most, [1024, 1024, 1024, 262, 52, 32]);
-}
-
-#[test]
-fn context_policy_takes_no_more_bytes_than_planned() {
-    let policy = ContextPolicyEntry {
-        namespace: "team-recommendations".to_owned(),
-        action: ContextAction::Restart,
-        max_restarts: 5,
-        window_seconds: 600,
-        grace_seconds: 10,
-    };
-    let key = json!({ "namespace": policy.namespace }).to_string();
-    // The API server has a managed field for each field of an entry, under the entry's key.
-    let mut managed = json!({ ".": {} });
-    let policy = json!(policy);
-    for field in policy.as_object().unwrap().keys() {
-        managed[format!("f:{field}")] = json!({});
+    for other in [Some(edited), None] {
+        index.apply(gpu_namespace("a", other));
+        assert_eq!(
+            index.outdated_namespaces(),
+            [("a".to_owned(), apply(&policy))]
+        );
     }
-    let managed = json!({ (format!("k:{key}")): managed });
-    let bytes = policy.to_string().len() + managed.to_string().len();
-    assert!(bytes <= POLICY_BYTES, "{bytes}");
+    index.apply(budget("a", summary("x", 8, 2)));
+    assert_eq!(index.outdated_namespaces(), [("a".to_owned(), delete("a"))]);
+}
+
+#[test]
+fn policy_that_equals_the_default_needs_no_gpu_namespace() {
+    let default = BudgetSummary {
+        context_policy: Some(ContextPolicy::default()),
+        ..summary("x", 8, 1)
+    };
+    assert_eq!(index([budget("a", default)]).outdated_namespaces(), []);
+}
+
+#[test]
+fn gpu_namespace_of_an_unreadable_budget_stays() {
+    let mut index = index([gpu_namespace("a", reports().context_policy)]);
+    assert_eq!(index.outdated_namespaces().len(), 1);
+    let unreadable = Event::Apply((key("a", "default"), Some("a later version".to_owned())));
+    index.apply(WatchEvent::Unreadable(kinds::BUDGETS, unreadable));
+    assert_eq!(index.outdated_namespaces(), []);
 }
 
 /// A node that is alive, with or without a cohort label.
@@ -362,7 +295,7 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     assert_eq!(suffers(&index, "a"), [pair("p", "g"), pair("q", "c")]);
     assert_eq!(suffers(&index, "b"), [pair("p", "g")]);
     // Without a policy a context is restarted, to the generation after the fault's.
-    let due = &index.outdated_node_orders(&BTreeMap::new())[0].2.1;
+    let due = &index.outdated_restarts(&mut BTreeMap::new())[0].2;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
         action: Some(ContextAction::Evict),
@@ -373,34 +306,20 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
         ..summary("x", 8, 2)
     };
     index.apply(budget("a", evicts));
-    let (contexts, due) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
-    assert_eq!((contexts.len(), due.len()), (1, 0), "of its own order only");
+    assert_eq!(index.outdated_restarts(&mut BTreeMap::new()), []);
 }
 
-/// A node whose agent lists these actions, and has reported the context of pod `a/q` only.
-fn reported(actions: &[&str]) -> WatchEvent {
+/// A node whose agent has reported the context of pod `a/q` only.
+fn reported() -> WatchEvent {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "uid": "u" }, "spec": {},
-        "status": { "contextActions": actions, "faults": [{ "id": "c", "kind": "Context", "gpu": "GPU-a",
+        "status": { "faults": [{ "id": "c", "kind": "Context", "gpu": "GPU-a",
             "gpuGeneration": 1, "time": "2026-01-01T00:00:00Z", "action": "Report",
             "container": { "podUid": "a/q", "namespace": "a", "pod": "q", "container": "c", "processGeneration": 4 } }] },
     }))
     .unwrap();
     let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
     WatchEvent::GpuNode(Event::Apply((key("", "n"), Some(gpus))))
-}
-
-/// A budget with this action.
-fn acts(namespace: &str, action: ContextAction) -> WatchEvent {
-    let policy = ContextPolicy {
-        action: Some(action),
-        ..ContextPolicy::default()
-    };
-    let summary = BudgetSummary {
-        context_policy: Some(policy),
-        ..summary("x", 8, 1)
-    };
-    budget(namespace, summary)
 }
 
 #[test]
@@ -413,44 +332,12 @@ fn reported_fault_without_a_budget_follows_the_cluster_default() {
     ] {
         let mut index = ClusterIndex::new(Quantum::Gib1).with_default_action(default);
         index.apply(placed("a", "q", "n"));
-        index.apply(reported(&["Process"]));
-        let outdated = index.outdated_node_orders(&BTreeMap::new());
-        let due = outdated
-            .first()
-            .map_or(0, |(_, _, (_, restarts))| restarts.len());
+        index.apply(reported());
+        let outdated = index.outdated_restarts(&mut BTreeMap::new());
+        let due = outdated.first().map_or(0, |(.., restarts)| restarts.len());
         assert_eq!(due, orders, "{default:?}");
         assert_eq!(index.budget_inputs("a", "x").default_action, default);
-        // A policy without an action has that of the cluster.
-        let counts = BudgetSummary {
-            context_policy: Some(ContextPolicy {
-                max_restarts: 1,
-                ..ContextPolicy::default()
-            }),
-            ..summary("x", 8, 1)
-        };
-        index.apply(budget("a", counts));
-        let (policies, _) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
-        assert_eq!((policies[0].action, policies[0].max_restarts), (default, 1));
     }
-}
-
-#[test]
-fn process_ends_are_restarts_for_agents_that_list_no_actions() {
-    let mut index = ClusterIndex::new(Quantum::Gib1).with_default_action(ContextAction::Report);
-    index.apply(acts("a", ContextAction::Process));
-    index.apply(acts("b", ContextAction::InPlace));
-    let actions = |index: &ClusterIndex| -> Vec<_> {
-        let (policies, _) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
-        policies.iter().map(|policy| policy.action).collect()
-    };
-    index.apply(reported(&[]));
-    let restarts = [ContextAction::Restart, ContextAction::InPlace];
-    assert_eq!(actions(&index), restarts);
-    index.apply(reported(&[
-        "InPlace", "Process", "Restart", "Evict", "Report",
-    ]));
-    let ends = [ContextAction::Process, ContextAction::InPlace];
-    assert_eq!(actions(&index), ends);
 }
 
 #[test]
@@ -524,6 +411,7 @@ fn namespace_without_budget_is_named_once_all_is_listed() {
     index.apply(WatchEvent::Node(Event::InitDone));
     index.apply(WatchEvent::GpuNode(Event::InitDone));
     index.apply(WatchEvent::Quota(Event::InitDone));
+    index.apply(WatchEvent::GpuNamespace(Event::InitDone));
     for event in [
         Event::Init,
         Event::InitApply((key("a", "default"), Some(summary("x", 8, 1)))),
@@ -544,10 +432,11 @@ fn namespace_without_budget_is_named_once_all_is_listed() {
 #[test]
 fn unlisted_kinds_are_named() {
     let mut index = ClusterIndex::new(Quantum::Gib1);
-    assert_eq!(index.unlisted_kinds().len(), 6);
+    assert_eq!(index.unlisted_kinds().len(), 7);
     index.apply(WatchEvent::Pod(Event::InitDone));
     index.apply(WatchEvent::Node(Event::InitDone));
     index.apply(WatchEvent::Quota(Event::InitDone));
+    index.apply(WatchEvent::GpuNamespace(Event::InitDone));
     index.apply(WatchEvent::Namespace(Event::InitDone));
     assert_eq!(index.unlisted_kinds(), ["GpuMemoryBudgets", "GpuNodes"]);
 }
@@ -678,6 +567,7 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
         WatchEvent::Pod(Event::InitDone),
         WatchEvent::Node(Event::InitDone),
         WatchEvent::Quota(Event::InitDone),
+        WatchEvent::GpuNamespace(Event::InitDone),
         WatchEvent::Namespace(Event::InitDone),
         WatchEvent::Namespace(Event::Apply((key("", "a"), enforced))),
     ]);
@@ -696,7 +586,7 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
         [(kinds::BUDGETS, &budget), (kinds::GPU_NODES, &node)]
     );
     assert_eq!(index.namespaces_without_budget(), Vec::<String>::new());
-    assert!(index.outdated_node_orders(&BTreeMap::new()).is_empty());
+    assert_eq!(index.outdated_restarts(&mut BTreeMap::new()), []);
     let cohort = index.budget_inputs("a", "default").cohort;
     assert_eq!(
         cohort.excluded,

@@ -232,7 +232,7 @@ impl Operator {
                 Step::Label { .. } | Step::OverrideQuotas { .. } | Step::ReadJob { .. } => {}
             }
         }
-        for (node, _, (_, restarts)) in self.index.outdated_node_orders(&BTreeMap::new()) {
+        for (node, _, restarts) in self.index.outdated_restarts(&mut BTreeMap::new()) {
             // The order goes to the node that asks for it, which has no other node's containers.
             assert!(
                 node == "evil" || restarts.is_empty(),
