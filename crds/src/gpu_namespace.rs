@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::context_policy::ContextPolicy;
 
-/// What the namespace's budget says to agents. The operator writes it.
+/// The orders of the namespace's budget to agents. The operator writes them.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "bursar.dev",

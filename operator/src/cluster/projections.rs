@@ -74,7 +74,7 @@ pub struct OpenFault {
     pub pods: Vec<String>,
 }
 
-/// What agents know of a namespace.
+/// The fields of a GpuNamespace that the operator compares.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuNamespaceSummary {
     /// The object's UID.

@@ -68,7 +68,7 @@ pub async fn run(
     }
 }
 
-/// What one object lacks.
+/// An order for one object.
 enum Order {
     /// The restart requests of the GpuNode with this UID.
     Restarts(String, Vec<RestartRequest>),

@@ -19,7 +19,7 @@ use crate::cluster::ssa_diff::needs_apply;
 /// An agent in a crash loop takes its condition back at each start, so it is reported again after
 /// this time.
 const REPORT_AGAIN: Duration = Duration::from_secs(600);
-/// What the GpuNamespace of a namespace lacks.
+/// The write that a GpuNamespace needs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum NamespaceWrite {
     /// The object needs this policy.
