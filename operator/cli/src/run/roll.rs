@@ -84,25 +84,17 @@ impl<W: Write> Session<'_, W> {
         if cordoned {
             writeln!(self.out, "{node}: cordoned. Undo: {undo}")?;
         }
-        let path = list_path(Kind::OwnPods, Some(&relay.metadata.namespace));
-        let (name, uid) = (&relay.metadata.name, &relay.metadata.uid);
-        let unadmitted = self.wait_for_admissions(node, most).await;
-        let deleted = match unadmitted {
-            None => act::delete(&self.client, &path, name, uid)
-                .await
-                .map_err(|error| format!("its relay cannot be deleted: {}", read::reason(&error))),
-            Some(lack) => Err(lack),
+        let unchanged = match self.wait_for_admissions(node, most).await {
+            None => self.delete_relay(relay, most).await,
+            lack => lack,
         };
-        let start = Instant::now();
-        let lack = match deleted {
-            Ok(()) => self.wait_for_registration(node, uid, most).await,
-            Err(lack) => {
-                self.uncordon_if(node, cordoned).await?;
-                writeln!(self.out, "{node}: nothing changed: {lack}")?;
-                return Ok(PROBLEM);
-            }
-        };
-        if let Some(lack) = lack {
+        if let Some(lack) = unchanged {
+            self.uncordon_if(node, cordoned).await?;
+            writeln!(self.out, "{node}: nothing changed: {lack}")?;
+            return Ok(PROBLEM);
+        }
+        let (start, old) = (Instant::now(), &relay.metadata.uid);
+        if let Some(lack) = self.wait_for_registration(node, old, most).await {
             writeln!(
                 self.out,
                 "{node}: lacks {lack}; the node stays cordoned, because pods would fail there. \
@@ -118,6 +110,27 @@ impl<W: Write> Session<'_, W> {
             LOOKS
         )?;
         Ok(0)
+    }
+
+    /// Deletes a relay. Returns why it stays, if that is certain: a request without an answer may
+    /// have deleted it, so it is sent again, and the wait for the registration shows the rest.
+    async fn delete_relay(&self, relay: &Pod, most: Duration) -> Option<String> {
+        let path = list_path(Kind::OwnPods, Some(&relay.metadata.namespace));
+        let (name, uid) = (&relay.metadata.name, &relay.metadata.uid);
+        let start = Instant::now();
+        loop {
+            match act::delete(&self.client, &path, name, uid).await {
+                Ok(()) => return None,
+                // The relay is gone, or another one has its name.
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => return None,
+                Err(kube::Error::Api(status)) if (400..429).contains(&status.code) => {
+                    let reason = read::reason(&kube::Error::Api(status));
+                    return Some(format!("its relay cannot be deleted: {reason}"));
+                }
+                Err(_) if start.elapsed() >= most => return None,
+                Err(_) => sleep(LOOK).await,
+            }
+        }
     }
 
     /// Waits until the kubelet admits no pod. Returns why it did not come to that.

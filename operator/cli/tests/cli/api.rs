@@ -983,6 +983,34 @@ async fn roll_changes_nothing_while_the_kubelet_admits_a_pod() {
     assert_eq!(api.list("/api/v1/nodes")[0]["spec"]["unschedulable"], false);
 }
 
+/// The relay was deleted although the API server answered with an error.
+#[tokio::test(start_paused = true)]
+async fn roll_sends_a_deletion_without_an_answer_again() {
+    let mut admitted = pod("ml", "p", "n", 8);
+    admitted["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    let api = with_old_relay(admitted, "True");
+    api.lose_deletions(1);
+    let (code, text) = run(&api, "roll relay").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("n: the relay is replaced"), "{text}");
+    let relay = "DELETE /api/v1/namespaces/bursar-system/pods/bursar-relay-n";
+    let node = "PATCH /api/v1/nodes/n";
+    assert_eq!(changes(&api), [node, relay, relay, node]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn roll_changes_nothing_where_it_may_not_delete() {
+    let mut admitted = pod("ml", "p", "n", 8);
+    admitted["status"]["startTime"] = json!("2026-01-01T00:00:00Z");
+    let api = with_old_relay(admitted, "True");
+    api.forbid("/api/v1/namespaces/bursar-system/pods/bursar-relay-n");
+    let (code, text) = run(&api, "roll relay").await;
+    assert_eq!(code, Ok(1), "{text}");
+    let lack = "n: nothing changed: its relay cannot be deleted: forbidden";
+    assert!(text.contains(lack), "{text}");
+    assert_eq!(api.list("/api/v1/nodes")[0]["spec"]["unschedulable"], false);
+}
+
 /// An admin's own cordon stays, and so does that of a node whose new relay does not come.
 #[tokio::test(start_paused = true)]
 async fn roll_leaves_a_node_cordoned_that_would_fail_pods() {

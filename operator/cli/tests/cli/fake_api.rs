@@ -21,6 +21,8 @@ struct State {
     /// Texts by path, such as an agent's metrics.
     texts: BTreeMap<String, String>,
     forbidden: Vec<String>,
+    /// How many deletions the server carries out and answers with an error.
+    lost_deletions: usize,
     requests: Vec<String>,
     queries: Vec<String>,
     /// The patches that another client's write comes before.
@@ -57,6 +59,11 @@ impl FakeApi {
     }
 
     /// Lets another client write the object before each of the next patches.
+    /// Carries out the next deletions and answers with an error.
+    pub(crate) fn lose_deletions(&self, lost: usize) {
+        self.state.lock().unwrap().lost_deletions = lost;
+    }
+
     pub(crate) fn conflict(&self, patches: usize) {
         self.state.lock().unwrap().conflicts = patches;
     }
@@ -155,7 +162,10 @@ impl FakeApi {
         }
         let (list, name) = path.rsplit_once('/').unwrap_or_default();
         let State {
-            lists, conflicts, ..
+            lists,
+            conflicts,
+            lost_deletions,
+            ..
         } = &mut *state;
         let objects = lists.get_mut(list);
         let found = objects.and_then(|objects| {
@@ -176,6 +186,10 @@ impl FakeApi {
             let all = lists.values_mut().flatten();
             for object in all.filter(|object| object["metadata"]["uid"] == uid) {
                 object["metadata"]["uid"] = json!("another");
+            }
+            if let Some(left) = lost_deletions.checked_sub(1) {
+                *lost_deletions = left;
+                return failure(StatusCode::GATEWAY_TIMEOUT, "Timeout");
             }
             return json_response(&json!({ "kind": "Status" }));
         }
