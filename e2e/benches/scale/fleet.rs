@@ -1,21 +1,28 @@
 //! Creates the objects of a large cluster, and acts for its kubelets and agents.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use bursar_e2e::raw_api::RawApi;
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
+use tokio::time::sleep;
 
 const CONCURRENT_REQUESTS: usize = 48;
 /// The GPUs of a node, and the memory of each in GiB.
 pub(crate) const GPUS_PER_NODE: usize = 8;
 pub(crate) const GPU_GIB: i32 = 80;
+/// How long a variable of a pod is, so that the API server sends 12 KiB for each pod.
+const SETTING_REPEATS: usize = 14;
 /// The request of a pod in GiB.
 pub(crate) const POD_GIB: i32 = 16;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const LABEL: &str = "bursar.dev/largest-free-gib";
+
+/// The most that an edit of a policy may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The numbers of objects.
 #[derive(Clone, Copy, Debug)]
@@ -227,8 +234,9 @@ impl Fleet {
     ) -> anyhow::Result<(usize, BoundPod)> {
         let name = format!("pod-{number}");
         let class = number.is_multiple_of(3).then_some("bursar-borrowed");
+        let value = "a value as long as they are, ".repeat(SETTING_REPEATS);
         let env: Vec<Value> = (0..20)
-            .map(|number| json!({ "name": format!("SETTING_{number}"), "value": "a value as long as they are" }))
+            .map(|number| json!({ "name": format!("SETTING_{number}"), "value": value }))
             .collect();
         let pod = json!({
             "metadata": { "name": name, "labels": { "app": "model", "team": namespace_name(namespace) } },
@@ -306,6 +314,26 @@ impl Fleet {
             }
         })
         .await
+    }
+
+    /// Edits the context policy of the first budget, and waits until agents are told. Returns how
+    /// long that took.
+    pub(crate) async fn edit_policy(&self, most: usize) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let name = namespace_name(0);
+        let budget =
+            format!("/apis/bursar.dev/v1alpha1/namespaces/{name}/gpumemorybudgets/default");
+        let patch = json!({ "spec": { "contextPolicy": { "maxRestarts": most } } });
+        self.objects.merge_patch(&budget, &patch).await?;
+        let orders = format!("/apis/bursar.dev/v1alpha1/gpunamespaces/{name}");
+        loop {
+            let told = self.objects.get(&orders).await?;
+            if told["spec"]["contextPolicy"]["maxRestarts"] == most {
+                return Ok(begin.elapsed());
+            }
+            anyhow::ensure!(begin.elapsed() < PATIENCE, "the agents are told {told}");
+            sleep(POLL_INTERVAL).await;
+        }
     }
 
     /// Deletes the oldest pod of each of these nodes, and binds another pod of its namespace to the

@@ -36,6 +36,8 @@ pub(crate) struct Sample {
     pub(crate) statuses: u64,
     /// Written labels of nodes.
     pub(crate) labels: u64,
+    /// Written context policies.
+    pub(crate) policies: u64,
     /// Requested evictions of pods.
     pub(crate) evictions: u64,
     /// Writes of all kinds, failed attempts included. Events are not counted.
@@ -61,6 +63,9 @@ impl Sample {
                     sample.writes += count;
                     if says("\"status\"") {
                         sample.statuses += count;
+                    }
+                    if says("\"contexts\"") {
+                        sample.policies += count;
                     }
                     if says("\"eviction\"") {
                         sample.evictions += count;

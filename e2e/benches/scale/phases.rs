@@ -93,6 +93,7 @@ impl<'a> Bench<'a> {
         let mut operator = self.start()?;
         self.resync(&mut operator).await?;
         self.amendments(&mut operator).await?;
+        self.policy_edits(&mut operator).await?;
         self.change_one_node_repeatedly(&mut operator).await?;
         self.restarted_contexts(&mut operator).await?;
         self.evicted_pods(&mut operator).await?;
@@ -328,6 +329,29 @@ impl<'a> Bench<'a> {
         ];
         self.burst(operator, &before, rows).await?;
         self.wait_until_quiet(operator).await?;
+        self.check_labels_and_statuses().await
+    }
+
+    /// Edits the context policy of one budget, which the agents of all nodes must know.
+    async fn policy_edits(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
+        const EDITS: usize = 10;
+        let before = self.mark(operator).await?;
+        let mut longest = Duration::ZERO;
+        for edit in 0..EDITS {
+            longest = longest.max(self.fleet.edit_policy(10 + edit).await?);
+        }
+        self.wait_until_quiet(operator).await?;
+        let policies = operator.sample().await?.policies - before.sample.policies;
+        self.row(
+            "a context policy edited: all agents told within, s (the longest of 10)",
+            longest.as_secs_f64(),
+            Projection::NotProjected,
+        );
+        self.row(
+            "the same: writes for each edit, whatever the number of nodes",
+            policies as f64 / EDITS as f64,
+            Projection::NotProjected,
+        );
         self.check_labels_and_statuses().await
     }
 

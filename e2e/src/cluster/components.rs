@@ -143,6 +143,8 @@ impl ClusterConfig {
                 ("advertise-client-urls", "http://127.0.0.1:2379"),
                 ("listen-peer-urls", "http://127.0.0.1:2380"),
                 ("unsafe-no-fsync", "true"),
+                // The bench of 5,000 nodes writes more than the default of 2 GiB.
+                ("quota-backend-bytes", "8589934592"),
                 ("log-level", "warn"),
             ]),
         )
