@@ -5,8 +5,9 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fd_passing::{receive_payload, send_message};
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal};
+use bursar_protocol::messages::Message;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::fd_store::FdStore;
@@ -110,8 +111,9 @@ fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
 
 /// Reads one message and answers it.
 fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, index: usize) -> io::Result<()> {
-    let (message, fd) = receive_message::<FdStoreRequest>(&peers[index].stream)?;
-    let is_hello = matches!(message, FdStoreRequest::Hello { .. });
+    let (payload, fd) = receive_payload(&peers[index].stream)?;
+    let message = FdStoreRequest::parse(&payload);
+    let is_hello = matches!(message, Ok(FdStoreRequest::Hello { .. }));
     if is_hello
         && let Some(previous) = peers.iter().position(|peer| peer.is_agent)
         && previous != index
@@ -124,10 +126,12 @@ fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, index: usize) -> io
         }
     }
     let may = peers[index].is_agent || is_hello;
-    let (answer, fd) = if may {
-        handle(store, message, fd)
-    } else {
-        (FdStoreResponse::Refused(Refusal::NoHello), None)
+    let (answer, fd) = match message {
+        _ if !may => (FdStoreResponse::Refused(Refusal::NoHello), None),
+        Ok(message) => handle(store, message, fd),
+        // A later agent's message. A closed connection would make that agent connect again and
+        // repeat it.
+        Err(_) => (FdStoreResponse::Refused(Refusal::Unknown), None),
     };
     send_message(&peers[index].stream, &answer, fd)?;
     if matches!(answer, FdStoreResponse::Ready { .. }) && !peers[index].is_agent {

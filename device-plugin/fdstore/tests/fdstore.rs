@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fd_passing::{receive_message, send_message, send_with_fd};
 use bursar_protocol::fdstore::{
     Blob, FdStoreRequest, FdStoreResponse, MAX_BLOB, Refusal, SOCKET_NAME, StoredLease, VERSION,
 };
@@ -488,6 +488,30 @@ fn partial_message_and_garbage_delay_no_agent_for_long() {
     assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
     drop((partial, garbage, idle_connections));
+}
+
+#[test]
+fn message_of_a_later_version_is_refused_and_ends_nothing() {
+    let send = |agent: &Agent, payload: &str| {
+        let length = u16::try_from(payload.len()).unwrap().to_le_bytes();
+        let frame = [&length, payload.as_bytes()].concat();
+        send_with_fd(&agent.0, &frame, memory_with(1)).unwrap();
+        receive_message::<FdStoreResponse>(&agent.0).unwrap().0
+    };
+    let fd_store = FdStore::start();
+    let mut agent = fd_store.agent();
+    assert_eq!(agent.put(1), FdStoreResponse::Stored);
+    for payload in [r#"{"Seal":{"lease":1}}"#, r#"{"Drop":{"lease":1,"if":2}}"#] {
+        let refused = FdStoreResponse::Refused(Refusal::Unknown);
+        assert_eq!(send(&agent, payload), refused);
+    }
+    assert_eq!(agent.list().len(), 1);
+    assert_eq!(fd_store.open_memory_count(), 1);
+    let stranger = Agent(fd_store.connect().unwrap());
+    let refused = FdStoreResponse::Refused(Refusal::NoHello);
+    assert_eq!(send(&stranger, r#""Seal""#), refused);
+    agent.0.write_all(&[0xff, 0xff]).unwrap();
+    assert!(agent.is_disconnected(), "no frame is that long");
 }
 
 #[test]

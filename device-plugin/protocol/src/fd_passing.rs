@@ -76,7 +76,16 @@ pub fn send_message(
 /// # Errors
 /// The connection ended or timed out, or the bytes are no message ([`messages::DecodeError`]
 /// inside).
-pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Option<OwnedFd>)> {
+pub fn receive_message<M: Message>(stream: &UnixStream) -> io::Result<(M, Option<OwnedFd>)> {
+    let (payload, fd) = receive_payload(stream)?;
+    Ok((M::parse(&payload).map_err(io::Error::other)?, fd))
+}
+
+/// Receives the payload of one frame, like [`receive_message`], and does not parse it.
+///
+/// # Errors
+/// The connection ended or timed out, or the header announces a length that no frame has.
+pub fn receive_payload(mut stream: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut header = [0; messages::HEADER];
     let (received, fd) = receive_with_fd(stream, &mut header)?;
     if received == 0 {
@@ -85,7 +94,7 @@ pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Op
     stream.read_exact(&mut header[received..])?;
     let mut payload = vec![0; messages::payload_length(header).map_err(io::Error::other)?];
     stream.read_exact(&mut payload)?;
-    Ok((M::parse(&payload).map_err(io::Error::other)?, fd))
+    Ok((payload, fd))
 }
 
 #[cfg(test)]

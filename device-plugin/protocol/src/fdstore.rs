@@ -20,7 +20,12 @@
 //!                                     <-  Dropped, also for a missing lease
 //!   List {from}                       ->
 //!                                     <-  Listed {leases}: from that number on, as many as fit
+//!   any other payload                 ->
+//!                                     <-  Refused {Unknown}
 //! ```
+//!
+//! An administrator replaces the fd store by hand, so it is mostly older than the agent. The agent
+//! sends no message to an fd store whose version does not have it ([`FdStoreRequest::since`]).
 #![forbid(unsafe_code)]
 
 use serde::{Deserialize, Serialize};
@@ -125,6 +130,31 @@ pub enum FdStoreRequest {
     },
 }
 
+impl FdStoreRequest {
+    /// Returns the first version of the protocol that has this message with all of its fields.
+    pub fn since(&self) -> u16 {
+        match self {
+            FdStoreRequest::Hello { version: _ } => 1,
+            FdStoreRequest::Put { lease: _, blob: _ }
+            | FdStoreRequest::Update { lease: _, blob: _ }
+            | FdStoreRequest::Get { lease: _ }
+            | FdStoreRequest::Drop { lease: _ }
+            | FdStoreRequest::List { from: _ } => 2,
+        }
+    }
+
+    /// Checks that an fd store of `version` has this message.
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`], as the fd store itself would answer.
+    pub fn ensure_known_by(&self, version: u16) -> Result<(), Refusal> {
+        match self.since() <= version {
+            true => Ok(()),
+            false => Err(Refusal::Unknown),
+        }
+    }
+}
+
 /// A response of the fd store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -169,11 +199,18 @@ pub enum Refusal {
     #[error("no descriptor came with the lease")]
     NoDescriptor,
     /// The agent's version is older than the oldest that the fd store speaks.
-    #[error("the fd store speaks no version that old")]
+    #[error(
+        "the fd store does not speak this agent's version; delete its pod, which ends all retained memory"
+    )]
     Version,
     /// A request on a connection that sent no hello.
     #[error("the fd store was not greeted first")]
     NoHello,
+    /// The payload is no message of the fd store's version.
+    #[error(
+        "the fd store does not know this message, because its version is older than the agent's; delete its pod, which ends all retained memory"
+    )]
+    Unknown,
 }
 
 impl JsonMessage for FdStoreRequest {}
@@ -220,8 +257,15 @@ mod tests {
 
     fn response() -> impl Strategy<Value = FdStoreResponse> {
         use Refusal::*;
-        let refusal =
-            prop::sample::select(vec![Missing, Exists, Full, NoDescriptor, Version, NoHello]);
+        let refusal = prop::sample::select(vec![
+            Missing,
+            Exists,
+            Full,
+            NoDescriptor,
+            Version,
+            NoHello,
+            Unknown,
+        ]);
         prop_oneof![
             any::<(u16, u32, u32)>().prop_map(|(version, leases, room)| FdStoreResponse::Ready {
                 version,
@@ -260,6 +304,16 @@ mod tests {
                     prop_assert_eq!(FdStoreResponse::parse(&other.payload()), Ok(other));
                 }
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn message_is_known_since_a_version_that_the_agent_speaks(message in request()) {
+            let since = message.since();
+            prop_assert!((1..=VERSION).contains(&since));
+            prop_assert_eq!(message.ensure_known_by(since), Ok(()));
+            prop_assert_eq!(message.ensure_known_by(since - 1), Err(Refusal::Unknown));
         }
     }
 

@@ -93,6 +93,8 @@ type CallResult = Result<(FdStoreResponse, Option<OwnedFd>), FdStoreError>;
 #[derive(Clone, Debug)]
 pub struct Connection {
     number: u64,
+    /// The version of the protocol that the fd store and this agent speak.
+    version: u16,
     calls: Sender<Call>,
 }
 
@@ -105,7 +107,8 @@ impl Connection {
     /// Sends a descriptor with its blob, and does not wait for the fd store.
     ///
     /// # Errors
-    /// The connection is lost, and the fd store may have the descriptor.
+    /// The connection is lost, and the fd store may have the descriptor; or the fd store's version
+    /// has no such message.
     pub async fn put(
         &self,
         lease: LeaseId,
@@ -117,7 +120,7 @@ impl Connection {
             blob,
         };
         let (sent, is_sent) = oneshot::channel();
-        let answer = self.queue(put, Some(fd), Some(sent));
+        let answer = self.queue(put, Some(fd), Some(sent))?;
         is_sent.await.map_err(|_| FdStoreError::Disconnected)?;
         Ok(SentDescriptor { answer })
     }
@@ -150,7 +153,8 @@ impl Connection {
 
     /// Queues a call. The returned future waits for its answer.
     fn call(&self, message: FdStoreRequest) -> impl Future<Output = CallResult> + use<> {
-        receive_answer(self.queue(message, None, None))
+        let queued = self.queue(message, None, None);
+        async move { receive_answer(queued?).await }
     }
 
     fn queue(
@@ -158,7 +162,8 @@ impl Connection {
         message: FdStoreRequest,
         fd: Option<OwnedFd>,
         sent: Option<oneshot::Sender<()>>,
-    ) -> oneshot::Receiver<CallResult> {
+    ) -> Result<oneshot::Receiver<CallResult>, Refusal> {
+        message.ensure_known_by(self.version)?;
         let (reply, answer) = oneshot::channel();
         let call = Call {
             connection: self.number,
@@ -169,7 +174,7 @@ impl Connection {
         };
         // A call to a thread that has exited is answered by the dropped reply channel.
         let _ = self.calls.send(call);
-        answer
+        Ok(answer)
     }
 }
 
@@ -213,11 +218,17 @@ impl ClientThread {
             self.connection += 1;
             let connected = self.connect();
             match connected {
-                Ok((stream, stored, capacity)) => {
-                    info!(leases = stored.len(), capacity, "fd store connected");
+                Ok((stream, version, stored, capacity)) => {
+                    info!(
+                        version,
+                        leases = stored.len(),
+                        capacity,
+                        "fd store connected"
+                    );
                     is_away = false;
                     let connection = Connection {
                         number: self.connection,
+                        version,
                         calls: self.calls.clone(),
                     };
                     if self
@@ -246,13 +257,19 @@ impl ClientThread {
         }
     }
 
-    /// Connects; returns the leases that the fd store has and its capacity.
-    fn connect(&self) -> io::Result<(UnixStream, BTreeMap<LeaseId, Blob>, usize)> {
+    /// Connects; returns the version to speak, the leases that the fd store has and its capacity.
+    fn connect(&self) -> io::Result<(UnixStream, u16, BTreeMap<LeaseId, Blob>, usize)> {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
         stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-        let capacity = match send_request(&stream, &FdStoreRequest::Hello { version: VERSION })?.0 {
-            FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
+        let hello = FdStoreRequest::Hello { version: VERSION };
+        let (version, capacity) = match send_request(&stream, VERSION, &hello)?.0 {
+            FdStoreResponse::Ready {
+                version,
+                leases,
+                room,
+            } => (version.min(VERSION), leases.saturating_add(room) as usize),
+            FdStoreResponse::Refused(refusal) => return Err(io::Error::other(refusal)),
             other => {
                 return Err(io::Error::other(format!(
                     "unexpected response to hello: {other:?}"
@@ -262,17 +279,17 @@ impl ClientThread {
         let (mut stored, mut from) = (BTreeMap::new(), 0);
         loop {
             let FdStoreResponse::Listed { leases } =
-                send_request(&stream, &FdStoreRequest::List { from })?.0
+                send_request(&stream, version, &FdStoreRequest::List { from })?.0
             else {
                 return Err(io::Error::other("unexpected response to list"));
             };
             let Some(last) = leases.last().map(|entry| entry.lease) else {
-                return Ok((stream, stored, capacity));
+                return Ok((stream, version, stored, capacity));
             };
             let leases = leases.into_iter();
             stored.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
             let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
-                return Ok((stream, stored, capacity));
+                return Ok((stream, version, stored, capacity));
             };
             from = next;
         }
@@ -345,10 +362,13 @@ fn carry_out(stream: &UnixStream, call: Call) -> io::Result<()> {
     ended
 }
 
+/// Sends a message of the connection's start, if an fd store of `version` has it.
 fn send_request(
     stream: &UnixStream,
+    version: u16,
     message: &FdStoreRequest,
 ) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
+    message.ensure_known_by(version).map_err(io::Error::other)?;
     send_message(stream, message, None)?;
     receive_message(stream)
 }
@@ -368,6 +388,7 @@ impl Connection {
     pub(crate) fn lost() -> Connection {
         Connection {
             number: 1,
+            version: VERSION,
             calls: channel().0,
         }
     }
@@ -390,7 +411,11 @@ impl FakeFdStore {
                 let _ = call.reply.send(store.answer(call.message));
             }
         });
-        Connection { number, calls }
+        Connection {
+            number,
+            version: VERSION,
+            calls,
+        }
     }
 
     fn answer(&self, request: FdStoreRequest) -> CallResult {
@@ -412,3 +437,6 @@ impl FakeFdStore {
         Ok((response, None))
     }
 }
+
+#[cfg(test)]
+mod tests;
