@@ -119,9 +119,8 @@ impl GpuGenerations {
     pub fn load(run: Checkpoint, disk: Checkpoint, boot: String) -> std::io::Result<Self> {
         let disk = WriteBehindFile::open(disk, Checkpoint::save_durably)?;
         let disk_entries: Option<Entries> = disk.read(READ_TIMEOUT);
-        let run_entries: Option<Entries> = run.load().unwrap_or_else(|error| {
+        let run_entries: Option<Entries> = run.load_or_set_aside().unwrap_or_else(|error| {
             warn!(%error, "failed to read generations from the run folder; using those on the disk");
-            let _ = run.move_aside();
             None
         });
         if disk_entries.is_none() {
@@ -572,7 +571,7 @@ mod tests {
         let mut agent = fixture.load("boot-1");
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 1);
-        assert!(fixture.path().with_extension("malformed").exists());
+        assert!(fixture.path().with_extension("unread").exists());
     }
 
     #[test]

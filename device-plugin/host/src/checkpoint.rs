@@ -11,10 +11,13 @@
 //! file dies with the boot. A file that outlives boots is saved durably.
 //!
 //! A file that differs from the written one is [`LoadError::Malformed`]: truncated, altered or
-//! longer. The caller then moves the file aside and rebuilds the value.
+//! longer. [`Checkpoint::load_or_set_aside`] then renames the file to `<name>.unread`, because the
+//! owner rebuilds the value and writes it.
 
+pub mod version;
 pub mod write_behind;
 
+use std::fmt::Display;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,9 +25,10 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
+use tracing::warn;
 
-/// The version of files that this agent writes and reads.
-const VERSION: u32 = 1;
+use version::Version;
+
 const HEAD: &str = "{\"version\":";
 const DIGEST: &str = ",\"sha256\":\"";
 const MIDDLE: &str = "\",\"data\":";
@@ -116,7 +120,8 @@ impl Checkpoint {
             source,
         })?;
         let text = format!(
-            "{HEAD}{VERSION}{DIGEST}{}{MIDDLE}{data}{TAIL}",
+            "{HEAD}{}{DIGEST}{}{MIDDLE}{data}{TAIL}",
+            Version::NUMBER,
             digest(&data)
         );
         let temporary = self.path.with_extension("new");
@@ -160,11 +165,33 @@ impl Checkpoint {
             })
     }
 
-    /// Renames the file to `<name>.malformed` and returns the new path.
-    pub fn move_aside(&self) -> io::Result<PathBuf> {
-        let aside = self.path.with_extension("malformed");
-        fs::rename(&self.path, &aside)?;
-        Ok(aside)
+    /// Reads the value for the file's owner, which will replace a file that cannot be parsed: keeps
+    /// such a file under another name.
+    pub fn load_or_set_aside<T: DeserializeOwned>(&self) -> Result<Option<T>, LoadError> {
+        self.load().inspect_err(|error| {
+            if let LoadError::Malformed { .. } = error {
+                set_aside(&self.path, error);
+            }
+        })
+    }
+}
+
+/// The path to which [`set_aside`] renames a file.
+pub fn aside_path(path: &Path) -> PathBuf {
+    path.with_extension("unread")
+}
+
+/// Keeps a file that this agent cannot parse, in place of one that an earlier agent kept: another
+/// version may read it, and its owner is about to replace it.
+pub fn set_aside(path: &Path, cause: &impl Display) {
+    let aside = aside_path(path);
+    match fs::rename(path, &aside) {
+        Ok(()) => {
+            warn!(path = %path.display(), kept = %aside.display(), %cause, "failed to parse a record; it is kept under another name")
+        }
+        Err(error) => {
+            warn!(path = %path.display(), %error, %cause, "failed to keep a record that cannot be parsed under another name; the next write replaces it");
+        }
     }
 }
 
@@ -179,11 +206,7 @@ fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
     let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
     let body = text.strip_prefix(HEAD).ok_or("it has no version")?;
     let (version, body) = body.split_once(DIGEST).ok_or("it is cut short")?;
-    if version.parse() != Ok(VERSION) {
-        return Err(format!(
-            "it is of version {version:.16}, and this agent reads version {VERSION}"
-        ));
-    }
+    Version::parse(version)?;
     let (written, rest) = body
         .split_at_checked(DIGEST_LENGTH)
         .ok_or("it is cut short")?;
@@ -309,11 +332,16 @@ mod tests {
     }
 
     #[test]
-    fn malformed_file_is_moved_aside() {
+    fn malformed_file_is_set_aside_for_its_owner_alone() {
         let (_folder, checkpoint) = temp_checkpoint();
-        fs::write(checkpoint.path(), "garbage").unwrap();
-        let aside = checkpoint.move_aside().unwrap();
-        assert_eq!(fs::read_to_string(aside).unwrap(), "garbage");
-        assert!(checkpoint.load::<u32>().unwrap().is_none());
+        for garbage in ["garbage", "more"] {
+            fs::write(checkpoint.path(), garbage).unwrap();
+            assert!(checkpoint.load::<u32>().is_err());
+            assert!(checkpoint.path().exists(), "another program's file");
+            assert!(checkpoint.load_or_set_aside::<u32>().is_err());
+            let aside = aside_path(checkpoint.path());
+            assert_eq!(fs::read_to_string(aside).unwrap(), garbage);
+            assert!(checkpoint.load_or_set_aside::<u32>().unwrap().is_none());
+        }
     }
 }

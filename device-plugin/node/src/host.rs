@@ -122,12 +122,7 @@ impl OsHost {
     ///
     /// A CDI directory that cannot be listed counts as empty.
     pub fn survey(&self) -> HostSurvey {
-        let checkpoint = self.checkpoint.load();
-        if let Err(LoadError::Malformed { .. }) = &checkpoint
-            && let Err(error) = self.checkpoint.move_aside()
-        {
-            warn!(%error, "failed to move the malformed checkpoint aside");
-        }
+        let checkpoint = self.checkpoint.load_or_set_aside();
         let cdi = self.cdi.list().unwrap_or_else(|error| {
             warn!(%error, "failed to list CDI files");
             Default::default()

@@ -84,9 +84,30 @@ pub fn save_registrations(folder: &Path, now: &Registrations) -> Result<(), Save
 }
 
 pub(crate) fn load_offers(folder: &Path) -> Result<Offers, LoadError> {
-    Ok(offers_file(folder).load()?.unwrap_or_default())
+    Ok(offers_file(folder).load_or_set_aside()?.unwrap_or_default())
 }
 
 pub(crate) fn save_offers(folder: &Path, offers: &Offers) -> Result<(), SaveError> {
     offers_file(folder).save(offers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offers_of_a_later_version_are_kept_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let later = r#"{"version":2,"offers":[]}"#;
+        for name in ["offers.json", "registrations.json"] {
+            std::fs::write(folder.path().join(name), later).unwrap();
+        }
+        assert!(load_offers(folder.path()).is_err());
+        save_offers(folder.path(), &Offers::new()).unwrap();
+        let kept = std::fs::read_to_string(folder.path().join("offers.unread"));
+        assert_eq!(kept.unwrap(), later);
+        assert!(load_registrations(folder.path()).is_err());
+        let relays = folder.path().join("registrations.json");
+        assert!(relays.exists(), "the agent leaves the relay's file alone");
+    }
 }

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use bursar_host::checkpoint::set_aside;
+use bursar_host::checkpoint::version::Version;
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 use bursar_protocol::units::Units;
 use serde::{Deserialize, Serialize};
@@ -74,30 +76,6 @@ pub(super) struct ProcessEntry {
     pub(super) exported: Vec<Units>,
 }
 
-/// The version of session checkpoints: 1. Another number is an error of the parser.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "u32", into = "u32")]
-pub(super) struct Version;
-
-impl From<Version> for u32 {
-    fn from(Version: Version) -> u32 {
-        1
-    }
-}
-
-impl TryFrom<u32> for Version {
-    type Error = String;
-
-    fn try_from(version: u32) -> Result<Version, String> {
-        match version == u32::from(Version) {
-            true => Ok(Version),
-            false => Err(format!(
-                "it is of version {version}, and this agent reads version 1"
-            )),
-        }
-    }
-}
-
 impl CheckpointContent {
     pub(super) fn leases_by_id(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
@@ -151,12 +129,7 @@ impl SessionCheckpoint {
     pub(super) fn read(&self) -> Option<CheckpointContent> {
         match std::fs::read(&self.path) {
             Ok(text) => serde_json::from_slice(&text)
-                .inspect_err(|error| {
-                    let aside = aside_path(&self.path);
-                    let kept = std::fs::rename(&self.path, &aside);
-                    let kept = kept.map_or_else(|error| error.to_string(), |()| aside.display().to_string());
-                    tracing::warn!(path = %self.path.display(), %error, kept, "failed to parse a session checkpoint");
-                })
+                .inspect_err(|error| set_aside(&self.path, error))
                 .ok(),
             Err(error) => {
                 if error.kind() != io::ErrorKind::NotFound {
@@ -184,11 +157,6 @@ impl SessionCheckpoint {
         self.written = Some(content);
         Ok(())
     }
-}
-
-/// The path of a file at `path` that cannot be parsed.
-pub(super) fn aside_path(path: &Path) -> PathBuf {
-    path.with_extension("unread")
 }
 
 /// The path of the temporary file that a write renames to `path`.

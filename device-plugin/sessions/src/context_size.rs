@@ -47,7 +47,7 @@ impl ContextSizes {
     /// Loads the sizes from the file. An unreadable file gives none, since the agent can measure
     /// again.
     pub(super) fn load(file: Checkpoint) -> ContextSizes {
-        let mut known: BTreeMap<GpuUuid, Measurement> = match file.load() {
+        let mut known: BTreeMap<GpuUuid, Measurement> = match file.load_or_set_aside() {
             Ok(known) => known.unwrap_or_default(),
             Err(error) => {
                 tracing::warn!(%error, "failed to load context sizes; the agent measures them again");
@@ -182,6 +182,8 @@ mod tests {
             let sizes = load_from(&folder);
             assert_eq!(sizes.size_on(&gpu()), DEFAULT_CONTEXT_SIZE);
             sizes.record(&gpu(), DRIVER, Bytes::mib(518));
+            let kept = std::fs::read_to_string(folder.path().join("contexts.unread"));
+            assert_eq!(kept.unwrap(), text);
             assert_eq!(load_from(&folder).size_on(&gpu()), Bytes::mib(518));
         }
     }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use bursar_host::checkpoint::aside_path;
 use bursar_host::clock;
 use bursar_ledger::units::{AllocationId, GpuUuid};
 
@@ -138,7 +139,7 @@ impl Sessions {
         for path in [
             self.allocation_dir(allocation),
             checkpoint::temporary_path(&record),
-            checkpoint::aside_path(&record),
+            aside_path(&record),
             record,
         ] {
             let removed = if path.is_dir() {

@@ -80,8 +80,14 @@ pub struct ScrubCache {
 impl ScrubCache {
     /// Loads the verdicts of earlier agents of this boot.
     pub fn load(file: Checkpoint) -> ScrubCache {
-        let verdicts = file.load().ok().flatten().unwrap_or_default();
-        ScrubCache { file, verdicts }
+        let verdicts = file.load_or_set_aside().unwrap_or_else(|error| {
+            warn!(%error, "failed to read the scrub verdicts; the agent checks again");
+            None
+        });
+        ScrubCache {
+            file,
+            verdicts: verdicts.unwrap_or_default(),
+        }
     }
 
     /// The verdict on a GPU that is valid for `now`.
@@ -390,6 +396,22 @@ mod tests {
         }
         verdicts.record(gpu.clone(), with(8), busy.clone());
         assert_eq!(verdicts.get(&gpu, &with(8)), Some(&busy));
+    }
+
+    #[test]
+    fn verdicts_of_a_later_version_are_kept_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("scrub.json");
+        std::fs::write(&file, r#"{"version":2,"verdicts":[]}"#).unwrap();
+        let mut verdicts = ScrubCache::load(Checkpoint::new(file));
+        assert!(verdicts.verdicts.is_empty());
+        let epoch = DriverEpoch {
+            driver: "580".to_owned(),
+            generation: Some(7),
+        };
+        verdicts.record("GPU-a".parse().unwrap(), epoch, Verdict::Scrubbed);
+        let kept = std::fs::read_to_string(folder.path().join("scrub.unread"));
+        assert_eq!(kept.unwrap(), r#"{"version":2,"verdicts":[]}"#);
     }
 
     #[test]

@@ -70,7 +70,7 @@ async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
         .await;
     }
     assert!(
-        machine.path("run/checkpoint.malformed").exists(),
+        machine.path("run/checkpoint.unread").exists(),
         "kept for people"
     );
 }

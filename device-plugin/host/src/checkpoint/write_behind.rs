@@ -171,13 +171,10 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
     fn read(&self, file: &Checkpoint) -> bool {
         let mut warned = false;
         loop {
-            let read = match file.load::<T>() {
+            let read = match file.load_or_set_aside::<T>() {
                 Ok(read) => Some(read.unwrap_or_default()),
                 Err(error @ LoadError::Malformed { .. }) => {
-                    // A malformed file may stay where the rename fails: the next value replaces the
-                    // file.
-                    let aside = file.move_aside().is_ok();
-                    warn!(%error, aside, "failed to read a malformed file; the agent starts with an empty one");
+                    warn!(%error, "failed to read a malformed file; the agent starts with an empty one");
                     Some(T::default())
                 }
                 Err(error @ LoadError::Read { .. }) => {

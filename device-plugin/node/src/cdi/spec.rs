@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use bursar_config::HostMount;
+use bursar_host::checkpoint::version::Versioned;
 use serde::{Deserialize, Serialize};
 
 use super::{BINDING_ANNOTATION, CdiBinding};
@@ -94,14 +95,16 @@ impl Mount {
 
 /// The annotations of a file: its binding, as JSON.
 pub(super) fn binding_annotations(binding: &CdiBinding) -> BTreeMap<String, String> {
-    let text =
-        serde_json::to_string(binding).expect("a binding has no map with keys that are not text");
+    let text = serde_json::to_string(&Versioned::from(binding))
+        .expect("a binding has no map with keys that are not text");
     BTreeMap::from([(BINDING_ANNOTATION.to_owned(), text)])
 }
 
 impl Spec {
-    /// The binding of the file; `None` for a file of another program.
+    /// The binding of the file; `None` for a file of another program or version.
     pub fn binding(&self) -> Option<CdiBinding> {
-        serde_json::from_str(self.annotations.get(BINDING_ANNOTATION)?).ok()
+        let text = self.annotations.get(BINDING_ANNOTATION)?;
+        let versioned: Versioned<CdiBinding> = serde_json::from_str(text).ok()?;
+        Some(versioned.record)
     }
 }

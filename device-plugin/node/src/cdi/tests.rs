@@ -215,6 +215,24 @@ fn foreign_cdi_files_are_ignored_and_broken_ones_named() {
 }
 
 #[test]
+fn binding_of_a_later_version_is_unread_and_its_file_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = CdiDir::new(folder.path().to_owned());
+    dir.write(&node(), &binding(1)).unwrap();
+    let path = folder.path().join("bursar.dev-gpu-0000000000000001.json");
+    let written = std::fs::read_to_string(&path).unwrap();
+    let version = r#"\"version\":1,"#;
+    assert!(written.contains(version), "{written}");
+    for (text, is_read) in [("", true), (r#"\"version\":2,"#, false)] {
+        std::fs::write(&path, written.replace(version, text)).unwrap();
+        let listed = dir.list().unwrap();
+        assert_eq!(listed.bindings.len(), usize::from(is_read), "{text}");
+        assert_eq!(listed.unreadable.len(), usize::from(!is_read), "{text}");
+        assert!(path.exists());
+    }
+}
+
+#[test]
 fn mounted_paths_are_unknown_when_a_cdi_file_is_unreadable() {
     let folder = tempfile::tempdir().unwrap();
     let dir = CdiDir::new(folder.path().to_owned());

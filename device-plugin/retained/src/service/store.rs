@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use bursar_host::checkpoint::version::Versioned;
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 use bursar_protocol::messages::retained::RetainedRefusal;
@@ -73,8 +74,8 @@ fn parse_record(blob: &Blob) -> StoredRecord {
         title: Title,
         bytes: Bytes,
     }
-    match serde_json::from_str(blob.as_str()) {
-        Ok(record) => StoredRecord::Read(record),
+    match serde_json::from_str::<Versioned<LeaseRecord>>(blob.as_str()) {
+        Ok(versioned) => StoredRecord::Read(versioned.record),
         Err(error) => {
             let extent: Option<Extent> = serde_json::from_str(blob.as_str()).ok();
             StoredRecord::Unreadable {
@@ -100,7 +101,10 @@ fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
 }
 
 pub(super) fn encode_record(record: &LeaseRecord) -> Option<Blob> {
-    serde_json::to_string(record).ok()?.try_into().ok()
+    serde_json::to_string(&Versioned::from(record))
+        .ok()?
+        .try_into()
+        .ok()
 }
 
 #[cfg(test)]
@@ -116,7 +120,7 @@ mod tests {
     #[test]
     fn lease_of_another_version_is_read_as_far_as_it_goes() {
         let known = json!({
-            "title": { "namespace": "team", "name": "weights", "key": "0a".repeat(32), "gpu": "GPU-a" },
+            "version": 1, "title": { "namespace": "team", "name": "weights", "key": "0a".repeat(32), "gpu": "GPU-a" },
             "bytes": 4096, "gpu-generation": 1, "owner": "0000000000000001", "pod": "a",
             "openers": ["a"], "content": { "committed": { "token": 1, "checksum": 2 } },
         });
@@ -131,6 +135,9 @@ mod tests {
                 .unwrap(),
             known
         );
+        let mut without_version = known.clone();
+        without_version.as_object_mut().unwrap().remove("version");
+        assert_eq!(parse(&without_version), StoredRecord::Read(record));
         let with = |field: &str, value: Value| {
             let mut other = known.clone();
             other[field] = value;
@@ -141,6 +148,7 @@ mod tests {
             ("content", json!({ "sealed": {} })),
             ("title", json!({ "space": "team", "gpu": "GPU-a" })),
             ("owner", json!({ "pod": "a" })),
+            ("version", json!(2)),
         ] {
             let read = with(field, value);
             assert!(

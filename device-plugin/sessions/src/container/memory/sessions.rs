@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use bursar_host::checkpoint::version::Version;
 use bursar_protocol::credit::CreditWord;
 use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::fence::Fence;
@@ -15,7 +16,7 @@ use super::super::pages::PageUnavailable;
 use super::super::{RestoredProcess, to_wire_account};
 use super::ContainerMemory;
 use super::process::ProcessState;
-use crate::checkpoint::{CheckpointContent, ProcessEntry, Version};
+use crate::checkpoint::{CheckpointContent, ProcessEntry};
 use crate::recovery::FaultLog;
 use crate::{ContainerResolver, MAX_PROCESSES, Process, ProcessImage};
 
