@@ -395,6 +395,37 @@ mod tests {
         }
     }
 
+    #[test]
+    fn golden_generations_are_read() {
+        let entry = |generation, memory, gpu| Entry {
+            generation,
+            boot: "6f5902ac-0000-4000-8000-000000000001".to_owned(),
+            memory,
+            gpu,
+        };
+        let instance = Gpu {
+            minor: 3,
+            pci: "00000000:4e:00.0".parse().ok(),
+            mig_parent: "GPU-a".parse().ok(),
+            capabilities: vec![21, 22],
+            ..Gpu::with_uuid("MIG-a")
+        };
+        let away = PersistedHealth {
+            away: true,
+            awaits_reset: Some(48),
+            draining: true,
+            drained: true,
+        };
+        let entries: Entries = [
+            ("GPU-a", entry(7, HEALTHY, Some(Gpu::with_uuid("GPU-a")))),
+            ("GPU-b", entry(2, away, None)),
+            ("MIG-a", entry(1, HEALTHY, Some(instance))),
+        ]
+        .map(|(uuid, entry)| (uuid.parse().unwrap(), entry))
+        .into();
+        bursar_host::testing::assert_golden_checkpoint("generations.json", &entries);
+    }
+
     const TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]

@@ -407,7 +407,7 @@ mod tests {
         for entry in std::fs::read_dir(folder).unwrap().flatten() {
             let (path, name) = (entry.path(), entry.file_name());
             match name.to_str().unwrap() {
-                "tests" | "tests.rs" | "fixtures.rs" => {}
+                "tests" | "tests.rs" | "testing.rs" | "fixtures.rs" => {}
                 _ if path.is_dir() => sources(&path, into),
                 _ => into.push(path),
             }

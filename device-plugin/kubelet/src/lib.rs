@@ -20,6 +20,8 @@ pub mod device_checkpoint;
 pub mod devices;
 pub(crate) mod dir_watch;
 pub mod error_text;
+#[cfg(test)]
+mod golden;
 mod in_flight;
 pub mod lifecycle;
 pub mod plugin;

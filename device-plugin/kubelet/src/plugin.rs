@@ -231,7 +231,7 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
 }
 
 /// The allocation ids that the plugin relay has given to the kubelet.
-fn parse_allocation_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
+pub(crate) fn parse_allocation_ids(metadata: &MetadataMap) -> Result<Vec<AllocationId>, Status> {
     let ids = metadata.get_all(ALLOCATION_ID_METADATA).into_iter();
     let parse = |id: &MetadataValue<Ascii>| id.to_str().ok()?.parse().ok();
     ids.map(|id| {

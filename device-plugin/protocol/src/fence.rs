@@ -71,6 +71,14 @@ mod tests {
         ] {
             assert_eq!(Fence::of(fence.word()), Some(fence));
         }
+        let words = [
+            (Fence::Drained, 0x0000_0001_0000_0000),
+            (Fence::Poisoned(700), 0x0000_0002_0000_02bc),
+            (Fence::Poisoned(-1), 0x0000_0002_ffff_ffff),
+        ];
+        for (fence, word) in words {
+            assert_eq!(fence.word(), word, "shims of running containers read it");
+        }
         assert_eq!(Fence::of(0), None);
         assert_eq!(Fence::of(9 << 32), Some(Fence::Drained));
     }

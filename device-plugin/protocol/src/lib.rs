@@ -31,9 +31,13 @@ pub mod error_class;
 pub mod fd_passing;
 pub mod fdstore;
 pub mod fence;
+#[cfg(test)]
+mod golden;
 pub mod gpu_uuid;
 pub mod messages;
 pub mod provisioner;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod units;
 
 /// The version of the protocol that this build speaks. The agent answers a hello with the lower of

@@ -93,7 +93,32 @@ pub(crate) fn save_offers(folder: &Path, offers: &Offers) -> Result<(), SaveErro
 
 #[cfg(test)]
 mod tests {
+    use bursar_host::testing::assert_golden_checkpoint;
+
     use super::*;
+
+    const DEVICE: &str = "bursar.dev/gpu-memory-gib";
+    const MANAGED: &str = "bursar.dev/gpu-managed-memory-gib";
+
+    #[test]
+    fn golden_offers_are_read() {
+        let offer = |resource, healthy: &[bool]| Offer {
+            resource,
+            healthy: healthy.to_vec(),
+        };
+        let device = offer(Resource::DeviceMemory, &[true, true, false]);
+        let managed = offer(Resource::ManagedMemory, &[true]);
+        let offers: Offers = [(DEVICE.to_owned(), device), (MANAGED.to_owned(), managed)].into();
+        assert_golden_checkpoint("offers.json", &offers);
+    }
+
+    #[test]
+    fn golden_registrations_are_read() {
+        let reason = Some("no kubelet.sock".to_owned());
+        let registrations: Registrations =
+            [(DEVICE.to_owned(), None), (MANAGED.to_owned(), reason)].into();
+        assert_golden_checkpoint("registrations.json", &registrations);
+    }
 
     #[test]
     fn offers_of_a_later_version_are_kept_beside() {

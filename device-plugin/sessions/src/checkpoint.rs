@@ -163,3 +163,67 @@ impl SessionCheckpoint {
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     path.with_extension("tmp")
 }
+
+#[cfg(test)]
+mod tests {
+    use bursar_host::clock::ClockReading;
+    use bursar_protocol::testing::{assert_keeps_all, for_each_record};
+
+    use super::*;
+    use crate::ProcessImage;
+    use crate::recovery::FaultSource;
+
+    #[test]
+    fn golden_session_checkpoint_is_read_without_a_loss() {
+        let process = Process {
+            pid: 4_711,
+            start: 123_456,
+        };
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        let image = ProcessImage {
+            process,
+            generation: 3,
+        };
+        let source = FaultSource::Cuda {
+            code: 719,
+            can_reexec: true,
+        };
+        let now = ClockReading {
+            wall: "2026-01-01T00:00:00Z".parse().unwrap(),
+            moment: bursar_ledger::BootTime(90_000),
+        };
+        let mut fault_log = FaultLog::default();
+        fault_log.record(image, &gpu, source, Some(process), now);
+        let content = CheckpointContent {
+            version: Version,
+            processes: vec![ProcessEntry {
+                process,
+                image: 7,
+                generation: 3,
+                granted: vec![Units(512), Units(0)],
+                exported: vec![Units(16), Units(0)],
+            }],
+            exited: vec![(42, vec![Units(8), Units(1)])],
+            overrides: vec![Some(Units(1_024)), None],
+            orphaned: vec![(43, vec![Units(4), Units(0)])],
+            leases: vec![(9, 0, Units(256))],
+            gpus: vec![gpu],
+            incomplete: true,
+            generation: 3,
+            fault_log,
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("0000000000000007.json");
+        let mut file = SessionCheckpoint::open(path.clone()).unwrap();
+        let today = || {
+            file.write(content.clone()).unwrap();
+            std::fs::read(&path).unwrap()
+        };
+        for_each_record("session.json", today, |golden| {
+            std::fs::write(&path, golden).unwrap();
+            let read = SessionCheckpoint::open(path.clone()).unwrap().read();
+            let text = serde_json::from_slice(golden).unwrap();
+            assert_keeps_all(&serde_json::to_value(read.unwrap()).unwrap(), &text);
+        });
+    }
+}

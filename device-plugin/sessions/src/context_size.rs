@@ -172,6 +172,16 @@ mod tests {
     }
 
     #[test]
+    fn golden_context_sizes_are_read() {
+        let measurement = Measurement {
+            driver: DRIVER.to_owned(),
+            bytes: Bytes::mib(518),
+        };
+        let sizes = BTreeMap::from([(gpu(), measurement)]);
+        bursar_host::testing::assert_golden_checkpoint("contexts.json", &sizes);
+    }
+
+    #[test]
     fn context_sizes_are_unmeasured_when_the_file_is_malformed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("contexts.json");

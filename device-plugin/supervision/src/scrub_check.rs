@@ -399,6 +399,22 @@ mod tests {
     }
 
     #[test]
+    fn golden_scrub_verdicts_are_read() {
+        let verdict = |gpu: &str, generation, verdict| {
+            let epoch = DriverEpoch {
+                driver: "580.159.04".to_owned(),
+                generation,
+            };
+            (gpu.parse().unwrap(), (epoch, verdict))
+        };
+        let verdicts: BTreeMap<GpuUuid, _> = BTreeMap::from([
+            verdict("GPU-a", Some(7), Verdict::Scrubbed),
+            verdict("GPU-b", None, Verdict::NotScrubbed),
+        ]);
+        bursar_host::testing::assert_golden_checkpoint("scrubbed.json", &verdicts);
+    }
+
+    #[test]
     fn verdicts_of_a_later_version_are_kept_beside() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("scrub.json");

@@ -357,6 +357,20 @@ mod tests {
     }
 
     #[test]
+    fn golden_counts_of_namespaces_are_read() {
+        let counts = |denials| EventCounts {
+            denials,
+            poisoned: 2,
+            restarts: 1,
+        };
+        let persisted = PersistedUsage {
+            namespaces: [("team-a".to_owned(), counts(9))].into(),
+            containers: [(AllocationId::from_bits(7), counts(4))].into(),
+        };
+        bursar_host::testing::assert_golden_checkpoint("namespaces.json", &persisted);
+    }
+
+    #[test]
     fn counts_of_any_file_are_continued_without_overflow() {
         let counts = r#"{"denials":18446744073709551615,"poisoned":0,"restarts":1}"#;
         let json = format!(r#"{{"namespaces":{{"a":{counts}}}}}"#);

@@ -233,6 +233,22 @@ fn binding_of_a_later_version_is_unread_and_its_file_stays() {
 }
 
 #[test]
+fn binding_of_a_golden_cdi_file_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = CdiDir::new(folder.path().to_owned());
+    let path = folder.path().join("bursar.dev-gpu-0000000000000007.json");
+    let today = || {
+        dir.write(&node(), &binding(7)).unwrap();
+        std::fs::read(&path).unwrap()
+    };
+    bursar_protocol::testing::for_each_record("cdi.json", today, |golden| {
+        std::fs::write(&path, golden).unwrap();
+        assert_eq!(dir.list().unwrap().bindings, [binding(7)]);
+        assert!(dir.read_edits(&AllocationId::from_bits(7)).is_some());
+    });
+}
+
+#[test]
 fn mounted_paths_are_unknown_when_a_cdi_file_is_unreadable() {
     let folder = tempfile::tempdir().unwrap();
     let dir = CdiDir::new(folder.path().to_owned());

@@ -109,12 +109,62 @@ pub(super) fn encode_record(record: &LeaseRecord) -> Option<Blob> {
 
 #[cfg(test)]
 mod tests {
+    use bursar_ledger::BootTime;
+    use bursar_ledger::units::AllocationId;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::leases::{Content, LeaseKey, Writer};
 
     fn parse(record: &Value) -> StoredRecord {
         parse_record(&record.to_string().try_into().unwrap())
+    }
+
+    #[test]
+    fn golden_leases_are_read() {
+        let process = Process {
+            pid: 4_711,
+            start: 123_456,
+        };
+        let record = LeaseRecord {
+            title: LeaseKey {
+                namespace: "team-a".to_owned(),
+                name: "weights".to_owned(),
+                key: [0x0a; 32],
+                gpu: "GPU-a".parse().unwrap(),
+            },
+            bytes: Bytes(1 << 21),
+            gpu_generation: 7,
+            owner: AllocationId::from_bits(7),
+            pod: "trainer".parse().unwrap(),
+            openers: ["trainer", "server"].map(|pod| pod.parse().unwrap()).into(),
+            content: Content::Writing(Writer {
+                process,
+                image: 5,
+                token: 11,
+                until: BootTime(95_000),
+            }),
+        };
+        let committed = Content::Committed {
+            token: 11,
+            checksum: 12,
+        };
+        let contents = [record.content.clone(), committed, Content::Discarded];
+        let records = contents.map(|content| LeaseRecord {
+            content,
+            ..record.clone()
+        });
+        let today = || {
+            let blobs = records.iter().map(|record| encode_record(record).unwrap());
+            let lines = blobs.map(|blob| format!("{}\n", blob.as_str()));
+            lines.collect::<String>().into_bytes()
+        };
+        bursar_protocol::testing::for_each_record("leases.jsonl", today, |golden| {
+            let lines = std::str::from_utf8(golden).unwrap().lines();
+            let read = lines.map(|blob| parse_record(&blob.to_owned().try_into().unwrap()));
+            let expected = records.iter().cloned().map(StoredRecord::Read);
+            assert!(read.eq(expected));
+        });
     }
 
     #[test]
