@@ -50,6 +50,7 @@ fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
 const PAGES_WITH_CHECKS: &[&str] = &[
     "docs/internals/architecture.md",
     "docs/internals/runtime.md",
+    "docs/internals/versions.md",
 ];
 
 /// Returns the first and last cell of each row of a page's tables whose last column is `check`.
