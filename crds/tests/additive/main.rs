@@ -8,7 +8,7 @@ mod narrowing;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_crds::{GpuMemoryBudget, GpuNamespace, GpuNode};
 use kube::CustomResourceExt as _;
 use serde_json::Value;
 
@@ -17,7 +17,11 @@ const VERSIONS: &[&str] = &["0.1.0"];
 
 /// The CRDs of today by the names of their files.
 fn crds() -> BTreeMap<String, Value> {
-    let crds = [GpuMemoryBudget::crd(), GpuNode::crd()];
+    let crds = [
+        GpuMemoryBudget::crd(),
+        GpuNamespace::crd(),
+        GpuNode::crd(),
+    ];
     let named = crds.into_iter().map(|crd| {
         let file = format!("{}.yaml", crd.spec.names.plural);
         let spec = serde_json::to_value(&crd.spec).expect("a CRD is JSON");
