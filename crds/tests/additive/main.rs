@@ -17,11 +17,7 @@ const VERSIONS: &[&str] = &["0.1.0"];
 
 /// The CRDs of today by the names of their files.
 fn crds() -> BTreeMap<String, Value> {
-    let crds = [
-        GpuMemoryBudget::crd(),
-        GpuNamespace::crd(),
-        GpuNode::crd(),
-    ];
+    let crds = [GpuMemoryBudget::crd(), GpuNamespace::crd(), GpuNode::crd()];
     let named = crds.into_iter().map(|crd| {
         let file = format!("{}.yaml", crd.spec.names.plural);
         let spec = serde_json::to_value(&crd.spec).expect("a CRD is JSON");

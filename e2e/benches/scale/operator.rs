@@ -42,6 +42,9 @@ pub(crate) struct Sample {
     pub(crate) evictions: u64,
     /// Writes of all kinds, failed attempts included. Events are not counted.
     pub(crate) writes: u64,
+    /// Plans of the placement, and their time in microseconds.
+    pub(crate) plans: u64,
+    pub(crate) plan_micros: u64,
     /// Budgets that are Ready.
     pub(crate) ready: u64,
 }
@@ -53,12 +56,15 @@ impl Sample {
             let Some((series, value)) = line.rsplit_once(' ') else {
                 continue;
             };
-            let count = value.parse::<f64>().map_or(0, |value| value as u64);
+            let value = value.parse::<f64>().unwrap_or_default();
+            let count = value as u64;
             let name = series.split('{').next().unwrap_or_default();
             let says = |label: &str| series.contains(label);
             match name {
                 "bursar_operator_reconciles_total" if says("\"error\"") => sample.failed += count,
                 "bursar_operator_reconciles_total" => sample.reconciles += count,
+                "bursar_operator_plan_seconds_count" => sample.plans = count,
+                "bursar_operator_plan_seconds_sum" => sample.plan_micros = (value * 1e6) as u64,
                 "bursar_operator_writes_total" => {
                     sample.writes += count;
                     if says("\"status\"") {

@@ -490,6 +490,13 @@ impl<'a> Bench<'a> {
             others / took,
             Projection::NotProjected,
         );
+        let plans = (after.sample.plans - before.sample.plans).max(1) as f64;
+        let planned = (after.sample.plan_micros - before.sample.plan_micros) as f64;
+        self.row(
+            "churn: time of a plan, ms",
+            planned / plans / 1e3,
+            Projection::Linear,
+        );
         let share = (after.operator - before.operator) / took;
         self.row(
             "churn: operator's processor, %",

@@ -37,8 +37,9 @@ const QUOTA_GIB: usize = 17;
 const MIN_LATE_PODS: usize = 5;
 /// The time before the test begins to reset the quota's count.
 const UNAIDED_TIME: Duration = Duration::from_secs(5);
-/// The timeout for the operator to report the overage and evict pods.
-const CHURN_TIMEOUT: Duration = Duration::from_secs(40);
+/// The timeout for the operator to report the overage and evict pods, and for the changes of a
+/// storm.
+const CHURN_TIMEOUT: Duration = Duration::from_secs(90);
 const RESET_INTERVAL: Duration = Duration::from_millis(50);
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 

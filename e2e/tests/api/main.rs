@@ -12,6 +12,7 @@ mod half_open;
 mod hostile;
 mod isolated_scope;
 mod policies;
+mod quota_race;
 mod restored;
 mod rights;
 mod scenarios;
@@ -91,6 +92,7 @@ fn main() -> ExitCode {
     log.with_ansi(false).with_writer(std::io::stderr).init();
     let mut trials = vec![
         alone("churn", churn::churn),
+        alone("quota-race", quota_race::quota_race),
         alone(
             "no-controller-manager",
             fault_injection::no_controller_manager,

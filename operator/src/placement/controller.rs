@@ -54,7 +54,9 @@ pub async fn run(
             if at_rest == changes {
                 continue;
             }
+            let begin = Instant::now();
             let steps = plan(&index, &mut history, &options, now);
+            metrics.record_plan(begin.elapsed());
             let rests = steps.is_empty() && history.is_idle();
             at_rest = changes.filter(|_| rests);
             steps

@@ -133,6 +133,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     reconciles: Family<ResultLabels, Counter>,
     reconcile_seconds: Histogram,
+    plan_seconds: Histogram,
     writes: Family<WriteLabels, Counter>,
     steps: Family<StepLabels, Counter>,
 }
@@ -149,6 +150,7 @@ impl Metrics {
     ) -> Self {
         let looks = Family::<ResultLabels, Counter>::default();
         let look_seconds = Histogram::new(BUCKETS);
+        let plan_seconds = Histogram::new(BUCKETS);
         let writes = Family::<WriteLabels, Counter>::default();
         let steps = Family::<StepLabels, Counter>::default();
         let mut registry = Registry::default();
@@ -175,6 +177,11 @@ impl Metrics {
             look_seconds.clone(),
         );
         registry.register(
+            "bursar_operator_plan_seconds",
+            "Duration of a plan of the placement, during which no watch event is applied",
+            plan_seconds.clone(),
+        );
+        registry.register(
             "bursar_operator_writes",
             "Writes to the API server",
             writes.clone(),
@@ -190,6 +197,7 @@ impl Metrics {
             registry: Arc::new(registry),
             reconciles: looks,
             reconcile_seconds: look_seconds,
+            plan_seconds,
             writes,
             steps,
         };
@@ -232,6 +240,11 @@ impl Metrics {
             .get_or_create(&ResultLabels { result })
             .inc();
         self.reconcile_seconds.observe(elapsed.as_secs_f64());
+    }
+
+    /// Records a plan of the placement.
+    pub fn record_plan(&self, elapsed: Duration) {
+        self.plan_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Records a failed reconcile.
