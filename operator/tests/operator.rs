@@ -466,12 +466,30 @@ async fn gpu_namespace_of_another_version_or_another_hand_is_corrected() {
     let policy =
         json!({ "action": "Evict", "maxRestarts": 5, "windowSeconds": 600, "graceSeconds": 10 });
     running.until_told("team", policy.clone()).await;
-    for other in [json!({ "action": "Quarantine" }), json!(7), Value::Null] {
+    let write = |other: Value| {
         let mut object = running.api.get("gpunamespaces", "", "team");
         object["spec"]["contextPolicy"] = other;
         running.api.put("gpunamespaces", object);
+    };
+    for other in [json!({ "action": "Quarantine" }), json!(7), Value::Null] {
+        write(other);
         running.until_told("team", policy.clone()).await;
     }
+    // A policy without an action of its own takes another client's back too, and once.
+    let mut counting = budget("team", "16Gi");
+    counting["metadata"]["generation"] = json!(2);
+    counting["spec"]["contextPolicy"] = json!({ "maxRestarts": 1 });
+    running.api.put(BUDGETS, counting);
+    let policy = json!({ "maxRestarts": 1, "windowSeconds": 600, "graceSeconds": 10 });
+    running.until_told("team", policy.clone()).await;
+    let written = running.orders_written();
+    let mut edited = policy.clone();
+    edited["action"] = json!("Report");
+    write(edited);
+    running.until_told("team", policy).await;
+    sleep(Duration::from_millis(2500)).await;
+    // An apply leaves the other client's field, and a patch removes it.
+    assert_eq!(running.orders_written(), written + 2);
     running.stop().await;
 }
 

@@ -89,6 +89,10 @@ fn of_schema(at: &str, golden: &Value, today: &Value, found: &mut Vec<String>) {
             found.push(format!("{at}: {keyword} is added or changed"));
         }
     }
+    // A default that is gone or another changes what an object means that leaves the field out.
+    if !golden["default"].is_null() && golden["default"] != today["default"] {
+        found.push(format!("{at}: default changed"));
+    }
     for keyword in PERMISSIONS {
         if is_set(&golden[keyword]) && !is_set(&today[keyword]) {
             found.push(format!("{at}: {keyword} is removed"));
@@ -163,7 +167,8 @@ mod tests {
                     "required": ["size"],
                     "x-kubernetes-validations": [{ "rule": "self.size > 0", "message": "a" }],
                     "properties": {
-                        "size": { "type": "integer", "format": "int32", "minimum": 1, "maximum": 10 },
+                        "size": { "type": "integer", "format": "int32", "minimum": 1, "maximum": 10,
+                            "default": 5 },
                         "mode": { "type": "string", "enum": ["Open", "Closed"], "nullable": true },
                         "names": {
                             "type": "array", "maxItems": 4,
@@ -197,6 +202,12 @@ mod tests {
     fn each_narrowing_of_a_crd_is_found() {
         let narrowings = [
             ("/properties/mode", None, ".spec.mode is removed"),
+            ("/properties/size/default", None, "default changed"),
+            (
+                "/properties/size/default",
+                Some(json!(6)),
+                "default changed",
+            ),
             (
                 "/properties/size/maximum",
                 Some(json!(9)),
@@ -304,6 +315,7 @@ mod tests {
             ("/properties/mode/enum", None),
             ("/properties/mode/description", Some(json!("text"))),
             ("/properties/names/nullable", Some(json!(true))),
+            ("/properties/names/default", Some(json!([]))),
             ("/required", Some(json!([]))),
             ("/x-kubernetes-validations/0/message", Some(json!("b"))),
             ("/x-kubernetes-validations", None),

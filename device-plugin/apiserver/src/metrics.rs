@@ -5,10 +5,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
+/// The kinds that the agent watches.
+pub(crate) const WATCHED: [&str; 2] = ["GpuNode", "GpuNamespace"];
+
 /// The metrics of the agent's requests to the API server. Clones share the same values.
 #[derive(Clone, Debug)]
 pub struct ApiMetrics {
-    watch_failures: Counter,
+    watch_failures: Family<Label<&'static str>, Counter>,
     gpu_node_writes: Family<Label<&'static str>, Counter>,
     pub(crate) events_dropped: Counter,
 }
@@ -21,11 +24,15 @@ impl ApiMetrics {
         for result in ["ok", "error"] {
             drop(gpu_node_writes.get_or_create(&[("result", result)]));
         }
+        let watch_failures = Family::<Label<_>, Counter>::default();
+        for kind in WATCHED {
+            drop(watch_failures.get_or_create(&[("kind", kind)]));
+        }
         Self {
             watch_failures: registry.register_metric(
                 "bursar_agent_watch_failures",
                 "Failures of the watches of this node's GpuNode and of GpuNamespaces",
-                Counter::default(),
+                watch_failures,
             ),
             gpu_node_writes: registry.register_metric(
                 "bursar_agent_gpu_node_writes",
@@ -49,8 +56,8 @@ impl ApiMetrics {
     }
 
     /// Counts a failure of a watch.
-    pub(crate) fn count_watch_failure(&self) {
-        self.watch_failures.inc();
+    pub(crate) fn count_watch_failure(&self, kind: &'static str) {
+        self.watch_failures.get_or_create(&[("kind", kind)]).inc();
     }
 
     /// Counts an Event that was not sent.

@@ -45,7 +45,7 @@ pub(crate) async fn watch(
             Ok(Some(event)) => event,
             Ok(None) => return stop.cancelled().await,
             Err(error) => {
-                metrics.count_watch_failure();
+                metrics.count_watch_failure(kind);
                 if failures == 0 {
                     warn!(kind, %error, "failed to watch; retrying");
                 }

@@ -7,10 +7,10 @@ use prometheus_client::registry::Registry;
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use bursar_apiserver::ParsedSpec;
 use bursar_apiserver::gpu_node::GpuNodeClient;
 use bursar_apiserver::metrics::ApiMetrics;
 use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_apiserver::{ParsedSpec, namespaces};
 use bursar_gpu::drain::DrainState;
 use bursar_ledger::units::GpuUuid;
 use bursar_sim_api::{Faults, FaultyWrites, SimApiServer, WatchFault, WriteFault};
@@ -325,6 +325,60 @@ async fn spec_and_status_follow_a_restored_etcd() {
         })
         .await;
     fixture.assert_quiet("a restore").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn context_policies_are_those_of_the_gpu_namespaces() {
+    let api = SimApiServer::start();
+    let policies = watch::Sender::default();
+    let metrics = ApiMetrics::new(&mut Registry::default());
+    let stop = CancellationToken::new();
+    tokio::spawn(namespaces::run(
+        api.client(),
+        policies.clone(),
+        metrics,
+        stop.clone(),
+    ));
+    let put = |name: &str, most: i32| {
+        api.put(
+            "gpunamespaces",
+            json!({ "metadata": { "name": name },
+            "spec": { "contextPolicy": { "action": "Report", "maxRestarts": most } } }),
+        );
+    };
+    let until = async |wanted: &[(&str, i32)]| {
+        let known = || {
+            let all = policies.borrow().clone().unwrap_or_default();
+            let all = all.into_iter();
+            all.map(|(name, policy)| (name, policy.max_restarts))
+                .collect::<Vec<_>>()
+        };
+        let wanted: Vec<_> = wanted
+            .iter()
+            .map(|(name, most)| ((*name).to_owned(), *most))
+            .collect();
+        let same = async {
+            while known() != wanted {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        assert!(timeout(PROMISED_TIME, same).await.is_ok(), "{:?}", known());
+    };
+    put("a", 1);
+    until(&[("a", 1)]).await;
+    put("b", 2);
+    put("a", 3);
+    until(&[("a", 3), ("b", 2)]).await;
+    api.delete("gpunamespaces", "", "a");
+    until(&[("b", 2)]).await;
+    // After a restore of etcd the agent lists again, and drops what is not there.
+    let backup = api.backup();
+    put("c", 4);
+    api.delete("gpunamespaces", "", "b");
+    until(&[("c", 4)]).await;
+    api.restore(&backup);
+    until(&[("b", 2)]).await;
+    stop.cancel();
 }
 
 #[tokio::test(start_paused = true)]

@@ -20,7 +20,7 @@ pub(crate) const POD_GIB: i32 = 16;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const LABEL: &str = "bursar.dev/largest-free-gib";
 
-/// The most that an edit of a policy may take.
+/// The longest time that an edit of a policy may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 

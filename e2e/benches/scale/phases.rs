@@ -343,7 +343,7 @@ impl<'a> Bench<'a> {
         self.wait_until_quiet(operator).await?;
         let policies = operator.sample().await?.policies - before.sample.policies;
         self.row(
-            "a context policy edited: all agents told within, s (the longest of 10)",
+            "a context policy edited: its GpuNamespace is written within, s (the longest of 10)",
             longest.as_secs_f64(),
             Projection::NotProjected,
         );

@@ -259,6 +259,7 @@ async fn read_kind(
             read
         }
         Kind::OwnPods => into!(own_pods),
+        Kind::GpuNamespaces => into!(gpu_namespaces),
         Kind::DaemonSets => into!(daemon_sets),
         Kind::Deployments => into!(deployments),
         Kind::Nodes => into!(nodes),

@@ -14,6 +14,8 @@ use crate::objects::{Event, Lease, Meta, Named, Node, Pod, Quota, Workload};
 pub enum Kind {
     /// GpuNodes.
     GpuNodes,
+    /// GpuNamespaces.
+    GpuNamespaces,
     /// GpuMemoryBudgets.
     Budgets,
     /// Pods that request GPU memory.
@@ -53,6 +55,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Self::GpuNodes => "gpunodes",
+            Self::GpuNamespaces => "gpunamespaces",
             Self::Budgets => "gpumemorybudgets",
             Self::Pods => "pods",
             Self::OwnPods => "Bursar's own pods",
@@ -75,6 +78,7 @@ impl Kind {
     pub fn path(self) -> (&'static str, &'static str, bool) {
         match self {
             Self::GpuNodes => ("/apis/bursar.dev/v1alpha1", "gpunodes", false),
+            Self::GpuNamespaces => ("/apis/bursar.dev/v1alpha1", "gpunamespaces", false),
             Self::Budgets => ("/apis/bursar.dev/v1alpha1", "gpumemorybudgets", true),
             Self::Pods | Self::OwnPods | Self::AgentMetrics => ("/api/v1", "pods", true),
             Self::DaemonSets => ("/apis/apps/v1", "daemonsets", true),
@@ -154,6 +158,8 @@ pub struct Snapshot {
     pub unreadable: Vec<Unreadable>,
     /// The GpuNodes, by name.
     pub gpu_nodes: Vec<GpuNode>,
+    /// What agents are told of namespaces.
+    pub gpu_namespaces: Vec<Value>,
     /// The budgets.
     pub budgets: Vec<GpuMemoryBudget>,
     /// The pods that request GPU memory, by namespace and name.

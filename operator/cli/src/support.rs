@@ -74,6 +74,10 @@ pub fn files(snapshot: &Snapshot, configuration: Option<&Value>) -> Vec<File> {
             &without_managed_fields(json!(snapshot.gpu_nodes)),
         ),
         File::json(
+            "gpunamespaces",
+            &without_managed_fields(json!(snapshot.gpu_namespaces)),
+        ),
+        File::json(
             "gpumemorybudgets",
             &without_managed_fields(json!(snapshot.budgets)),
         ),

@@ -191,13 +191,13 @@ impl ClusterIndex {
         keys.filter_map(|key| Some((key, self.pods.get(key)?)))
     }
 
-    /// The kinds without a complete list. The operator computes a status only when there are none.
+    /// The kinds without a complete list, of those on which a status depends. The operator computes
+    /// one only when there are none.
     pub fn unlisted_kinds(&self) -> Vec<&'static str> {
         let all = [
             (kinds::BUDGETS, self.budgets.is_listed()),
             (kinds::PODS, self.pods.is_listed()),
             (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
-            (kinds::GPU_NAMESPACES, self.gpu_namespaces.is_listed()),
             (kinds::NODES, self.nodes.is_listed()),
             (kinds::QUOTAS, self.quotas.is_listed()),
             (kinds::NAMESPACES, self.labels.is_listed()),

@@ -9,7 +9,7 @@
 //! longer than the restart. So the agents of all nodes know all policies, and the operator writes a
 //! changed one once, whatever the number of nodes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bursar_crds::gpu_node::RestartRequest;
@@ -82,26 +82,43 @@ struct Writes {
     /// The last restart requests that the operator applied to each GpuNode, by UID. Server-side
     /// apply leaves others.
     restarts: BTreeMap<String, Vec<RestartRequest>>,
-    /// The object of the last write. The next round starts after it, so that failing writes block
-    /// no others.
+    /// The UIDs of deleted GpuNamespaces that the watch still shows.
+    deleted: BTreeSet<String>,
+    /// The object of the last write. A round after a failure starts after it, so that failing
+    /// writes block no others.
     last: String,
     /// Whether a write of the last round failed. Only the first failure of a row is logged.
     failing: bool,
 }
 
 impl Writes {
-    /// The objects that need a write by name, those with restart requests first. `None` until all
-    /// kinds are listed.
+    /// The objects that need a write by name, those with restart requests first unless writes fail.
+    /// `None` until all kinds are listed.
     fn due(&mut self, index: &ClusterIndex) -> Option<Vec<(String, Order)>> {
         if !index.unlisted_kinds().is_empty() {
             return None;
         }
         let restarts = index.outdated_restarts(&mut self.restarts).into_iter();
         let restarts = restarts.map(|(node, uid, due)| (node, Order::Restarts(uid, due)));
-        let policies = index.outdated_namespaces().into_iter();
-        let policies = policies.map(|(namespace, write)| (namespace, Order::Policy(write)));
+        let mut policies = index.outdated_namespaces();
+        let gone = policies.iter().filter_map(|(_, write)| match write {
+            NamespaceWrite::Delete(uid) => Some(uid),
+            NamespaceWrite::Apply(_) => None,
+        });
+        let gone: BTreeSet<String> = gone.cloned().collect();
+        self.deleted.retain(|uid| gone.contains(uid));
+        policies.retain(|(_, write)| match write {
+            NamespaceWrite::Delete(uid) => !self.deleted.contains(uid),
+            NamespaceWrite::Apply(_) => true,
+        });
+        let policies = policies
+            .into_iter()
+            .map(|(namespace, write)| (namespace, Order::Policy(write)));
         let mut due: Vec<_> = restarts.chain(policies).collect();
-        due.sort_by_key(|(name, order)| (matches!(order, Order::Policy(_)), *name <= self.last));
+        due.sort_by_key(|(name, order)| {
+            let waits = !self.failing && matches!(order, Order::Policy(_));
+            (waits, *name <= self.last)
+        });
         Some(due)
     }
 
@@ -115,7 +132,10 @@ impl Writes {
             }
             Order::Policy(NamespaceWrite::Delete(uid)) => {
                 let written = writer.delete_context_policy(&name, &uid).await;
-                written.map(|()| info!(namespace = name, "deleted a context policy"))
+                written.map(|()| {
+                    info!(namespace = name, "deleted a context policy");
+                    self.deleted.insert(uid);
+                })
             }
         };
         self.last = name;

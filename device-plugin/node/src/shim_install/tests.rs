@@ -180,6 +180,32 @@ fn entries_need_an_old_glibc_and_no_other_library() {
     }
 }
 
+/// Each segment, relocation and constructor costs every program of a container time.
+#[test]
+fn entries_load_with_two_segments_and_few_relocations() {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in ENTRIES {
+        let path = folder.path().join(entry.soname);
+        fs::write(&path, entry.library).unwrap();
+        let read = |option: &str| elf::tool_output("readelf", option, &path);
+        let count =
+            |text: &str, word: &str| text.lines().filter(|line| line.contains(word)).count();
+        let segments = read("-lW");
+        assert_eq!(count(&segments, " LOAD "), 2, "{segments}");
+        assert_eq!(count(&segments, "GNU_RELRO"), 0, "{segments}");
+        let relocations = read("-rW");
+        assert!(
+            (1..=12).contains(&count(&relocations, "R_")),
+            "{relocations}"
+        );
+        let dynamic = read("-d");
+        assert_eq!(count(&dynamic, "INIT_ARRAY"), 0, "{dynamic}");
+        // The entry of libcuda opens the shim in a container's first process.
+        let starts = count(&dynamic, "(INIT)");
+        assert_eq!(starts, usize::from(entry.soname == LIBCUDA), "{dynamic}");
+    }
+}
+
 /// The constructor of an entry runs before those of libraries that the program preloads.
 #[test]
 fn first_process_starts_beside_a_library_with_its_own_dlopen() {

@@ -425,18 +425,19 @@ impl SimApiServer {
         json_body(&self.store_object(kind, object, None))
     }
 
-    /// Serves a server-side apply of a quota: removes fields that the operator no longer applies,
-    /// and keeps those of others.
-    fn apply_quota(&self, at: &str, patch: Value) -> Response {
-        let new = format!("{at} of {}", self.data().etcd.version);
-        let stored = self.stored("resourcequotas", at);
+    /// Serves a server-side apply: removes fields that the operator no longer applies, and keeps those
+    /// of others.
+    fn apply_object(&self, kind: &str, at: &str, patch: Value) -> Response {
+        let new = format!("{kind} {at} of {}", self.data().etcd.version);
+        let stored = self.stored(kind, at);
         let mut object = stored.unwrap_or_else(|| json!({ "metadata": { "uid": new } }));
         merge(&mut object, &patch);
         let mut data = self.data();
-        let before = data.etcd.applied.insert(at.to_owned(), patch.clone());
+        let applied = &mut data.etcd.applied;
+        let before = applied.insert(format!("{kind} {at}"), patch.clone());
         drop(data);
         remove_unapplied(&mut object, &before.unwrap_or_default(), &patch);
-        self.store_and_respond("resourcequotas", object)
+        self.store_and_respond(kind, object)
     }
 
     fn store_and_respond(&self, kind: &str, object: Value) -> Response {
@@ -445,17 +446,6 @@ impl SimApiServer {
             self.sync_quota_status();
         }
         json_body(&written)
-    }
-
-    /// Serves a server-side apply of a `GpuNamespace` by its only writer.
-    fn apply_namespace(&self, name: &str, patch: &Value) -> Response {
-        let kind = "gpunamespaces";
-        let new = format!("{kind}/{name} of {}", self.data().etcd.version);
-        let stored = self.stored(kind, &format!("/{name}"));
-        let mut object =
-            stored.unwrap_or_else(|| json!({ "metadata": { "name": name, "uid": new } }));
-        object["spec"] = patch["spec"].clone();
-        json_body(&self.store_object(kind, object, None))
     }
 
     /// Serves a server-side apply of a list in the spec by its only writer.
@@ -552,7 +542,7 @@ impl SimApiServer {
             (&Method::PATCH, [.., "namespaces", namespace, "resourcequotas", name]) => {
                 let at = format!("{namespace}/{name}");
                 if applies {
-                    self.apply_quota(&at, body.clone())
+                    self.apply_object("resourcequotas", &at, body.clone())
                 } else {
                     self.merge_patch("resourcequotas", &at, body)
                 }
@@ -574,8 +564,12 @@ impl SimApiServer {
                 self.apply_status("gpunodes", &format!("/{name}"), body)
             }
             (&Method::PATCH, [.., "gpunamespaces", name]) => {
-                assert!(applies, "{query}");
-                self.apply_namespace(name, body)
+                let at = format!("/{name}");
+                if applies {
+                    self.apply_object("gpunamespaces", &at, body.clone())
+                } else {
+                    self.merge_patch("gpunamespaces", &at, body)
+                }
             }
             (&Method::DELETE, [.., "gpunamespaces", name]) => {
                 self.delete_with_uid("gpunamespaces", "", name, &body["preconditions"]["uid"])

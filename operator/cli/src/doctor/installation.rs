@@ -51,7 +51,7 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
 
 /// CRDs that the API server does not have, without which agents and operator cannot write.
 fn crds(snapshot: &Snapshot) -> Vec<Finding> {
-    let crds = [Kind::GpuNodes, Kind::Budgets].into_iter();
+    let crds = [Kind::GpuNodes, Kind::GpuNamespaces, Kind::Budgets].into_iter();
     let missing = crds.filter(|kind| snapshot.absent.contains(kind));
     let finding = |kind: Kind| {
         Finding::new(

@@ -19,9 +19,10 @@ use crate::{read, support, uninstall, version};
 const LOG_LINES: u32 = 2000;
 
 /// The kinds that `doctor` examines.
-const EXAMINED: [Kind; 10] = [
+const EXAMINED: [Kind; 11] = [
     Kind::Nodes,
     Kind::GpuNodes,
+    Kind::GpuNamespaces,
     Kind::Budgets,
     Kind::Namespaces,
     Kind::OwnPods,
@@ -44,6 +45,7 @@ impl<W: Write> Session<'_, W> {
             Kind::PodMonitors,
             Kind::MutatingPolicies,
             Kind::GpuNodes,
+            Kind::GpuNamespaces,
             Kind::Budgets,
         ]);
         Ok(snapshot)

@@ -113,24 +113,42 @@ impl<W: Write> Session<'_, W> {
     }
 
     /// Deletes a relay. Returns why it stays, if that is certain: a request without an answer may
-    /// have deleted it, so it is sent again, and the wait for the registration shows the rest.
+    /// have deleted it, so it is sent again, and at last the relay is looked at.
     async fn delete_relay(&self, relay: &Pod, most: Duration) -> Option<String> {
         let path = list_path(Kind::OwnPods, Some(&relay.metadata.namespace));
         let (name, uid) = (&relay.metadata.name, &relay.metadata.uid);
-        let start = Instant::now();
-        loop {
-            match act::delete(&self.client, &path, name, uid).await {
+        let (start, mut is_first) = (Instant::now(), true);
+        let error = loop {
+            let error = match act::delete(&self.client, &path, name, uid).await {
                 Ok(()) => return None,
+                Err(error) => error,
+            };
+            match &error {
                 // The relay is gone, or another one has its name.
-                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => return None,
-                Err(kube::Error::Api(status)) if (400..429).contains(&status.code) => {
-                    let reason = read::reason(&kube::Error::Api(status));
-                    return Some(format!("its relay cannot be deleted: {reason}"));
+                kube::Error::Api(status) if matches!(status.code, 404 | 409) => return None,
+                kube::Error::Api(status) if is_first && matches!(status.code, 400..=403 | 422) => {
+                    break error;
                 }
-                Err(_) if start.elapsed() >= most => return None,
-                Err(_) => sleep(LOOK).await,
+                _ if start.elapsed() >= most => match self.is_untouched(uid).await {
+                    true => break error,
+                    false => return None,
+                },
+                _ => {}
             }
-        }
+            is_first = false;
+            sleep(LOOK).await;
+        };
+        let reason = read::reason(&error);
+        Some(format!("its relay cannot be deleted: {reason}"))
+    }
+
+    /// Whether the API server shows that a relay stays.
+    async fn is_untouched(&self, uid: &str) -> bool {
+        let own = self.read(&[Kind::OwnPods], None).await;
+        own.is_ok_and(|own| {
+            let mut pods = own.own_pods.iter();
+            pods.any(|pod| pod.metadata.uid == uid && pod.metadata.deletion_timestamp.is_none())
+        })
     }
 
     /// Waits until the kubelet admits no pod. Returns why it did not come to that.

@@ -58,12 +58,12 @@ impl FakeApi {
         self.state.lock().unwrap().forbidden.push(path.to_owned());
     }
 
-    /// Lets another client write the object before each of the next patches.
     /// Carries out the next deletions and answers with an error.
     pub(crate) fn lose_deletions(&self, lost: usize) {
         self.state.lock().unwrap().lost_deletions = lost;
     }
 
+    /// Lets another client write the object before each of the next patches.
     pub(crate) fn conflict(&self, patches: usize) {
         self.state.lock().unwrap().conflicts = patches;
     }

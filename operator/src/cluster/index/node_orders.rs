@@ -19,6 +19,7 @@ use crate::cluster::ssa_diff::needs_apply;
 /// An agent in a crash loop takes its condition back at each start, so it is reported again after
 /// this time.
 const REPORT_AGAIN: Duration = Duration::from_secs(600);
+
 /// The write that a GpuNamespace needs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum NamespaceWrite {
@@ -30,8 +31,12 @@ pub enum NamespaceWrite {
 
 impl ClusterIndex {
     /// The namespaces whose GpuNamespace has to be written, because it does not say what the budget
-    /// says.
+    /// says. None before a list of these objects: nothing else waits for it, because the CRD may be
+    /// missing.
     pub fn outdated_namespaces(&self) -> Vec<(String, NamespaceWrite)> {
+        if !self.gpu_namespaces.is_listed() {
+            return Vec::new();
+        }
         let wanted = |(key, budget): (&Key, &BudgetSummary)| {
             let policy = budget.context_policy.clone()?;
             (policy != ContextPolicy::default()).then(|| (key.namespace.clone(), policy))

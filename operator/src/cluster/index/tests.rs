@@ -134,6 +134,15 @@ fn gpu_namespace_says_what_the_budget_says() {
         budget("b", summary("x", 8, 1)),
         gpu_namespace("gone", Some(policy.clone())),
     ]);
+    assert_eq!(index.outdated_namespaces(), [], "none is listed");
+    index.apply(WatchEvent::GpuNamespace(Event::Init));
+    index.apply(match gpu_namespace("gone", Some(policy.clone())) {
+        WatchEvent::GpuNamespace(Event::Apply(entry)) => {
+            WatchEvent::GpuNamespace(Event::InitApply(entry))
+        }
+        other => other,
+    });
+    index.apply(WatchEvent::GpuNamespace(Event::InitDone));
     let apply = |policy: &ContextPolicy| NamespaceWrite::Apply(policy.clone());
     let delete = |name: &str| NamespaceWrite::Delete(format!("uid of {name}"));
     let due = [
@@ -169,12 +178,19 @@ fn policy_that_equals_the_default_needs_no_gpu_namespace() {
         context_policy: Some(ContextPolicy::default()),
         ..summary("x", 8, 1)
     };
-    assert_eq!(index([budget("a", default)]).outdated_namespaces(), []);
+    let index = index([
+        budget("a", default),
+        WatchEvent::GpuNamespace(Event::InitDone),
+    ]);
+    assert_eq!(index.outdated_namespaces(), []);
 }
 
 #[test]
 fn gpu_namespace_of_an_unreadable_budget_stays() {
-    let mut index = index([gpu_namespace("a", reports().context_policy)]);
+    let mut index = index([
+        WatchEvent::GpuNamespace(Event::InitDone),
+        gpu_namespace("a", reports().context_policy),
+    ]);
     assert_eq!(index.outdated_namespaces().len(), 1);
     let unreadable = Event::Apply((key("a", "default"), Some("a later version".to_owned())));
     index.apply(WatchEvent::Unreadable(kinds::BUDGETS, unreadable));
@@ -411,7 +427,6 @@ fn namespace_without_budget_is_named_once_all_is_listed() {
     index.apply(WatchEvent::Node(Event::InitDone));
     index.apply(WatchEvent::GpuNode(Event::InitDone));
     index.apply(WatchEvent::Quota(Event::InitDone));
-    index.apply(WatchEvent::GpuNamespace(Event::InitDone));
     for event in [
         Event::Init,
         Event::InitApply((key("a", "default"), Some(summary("x", 8, 1)))),
@@ -432,11 +447,10 @@ fn namespace_without_budget_is_named_once_all_is_listed() {
 #[test]
 fn unlisted_kinds_are_named() {
     let mut index = ClusterIndex::new(Quantum::Gib1);
-    assert_eq!(index.unlisted_kinds().len(), 7);
+    assert_eq!(index.unlisted_kinds().len(), 6);
     index.apply(WatchEvent::Pod(Event::InitDone));
     index.apply(WatchEvent::Node(Event::InitDone));
     index.apply(WatchEvent::Quota(Event::InitDone));
-    index.apply(WatchEvent::GpuNamespace(Event::InitDone));
     index.apply(WatchEvent::Namespace(Event::InitDone));
     assert_eq!(index.unlisted_kinds(), ["GpuMemoryBudgets", "GpuNodes"]);
 }
@@ -567,7 +581,6 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
         WatchEvent::Pod(Event::InitDone),
         WatchEvent::Node(Event::InitDone),
         WatchEvent::Quota(Event::InitDone),
-        WatchEvent::GpuNamespace(Event::InitDone),
         WatchEvent::Namespace(Event::InitDone),
         WatchEvent::Namespace(Event::Apply((key("", "a"), enforced))),
     ]);
