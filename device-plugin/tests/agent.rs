@@ -10,6 +10,8 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[path = "agent/crash_points.rs"]
+mod crash_points;
 #[path = "agent/degraded_node.rs"]
 mod degraded_node;
 #[path = "agent/descriptors.rs"]

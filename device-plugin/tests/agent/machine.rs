@@ -100,9 +100,30 @@ impl Machine {
     }
 
     pub(crate) fn start_agent(&mut self) {
+        self.start_agent_with(self.command());
+    }
+
+    /// Starts an agent by a command made from [`Machine::command`].
+    pub(crate) fn start_agent_with(&mut self, mut command: Command) {
         assert!(self.agent.is_none(), "running already");
         self.log_start = self.log().len();
-        self.agent = Some(self.command().spawn().unwrap());
+        self.agent = Some(command.spawn().unwrap());
+    }
+
+    #[allow(dead_code, reason = "as above")]
+    /// Whether the agent runs, though its parent has not waited for its end.
+    pub(crate) fn is_agent_running(&self) -> bool {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.agent_pid()));
+        let stat = stat.unwrap_or_default();
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
+        state.is_some_and(|rest| !rest.starts_with('Z'))
+    }
+
+    #[allow(dead_code, reason = "as above")]
+    /// Waits for the end of an agent that has died.
+    pub(crate) fn reap_agent(&mut self) {
+        let mut agent = self.agent.take().expect("an agent");
+        agent.wait().unwrap();
     }
 
     /// Kills the agent with SIGKILL, so that it runs no cleanup.
@@ -309,6 +330,16 @@ impl Machine {
         let pod = self.admit(name, gib).await;
         self.start(&pod).await.unwrap();
         pod
+    }
+
+    #[allow(dead_code, reason = "as above")]
+    /// Runs a pod, unless the agent refuses or dies.
+    pub(crate) async fn try_run(&self, name: &str, gib: usize) -> Option<Pod> {
+        let pod = Pod::with(name, GPU, gib);
+        self.kubelet.admit(&pod).await.ok()?;
+        fs::create_dir_all(self.cgroup(&pod)).unwrap();
+        self.start(&pod).await.ok()?;
+        Some(pod)
     }
 
     /// Ends the pod's last process and removes its cgroup.

@@ -283,6 +283,11 @@ impl<'a> Bench<'a> {
     /// Measures a restart of the operator after many changes.
     async fn resync(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let begin = operator.started;
+        // An operator that still lists writes nothing either.
+        let budgets = self.budgets();
+        let all = |now: &Sample| now.reconciles >= budgets;
+        self.wait_until("all budgets looked at", operator, all)
+            .await?;
         let settled = self.wait_until_quiet(operator).await?;
         self.check_labels_and_statuses().await?;
         let took = settled.duration_since(begin).as_secs_f64();

@@ -333,6 +333,16 @@ impl FakeKubelet {
             .map(|pod| pod.phase.clone())
     }
 
+    #[allow(dead_code, reason = "only some tests ask")]
+    /// The pods that have not ended.
+    pub fn pods(&self) -> Vec<Pod> {
+        let pods = self.shared.pods.lock().unwrap();
+        pods.iter()
+            .filter(|pod| !pod.is_terminal())
+            .cloned()
+            .collect()
+    }
+
     /// The device ids of a container, sorted.
     pub fn assigned(&self, pod: &Pod, container: &str, resource: &str) -> Vec<String> {
         self.shared

@@ -1,0 +1,48 @@
+// Kills the process that preloads this library before or after one of its steps on disk: a rename,
+// an fsync or an unlink. The library counts them in the file BURSAR_STEPS, and kills at the step
+// BURSAR_STEP. Children of the process do not preload it.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static atomic_int steps;
+static int last, counts = -1;
+
+__attribute__((constructor)) static void start(void) {
+    const char *at = getenv("BURSAR_STEP"), *file = getenv("BURSAR_STEPS");
+    last = at ? atoi(at) : 0;
+    counts = file ? open(file, O_WRONLY | O_CREAT | O_CLOEXEC, 0600) : -1;
+    unsetenv("LD_PRELOAD");
+}
+
+static void step(void) {
+    int number = atomic_fetch_add(&steps, 1) + 1;
+    char text[16];
+    int length = snprintf(text, sizeof text, "%8d", number);
+    if (counts >= 0 && pwrite(counts, text, length, 0) != length)
+        abort();
+    if (number == last)
+        kill(getpid(), SIGKILL);
+}
+
+#define STEP(name, parameters, arguments)                                  \
+    int name parameters {                                                  \
+        static int(*_Atomic next) parameters;                              \
+        if (!next)                                                         \
+            next = dlsym(RTLD_NEXT, #name);                                \
+        step();                                                            \
+        int result = next arguments;                                       \
+        step();                                                            \
+        return result;                                                     \
+    }
+
+STEP(rename, (const char *from, const char *to), (from, to))
+STEP(fsync, (int file), (file))
+STEP(fdatasync, (int file), (file))
+STEP(unlink, (const char *path), (path))
+STEP(unlinkat, (int folder, const char *path, int flags), (folder, path, flags))
