@@ -127,8 +127,8 @@ impl FromStr for ContextAction {
 
 /// The measure against the fault; absent while the agent has not decided. Of a context: `InPlace`,
 /// `Process`, `Restart`, `Evict` and `Report` as in a budget's `contextPolicy`, `BeyondMaximum`
-/// after too many restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it may
-/// come back.
+/// after too many restarts. Of a GPU: `ResetGpu` and `RestartNode` for an admin, `Wait` while it
+/// may come back.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultAction {
     /// For a context: the process executes its program again.

@@ -1,4 +1,4 @@
-//! Changes a third quota of the namespace while many clients create pods that another quota refuses.
+//! Changes a third quota of the namespace while many clients create pods that another one refuses.
 //!
 //! The API server admits pods of a batch again by the changed quota alone (kubernetes#141904), so
 //! some are admitted beyond a full budget. How many is a matter of the server; the operator has to

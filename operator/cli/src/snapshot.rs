@@ -158,7 +158,7 @@ pub struct Snapshot {
     pub unreadable: Vec<Unreadable>,
     /// The GpuNodes, by name.
     pub gpu_nodes: Vec<GpuNode>,
-    /// What agents are told of namespaces.
+    /// The GpuNamespaces, which tell agents of namespaces.
     pub gpu_namespaces: Vec<Value>,
     /// The budgets.
     pub budgets: Vec<GpuMemoryBudget>,

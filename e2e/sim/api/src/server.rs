@@ -425,8 +425,8 @@ impl SimApiServer {
         json_body(&self.store_object(kind, object, None))
     }
 
-    /// Serves a server-side apply: removes fields that the operator no longer applies, and keeps those
-    /// of others.
+    /// Serves a server-side apply: removes fields that the operator no longer applies, and keeps
+    /// those of others.
     fn apply_object(&self, kind: &str, at: &str, patch: Value) -> Response {
         let new = format!("{kind} {at} of {}", self.data().etcd.version);
         let stored = self.stored(kind, at);
