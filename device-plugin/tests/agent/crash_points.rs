@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::process::Command;
 use std::time::Duration;
 
@@ -13,6 +14,8 @@ use crate::machine::{GPU, Machine};
 
 /// The most time until the node is clean after the agent's death.
 const CLEAN_WITHIN: Duration = Duration::from_secs(10);
+/// The most time for the kubelet to see that a call failed, because the agent is dead.
+const CALL_ENDS_WITHIN: Duration = Duration::from_millis(500);
 /// The steps between two deaths in the default tier, which has no common factor with the two steps
 /// of each call.
 const STRIDE: usize = 11;
@@ -76,9 +79,14 @@ impl Node {
                 sleep(Duration::from_millis(5)).await;
             }
         };
+        let mut act = pin!(act(&self.machine));
         tokio::select! {
-            () = dies => true,
-            _ = act(&self.machine) => !self.machine.is_agent_running(),
+            () = dies => {
+                // A call of the kubelet that is under way fails, and is not cancelled.
+                drop(timeout(CALL_ENDS_WITHIN, act).await);
+                true
+            }
+            _ = &mut act => !self.machine.is_agent_running(),
         }
     }
 }

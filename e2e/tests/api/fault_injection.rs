@@ -31,8 +31,8 @@ const WATCH_FAULTS: [WatchFault; 6] = [
 
 /// The scenarios delete objects of the first four watched kinds.
 const DELETED_KINDS: usize = 4;
-/// The minimum number of disturbed events of each resource.
-const MIN_EVENTS: usize = 5;
+/// The minimum number of disturbed events of each resource. GpuNamespaces change least.
+const MIN_EVENTS: usize = 3;
 
 /// Returns the numbers of the writes in a transition that fail, one per case: every second from
 /// `first`, and each in the long tier.

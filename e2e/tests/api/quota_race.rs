@@ -1,8 +1,9 @@
 //! Changes a third quota of the namespace while many clients create pods that another one refuses.
 //!
-//! The API server admits pods of a batch again by the changed quota alone (kubernetes#141904), so
-//! some are admitted beyond a full budget. How many is a matter of the server; the operator has to
-//! report and repair it.
+//! The API server decides on pods of a namespace in batches. Pods without GPU memory change the
+//! third quota, and where that conflicts, the batch is decided again by that quota alone
+//! (kubernetes#141904): pods that the full budget refused are admitted. How many is a matter of the
+//! server; the operator has to repair it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -22,6 +23,8 @@ const QUOTA_GIB: usize = 8;
 const RACE: Duration = Duration::from_secs(15);
 /// The fewest refusals that make a race.
 const MIN_REFUSALS: usize = 300;
+/// The pause between two pods without GPU memory of one client.
+const PLAIN_INTERVAL: Duration = Duration::from_millis(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String, Failed> {
@@ -40,7 +43,7 @@ pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String
     let third = format!("/api/v1/namespaces/{}/resourcequotas", at.name);
     let quota = json!({
         "apiVersion": "v1", "kind": "ResourceQuota", "metadata": { "name": "third" },
-        "spec": { "hard": { "pods": "1000" } },
+        "spec": { "hard": { "pods": "100000" } },
     });
     at.create(&third, quota).await?;
     // The operator does not evict pods that are as old as the budget's quotas.
@@ -70,6 +73,24 @@ pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String
         Ok(())
     };
     let clients = join_all((0..CLIENTS).map(client));
+    let plain = async |client: usize| {
+        for number in 0.. {
+            let pod = json!({
+                "apiVersion": "v1", "kind": "Pod",
+                "metadata": { "name": format!("plain-{client}-{number}") },
+                "spec": { "terminationGracePeriodSeconds": 0,
+                    "containers": [{ "name": "c", "image": "i" }] },
+            });
+            match at.create(&at.pods_path(), pod).await {
+                Err(kube::Error::Api(status)) if !matches!(status.code, 409 | 500) => {
+                    return Err(Failed::from(kube::Error::Api(status)));
+                }
+                _ => sleep(PLAIN_INTERVAL).await,
+            }
+        }
+        Ok(())
+    };
+    let plains = join_all((0..CLIENTS / 4).map(plain));
     let change = async {
         for number in 0.. {
             let patch = json!({ "metadata": { "annotations": { "changed": number.to_string() } } });
@@ -87,6 +108,7 @@ pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String
     tokio::select! {
         ends = clients => ends.into_iter().collect::<Result<(), Failed>>()?,
         failed = change => return failed.map(|()| String::new()),
+        failed = plains => return failed.into_iter().collect::<Result<(), Failed>>().map(|()| String::new()),
         failed = look => return failed,
     }
     let (admitted, refused) = (admitted.into_inner(), refused.into_inner());
@@ -109,11 +131,13 @@ pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String
     ))
 }
 
-/// The number of pods that are not terminating.
+/// The number of pods with GPU memory that are not terminating.
 async fn alive(at: &IsolatedScope) -> Result<usize, Failed> {
     let pods = at.get(&at.pods_path()).await?;
     let pods = pods["items"].as_array().into_iter().flatten();
-    Ok(pods
-        .filter(|pod| pod["metadata"]["deletionTimestamp"].is_null())
-        .count())
+    let is_there = |pod: &&serde_json::Value| {
+        let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+        pod["metadata"]["deletionTimestamp"].is_null() && !name.starts_with("plain")
+    };
+    Ok(pods.filter(is_there).count())
 }

@@ -271,7 +271,8 @@ async fn changes_arrive_while_a_list_runs_beside_the_watch() {
         for step in 0.. {
             let is_beside = objects.borrow().begun > objects.borrow().ended;
             beside += usize::from(is_beside);
-            sleep(Duration::from_secs(if is_beside { 37 } else { 500 })).await;
+            // A list lasts 600 s, and most of it has to have changes.
+            sleep(Duration::from_secs(if is_beside { 37 } else { 150 })).await;
             let name = ["a", "b", "c", "d"][step * 7 % 5 % 4];
             match step % 3 {
                 0 if stored.remove(name).is_some() => api.delete(KIND, "", name),

@@ -66,21 +66,33 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
     println!("{name:<28} native {native:>8.1} ns  shim {hooked:>8.1} ns  {ratio:.4}x");
 }
 
-/// The argument of a [`Starter`]'s process.
+/// The argument of a [`Starter`]'s process, before the program that it starts.
 const STARTER: &str = "--starter";
+/// Programs that use no GPU, how often a turn starts each, and the turns.
+const WITHOUT_GPU: [(&[&str], usize, usize); 4] = [
+    (&["/bin/true"], 10, 300),
+    (&["/bin/sh", "-c", "/bin/true; /bin/true"], 5, 200),
+    (&["python3", "-S", "-c", "pass"], 3, 100),
+    (
+        &["python3", "-c", "import json, email.message, asyncio"],
+        2,
+        60,
+    ),
+];
 
-/// Starts `/bin/true` where `/etc/ld.so.preload` is a list of its own.
+/// Starts a program where `/etc/ld.so.preload` is a list of its own.
 struct Starter(Child);
 
 impl Starter {
     /// `folder` becomes the process's `/etc`.
-    fn new(folder: &Path, list: &str) -> Starter {
-        let program = std::env::current_exe().expect("it runs");
+    fn new(folder: &Path, list: &str, starts: usize, program: &[&str]) -> Starter {
+        let own = std::env::current_exe().expect("it runs");
         let script = "cp -a /etc \"$0\" && printf '%s' \"$1\" > \"$0/etc/ld.so.preload\" \
-             && mount --bind \"$0/etc\" /etc && exec \"$2\" \"$3\"";
+             && mount --bind \"$0/etc\" /etc && shift && exec \"$@\"";
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c", script]);
-        command.arg(folder).arg(list).arg(program).arg(STARTER);
+        command.arg(folder).arg(list).arg(own).arg(STARTER);
+        command.arg(starts.to_string()).args(program);
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
         Starter(command.spawn().expect("util-linux is installed"))
     }
@@ -96,17 +108,19 @@ impl Starter {
     }
 
     /// Is the process of a starter, until its parent ends.
-    fn serve() {
-        const STARTS: usize = 10;
-        let start = |_| {
+    fn serve(mut words: impl Iterator<Item = String>) {
+        let starts = words.next().and_then(|word| word.parse().ok());
+        let starts: usize = starts.expect("a number");
+        let mut program = Command::new(words.next().expect("a program"));
+        program.args(words);
+        let mut start = |_| {
             let start = Instant::now();
-            let ended = Command::new("/bin/true").status();
-            assert!(ended.expect("there is one").success());
+            assert!(program.status().expect("there is one").success());
             start.elapsed().as_nanos() as u64
         };
         let mut byte = [0];
         while std::io::stdin().read_exact(&mut byte).is_ok() {
-            let shortest: u64 = (0..STARTS).map(start).min().unwrap_or_default();
+            let shortest = (0..starts).map(&mut start).min().unwrap_or_default();
             let mut output = std::io::stdout();
             let answered = output.write_all(&shortest.to_le_bytes());
             answered.and_then(|()| output.flush()).expect("it is read");
@@ -114,11 +128,10 @@ impl Starter {
     }
 }
 
-/// Compares a program that uses no GPU without and with the files of a container's
+/// Compares programs that use no GPU without and with the files of a container's
 /// `/etc/ld.so.preload`, and with as many libraries without content: no entry can cost less. By
 /// turns, each figure the shortest of some starts, because load only adds time.
 fn compare_starts() {
-    const TURNS: usize = 300;
     let container = Container::with_quota(256 * MIB);
     let folder = tempfile::tempdir().expect("there is room");
     let (_, installed) = support::installed::install_shims(folder.path(), &container.sim(), "1.0");
@@ -138,12 +151,24 @@ fn compare_starts() {
     let empty: Vec<String> = (0..entries.len()).map(empty).collect();
 
     let lists = [String::new(), empty.join("\n"), entries.join("\n")];
-    let mut starters = lists.each_ref().map(|list| {
-        let etc = tempfile::tempdir_in(folder.path()).expect("there is room");
-        Starter::new(&etc.keep(), list)
-    });
+    for (program, starts, turns) in WITHOUT_GPU {
+        let starters = lists.each_ref().map(|list| {
+            let etc = tempfile::tempdir_in(folder.path()).expect("there is room");
+            Starter::new(&etc.keep(), list, starts, program)
+        });
+        compare_program(&program.join(" "), starters, turns);
+    }
+    let kib = [String::new(), entries.join(" ")].map(|preload| proportional_kib(&preload));
+    let [native, preloaded] = kib;
+    println!(
+        "a sleeping process           native {native:>8} KiB  entries {preloaded:>4} KiB (PSS)"
+    );
+}
+
+/// Compares the starts of one program: without a library, with empty ones, and with the entries.
+fn compare_program(name: &str, mut starters: [Starter; 3], turns: usize) {
     let mut times = [const { Vec::new() }; 3];
-    for turn in 0..TURNS {
+    for turn in 0..turns {
         let mut order = [0, 1, 2];
         order.rotate_left(turn % 3);
         for side in order {
@@ -154,26 +179,21 @@ fn compare_starts() {
         drop(process.stdin.take());
         process.wait().expect("it ends with its input");
     }
-    let kib = [String::new(), entries.join(" ")].map(|preload| proportional_kib(&preload));
-    for (side, name) in [(1, "empty libraries"), (2, "entries")] {
+    for (side, what) in [(1, "empty libraries"), (2, "entries")] {
         let logs = times[0].iter().zip(&times[side]);
         let logs: Vec<f64> = logs.map(|(without, with)| (with / without).ln()).collect();
-        let mean = logs.iter().sum::<f64>() / TURNS as f64;
+        let mean = logs.iter().sum::<f64>() / turns as f64;
         let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
-        let deviation = 2.0 * (squares / (TURNS * (TURNS - 1)) as f64).sqrt();
+        let deviation = 2.0 * (squares / (turns * (turns - 1)) as f64).sqrt();
         let [native, preloaded] = [0, side].map(|side| median(times[side].clone()) / 1e3);
         println!(
-            "/bin/true                    native {native:>8.0} us  {name} {preloaded:>5.0} us  \
-             {:.3}x ({:.3} to {:.3}), {TURNS} turns",
+            "{name:<28} native {native:>8.0} us  {what} {preloaded:>5.0} us  {:.3}x \
+             ({:.3} to {:.3}), {turns} turns",
             mean.exp(),
             (mean - deviation).exp(),
             (mean + deviation).exp()
         );
     }
-    let [native, preloaded] = kib;
-    println!(
-        "a sleeping process           native {native:>8} KiB  entries {preloaded:>4} KiB (PSS)"
-    );
 }
 
 /// Returns the memory of a sleeping process (`Pss` of `smaps_rollup`, proc(5)).
@@ -196,8 +216,9 @@ fn proportional_kib(preload: &str) -> u64 {
 }
 
 fn main() {
-    if std::env::args().any(|word| word == STARTER) {
-        return Starter::serve();
+    let mut words = std::env::args();
+    if words.any(|word| word == STARTER) {
+        return Starter::serve(words);
     }
     if is_wanted("/bin/true") && !support::is_real() {
         compare_starts();

@@ -78,11 +78,7 @@ impl Executor {
                         && gpu.reserved_for.as_ref() == Some(&reservation.pod_uid)
                 })
         };
-        // The status does not say which amount the agent keeps, but which spec it has read.
-        let seen = current.status.as_ref();
-        let seen = seen.and_then(|status| status.observed_generation);
-        let is_read = seen.is_none_or(|seen| Some(seen) >= current.metadata.generation);
-        let version = match is_read && reservations.iter().all(is_kept) {
+        let version = match reservations.iter().all(is_kept) {
             true => self.revalidate_pod(pending_pod, node).await?,
             false => None,
         };
