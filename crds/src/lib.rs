@@ -1,5 +1,4 @@
-//! Defines Bursar's Kubernetes API: `GpuMemoryBudget`, `GpuNode` and
-//! `GpuNamespace`.
+//! Defines Bursar's Kubernetes API: `GpuMemoryBudget`, `GpuNode` and `GpuNamespace`.
 //!
 //! The chart's CRD templates and `docs/use/reference/api.md` are generated from these types. The
 //! test `generated` fails if they are stale. `BURSAR_UPDATE=1 cargo test -p bursar-crds` writes

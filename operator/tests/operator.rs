@@ -402,7 +402,8 @@ async fn index_is_published_after_all_kinds_are_listed() {
 }
 
 impl Running {
-    /// Waits until the agents are told this context policy of a namespace; null is none.
+    /// Waits until the operator has written this policy into the namespace's GpuNamespace. Null
+    /// stands for no object.
     async fn until_told(&self, namespace: &str, wanted: Value) {
         let told = || self.api.get("gpunamespaces", "", namespace)["spec"]["contextPolicy"].clone();
         let arrived = async {

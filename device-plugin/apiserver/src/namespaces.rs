@@ -33,12 +33,7 @@ pub async fn run(
         Event::Init => listed.clear(),
         Event::InitApply(object) => set(&mut listed, &object, read(&object)),
         Event::InitDone => {
-            let all = Some(std::mem::take(&mut listed));
-            policies.send_if_modified(|before| {
-                let changed = *before != all;
-                *before = all;
-                changed
-            });
+            policies.send_replace(Some(std::mem::take(&mut listed)));
         }
         Event::Apply(object) => {
             policies.send_modify(|all| set(all.get_or_insert_default(), &object, read(&object)));

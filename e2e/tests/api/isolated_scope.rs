@@ -174,7 +174,7 @@ impl IsolatedScope {
         self.get(&self.gpu_node_path()).await
     }
 
-    /// The context policy that the agents are told for the namespace, or null.
+    /// The context policy in the namespace's GpuNamespace, or null.
     pub(crate) async fn context_policy(&self) -> Result<Value, Failed> {
         let path = format!("/apis/bursar.dev/v1alpha1/gpunamespaces/{}", self.name);
         Ok(self.get(&path).await?["spec"]["contextPolicy"].take())

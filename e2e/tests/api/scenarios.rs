@@ -424,7 +424,7 @@ async fn owner_is_nominated(case: &mut TestCase, bound: [(String, i32); 3]) -> R
     .await
 }
 
-/// Returns whether the agents are told this action for the namespace.
+/// Returns whether the operator has written this action into the namespace's GpuNamespace.
 async fn action_is(at: &IsolatedScope, action: &str) -> Result<bool, Failed> {
     let is_told = at.context_policy().await?["action"] == action;
     Ok(is_told && is(&at.budget().await?, "Ready"))

@@ -232,7 +232,7 @@ async fn evicted(context: &TrialContext, pod: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Waits until the agents are told a context policy of the namespace, or none.
+/// Waits until the operator has written the namespace's GpuNamespace, or has deleted it.
 async fn wait_for_context_policy(context: &TrialContext, wanted: bool) -> Result<(), Failed> {
     let namespaces: Api<GpuNamespace> = Api::all(context.environment.cluster.client());
     let poll = async || match namespaces.get_opt(NAMESPACE).await {

@@ -21,7 +21,7 @@ pub use pod::{
 };
 pub use workload::{Template, Workload, WorkloadSpec, WorkloadStatus};
 
-/// The label by which the chart names the part of Bursar that an object belongs to.
+/// The chart's label for the component (agent, operator, relay, fdstore) that owns an object.
 pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 
 /// Amounts by resource name, as Kubernetes writes them.

@@ -11,9 +11,8 @@ use tokio::time::Instant;
 
 use super::{ClusterIndex, kinds};
 use crate::budget::{Remedy, action_of, remedy};
-use crate::cluster::Key;
 use crate::cluster::nvidia_labels::due_drain;
-use crate::cluster::projections::{BudgetSummary, GpuNodeSummary, OpenFault};
+use crate::cluster::projections::{GpuNodeSummary, OpenFault};
 use crate::cluster::ssa_diff::needs_apply;
 
 /// An agent in a crash loop takes its condition back at each start, so it is reported again after
@@ -37,16 +36,17 @@ impl ClusterIndex {
         if !self.gpu_namespaces.is_listed() {
             return Vec::new();
         }
-        let wanted = |(key, budget): (&Key, &BudgetSummary)| {
-            let policy = budget.context_policy.clone()?;
-            (policy != ContextPolicy::default()).then(|| (key.namespace.clone(), policy))
-        };
-        let mut wanted: BTreeMap<_, _> = self.budgets.iter().filter_map(wanted).collect();
+        let policies = self.budgets.iter().filter_map(|(key, budget)| {
+            Some((key.namespace.as_str(), budget.context_policy.as_ref()?))
+        });
+        let mut wanted: BTreeMap<&str, &ContextPolicy> = policies.collect();
+        wanted.retain(|_, policy| **policy != ContextPolicy::default());
+        let apply = |policy: &ContextPolicy| NamespaceWrite::Apply(policy.clone());
         let mut due = Vec::new();
         for (key, written) in self.gpu_namespaces.iter() {
-            match wanted.remove(&key.name) {
-                policy if policy == written.context_policy && policy.is_some() => {}
-                Some(policy) => due.push((key.name.clone(), NamespaceWrite::Apply(policy))),
+            match wanted.remove(key.name.as_str()) {
+                Some(policy) if written.context_policy.as_ref() == Some(policy) => {}
+                Some(policy) => due.push((key.name.clone(), apply(policy))),
                 // The budget may say the same in a later version's words.
                 None if self.is_budget_unreadable(&key.name) => {}
                 None => {
@@ -56,7 +56,7 @@ impl ClusterIndex {
             }
         }
         let missing = wanted.into_iter();
-        due.extend(missing.map(|(name, policy)| (name, NamespaceWrite::Apply(policy))));
+        due.extend(missing.map(|(name, policy)| (name.to_owned(), apply(policy))));
         due
     }
 

@@ -91,7 +91,7 @@ pub(super) enum Step {
         pending_pod: PodRef,
         /// The node's name.
         node: String,
-        /// The pod's reservations there, all of which it needs.
+        /// The pod's reservations on the node. The pod needs all of them.
         reservations: Vec<Reservation>,
         /// Whether to nominate the node first, so that the scheduler keeps the room.
         nominate: bool,
