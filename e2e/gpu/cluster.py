@@ -69,6 +69,32 @@ class Cluster:
         parts.append(self.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE, check=False))
         return "\n".join(parts)
 
+    def processes(self, prefix):
+        """Returns the pids of the processes in Bursar's pods whose names have the prefix."""
+        pods = json.loads(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "json"))["items"]
+        uids = [one["metadata"]["uid"] for one in pods if one["metadata"]["name"].startswith(prefix)]
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{pid}/cgroup", encoding="ascii") as file:
+                    cgroup = file.read().replace("_", "-")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if any(uid in cgroup for uid in uids):
+                found.append(pid)
+        return found
+
+    def proportional_kib(self, prefix):
+        """Returns the memory of the processes of `processes`, shared pages by their parts."""
+        total = 0
+        for pid in self.processes(prefix):
+            try:
+                with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+                    total += next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return total
+
     def kill_findings(self):
         """Sets the agent's policy to `kill`, and waits for an agent with this policy."""
         self.configure('policy = "report"', 'policy = "kill"')

@@ -5,8 +5,8 @@ usage: two_gpus.py ARCHIVE [--seconds N] [--pairs N] [--state FILE] [--peers PRO
 ARCHIVE is the output of `cargo e2e pack`, each PROGRAM that of `cargo build --release --package bursar-gpu-programs
 --bin NAME`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
 Bursar under `audit.policy: kill`, and prints one table. It exits with 1 if a row fails. An all-reduce runs on the
-machine itself and in a pod by turns; with FILE the next run goes on with its pairs. `--only` runs the programs over
-both GPUs whose titles contain a word, and nothing else.
+machine itself and in a pod by turns; with FILE the next run goes on with its pairs. `--only` runs the parts
+whose titles contain a word: programs over both GPUs, `processor`, `faults`, `waits and drains` and the all-reduce.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 
 import image
-from cluster import NAMESPACE, PYTHON, REFERENCE, RESOURCE, Cluster, pod
+from cluster import PYTHON, REFERENCE, RESOURCE, Cluster, pod
 from comparison import Comparison, output
 from table import Table
 
@@ -275,16 +275,11 @@ def faults_beside(cluster, table, gaps, programs, times=20):
 
 def agent_processor(cluster, table, seconds=20):
     """Measures the processor time of the agent's container while the GPUs are idle."""
-    pods = json.loads(cluster.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "json"))["items"]
-    uid = next(pod_["metadata"]["uid"] for pod_ in pods if pod_["metadata"]["name"].startswith("bursar-agent"))
 
     def ticks():
         spent = 0
-        for process in filter(str.isdigit, os.listdir("/proc")):
+        for process in cluster.processes("bursar-agent"):
             try:
-                with open(f"/proc/{process}/cgroup", encoding="ascii") as file:
-                    if uid.replace("-", "_") not in (cgroup := file.read()) and uid not in cgroup:
-                        continue
                 with open(f"/proc/{process}/stat", encoding="ascii") as file:
                     fields = file.read().rsplit(")", 1)[1].split()
             except (FileNotFoundError, ProcessLookupError):
@@ -342,10 +337,11 @@ def main():
                 manifest["metadata"]["annotations"] = {"bursar.dev/gpus": str(GPUS)}
                 cluster.apply(manifest)
                 finish(cluster, table, gaps, title, f"peers-{number}", 24, 90, copied)
-            if not arguments.only:
+            if chosen("processor"):
                 agent_processor(cluster, table)
-                if arguments.retained:
-                    faults_beside(cluster, table, gaps, programs)
+            if chosen("faults") and arguments.retained:
+                faults_beside(cluster, table, gaps, programs)
+            if chosen("waits and drains"):
                 waits_and_drains(cluster, table, gaps, programs)
             programs_over_two(cluster, table, gaps, programs, arguments.seconds, refused, chosen)
             gaps.look()

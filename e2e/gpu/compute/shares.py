@@ -19,6 +19,7 @@ Phases:
   contest   a tenant and a root process set the tenant's slice against each other
   weights   shares by weight, for 2 to 4 tenants of 1 to 4 processes; the cost of a restart of the run list
   conserve  how soon others take the time of a tenant that pauses
+  outside   the groups that a root process finds without the tenants' help, beside those that libcuda made
   kinds     graphs, cooperative launches, long kernels, copies, a fault, a new process, a debugger, an agent that ends
 """
 
@@ -28,14 +29,17 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import threading
 import time
 import traceback
 
 import rm
+from discover import Client, discover
 from loads import COOPERATIVE, COPY, FAULT, GRAPH, PLAIN, Load, restart_run_list, set_slices, slice_of
 
 HERE = pathlib.Path(__file__).parent
 ROUND_US = 20_000
+TORCH = "/opt/torch/.venv/bin/python3"
 rows = []
 
 
@@ -400,6 +404,46 @@ def kinds(_):
     window("25 : 75, cuda-gdb gone", tenants, probe, SECONDS)
 
 
+def outside(_):
+    """Finds groups from outside, and compares them with what libcuda made by the preloaded log."""
+    idle = Client()
+    say(f"groups in use without a tenant: {idle.groups_in_use()}")
+    probe = Load(kind="probe").wait()
+    loads = Load.several(3)
+    tenants = [[load] for load in loads]
+    window("1 : 1 : 1", tenants, probe, SECONDS)
+    newest = Client()
+    say(f"clients {idle.handle:#x} to {newest.handle:#x}, groups in use {idle.groups_in_use()}")
+    for load in loads:
+        computing, others, costs = discover(load.pid, newest.handle, idle.handle)
+        made = {(group.client, group.handle) for group in load.groups()}
+        is_whole = {(client, group) for _, client, group in computing} == made
+        rows.append((f"groups of {load.name}", "", "", "", "", f"{len(computing)} with kernels, {len(others)} others, as made: {is_whole}; {costs}"))
+        say(" | ".join(rows[-1]))
+    torch = subprocess.Popen(
+        [TORCH, "-c", "import torch, time\na = torch.ones(4096, 4096, device='cuda', dtype=torch.bfloat16)\nend = time.time() + 25\nwhile time.time() < end: (a @ a).sum().item()"]
+    )
+    time.sleep(12)
+    later = Client()
+    computing, others, costs = discover(torch.pid, later.handle, idle.handle)
+    rows.append(("groups of PyTorch", "", "", "", "", f"{len(computing)} with kernels, {len(others)} others: {[f'{group:#x}' for *_, group in computing + others]}; {costs}"))
+    say(" | ".join(rows[-1]))
+    say(f"groups in use {idle.groups_in_use()}")
+    begun = time.monotonic()
+    def scan():
+        while time.monotonic() < begun + SECONDS + 0.5:
+            discover(loads[0].pid, newest.handle, idle.handle)
+
+    thread = threading.Thread(target=scan)
+    thread.start()
+    window("1 : 1 : 1 while a root process scans all the time", tenants, probe, SECONDS)
+    thread.join()
+    torch.kill()
+    torch.wait()
+    for client in idle, newest, later:
+        client.close()
+
+
 def build(folder):
     """Compiles the load."""
     architecture = subprocess.check_output(
@@ -418,7 +462,7 @@ def build(folder):
 
 def main():
     global BEGUN, SECONDS, LONG
-    phases = {one.__name__: one for one in (attack, baseline, agent, contest, weights, conserve, kinds)}
+    phases = {one.__name__: one for one in (attack, baseline, agent, contest, weights, conserve, outside, kinds)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(phases), help="phases, by commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a short window; a long one is five times it")

@@ -1,25 +1,34 @@
 //! Copies typed memory between two GPUs, checks the content, and measures the copies.
 //!
 //! `cargo run --release --package bursar-gpu-programs --bin peers [MIB]` copies MIB (1,024) in each
-//! direction, without peer access and with it. It prints one JSON object. The object has wrong
-//! copies, the median bandwidths in GB/s, and the GPUs whose tokens a child process could redeem
-//! (in a container of Bursar). `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
+//! direction, without peer access and with it. Then it copies shared memory behind a kernel of 20
+//! ms on the other GPU. It prints one JSON object: the wrong copies, the median bandwidths in GB/s,
+//! and the GPUs whose tokens a child process could redeem (in a container of Bursar).
+//! `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
 //!
 //! `peers redeem TOKEN...` is that child: it prints the GPU of each token.
 
+mod slow_add;
+
 use std::error::Error;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bursar_runtime::memory::gpu_token::TokenError;
 use bursar_runtime::memory::peer_copy;
 use bursar_runtime::{
-    DeviceChecksum, DeviceRuntime, GpuToken, Tag, TokenClient, TrackedSlice, checksum,
+    DeviceChecksum, DeviceRuntime, GpuRef, GpuToken, Launch, Tag, TokenClient, TrackedSlice,
+    checksum,
 };
+
+use crate::slow_add::{GRID, ITEMS, slow_add};
 
 type Done<T> = Result<T, Box<dyn Error>>;
 
 const ROUNDS: usize = 15;
+
+/// The copies of shared memory, in both directions in turn.
+const SHARED_COPIES: u32 = 20;
 
 /// A block of memory on each GPU, and the number of copies with wrong content.
 struct Peers<'a> {
@@ -63,6 +72,45 @@ impl Peers<'_> {
         seconds.sort_by(f64::total_cmp);
         Ok(self.blocks[0].len() as f64 / seconds[ROUNDS / 2] / 1e9)
     }
+}
+
+/// Adds to the memory of one GPU and copies it to the other one's, in turn, and returns the wrong
+/// copies. The host waits for nothing: the references order each copy behind the addition before
+/// it, and each addition behind the copy.
+fn copy_shared(runtimes: [&DeviceRuntime; 2]) -> Done<usize> {
+    let (mut memories, mut kernels) = (Vec::new(), Vec::new());
+    for runtime in runtimes {
+        let stream = runtime.stream()?;
+        let mut slice = TrackedSlice::<u32>::allocate(runtime, ITEMS, &stream, Tag("shared"))?;
+        slice.copy_from_host(&[0; ITEMS])?;
+        memories.push(GpuRef::from(slice));
+        kernels.push(slow_add(runtime)?);
+    }
+    let mut wrong = 0;
+    let mut expected = 0;
+    for number in 1..=SHARED_COPIES {
+        let from = number as usize % 2;
+        let [source, target] = [&memories[from], &memories[1 - from]];
+        let (adding, copying) = (runtimes[from].stream()?, runtimes[1 - from].stream()?);
+        let token = source.begin_write(Instant::now(), Duration::from_secs(60))?;
+        Launch::new(&kernels[from], &adding, GRID)
+            .arg(source.arg_mut(&token)?)
+            .arg(number)
+            .arg(ITEMS as u64)
+            .submit()?;
+        source.commit(token, Instant::now())?;
+        let token = target.begin_write(Instant::now(), Duration::from_secs(60))?;
+        peer_copy::copy_shared(source, target, &token, &copying)?;
+        target.commit(token, Instant::now())?;
+        expected += number;
+        // Each fifth copy is read; the others have the next addition right behind them.
+        if number % 5 == 0 {
+            let mut items = [0; ITEMS];
+            target.copy_to_host(&mut items)?;
+            wrong += usize::from(items != [expected; ITEMS]);
+        }
+    }
+    Ok(wrong)
 }
 
 /// Lets a child process redeem a token of each GPU, and returns the GPUs that it read.
@@ -131,12 +179,13 @@ fn main() -> Done<()> {
     one.context().enable_peer_access(other.context())?;
     other.context().enable_peer_access(one.context())?;
     let with_access = peers.bandwidth()?;
+    let wrong_shared = copy_shared([&one, &other])?;
     let gpus = [&one, &other].map(|runtime| runtime.context().uuid().to_string());
     println!(
-        "{{\"copies\": {}, \"wrong\": {}, \"without_access_gb_per_s\": {without_access:.1}, \
+        "{{\"copies\": {}, \"shared_copies\": {SHARED_COPIES}, \"wrong\": {}, \"without_access_gb_per_s\": {without_access:.1}, \
          \"with_access_gb_per_s\": {with_access:.1}, \"gpus\": {gpus:?}, \"redeemed\": {:?}}}",
         2 * ROUNDS,
-        peers.wrong,
+        peers.wrong + wrong_shared,
         redeemed_by_child([&one, &other])?,
     );
     Ok(())

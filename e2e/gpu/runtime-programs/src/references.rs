@@ -4,73 +4,21 @@
 //! it prints; the last lines are times of checksums over GIB (8) GiB, none if it is 0. With `watch`
 //! the program reads lines, and answers each with what the agent has told the runtime, for tests of
 //! the agent.
-#![allow(
-    unsafe_code,
-    reason = "says what its kernel takes, and that its length is the memory's"
-)]
+
+mod slow_add;
 
 use std::error::Error;
-use std::ffi::CStr;
 use std::time::{Duration, Instant};
 
-use bursar_runtime::driver::{Access, Advice, Attach, Grid, Kernel, Location, Parameter};
+use bursar_runtime::driver::{Advice, Attach, Location};
 use bursar_runtime::{
     DeviceChecksum, DeviceRuntime, Direct, GpuRef, Launch, Managed, ManagedRef, Tag, TrackedSlice,
     checksum, memory::peer_copy,
 };
 
+use crate::slow_add::{GRID, ITEMS, slow_add};
+
 type Done<T> = Result<T, Box<dyn Error>>;
-
-/// add(uint32_t *to, uint32_t number, uint64_t len): adds to each item, slowly, so that a missing
-/// wait shows.
-const ADD: &CStr = cr#"
-.version 6.0
-.target sm_50
-.address_size 64
-.visible .entry add(.param .u64 p_to, .param .u32 p_number, .param .u64 p_len)
-{
-	.reg .pred %done;
-	.reg .b32 %block, %width, %lane, %number, %item;
-	.reg .b64 %to, %len, %me, %from, %now;
-	mov.u64 %from, %globaltimer;
-WAIT:
-	mov.u64 %now, %globaltimer;
-	sub.u64 %now, %now, %from;
-	setp.lt.u64 %done, %now, 20000000;
-	@%done bra WAIT;
-	mov.u32 %block, %ctaid.x;
-	mov.u32 %width, %ntid.x;
-	mov.u32 %lane, %tid.x;
-	cvt.u64.u32 %me, %lane;
-	mad.wide.u32 %me, %block, %width, %me;
-	ld.param.u64 %len, [p_len];
-	setp.ge.u64 %done, %me, %len;
-	@%done ret;
-	ld.param.u64 %to, [p_to];
-	cvta.to.global.u64 %to, %to;
-	shl.b64 %me, %me, 2;
-	add.u64 %to, %to, %me;
-	ld.param.u32 %number, [p_number];
-	ld.global.u32 %item, [%to];
-	add.u32 %item, %item, %number;
-	st.global.u32 [%to], %item;
-	ret;
-}
-"#;
-
-const ITEMS: usize = 1 << 12;
-const GRID: Grid = Grid::linear(16, 256);
-
-fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
-    const TAKES: &[Parameter] = &[
-        Parameter::Memory(Access::ReadWrite),
-        Parameter::Value(4),
-        Parameter::Value(8),
-    ];
-    let function = runtime.context().load(ADD)?.function(c"add")?;
-    // SAFETY: the PTX text has these parameters, and every launch here passes the memory's length.
-    Ok(unsafe { function.declare(TAKES) })
-}
 
 fn main() -> Done<()> {
     if std::env::args().nth(1).as_deref() == Some("watch") {
@@ -135,7 +83,7 @@ const STEP: u64 = 0x2545_f491_4f6c_dd1d;
 /// Adds in two streams in turn and copies in a third, each behind the previous work.
 fn streams(runtime: &DeviceRuntime) -> Done<()> {
     let (one, other) = (runtime.stream()?, runtime.stream()?);
-    let kernel = add(runtime)?;
+    let kernel = slow_add(runtime)?;
     let mut slice = TrackedSlice::<u32>::allocate(runtime, ITEMS, &one, Tag("shared"))?;
     slice.copy_from_host(&[0; ITEMS])?;
     let mut copy = TrackedSlice::<u32>::allocate(runtime, ITEMS, &runtime.stream()?, Tag("copy"))?;
@@ -185,7 +133,7 @@ fn managed(runtime: &DeviceRuntime) -> Done<()> {
     memory.prefetch(0..ITEMS, device, &stream)?;
     memory.advise(0..ITEMS, Advice::SetPreferredLocation, device)?;
     memory.advise(0..ITEMS, Advice::SetAccessedBy, Location::Host)?;
-    let kernel = add(&runtime)?;
+    let kernel = slow_add(&runtime)?;
     Launch::new(&kernel, &stream, GRID)
         .arg(memory.arg_mut()?)
         .arg(37u32)
