@@ -4,6 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rpds::RedBlackTreeSetSync;
+
 use super::{BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, Key};
 use crate::budget::Cohort;
 use crate::cluster::facts::node_usage::NodeRequested;
@@ -18,7 +20,7 @@ pub(super) struct Aggregates {
     /// The nodes with a GPU fault. Such a fault may affect any namespace.
     nodes_with_gpu_faults: BTreeSet<Key>,
     /// The pods that request a resource of Bursar.
-    pub(super) gpu_pods: BTreeSet<Key>,
+    pub(super) gpu_pods: RedBlackTreeSetSync<Key>,
     /// The sums of all pods' requests by node.
     pub(super) node_requested: NodeRequested,
     /// The number of pods that request GPU memory, by node and namespace.
@@ -149,8 +151,8 @@ impl Aggregates {
         now: Option<&PodSummary>,
     ) {
         match now.is_some_and(PodSummary::requests_gpu_memory) {
-            true => drop(self.gpu_pods.insert(key.clone())),
-            false => drop(self.gpu_pods.remove(key)),
+            true => self.gpu_pods.insert_mut(key.clone()),
+            false => drop(self.gpu_pods.remove_mut(key)),
         }
         self.node_requested.update(
             before.map(|pod| &pod.requests),

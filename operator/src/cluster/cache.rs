@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
+use rpds::RedBlackTreeMapSync;
 
 /// The name of an object. The namespace is empty for cluster-scoped kinds.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,10 +51,13 @@ pub fn project<K: ResourceExt, V>(
     }
 }
 
+/// Objects by key. A copy shares all of them, so that a planner can read one while watches go on.
+pub(super) type Objects<V> = RedBlackTreeMapSync<Key, V>;
+
 /// The objects of one kind. The old list counts until a new list is complete.
 #[derive(Debug)]
 pub struct Cache<V> {
-    objects: BTreeMap<Key, V>,
+    objects: Objects<V>,
     incoming: BTreeMap<Key, V>,
     listed: bool,
 }
@@ -61,14 +65,14 @@ pub struct Cache<V> {
 impl<V> Default for Cache<V> {
     fn default() -> Self {
         Self {
-            objects: BTreeMap::new(),
+            objects: Objects::new_sync(),
             incoming: BTreeMap::new(),
             listed: false,
         }
     }
 }
 
-impl<V: PartialEq> Cache<V> {
+impl<V: Clone + PartialEq> Cache<V> {
     /// Applies one event. Returns each changed key with its former value.
     pub fn apply(&mut self, event: Event<CacheEntry<V>>) -> Vec<CacheEntry<V>> {
         match event {
@@ -85,17 +89,19 @@ impl<V: PartialEq> Cache<V> {
     }
 
     fn replace(&mut self) -> Vec<CacheEntry<V>> {
-        let mut before = std::mem::replace(&mut self.objects, std::mem::take(&mut self.incoming));
+        let mut before = std::mem::replace(&mut self.objects, Objects::new_sync());
         self.listed = true;
         let mut changed = Vec::new();
-        for (key, value) in &self.objects {
-            let was = before.remove(key);
-            if was.as_ref() != Some(value) {
-                changed.push((key.clone(), was));
+        for (key, value) in std::mem::take(&mut self.incoming) {
+            let was = before.get(&key);
+            if was != Some(&value) {
+                changed.push((key.clone(), was.cloned()));
             }
+            before.remove_mut(&key);
+            self.objects.insert_mut(key, value);
         }
-        let gone = before.into_iter().map(|(key, was)| (key, Some(was)));
-        changed.extend(gone);
+        let gone = before.iter();
+        changed.extend(gone.map(|(key, was)| (key.clone(), Some(was.clone()))));
         changed
     }
 
@@ -103,16 +109,22 @@ impl<V: PartialEq> Cache<V> {
         if self.objects.get(&key) == value.as_ref() {
             return Vec::new();
         }
-        let was = match value {
-            Some(value) => self.objects.insert(key.clone(), value),
-            None => self.objects.remove(&key),
-        };
+        let was = self.objects.get(&key).cloned();
+        match value {
+            Some(value) => self.objects.insert_mut(key.clone(), value),
+            None => drop(self.objects.remove_mut(&key)),
+        }
         vec![(key, was)]
     }
 
     /// Whether one list has been complete.
     pub fn is_listed(&self) -> bool {
         self.listed
+    }
+
+    /// The objects as they are now.
+    pub(super) fn objects(&self) -> Objects<V> {
+        self.objects.clone()
     }
 
     /// All objects.

@@ -18,6 +18,7 @@ use super::aggregates::Aggregates;
 use super::cache::{Cache, CacheEntry, Key};
 use super::facts::node::NodeFacts;
 use super::facts::pod::PodSummary;
+use super::facts::snapshot::PlacementView;
 use super::node_liveness::NodeLiveness;
 use super::projections::{BudgetSummary, GpuNamespaceSummary, GpuNodeSummary};
 use crate::budget::ObservedQuota;
@@ -183,6 +184,18 @@ impl ClusterIndex {
     /// The number of changes that concern placement, so far.
     pub(crate) fn placement_changes(&self) -> usize {
         self.placement_changes
+    }
+
+    /// The part that the planner needs, as it is now.
+    pub(crate) fn placement_view(&self) -> PlacementView {
+        PlacementView {
+            budgets: self.budgets.objects(),
+            pods: self.pods.objects(),
+            gpu_nodes: self.gpu_nodes.objects(),
+            nodes: self.nodes.objects(),
+            gpu_pods: self.aggregates.gpu_pods.clone(),
+            node_requested: self.aggregates.node_requested.clone(),
+        }
     }
 
     /// The pods that request a resource of Bursar.

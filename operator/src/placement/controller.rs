@@ -1,9 +1,11 @@
 //! Plans and applies placement steps until shutdown.
 
 use std::collections::BTreeSet;
+use std::panic::resume_unwind;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -45,22 +47,28 @@ pub async fn run(
             _ = every.tick() => {}
         }
         let now = start.elapsed();
-        let steps = {
+        let (view, changes) = {
             let index = index.borrow();
-            if !index.unlisted_kinds().is_empty() {
+            if !index.unlisted_kinds().is_empty() || at_rest == Some(index.placement_changes()) {
                 continue;
             }
-            let changes = Some(index.placement_changes());
-            if at_rest == changes {
-                continue;
-            }
-            let begin = Instant::now();
-            let steps = plan(&index, &mut history, &options, now);
-            metrics.record_plan(begin.elapsed());
-            let rests = steps.is_empty() && history.is_idle();
-            at_rest = changes.filter(|_| rests);
-            steps
+            (index.placement_view(), index.placement_changes())
         };
+        // A plan for thousands of nodes takes long enough to hold up a worker of the runtime.
+        let planned = spawn_blocking(move || {
+            let begin = Instant::now();
+            let steps = plan(&view, &mut history, &options, now);
+            (steps, history, begin.elapsed())
+        });
+        let (steps, observed, took) = match planned.await {
+            Ok(planned) => planned,
+            Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
+            // The runtime ends.
+            Err(_) => return,
+        };
+        history = observed;
+        metrics.record_plan(took);
+        at_rest = (steps.is_empty() && history.is_idle()).then_some(changes);
         let mut failed = BTreeSet::new();
         for step in steps {
             let name = step.name();

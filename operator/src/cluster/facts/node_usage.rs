@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_crds::Quantum;
 use bursar_crds::quantity::{QuantityError, parse_thousandths};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use rpds::RedBlackTreeMapSync;
 
 use crate::cluster::facts::pod_request::{aggregate_requests, has_ended};
 use crate::cluster::slim_pod::{Container, SlimPod};
@@ -67,7 +68,7 @@ impl PodRequests {
 
 /// The requested resources of each node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeRequested(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
+pub struct NodeRequested(RedBlackTreeMapSync<String, BTreeMap<Cow<'static, str>, u128>>);
 
 impl NodeRequested {
     /// Replaces one pod's requests.
@@ -78,15 +79,16 @@ impl NodeRequested {
             else {
                 continue;
             };
-            let sums = self.0.entry(node.clone()).or_default();
+            let mut sums = self.0.get(node).cloned().unwrap_or_default();
             for (resource, milli) in &requested.milli {
                 let sum = sums.entry(resource.clone()).or_default();
                 let milli = u128::from(*milli);
                 *sum = if added { *sum + milli } else { *sum - milli };
             }
             sums.retain(|_, sum| *sum > 0);
-            if sums.is_empty() {
-                self.0.remove(node);
+            match sums.is_empty() {
+                true => drop(self.0.remove_mut(node)),
+                false => self.0.insert_mut(node.clone(), sums),
             }
         }
     }
@@ -212,7 +214,7 @@ mod tests {
                 let sum: u128 = there.map(|pod| u128::from(pod.milli_of("cpu"))).sum();
                 prop_assert_eq!(taken.milli_of(node, "cpu"), sum);
             }
-            prop_assert_eq!(taken.0.len(), nodes.len());
+            prop_assert_eq!(taken.0.size(), nodes.len());
         }
     }
 

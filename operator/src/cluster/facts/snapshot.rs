@@ -3,14 +3,31 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::gpu_node::Reservation;
+use rpds::RedBlackTreeSetSync;
 
 use super::node::{Gpu, NodeFacts, VerifiedGpus};
-use super::node_usage::PodRequests;
-use super::pod::{Owner, PodFacts};
-use crate::cluster::{ClusterIndex, Key, QuotaOverrides};
+use super::node_usage::{NodeRequested, PodRequests};
+use super::pod::{Owner, PodFacts, PodSummary};
+use crate::cluster::cache::Objects;
+use crate::cluster::projections::{BudgetSummary, GpuNodeSummary};
+use crate::cluster::{Key, QuotaOverrides};
 use crate::quanta::Quanta;
 
-/// A view of the index for one plan.
+/// The part of the index that a plan reads. It shares the index's objects, so that watches go on
+/// while a plan is computed.
+#[derive(Clone, Debug)]
+pub(crate) struct PlacementView {
+    pub(crate) budgets: Objects<BudgetSummary>,
+    pub(crate) pods: Objects<PodSummary>,
+    pub(crate) gpu_nodes: Objects<GpuNodeSummary>,
+    pub(crate) nodes: Objects<NodeFacts>,
+    /// The pods that request a resource of Bursar.
+    pub(crate) gpu_pods: RedBlackTreeSetSync<Key>,
+    /// The sums of all pods' requests by node.
+    pub(crate) node_requested: NodeRequested,
+}
+
+/// A view of the cluster for one plan.
 pub(crate) struct Snapshot<'a> {
     /// The pods by UID.
     pub(crate) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
@@ -22,14 +39,14 @@ pub(crate) struct Snapshot<'a> {
     pub(crate) overrides: Vec<(&'a Key, &'a QuotaOverrides)>,
     /// The device memory that the pods on each node request.
     requested: BTreeMap<&'a str, Quanta>,
-    index: &'a ClusterIndex,
+    view: &'a PlacementView,
 }
 
 impl<'a> Snapshot<'a> {
-    /// The snapshot of `index`.
-    pub(crate) fn of(index: &'a ClusterIndex) -> Self {
-        let all = index.gpu_pods().filter_map(|(key, pod)| {
-            let facts = pod.facts.as_deref()?;
+    /// The snapshot of `view`.
+    pub(crate) fn of(view: &'a PlacementView) -> Self {
+        let all = view.gpu_pods.iter().filter_map(|key| {
+            let facts = view.pods.get(key)?.facts.as_deref()?;
             (facts.device != Quanta::ZERO).then_some((key, facts))
         });
         // A mirror pod's UID comes from an annotation that any creator can set. It must not replace
@@ -45,12 +62,9 @@ impl<'a> Snapshot<'a> {
             }
             pods.entry(pod.uid.as_str()).or_insert((key, pod));
         }
-        let nodes = index.nodes.iter();
-        let reports = index
-            .gpu_nodes
-            .iter()
-            .filter(|(_, node)| node.is_readable());
-        let overrides = index
+        let nodes = view.nodes.iter();
+        let reports = view.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
+        let overrides = view
             .budgets
             .iter()
             .map(|(key, budget)| (key, &budget.overrides));
@@ -67,7 +81,7 @@ impl<'a> Snapshot<'a> {
                 .filter(|(_, overrides)| !overrides.is_empty())
                 .collect(),
             requested,
-            index,
+            view,
         }
     }
 
@@ -109,7 +123,7 @@ impl<'a> Snapshot<'a> {
 
     /// The pod's requests beside GPU memory.
     pub(crate) fn requests_of(&self, pod: &Key) -> Option<&'a PodRequests> {
-        self.index.pods.get(pod).map(|pod| &pod.requests)
+        self.view.pods.get(pod).map(|pod| &pod.requests)
     }
 
     /// Whether the node has room for the pod's other resources, beside the pods in `beside`. It
@@ -128,12 +142,7 @@ impl<'a> Snapshot<'a> {
                 .get(&**resource)
                 .copied()
                 .unwrap_or(0);
-            self.index
-                .aggregates
-                .node_requested
-                .milli_of(node, resource)
-                + beside
-                + u128::from(*milli)
+            self.view.node_requested.milli_of(node, resource) + beside + u128::from(*milli)
                 <= offers.into()
         })
     }

@@ -371,6 +371,29 @@ fn pod_affects_the_budget_of_its_namespace_only() {
 }
 
 #[test]
+fn view_of_a_plan_stays_as_it_is_while_events_are_applied() {
+    let mut index = index([placed("n", "a", "node-1"), node("node-1", 8)]);
+    let view = index.placement_view();
+    for event in [
+        placed("n", "b", "node-1"),
+        gone("n", "a"),
+        node("node-2", 8),
+    ] {
+        index.apply(event);
+    }
+    let pods = |view: &PlacementView| {
+        let keys = view
+            .gpu_pods
+            .iter()
+            .filter(|key| view.pods.contains_key(*key));
+        keys.map(|key| key.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!((pods(&view), view.gpu_nodes.size()), (vec!["a".into()], 1));
+    let next = index.placement_view();
+    assert_eq!((pods(&next), next.gpu_nodes.size()), (vec!["b".into()], 2));
+}
+
+#[test]
 fn guarantee_affects_every_budget_and_status_only_its_own() {
     let mut index = index([
         budget("a", summary("x", 8, 1)),

@@ -31,9 +31,9 @@ use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
 use super::history::{History, NodeLabels, RESERVATION_TIMEOUT, Uptime};
+use crate::cluster::Key;
 use crate::cluster::facts::pod;
-use crate::cluster::facts::snapshot::Snapshot;
-use crate::cluster::{ClusterIndex, Key};
+use crate::cluster::facts::snapshot::{PlacementView, Snapshot};
 use crate::quanta::Quanta;
 use crate::serve::metrics::PLACEMENT_STEPS;
 
@@ -159,14 +159,14 @@ pub(super) struct Victim {
 }
 
 /// Returns the steps to take at `now` on the operator's monotonic clock, and records in the history
-/// what the snapshot shows. Empty when nothing is to do.
+/// what the view shows. Empty when nothing is to do.
 pub(super) fn plan(
-    index: &ClusterIndex,
+    view: &PlacementView,
     history: &mut History,
     options: &PlacementOptions,
     now: Uptime,
 ) -> Vec<Step> {
-    let snapshot = Snapshot::of(index);
+    let snapshot = Snapshot::of(view);
     history.observe(&snapshot, now);
     let mut steps = pending::plan(&snapshot, history, options, now);
     steps.extend(quota_overrides::plan(&snapshot, history));

@@ -21,6 +21,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::api::write::EvictionResult;
+use crate::cluster::ClusterIndex;
 use crate::cluster::facts::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
 use crate::cluster::facts::pod::{
     Constraints, Owner, Placement, PodFacts, PodSummary, PriorityKind,
@@ -728,7 +729,7 @@ impl FakeCluster {
     fn run(&mut self, history: &mut History, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.index(), history, &OPTIONS, now) {
+            for step in plan(&self.index().placement_view(), history, &OPTIONS, now) {
                 self.apply(step, history, now);
             }
             self.advance();
@@ -758,7 +759,7 @@ impl Watching {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
         let view = self.view.get_or_insert_with(|| live.index());
-        let steps = plan(view, &mut self.history, &OPTIONS, now);
+        let steps = plan(&view.placement_view(), &mut self.history, &OPTIONS, now);
         let planned = !steps.is_empty();
         if !planned && !anew {
             return false;

@@ -77,7 +77,12 @@ fn all_named(reports: &[Lies]) -> BTreeSet<String> {
         // Longer than each delay.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
-            for step in plan(&reported_by_evil(&live, lies), &mut history, &OPTIONS, now) {
+            for step in plan(
+                &reported_by_evil(&live, lies).placement_view(),
+                &mut history,
+                &OPTIONS,
+                now,
+            ) {
                 all.extend(named(&step).into_iter().map(str::to_owned));
                 // No pod terminates: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {
@@ -103,7 +108,7 @@ fn node_report_selects_no_victim_on_another_node() {
 fn mirror_annotation_impersonates_no_other_pod() {
     let live = cluster();
     let mut index = live.index();
-    let mut mirror = Snapshot::of(&index).pods["g1"].1.clone();
+    let mut mirror = Snapshot::of(&index.placement_view()).pods["g1"].1.clone();
     mirror.owner = Owner::Node;
     mirror.placement = Placement::Node("elsewhere".to_owned());
     for name in ["a", "z"] {
@@ -113,6 +118,7 @@ fn mirror_annotation_impersonates_no_other_pod() {
             Some(mirror),
         ))));
     }
-    let snapshot = Snapshot::of(&index);
+    let view = index.placement_view();
+    let snapshot = Snapshot::of(&view);
     assert_eq!(snapshot.pod("g1").and_then(PodFacts::node), Some("good"));
 }

@@ -39,7 +39,12 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.index(), &mut history, &OPTIONS, now) {
+        for step in plan(
+            &cluster.index().placement_view(),
+            &mut history,
+            &OPTIONS,
+            now,
+        ) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
             cluster.apply(step, &mut history, now);
         }
@@ -150,7 +155,12 @@ fn overrides_beyond_the_limit_are_counted_on_each_change() {
         let mut counted = Vec::new();
         for second in 0..3 {
             let now = Duration::from_secs(second);
-            for step in plan(&cluster.index(), &mut history, &OPTIONS, now) {
+            for step in plan(
+                &cluster.index().placement_view(),
+                &mut history,
+                &OPTIONS,
+                now,
+            ) {
                 if let Step::OverrideQuotas { omitted, .. } = step {
                     counted.push(omitted);
                 }

@@ -134,7 +134,12 @@ fn restarted_operator_keeps_reservations_until_jobs_are_read() {
     cluster.run(&mut History::default(), 0, 20);
     assert_eq!(cluster.reservations["a"].len(), 1);
     let now = Duration::from_secs(20);
-    let steps = plan(&cluster.index(), &mut History::default(), &OPTIONS, now);
+    let steps = plan(
+        &cluster.index().placement_view(),
+        &mut History::default(),
+        &OPTIONS,
+        now,
+    );
     assert!(
         steps
             .iter()
@@ -159,7 +164,12 @@ fn failed_reservation_is_dropped_for_its_backoff() {
     // No agent acknowledges the reservation.
     for second in 0..400 {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.index(), &mut history, &OPTIONS, now) {
+        for step in plan(
+            &cluster.index().placement_view(),
+            &mut history,
+            &OPTIONS,
+            now,
+        ) {
             cluster.apply(step, &mut history, now);
         }
     }
@@ -268,7 +278,7 @@ fn overdue_termination_does_not_block_another_gpu() {
             if !known {
                 index.apply(WatchEvent::Pod(Event::Delete((key("n", "x"), None))));
             }
-            for step in plan(&index, &mut history, &OPTIONS, now) {
+            for step in plan(&index.placement_view(), &mut history, &OPTIONS, now) {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
@@ -321,7 +331,12 @@ fn no_second_victim_while_memory_is_proven_free() {
     while cluster.left.is_empty() {
         assert!(second < 600, "nobody is evicted");
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.index(), &mut history, &OPTIONS, now) {
+        for step in plan(
+            &cluster.index().placement_view(),
+            &mut history,
+            &OPTIONS,
+            now,
+        ) {
             cluster.apply(step, &mut history, now);
         }
         if !cluster.evicted.is_empty() {
@@ -386,7 +401,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
     };
     for second in 0..11 {
         let now = Duration::from_secs(second);
-        let steps = plan(&real.index(), &mut history, &OPTIONS, now);
+        let steps = plan(&real.index().placement_view(), &mut history, &OPTIONS, now);
         assert!(
             second < 10 || reserved(&steps) == ["a"],
             "one goes there, and two on the other"
@@ -399,7 +414,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
     let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));
     blind.pods.remove("b2");
     let steps = plan(
-        &blind.index(),
+        &blind.index().placement_view(),
         &mut history,
         &OPTIONS,
         Duration::from_secs(11),
@@ -519,7 +534,7 @@ fn large_cluster_is_planned_within_the_interval() {
     let mut history = History::default();
     let plan_at = |history: &mut History, second| {
         let now = Duration::from_secs(second);
-        plan(&index, history, &OPTIONS, now)
+        plan(&index.placement_view(), history, &OPTIONS, now)
     };
     plan_at(&mut history, 0);
     let start = std::time::Instant::now();
@@ -668,7 +683,7 @@ fn nobody_is_evicted_until_every_gpu_is_reserved() {
 
 /// The names of the steps of one plan, without labels.
 fn plan_steps(cluster: &FakeCluster, history: &mut History, now: Uptime) -> Vec<&'static str> {
-    let steps = plan(&cluster.index(), history, &OPTIONS, now);
+    let steps = plan(&cluster.index().placement_view(), history, &OPTIONS, now);
     let names = steps.iter().map(Step::name);
     names.filter(|name| *name != "label").collect()
 }

@@ -134,7 +134,12 @@ fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
             operator.view = operator
                 .view
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[operator.view], &mut operator.history, &OPTIONS, now);
+            let steps = plan(
+                &views[operator.view].placement_view(),
+                &mut operator.history,
+                &OPTIONS,
+                now,
+            );
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -331,7 +336,7 @@ fn replayed_plan_evicts_nobody_else() {
         while second < 20 {
             let now = Duration::from_secs(second);
             let blind = live.index();
-            let steps = plan(&blind, &mut operator.history, &OPTIONS, now);
+            let steps = plan(&blind.placement_view(), &mut operator.history, &OPTIONS, now);
             let happened = !steps.is_empty();
             for step in steps {
                 live.apply(step, &mut operator.history, now);
@@ -339,8 +344,8 @@ fn replayed_plan_evicts_nobody_else() {
             if happened {
                 // The watch shows nothing yet and the history does, or the watch shows all to an
                 // operator without history.
-                let replayed = plan(&blind, &mut operator.history, &OPTIONS, now);
-                let anew = plan(&live.index(), &mut History::default(), &OPTIONS, now);
+                let replayed = plan(&blind.placement_view(), &mut operator.history, &OPTIONS, now);
+                let anew = plan(&live.index().placement_view(), &mut History::default(), &OPTIONS, now);
                 for step in replayed.into_iter().chain(anew) {
                     let preempts = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
                     prop_assert!(!preempts, "{:?}", step);
@@ -364,13 +369,13 @@ fn idle_plan_stays_empty_as_time_passes() {
         let mut history = History::default();
         live.run(&mut history, 0, seconds);
         let now = Duration::from_secs(seconds);
-        let steps = plan(&live.index(), &mut history, &OPTIONS, now);
+        let steps = plan(&live.index().placement_view(), &mut history, &OPTIONS, now);
         if !steps.is_empty() || !history.is_idle() {
             return Ok(());
         }
         for later in [1, 10, 60, 600, 7200] {
             let now = Duration::from_secs(seconds + later);
-            let steps = plan(&live.index(), &mut history, &OPTIONS, now);
+            let steps = plan(&live.index().placement_view(), &mut history, &OPTIONS, now);
             prop_assert_eq!(steps, Vec::new(), "after {} s", later);
         }
         idle.set(idle.get() + 1);

@@ -248,7 +248,12 @@ fn relocation_counts_of_several_nodes_do_not_overflow() {
         cluster.moves.insert(node.to_owned(), vec![moved]);
     }
     let index = cluster.index();
-    let steps = plan(&index, &mut History::default(), &OPTIONS, Duration::ZERO);
+    let steps = plan(
+        &index.placement_view(),
+        &mut History::default(),
+        &OPTIONS,
+        Duration::ZERO,
+    );
     assert!(steps.iter().all(|step| matches!(step, Step::Label { .. })));
 }
 

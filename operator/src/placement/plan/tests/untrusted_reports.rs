@@ -206,7 +206,12 @@ impl Operator {
                 }
             }
         }
-        let steps = plan(&self.index, &mut self.history, &OPTIONS, now);
+        let steps = plan(
+            &self.index.placement_view(),
+            &mut self.history,
+            &OPTIONS,
+            now,
+        );
         for step in steps {
             match step {
                 Step::Reserve {
