@@ -16,6 +16,8 @@ mod crash_points;
 mod degraded_node;
 #[path = "agent/descriptors.rs"]
 mod descriptors;
+#[path = "agent/exhausted.rs"]
+mod exhausted;
 #[path = "agent/growth.rs"]
 mod growth;
 #[path = "agent/hangs.rs"]

@@ -32,7 +32,7 @@ enum Phase {
 }
 
 /// Compiles the library that counts steps.
-fn library(folder: &Path) -> PathBuf {
+pub(crate) fn library(folder: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agent/steps.c");
     let library = folder.join("steps.so");
     let mut compiler = Command::new("cc");
