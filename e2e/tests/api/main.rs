@@ -11,6 +11,7 @@ mod fault_injection;
 mod half_open;
 mod hostile;
 mod isolated_scope;
+mod leader;
 mod policies;
 mod quota_race;
 mod restored;
@@ -106,6 +107,7 @@ fn main() -> ExitCode {
         trial("unanswered-writes", fault_injection::unanswered_writes),
         trial("two-operators", fault_injection::two_operators),
         trial("absent-agents", absent_agents::absent_agents),
+        trial("leader", leader::leader),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
         trial("managed-memory", policies::managed_memory),
