@@ -150,7 +150,9 @@ impl Aggregates {
         before: Option<&PodSummary>,
         now: Option<&PodSummary>,
     ) {
+        let was = self.gpu_pods.contains(key);
         match now.is_some_and(PodSummary::requests_gpu_memory) {
+            is if is == was => {}
             true => self.gpu_pods.insert_mut(key.clone()),
             false => drop(self.gpu_pods.remove_mut(key)),
         }

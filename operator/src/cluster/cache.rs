@@ -1,7 +1,5 @@
 //! Caches the objects of one kind, reduced to the fields that the operator uses.
 
-use std::collections::BTreeMap;
-
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 use rpds::RedBlackTreeMapSync;
@@ -58,7 +56,7 @@ pub(super) type Objects<V> = RedBlackTreeMapSync<Key, V>;
 #[derive(Debug)]
 pub struct Cache<V> {
     objects: Objects<V>,
-    incoming: BTreeMap<Key, V>,
+    incoming: Objects<V>,
     listed: bool,
 }
 
@@ -66,7 +64,7 @@ impl<V> Default for Cache<V> {
     fn default() -> Self {
         Self {
             objects: Objects::new_sync(),
-            incoming: BTreeMap::new(),
+            incoming: Objects::new_sync(),
             listed: false,
         }
     }
@@ -76,10 +74,8 @@ impl<V: Clone + PartialEq> Cache<V> {
     /// Applies one event. Returns each changed key with its former value.
     pub fn apply(&mut self, event: Event<CacheEntry<V>>) -> Vec<CacheEntry<V>> {
         match event {
-            Event::Init => self.incoming.clear(),
-            Event::InitApply((key, Some(value))) => {
-                self.incoming.insert(key, value);
-            }
+            Event::Init => self.incoming = Objects::new_sync(),
+            Event::InitApply((key, Some(value))) => self.incoming.insert_mut(key, value),
             Event::InitApply((_, None)) => {}
             Event::InitDone => return self.replace(),
             Event::Apply((key, value)) => return self.set(key, value),
@@ -89,27 +85,28 @@ impl<V: Clone + PartialEq> Cache<V> {
     }
 
     fn replace(&mut self) -> Vec<CacheEntry<V>> {
-        let mut before = std::mem::replace(&mut self.objects, Objects::new_sync());
+        let incoming = std::mem::replace(&mut self.incoming, Objects::new_sync());
+        let before = std::mem::replace(&mut self.objects, incoming);
         self.listed = true;
         let mut changed = Vec::new();
-        for (key, value) in std::mem::take(&mut self.incoming) {
-            let was = before.get(&key);
-            if was != Some(&value) {
+        for (key, value) in self.objects.iter() {
+            let was = before.get(key);
+            if was != Some(value) {
                 changed.push((key.clone(), was.cloned()));
             }
-            before.remove_mut(&key);
-            self.objects.insert_mut(key, value);
         }
-        let gone = before.iter();
+        let gone = before
+            .iter()
+            .filter(|(key, _)| !self.objects.contains_key(*key));
         changed.extend(gone.map(|(key, was)| (key.clone(), Some(was.clone()))));
         changed
     }
 
     fn set(&mut self, key: Key, value: Option<V>) -> Vec<CacheEntry<V>> {
-        if self.objects.get(&key) == value.as_ref() {
+        let was = self.objects.get(&key).cloned();
+        if was == value {
             return Vec::new();
         }
-        let was = self.objects.get(&key).cloned();
         match value {
             Some(value) => self.objects.insert_mut(key.clone(), value),
             None => drop(self.objects.remove_mut(&key)),
@@ -154,6 +151,8 @@ impl<V: Clone + PartialEq> Cache<V> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use proptest::prelude::*;
 

@@ -19,7 +19,7 @@ use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 use crate::serve::metrics::Metrics;
 
-/// The interval between two plans. It also drives steps that wait for time.
+/// The shortest pause between two plans. It also drives steps that wait for time.
 const INTERVAL: Duration = Duration::from_millis(500);
 
 /// Plans once all kinds are listed, and applies the steps, until `shutdown`. Finishes the step that
@@ -68,9 +68,14 @@ pub async fn run(
         };
         history = observed;
         metrics.record_plan(took);
+        // In a large cluster that changes all the time plans would take a whole processor.
+        every.reset_after(INTERVAL.max(took));
         at_rest = (steps.is_empty() && history.is_idle()).then_some(changes);
         let mut failed = BTreeSet::new();
         for step in steps {
+            if shutdown.is_cancelled() {
+                return;
+            }
             let name = step.name();
             let result = executor.apply(step, &mut history, now).await;
             metrics.record_placement_step(name, result.is_ok());
@@ -79,9 +84,6 @@ pub async fn run(
                     warn!(step = name, error = %error_chain(&error), "failed to apply a placement step; retrying");
                 }
                 failed.insert(name);
-            }
-            if shutdown.is_cancelled() {
-                return;
             }
         }
         failing = failed;

@@ -178,7 +178,7 @@ impl Metrics {
         );
         registry.register(
             "bursar_operator_plan_seconds",
-            "Duration of a plan of the placement, during which no watch event is applied",
+            "Duration of a plan of the placement",
             plan_seconds.clone(),
         );
         registry.register(

@@ -15,7 +15,7 @@ use crate::quanta::Quanta;
 
 /// The part of the index that a plan reads. It shares the index's objects, so that watches go on
 /// while a plan is computed.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct PlacementView {
     pub(crate) budgets: Objects<BudgetSummary>,
     pub(crate) pods: Objects<PodSummary>,
