@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_ledger::units::PodUid;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// The most bytes to read of `stat`, `status` and `cgroup`, which are small for honest processes.
 const MAX_SMALL_FILE: u64 = 64 << 10;
@@ -30,6 +32,20 @@ pub fn read_small(path: &Path) -> io::Result<String> {
         return Err(ErrorKind::FileTooLarge.into());
     }
     Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Pins the process `pid`, so that a signal reaches no later process of this number. The caller
+/// checks that it is the process which it means.
+///
+/// # Errors
+/// When the process has ended, or is not called `program`.
+pub fn pin_named(pid: Pid, program: &str) -> io::Result<OwnedFd> {
+    let pinned = pidfd_open(pid, PidfdFlags::empty())?;
+    let name = read_small(Path::new(&format!("/proc/{pid}/comm")))?;
+    match name.trim_end() {
+        name if name == program => Ok(pinned),
+        name => Err(io::Error::other(format!("{name} is not {program}"))),
+    }
 }
 
 /// Bounds for files that grow with a process's actions: `maps` and `mountinfo`.

@@ -4,6 +4,9 @@
 //! The thread fails a call for an earlier connection: the fd store may have lost everything in
 //! between. The agent learns what the fd store has before it calls again
 //! ([`StoreEvent::Connected`]).
+//!
+//! Without calls the thread asks each [`LOOK_INTERVAL`] whether the fd store answers, and continues
+//! one that a signal has stopped. It ends none: all retained memory would be lost.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,14 +14,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bursar_host::procfs;
 use bursar_ledger::units::LeaseId;
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{
     Blob, FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Signal, pidfd_send_signal};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info, warn};
 
@@ -30,6 +36,12 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 const RECONNECT_DELAY: Duration = Duration::from_millis(250);
+
+/// The pause between two questions to an fd store without calls.
+const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The process name of the fd store.
+const PROGRAM: &str = "bursar-fdstore";
 
 /// Why a call to the fd store failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -244,6 +256,7 @@ impl ClientThread {
                     }
                     let ended = self.serve(&stream);
                     info!(error = %ended, "fd store disconnected");
+                    continue_silent(&stream, &ended);
                     let _ = self.events.send(StoreEvent::Lost);
                 }
                 // One line for each outage.
@@ -262,41 +275,14 @@ impl ClientThread {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
         stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-        let hello = FdStoreRequest::Hello { version: VERSION };
-        let (version, capacity) = match send_request(&stream, VERSION, &hello)?.0 {
-            FdStoreResponse::Ready {
-                version,
-                leases,
-                room,
-            } => (version.min(VERSION), leases.saturating_add(room) as usize),
-            FdStoreResponse::Refused(refusal) => return Err(io::Error::other(refusal)),
-            other => {
-                return Err(io::Error::other(format!(
-                    "unexpected response to hello: {other:?}"
-                )));
-            }
-        };
-        let (mut stored, mut from) = (BTreeMap::new(), 0);
-        loop {
-            let FdStoreResponse::Listed { leases } =
-                send_request(&stream, version, &FdStoreRequest::List { from })?.0
-            else {
-                return Err(io::Error::other("unexpected response to list"));
-            };
-            let Some(last) = leases.last().map(|entry| entry.lease) else {
-                return Ok((stream, version, stored, capacity));
-            };
-            let leases = leases.into_iter();
-            stored.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
-            let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
-                return Ok((stream, version, stored, capacity));
-            };
-            from = next;
-        }
+        let silent = |error: &io::Error| continue_silent(&stream, error);
+        let (version, stored, capacity) = greet(&stream).inspect_err(silent)?;
+        Ok((stream, version, stored, capacity))
     }
 
     /// Serves calls until the connection fails; returns the error.
     fn serve(&self, stream: &UnixStream) -> io::Error {
+        let mut heard = Instant::now();
         loop {
             match self.queue.recv_timeout(POLL_INTERVAL) {
                 Ok(call) if call.connection != self.connection => fail_call(call),
@@ -304,6 +290,7 @@ impl ClientThread {
                     if let Err(error) = carry_out(stream, call) {
                         return error;
                     }
+                    heard = Instant::now();
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     if self.events.is_closed() {
@@ -311,6 +298,12 @@ impl ClientThread {
                     }
                     if let Err(error) = ensure_idle(stream) {
                         return error;
+                    }
+                    if heard.elapsed() >= LOOK_INTERVAL {
+                        if let Err(error) = look(stream) {
+                            return error;
+                        }
+                        heard = Instant::now();
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => {
@@ -362,6 +355,41 @@ fn carry_out(stream: &UnixStream, call: Call) -> io::Result<()> {
     ended
 }
 
+/// Says hello; returns the version to speak, the leases that the fd store has and its capacity.
+fn greet(stream: &UnixStream) -> io::Result<(u16, BTreeMap<LeaseId, Blob>, usize)> {
+    let hello = FdStoreRequest::Hello { version: VERSION };
+    let (version, capacity) = match send_request(stream, VERSION, &hello)?.0 {
+        FdStoreResponse::Ready {
+            version,
+            leases,
+            room,
+        } => (version.min(VERSION), leases.saturating_add(room) as usize),
+        FdStoreResponse::Refused(refusal) => return Err(io::Error::other(refusal)),
+        other => {
+            return Err(io::Error::other(format!(
+                "unexpected response to hello: {other:?}"
+            )));
+        }
+    };
+    let (mut stored, mut from) = (BTreeMap::new(), 0);
+    loop {
+        let FdStoreResponse::Listed { leases } =
+            send_request(stream, version, &FdStoreRequest::List { from })?.0
+        else {
+            return Err(io::Error::other("unexpected response to list"));
+        };
+        let Some(last) = leases.last().map(|entry| entry.lease) else {
+            return Ok((version, stored, capacity));
+        };
+        let leases = leases.into_iter();
+        stored.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
+        let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
+            return Ok((version, stored, capacity));
+        };
+        from = next;
+    }
+}
+
 /// Sends a message of the connection's start, if an fd store of `version` has it.
 fn send_request(
     stream: &UnixStream,
@@ -371,6 +399,34 @@ fn send_request(
     message.ensure_known_by(version).map_err(io::Error::other)?;
     send_message(stream, message, None)?;
     receive_message(stream)
+}
+
+/// Asks for leases that there are not, which every fd store answers.
+fn look(stream: &UnixStream) -> io::Result<()> {
+    send_message(stream, &FdStoreRequest::List { from: u64::MAX }, None)?;
+    receive_message::<FdStoreResponse>(stream).map(drop)
+}
+
+/// Continues the fd store behind `stream` if it left a message unanswered.
+fn continue_silent(stream: &UnixStream, error: &io::Error) {
+    use io::ErrorKind::{TimedOut, WouldBlock};
+    if !matches!(error.kind(), TimedOut | WouldBlock) {
+        return;
+    }
+    let signal = || {
+        let pid = socket_peercred(stream)?.pid;
+        let pinned = procfs::pin_named(pid, PROGRAM)?;
+        // While the connection is open, its process is the one that was pinned.
+        ensure_idle(stream)?;
+        pidfd_send_signal(pinned, Signal::CONT)?;
+        Ok::<_, io::Error>(pid)
+    };
+    match signal() {
+        Ok(pid) => warn!(%pid, "the fd store does not answer: sent it SIGCONT"),
+        Err(error) => {
+            warn!(%error, "the fd store does not answer: failed to send it SIGCONT");
+        }
+    }
 }
 
 /// Fails when the fd store has closed the connection or sent a message without a request.

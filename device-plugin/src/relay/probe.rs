@@ -13,7 +13,7 @@ use bursar_host::procfs;
 use bursar_kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
 use bursar_kubelet::api::deviceplugin::{Empty, KUBELET_SOCKET};
 use bursar_kubelet::connect::connect;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, Signal, pidfd_send_signal};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -130,12 +130,7 @@ async fn ask(socket: &Path, limit: Duration) -> Heard {
 
 /// Sends a signal to the process `pid` if it runs `program` and listens at `socket`.
 async fn send(socket: &Path, pid: Pid, program: &str, signal: Signal) -> io::Result<()> {
-    let pinned = pidfd_open(pid, PidfdFlags::empty())?;
-    let name = procfs::read_small(Path::new(&format!("/proc/{pid}/comm")))?;
-    if name.trim_end() != program {
-        let name = name.trim_end();
-        return Err(io::Error::other(format!("{name} is not {program}")));
-    }
+    let pinned = procfs::pin_named(pid, program)?;
     // The pid was the listener's when it was pinned if it is so still.
     if listener(socket).await? != pid {
         return Err(io::ErrorKind::ConnectionReset.into());

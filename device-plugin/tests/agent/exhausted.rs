@@ -1,16 +1,22 @@
 //! Tests an agent whose disk is full or fails, and one that has no descriptors left: it says so,
 //! loses nothing, and goes on once there is room.
 
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 
-use crate::common::eventually;
+use crate::common::{PATIENCE, eventually};
 use crate::crash_points::library;
 use crate::machine::{GPU, Machine};
+
+/// The size of a [`SmallDisk`].
+const BYTES: usize = 256 << 10;
 
 /// A file system of its own, so small that a test can fill it.
 struct SmallDisk(PathBuf);
@@ -18,7 +24,7 @@ struct SmallDisk(PathBuf);
 impl SmallDisk {
     fn at(path: PathBuf) -> Self {
         let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=256k", "tmpfs"])
+            .args(["-t", "tmpfs", "-o", &format!("size={BYTES}"), "tmpfs"])
             .arg(&path)
             .status();
         assert!(mounted.unwrap().success());
@@ -27,16 +33,8 @@ impl SmallDisk {
 
     /// Takes all space that is left.
     fn fill(&self) {
-        let filler = self.0.join("filler");
-        let mut bytes = 256 << 10;
-        while bytes > 0 {
-            let whole = fs::read(&filler).unwrap_or_default();
-            let longer = [whole.clone(), vec![1; bytes]].concat();
-            if fs::write(&filler, longer).is_err() {
-                fs::write(&filler, whole).unwrap();
-                bytes /= 2;
-            }
-        }
+        let mut filler = fs::File::create(self.0.join("filler")).unwrap();
+        filler.write_all(&[1; BYTES]).unwrap_err();
     }
 
     fn free(&self) {
@@ -93,14 +91,22 @@ async fn next_agent_on_a_full_disk_keeps_the_pods() {
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
     let kept = machine.run("kept", 10).await;
+    let left = machine.devices();
     let ends = machine.run("ends", 12).await;
     disk.fill();
     machine.kill_agent();
     machine.end(&ends);
     machine.start_successor().await;
-    assert!(machine.devices().len() <= 2 && machine.is_agent_alive());
+    let refused = machine.admit("refused", 2).await;
+    let error = machine.start(&refused).await.unwrap_err();
+    assert!(error.contains("No space left"), "{error}");
+    let is_kept =
+        |devices: &BTreeMap<_, _>| left.iter().all(|(name, _)| devices.contains_key(name));
+    assert!(is_kept(&machine.devices()));
     disk.free();
-    eventually("the ended pod is gone", || machine.devices().len() == 1).await;
+    machine.until_started(&refused).await;
+    machine.end(&refused);
+    eventually("the ended pods are gone", || machine.devices() == left).await;
     assert_eq!(machine.sockets(), 1);
     machine.run("other", 16).await;
     machine.end(&kept);
@@ -127,23 +133,23 @@ async fn disk_that_fails_to_sync_is_told_and_written_again() {
     };
     eventually("the failure is in the log", told).await;
     assert!(machine.is_agent_alive());
+    let recorded = || machine.path("state/generations.json").exists();
+    assert!(!recorded());
     fs::remove_file(&fails).unwrap();
     machine.until_started(&pod).await;
-    let recorded = || machine.path("state/generations.json").exists();
     eventually("the generations are on record", recorded).await;
 }
 
-/// Sets the most descriptors of a process.
-fn limit(pid: u32, descriptors: u64) {
+/// Sets the most descriptors of a process, and returns how many it might have before.
+fn limit(pid: u32, descriptors: Option<u64>) -> Option<u64> {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap());
-    let maximum = prlimit(pid, Resource::Nofile, getrlimit(Resource::Nofile))
-        .unwrap()
-        .maximum;
+    // The agent has raised its limit to the maximum, which it has of this process.
+    let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = Rlimit {
-        current: Some(descriptors),
+        current: descriptors,
         maximum,
     };
-    prlimit(pid, Resource::Nofile, limit).unwrap();
+    prlimit(pid, Resource::Nofile, limit).unwrap().current
 }
 
 #[tokio::test]
@@ -151,10 +157,16 @@ async fn agent_without_descriptors_refuses_new_pods_and_loses_none() {
     let mut machine = Machine::started().await;
     let pid = machine.agent_pid();
     // Standard input, output and errors are open, so that no number is free.
-    let fail = |_: &Machine| limit(pid, 3);
-    let repair = |_: &Machine| limit(pid, 4096);
+    let before = Cell::new(None);
+    let fail = |_: &Machine| before.set(limit(pid, Some(3)));
+    let repair = |_: &Machine| {
+        limit(pid, before.get());
+    };
     refuses_and_goes_on(&mut machine, fail, "Too many open files", repair).await;
-    // The agent answers its probes again.
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(machine.get("/healthz").await.0, 200);
+    let answers = async {
+        while machine.get("/healthz").await.0 != 200 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, answers).await.unwrap();
 }

@@ -34,6 +34,12 @@ static void step(void) {
         kill(getpid(), SIGKILL);
 }
 
+static int sync_fails_now(void) {
+    int now = sync_fails && !access(sync_fails, F_OK);
+    errno = EIO;
+    return now;
+}
+
 #define STEP(name, parameters, arguments, fails)                           \
     int name parameters {                                                  \
         static int(*_Atomic next) parameters;                              \
@@ -46,12 +52,6 @@ static void step(void) {
     }
 
 STEP(rename, (const char *from, const char *to), (from, to), 0)
-static int sync_fails_now(void) {
-    int now = sync_fails && !access(sync_fails, F_OK);
-    errno = EIO;
-    return now;
-}
-
 STEP(fsync, (int file), (file), sync_fails_now())
 STEP(fdatasync, (int file), (file), sync_fails_now())
 STEP(unlink, (const char *path), (path), 0)

@@ -129,6 +129,10 @@ impl Fixture {
         self.fdstore = Some(command.spawn().unwrap());
     }
 
+    pub(crate) fn fdstore_pid(&self) -> Pid {
+        Pid::from_child(self.fdstore.as_ref().unwrap())
+    }
+
     pub(crate) fn kill_fdstore(&mut self) {
         let mut fdstore = self.fdstore.take().unwrap();
         fdstore.kill().unwrap();

@@ -1,5 +1,8 @@
 //! Tests which processes retained memory outlives.
 
+use rustix::process::{Signal, kill_process};
+
+use crate::common::eventually;
 use crate::fixture::{Fixture, GIB, assert_unscrubbed, open_retrying, read_lease};
 use crate::tenant_process::Opened;
 use crate::tokens::start_pod_of_other_namespace;
@@ -76,6 +79,30 @@ async fn uncommitted_lease_is_discarded_when_its_writer_ends() {
         panic!("it is there");
     };
     assert!(third_lease > second_lease);
+}
+
+#[tokio::test]
+async fn fd_store_that_a_signal_stopped_is_continued_and_keeps_its_leases() {
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut writer = fixture.tenant(&pod);
+    let Ok(Opened::Write { lease, token }) = open_retrying(&mut writer, "weights", 2 * GIB) else {
+        panic!("it is there");
+    };
+    assert_eq!(writer.commit(lease, token, 7), "committed");
+    // The fd store has no calls now: the agent finds by its own question that it has stopped.
+    kill_process(fixture.fdstore_pid(), Signal::STOP).unwrap();
+    let told = || {
+        fixture
+            .machine
+            .log()
+            .contains("the fd store does not answer: sent it SIGCONT")
+    };
+    eventually("the agent continued it", told).await;
+    assert_eq!(read_lease(&mut fixture.tenant(&pod), "weights"), (lease, 7));
+    // A call that the stop meets fails, and the agent continues the fd store as well.
+    kill_process(fixture.fdstore_pid(), Signal::STOP).unwrap();
+    assert_eq!(read_lease(&mut fixture.tenant(&pod), "weights"), (lease, 7));
 }
 
 #[tokio::test]

@@ -1,8 +1,7 @@
-//! Stops the operator's leading replica by a signal, as a suspended machine does, and continues it
-//! after another replica leads.
+//! Stops the operator's leading replica by a signal, and continues it after another replica leads.
 
 use std::path::Path;
-use std::process::{ExitStatus, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use bursar_e2e::workspace::{self, Profile};
@@ -14,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::isolated_scope::IsolatedScope;
 use crate::scenarios::in_force;
-use crate::server::Server;
+use crate::server::{Server, acquire_permit};
 use crate::test_case::{GIVE_UP_AFTER, POLL_INTERVAL};
 
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/bursar-system/leases/bursar-operator";
@@ -25,6 +24,7 @@ const ENDS_WITHIN: Duration = Duration::from_secs(5);
 
 /// Runs on its own control plane, because the operator's process works on all namespaces.
 pub(crate) async fn leader(shared: &Server) -> Result<String, Failed> {
+    let _permit = acquire_permit().await;
     let server = Server::named("leader", shared.progress.clone()).await?;
     let outcome = Box::pin(stopped_leader(&server)).await;
     server.control_plane.stop().await;
@@ -75,10 +75,10 @@ async fn stopped_leader(server: &Server) -> Result<String, Failed> {
     let before = at.get(LEASE).await?;
     let continued = Instant::now();
     kill_process(pid, Signal::CONT)?;
-    let ended: ExitStatus = timeout(GIVE_UP_AFTER, first.wait()).await??;
+    let ended = timeout(GIVE_UP_AFTER, first.wait()).await??;
     let ends = continued.elapsed();
-    if ends > ENDS_WITHIN {
-        return Err(format!("the first replica ended {ends:.1?} after it continued").into());
+    if ends > ENDS_WITHIN || ended.code() != Some(1) {
+        return Err(format!("the first replica ended {ends:.1?} later: {ended}").into());
     }
     let lease = at.get(LEASE).await?;
     let taken = |lease: &Value| lease["spec"]["leaseTransitions"].clone();
@@ -90,7 +90,7 @@ async fn stopped_leader(server: &Server) -> Result<String, Failed> {
     }
     drop(other);
     Ok(format!(
-        "the other replica leads {took:.1?} after the signal; the first ended ({ended}) {ends:.1?} after it continued"
+        "the other replica leads {took:.1?} after the signal; the first ended {ends:.1?} after it continued"
     ))
 }
 
