@@ -90,8 +90,9 @@ def discover(pid, newest, oldest=CLIENT_BASE, objects=4096):
                 for handle, kind in kinds.items():
                     if kind & 0xFF == COMPUTE_SUFFIX and kind > 0xFF:
                         channel = _asked(fd, client, handle, PARENT, spent)
-                        group = _asked(fd, client, channel, PARENT, spent)
-                        computing.add((int(name), client, group))
+                        group = channel and _asked(fd, client, channel, PARENT, spent)
+                        if group:
+                            computing.add((int(name), client, group))
         finally:
             os.close(fd)
     costs = ", ".join(

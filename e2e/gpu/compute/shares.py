@@ -28,12 +28,16 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import tempfile
-import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import rm
+from comparison import child
 from discover import Client, discover
 from loads import COOPERATIVE, COPY, FAULT, GRAPH, PLAIN, Load, restart_run_list, set_slices, slice_of
 
@@ -404,6 +408,12 @@ def kinds(_):
     window("25 : 75, cuda-gdb gone", tenants, probe, SECONDS)
 
 
+def scan(pid, newest, oldest, until):
+    """Looks for the groups of a process until then."""
+    while time.monotonic() < until:
+        discover(pid, newest, oldest)
+
+
 def outside(_):
     """Finds groups from outside, and compares them with what libcuda made by the preloaded log."""
     idle = Client()
@@ -420,26 +430,22 @@ def outside(_):
         is_whole = {(client, group) for _, client, group in computing} == made
         rows.append((f"groups of {load.name}", "", "", "", "", f"{len(computing)} with kernels, {len(others)} others, as made: {is_whole}; {costs}"))
         say(" | ".join(rows[-1]))
-    torch = subprocess.Popen(
-        [TORCH, "-c", "import torch, time\na = torch.ones(4096, 4096, device='cuda', dtype=torch.bfloat16)\nend = time.time() + 25\nwhile time.time() < end: (a @ a).sum().item()"]
-    )
-    time.sleep(12)
-    later = Client()
-    computing, others, costs = discover(torch.pid, later.handle, idle.handle)
-    rows.append(("groups of PyTorch", "", "", "", "", f"{len(computing)} with kernels, {len(others)} others: {[f'{group:#x}' for *_, group in computing + others]}; {costs}"))
-    say(" | ".join(rows[-1]))
-    say(f"groups in use {idle.groups_in_use()}")
-    begun = time.monotonic()
-    def scan():
-        while time.monotonic() < begun + SECONDS + 0.5:
-            discover(loads[0].pid, newest.handle, idle.handle)
-
-    thread = threading.Thread(target=scan)
-    thread.start()
-    window("1 : 1 : 1 while a root process scans all the time", tenants, probe, SECONDS)
-    thread.join()
-    torch.kill()
-    torch.wait()
+    program = "import torch, time\na = torch.ones(4096, 4096, device='cuda')\nwhile True: (a @ a).sum().item()"
+    with child([TORCH, "-c", program]) as torch:
+        time.sleep(12)
+        later = Client()
+        computing, others, costs = discover(torch.pid, later.handle, idle.handle)
+        handles = [f"{group:#x}" for *_, group in computing + others]
+        rows.append(("groups of PyTorch", "", "", "", "", f"{len(computing)} with kernels, {len(others)} others: {handles}; {costs}"))
+        say(" | ".join(rows[-1]))
+        say(f"groups in use {idle.groups_in_use()}")
+    for _ in range(3):
+        window("1 : 1 : 1", tenants, probe, SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            until = time.monotonic() + SECONDS + 0.5
+            scans = pool.submit(scan, loads[0].pid, newest.handle, idle.handle, until)
+            window("1 : 1 : 1 while a root process scans all the time", tenants, probe, SECONDS)
+            scans.result()
     for client in idle, newest, later:
         client.close()
 
