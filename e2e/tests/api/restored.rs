@@ -35,8 +35,9 @@ const POLL: Duration = Duration::from_millis(100);
 /// The agent's GPUs: two that are drained in turn, and one that is lost after the backup.
 const GPUS: u32 = 3;
 const LOST_GPU: u32 = 2;
-/// The state of a GPU after an XID 79, which requires a reset.
-const AFTER_LOSS: &str = "Draining";
+/// The states of a lost GPU: the first reason stays, and that is the XID 79, which requires a reset,
+/// or the probe that found the GPU lost.
+const AFTER_LOSS: [&str; 2] = ["Draining", "Lost"];
 
 /// A wide bound on the time until the agent carries out an order before the restore. It finds its
 /// GPUs first.
@@ -87,9 +88,7 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     agent.order_drain(1).await?;
     agent.wait_until_drained(1, START_TIMEOUT).await?;
     agent.gpus.lose(LOST_GPU)?;
-    agent
-        .wait_until_state(LOST_GPU, AFTER_LOSS, START_TIMEOUT)
-        .await?;
+    agent.wait_until_lost(LOST_GPU, START_TIMEOUT).await?;
     let before = newest_revision(server).await?;
 
     server.control_plane.restore_etcd().await?;
@@ -108,9 +107,7 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let operator = case.transition("the budget is amended after a restore", amended, is_amended);
     let agent = async {
         // The restored object says that this GPU is well.
-        agent
-            .wait_until_state(LOST_GPU, AFTER_LOSS, FOLLOW_TIMEOUT)
-            .await?;
+        agent.wait_until_lost(LOST_GPU, FOLLOW_TIMEOUT).await?;
         agent.wait_until_drained(0, FOLLOW_TIMEOUT).await?;
         agent.order_drain(1).await?;
         agent.wait_until_drained(1, FOLLOW_TIMEOUT).await?;
@@ -223,6 +220,15 @@ impl AgentProcess {
         self.wait_until_state(gpu, "Draining", within).await?;
         let state = |status: &Value| state_of(status, 1 - gpu) != "Draining";
         self.wait_until(&format!("GPU {gpu} drained alone"), within, state)
+            .await
+    }
+
+    async fn wait_until_lost(&self, gpu: u32, within: Duration) -> Result<(), Failed> {
+        let expected = |status: &Value| {
+            let state = state_of(status, gpu);
+            AFTER_LOSS.iter().any(|lost| state == *lost)
+        };
+        self.wait_until(&format!("GPU {gpu} lost"), within, expected)
             .await
     }
 
