@@ -133,6 +133,9 @@ async fn agent_registers_again_after_disruptions(
     pods.delete("ten-a").await?;
     pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
     pods.wait_until_running(WAITING_POD, START_TIMEOUT).await?;
+
+    context.local()?.restart_containerd(true).await?;
+    run_each(context, &[("after", 4)]).await?;
     context.history.check_none_failed_or_restarted().await
 }
 
