@@ -35,8 +35,8 @@ const POLL: Duration = Duration::from_millis(100);
 /// The agent's GPUs: two that are drained in turn, and one that is lost after the backup.
 const GPUS: u32 = 3;
 const LOST_GPU: u32 = 2;
-/// The states of a lost GPU: the first reason stays, and that is the XID 79, which requires a reset,
-/// or the probe that found the GPU lost.
+/// The states of a lost GPU. The first reason stays: the XID 79, which requires a reset, or the
+/// probe that found the GPU lost.
 const AFTER_LOSS: [&str; 2] = ["Draining", "Lost"];
 
 /// A wide bound on the time until the agent carries out an order before the restore. It finds its
