@@ -103,10 +103,11 @@ impl<V: Clone + PartialEq> Cache<V> {
     }
 
     fn set(&mut self, key: Key, value: Option<V>) -> Vec<CacheEntry<V>> {
-        let was = self.objects.get(&key).cloned();
-        if was == value {
+        let was = self.objects.get(&key);
+        if was == value.as_ref() {
             return Vec::new();
         }
+        let was = was.cloned();
         match value {
             Some(value) => self.objects.insert_mut(key.clone(), value),
             None => drop(self.objects.remove_mut(&key)),
