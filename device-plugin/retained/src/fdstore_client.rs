@@ -403,8 +403,7 @@ fn send_request(
 
 /// Asks for leases that there are not, which every fd store answers.
 fn look(stream: &UnixStream) -> io::Result<()> {
-    send_message(stream, &FdStoreRequest::List { from: u64::MAX }, None)?;
-    receive_message::<FdStoreResponse>(stream).map(drop)
+    send_request(stream, VERSION, &FdStoreRequest::List { from: u64::MAX }).map(drop)
 }
 
 /// Continues the fd store behind `stream` if it left a message unanswered.
