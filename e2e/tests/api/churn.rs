@@ -16,7 +16,7 @@ use tokio::time::{Instant, interval, sleep};
 
 use crate::isolated_scope::{IsolatedScope, QUOTA_RESOURCE as HARD_NAME, condition};
 use crate::server::{Permit, Server};
-use crate::test_case::{FaultPlan, GIVE_UP_AFTER, TestCase};
+use crate::test_case::{FaultPlan, TestCase, until};
 
 const CLIENTS: usize = 8;
 /// The attempts of all clients to create a pod, per second. About half of them succeed and lead to
@@ -124,7 +124,7 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
         return Err(format!("no storm: {summary}").into());
     }
     let fits = async || Ok::<_, Failed>(ready(&at).await? && alive(&at).await? <= QUOTA_GIB);
-    until("all to fit after the storm", fits).await?;
+    until(RESET_INTERVAL, "all to fit after the storm", fits).await?;
     // No client deletes pods any more, so every eviction below is the operator's.
     let mut number = 0;
     let over = async || {
@@ -137,10 +137,13 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
         // On a slow machine the operator evicts pods before all late pods exist.
         Ok(number >= MIN_LATE_PODS && alive(&at).await? > QUOTA_GIB)
     };
-    until("more than fit", over).await?;
+    until(RESET_INTERVAL, "more than fit", over).await?;
     let exceeded = async || Ok(condition(&at.budget().await?, "Exceeded") == "True");
-    until("that to be said", exceeded).await?;
-    until("it to be repaired", async || ready(&at).await).await?;
+    until(RESET_INTERVAL, "that to be said", exceeded).await?;
+    until(RESET_INTERVAL, "it to be repaired", async || {
+        ready(&at).await
+    })
+    .await?;
     let exact = async |at: &IsolatedScope| Ok(ready(at).await? && alive(at).await? == QUOTA_GIB);
     if !exact(&at).await? {
         let after = alive(&at).await?;
@@ -148,20 +151,6 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
     }
     case.finish(exact).await?;
     Ok(summary)
-}
-
-async fn until(
-    what: &str,
-    mut is: impl AsyncFnMut() -> Result<bool, Failed>,
-) -> Result<(), Failed> {
-    let begin = Instant::now();
-    while !is().await? {
-        if begin.elapsed() > GIVE_UP_AFTER {
-            return Err(format!("waited in vain for {what}").into());
-        }
-        sleep(RESET_INTERVAL).await;
-    }
-    Ok(())
 }
 
 /// Resets the quotas' count to 0.

@@ -9,12 +9,14 @@ use libtest_mimic::Failed;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tokio::process::{Child, Command};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout};
 
 use crate::isolated_scope::IsolatedScope;
+use crate::restored::built;
 use crate::scenarios::in_force;
 use crate::server::{Server, acquire_permit};
-use crate::test_case::{GIVE_UP_AFTER, POLL_INTERVAL};
+use crate::test_case::{GIVE_UP_AFTER, POLL_INTERVAL, until};
 
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/bursar-system/leases/bursar-operator";
 /// How long replicas leave an unchanged Lease to its holder.
@@ -33,19 +35,17 @@ pub(crate) async fn leader(shared: &Server) -> Result<String, Failed> {
 
 async fn stopped_leader(server: &Server) -> Result<String, Failed> {
     let at = IsolatedScope::set_up(server, "leader").await?;
-    let binaries = workspace::build(Profile::Dev, true)?;
-    let program = binaries
-        .get("bursar-operator")
-        .ok_or("no operator is built")?;
+    let binaries = spawn_blocking(|| workspace::build(Profile::Dev, false)).await??;
+    let program = &built(&binaries, "bursar-operator")?;
     let kubeconfig = server.control_plane.write_operator_kubeconfig()?;
     let mut first = replica(program, &kubeconfig, "first")?;
-    until("the first replica leads", async || {
+    until(POLL_INTERVAL, "the first replica leads", async || {
         leads(&at, "first").await
     })
     .await?;
     let other = replica(program, &kubeconfig, "other")?;
     at.create_budget("8Gi", "16Gi").await?;
-    until("the budget is in force", async || {
+    until(POLL_INTERVAL, "the budget is in force", async || {
         in_force(&at, "8", "16").await
     })
     .await?;
@@ -56,7 +56,7 @@ async fn stopped_leader(server: &Server) -> Result<String, Failed> {
     let pid = pid.ok_or("the first replica has ended")?;
     let stopped = Instant::now();
     kill_process(pid, Signal::STOP)?;
-    until("the other replica leads", async || {
+    until(POLL_INTERVAL, "the other replica leads", async || {
         leads(&at, "other").await
     })
     .await?;
@@ -67,7 +67,7 @@ async fn stopped_leader(server: &Server) -> Result<String, Failed> {
     }
     let guarantee = serde_json::json!({ "deviceMemory": { "guaranteed": "12Gi" } });
     at.patch_budget(guarantee).await?;
-    until("the change is in force", async || {
+    until(POLL_INTERVAL, "the change is in force", async || {
         in_force(&at, "12", "16").await
     })
     .await?;
@@ -110,15 +110,4 @@ fn replica(program: &Path, kubeconfig: &Path, identity: &str) -> Result<Child, F
 
 async fn leads(at: &IsolatedScope, identity: &str) -> Result<bool, Failed> {
     Ok(at.get(LEASE).await?["spec"]["holderIdentity"] == identity)
-}
-
-async fn until(what: &str, is_true: impl AsyncFn() -> Result<bool, Failed>) -> Result<(), Failed> {
-    let begin = Instant::now();
-    while !is_true().await? {
-        if begin.elapsed() > GIVE_UP_AFTER {
-            return Err(format!("waited {GIVE_UP_AFTER:?} until {what}").into());
-        }
-        sleep(POLL_INTERVAL).await;
-    }
-    Ok(())
 }

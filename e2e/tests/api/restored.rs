@@ -280,7 +280,7 @@ fn state_of(status: &Value, gpu: u32) -> Value {
         .unwrap_or_default()
 }
 
-fn built(binaries: &Binaries, name: &str) -> Result<PathBuf, Failed> {
+pub(crate) fn built(binaries: &Binaries, name: &str) -> Result<PathBuf, Failed> {
     let path = binaries.get(name).map(PathBuf::from);
     path.ok_or_else(|| format!("the workspace does not build {name}").into())
 }

@@ -45,6 +45,22 @@ pub(crate) const WATCHED_KINDS: [&str; 7] = [
 ];
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
+/// Waits for a state, and looks for it after each `pause`.
+pub(crate) async fn until(
+    pause: Duration,
+    what: &str,
+    mut is: impl AsyncFnMut() -> Result<bool, Failed>,
+) -> Result<(), Failed> {
+    let begin = Instant::now();
+    while !is().await? {
+        if begin.elapsed() > GIVE_UP_AFTER {
+            return Err(format!("waited in vain for {what}").into());
+        }
+        sleep(pause).await;
+    }
+    Ok(())
+}
+
 /// A running operator.
 pub(crate) struct Operator {
     shutdown: CancellationToken,
