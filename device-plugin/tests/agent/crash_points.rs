@@ -4,12 +4,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::process::Command;
 use std::time::Duration;
 
 use tokio::time::{sleep, timeout};
 
-use crate::common::eventually;
+use crate::common::{eventually, steps};
 use crate::machine::{GPU, Machine};
 
 /// The most time until the node is clean after the agent's death.
@@ -31,17 +30,6 @@ enum Phase {
     Start,
 }
 
-/// Compiles the library that counts steps.
-pub(crate) fn library(folder: &Path) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agent/steps.c");
-    let library = folder.join("steps.so");
-    let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-shared", "-fPIC", "-o"]);
-    let ended = compiler.arg(&library).arg(source).status().unwrap();
-    assert!(ended.success());
-    library
-}
-
 /// The node of one death.
 struct Node {
     machine: Machine,
@@ -58,18 +46,10 @@ impl Node {
 
     /// Starts an agent that dies at this step of its own; 0 is never.
     fn start_agent(&mut self, dies_at: usize) {
-        let steps = self.machine.path("steps");
-        drop(fs::remove_file(&steps));
         let mut command = self.machine.command();
-        command.env("LD_PRELOAD", &self.library);
-        command.env("BURSAR_STEPS", steps);
-        command.env("BURSAR_STEP", dies_at.to_string());
+        let file = self.machine.path("steps");
+        steps::die_at(&mut command, &self.library, &file, dies_at);
         self.machine.start_agent_with(command);
-    }
-
-    fn steps(&self) -> usize {
-        let text = fs::read_to_string(self.machine.path("steps")).unwrap_or_default();
-        text.trim().parse().unwrap_or(0)
     }
 
     /// Acts until the agent is dead. Returns whether it was.
@@ -130,26 +110,9 @@ async fn assert_clean(mut machine: Machine, description: &str) {
     }
     // The next write of a record replaces its temporary file. Those in the state folder are rare.
     for folder in ["run", "cdi"] {
-        let left = temporary_files(&machine.path(folder));
+        let left = steps::temporary_files(&machine.path(folder));
         assert!(left.is_empty(), "{description}: {left:?}");
     }
-}
-
-/// The files below a folder that a write left behind.
-fn temporary_files(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            found.extend(temporary_files(&path));
-        }
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let is_temporary = [".new", ".tmp"].iter().any(|end| name.ends_with(end));
-        if is_temporary || name.starts_with(".tmp") {
-            found.push(path);
-        }
-    }
-    found
 }
 
 /// Lets the agent die at a step. Returns the steps of an agent that does not die.
@@ -173,7 +136,7 @@ async fn die_at(library: &Path, phase: Phase, step: usize) -> Option<usize> {
             .await
         }
     };
-    let steps = node.steps();
+    let steps = steps::count(&node.machine.path("steps"));
     if !died {
         node.machine.kill_agent();
         return Some(steps);
@@ -184,7 +147,7 @@ async fn die_at(library: &Path, phase: Phase, step: usize) -> Option<usize> {
 
 async fn die_at_each(stride: usize) {
     let folder = tempfile::tempdir().unwrap();
-    let library = library(folder.path());
+    let library = steps::library(folder.path());
     for (phase, fewest) in [Phase::Run, Phase::Start].into_iter().zip(FEWEST) {
         let all = die_at(&library, phase, 0).await.expect("it does not die");
         assert!(all >= fewest, "{phase:?}: only {all} steps");

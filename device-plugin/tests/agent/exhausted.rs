@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 
+use crate::common::steps::library;
 use crate::common::{PATIENCE, eventually};
-use crate::crash_points::library;
 use crate::machine::{GPU, Machine};
 
 /// The size of a [`SmallDisk`].

@@ -9,6 +9,7 @@
 pub mod agent;
 pub mod kubelet;
 pub mod node;
+pub mod steps;
 
 use std::time::{Duration, Instant};
 

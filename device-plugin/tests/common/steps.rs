@@ -1,0 +1,48 @@
+//! Lets a process die at one of its steps on disk (`steps.c`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Compiles the library that counts steps.
+pub fn library(folder: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/steps.c");
+    let library = folder.join("steps.so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O1", "-shared", "-fPIC", "-o"]);
+    let ended = compiler.arg(&library).arg(source).status().unwrap();
+    assert!(ended.success());
+    library
+}
+
+/// Lets the program of `command` die at this step of its own, 0 is never, and count its steps in
+/// `file`.
+pub fn die_at(command: &mut Command, library: &Path, file: &Path, step: usize) {
+    drop(fs::remove_file(file));
+    command.env("LD_PRELOAD", library);
+    command.env("BURSAR_STEPS", file);
+    command.env("BURSAR_STEP", step.to_string());
+}
+
+/// The steps until now.
+pub fn count(file: &Path) -> usize {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
+}
+
+/// The files below a folder that a write left behind.
+pub fn temporary_files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            found.extend(temporary_files(&path));
+        }
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_temporary = [".new", ".tmp"].iter().any(|end| name.ends_with(end));
+        if is_temporary || name.starts_with(".tmp") {
+            found.push(path);
+        }
+    }
+    found
+}
