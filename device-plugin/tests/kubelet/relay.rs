@@ -1,19 +1,25 @@
 //! Tests that no pod fails while the agent is away, because the plugin relay answers the kubelet.
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::process::{Child, Command};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use bursar_kubelet::devices::DeviceHealth;
 use bursar_relay::{RelayOptions, state};
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use crate::common::agent::{Agent, GPU, devices, ledger};
-use crate::common::eventually;
 use crate::common::kubelet::{Call, FakeKubelet, Pod};
+use crate::common::{eventually, steps};
 
 const WAIT: Duration = Duration::from_millis(200);
 /// The time for which the relay's PreStartContainer waits for an agent.
 const AWAY: Duration = Duration::from_secs(2);
+/// The fewest steps of a relay on disk. With fewer ones the library counts nothing.
+const FEWEST_STEPS: usize = 8;
 /// Longer than any test runs.
 const NEVER: Duration = Duration::from_secs(3600);
 
@@ -52,6 +58,22 @@ impl Drop for Relay {
     }
 }
 
+/// The relay's program, which is killed when the value is dropped.
+struct Program(Child);
+
+impl Program {
+    fn is_running(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
 /// A node whose agent registers with a relay.
 struct Node {
     kubelet: FakeKubelet,
@@ -66,20 +88,25 @@ impl Node {
     }
 
     async fn withdrawing_after(withdraw_after: Duration) -> Self {
+        let mut node = Self::without_relay().await;
+        node.start_relay(withdraw_after);
+        node.start_agent(ledger(&[8]));
+        node.kubelet.until_allocatable(GPU, 8).await;
+        node
+    }
+
+    async fn without_relay() -> Self {
         let root = tempfile::tempdir().unwrap();
         let mut kubelet = FakeKubelet::new(root.path(), 42);
         kubelet.start();
         kubelet.sync_pods().await;
-        let mut node = Self {
+        let node = Self {
             kubelet,
             relay: None,
             agent: None,
             root,
         };
         std::fs::create_dir(node.dir()).unwrap();
-        node.start_relay(withdraw_after);
-        node.start_agent(ledger(&[8]));
-        node.kubelet.until_allocatable(GPU, 8).await;
         node
     }
 
@@ -322,4 +349,97 @@ async fn newest_agent_replaces_the_one_before() {
     assert!(before.allocator.bindings().is_empty());
     drop(before);
     assert_eq!(node.kubelet.capacity(GPU).unwrap().allocatable, 8);
+}
+
+impl Node {
+    /// Starts the relay's program, which dies at this step of its own; 0 is never.
+    fn start_program(&self, library: &Path, dies_at: usize) -> Program {
+        static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+        let build = || bursar_sim_lab::build(&["bursar-relay"], &["--bins"]).unwrap();
+        let mut command = Command::new(FOLDER.get_or_init(build).join("bursar-relay"));
+        command.arg("--kubelet-dir").arg(self.kubelet.dir());
+        command.arg("--dir").arg(self.dir());
+        let file = self.root.path().join("steps");
+        steps::die_at(&mut command, library, &file, dies_at);
+        Program(command.spawn().unwrap())
+    }
+
+    /// The devices that the agent says are healthy.
+    fn offered(&self) -> usize {
+        let devices = self.agent.as_ref().unwrap().devices.borrow();
+        let healthy = |health: &&DeviceHealth| **health == DeviceHealth::Healthy;
+        devices.health().iter().filter(healthy).count()
+    }
+}
+
+/// A container starts, and three of eight devices become unhealthy.
+async fn container_starts_and_offer_changes(node: &Node) -> Option<()> {
+    node.kubelet.until_allocatable(GPU, 8).await;
+    let pod = Pod::with("a", GPU, 2);
+    node.kubelet.admit(&pod).await.ok()?;
+    node.kubelet.start_container(&pod, "main").await.ok()?;
+    let agent = node.agent.as_ref().unwrap();
+    agent.devices.send_replace(devices(8, 5));
+    node.kubelet.until_allocatable(GPU, 5).await;
+    Some(())
+}
+
+/// Lets a relay die at a step, and expects that the next one serves the node, with its agent and
+/// without. Returns the steps of a relay that does not die.
+async fn relay_dies_at(library: &Path, step: usize) -> Option<usize> {
+    let mut node = Node::without_relay().await;
+    let mut program = node.start_program(library, step);
+    node.start_agent(ledger(&[8]));
+    {
+        let mut act = pin!(container_starts_and_offer_changes(&node));
+        let dies = async {
+            while program.is_running() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::select! {
+            // A call of the kubelet that is under way fails, and is not cancelled.
+            () = dies => drop(tokio::time::timeout(Duration::from_millis(500), act).await),
+            _ = &mut act => {}
+        }
+    }
+    if program.is_running() {
+        return Some(steps::count(&node.root.path().join("steps")));
+    }
+    program = node.start_program(library, 0);
+    let offered = node.offered();
+    node.kubelet.until_allocatable(GPU, offered).await;
+    let pod = Pod::with("b", GPU, 2);
+    node.kubelet.admit(&pod).await.unwrap();
+    let options = node.kubelet.start_container(&pod, "main").await.unwrap();
+    node.assert_bound(&pod, &options.cdi_devices);
+
+    drop(node.kill_agent());
+    drop(program);
+    node.kubelet.until_allocatable(GPU, 0).await;
+    let _program = node.start_program(library, 0);
+    node.kubelet.until_allocatable(GPU, offered).await;
+    let files = std::fs::read_dir(node.dir()).unwrap().flatten();
+    let mut names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    assert!(
+        !names.any(|name| name.ends_with(".unread")),
+        "step {step}: a record could not be read"
+    );
+    let left = steps::temporary_files(&node.dir());
+    assert!(left.is_empty(), "step {step}: {left:?}");
+    None
+}
+
+#[tokio::test]
+async fn relay_that_dies_at_any_step_is_replaced_without_loss() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = steps::library(folder.path());
+    let all = relay_dies_at(&library, 0).await.expect("it does not die");
+    assert!(all >= FEWEST_STEPS, "only {all} steps");
+    let mut deaths = 0;
+    for step in 1..=all {
+        deaths += usize::from(relay_dies_at(&library, step).await.is_none());
+    }
+    println!("{all} steps, {deaths} deaths");
+    assert!(deaths * 2 >= all, "only {deaths} deaths of {all}");
 }
