@@ -22,5 +22,6 @@ pub mod release;
 pub mod sim;
 pub mod tools;
 pub mod verify;
+pub mod versions;
 pub mod wait;
 pub mod workspace;

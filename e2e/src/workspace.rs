@@ -59,11 +59,16 @@ impl Binaries {
     }
 
     /// Returns the programs and libraries in cargo's output folder.
-    fn in_folder(folder: &Path) -> io::Result<Self> {
+    pub(crate) fn in_folder(folder: &Path) -> io::Result<Self> {
         let paths = folder.read_dir()?.map(|entry| Ok(entry?.path()));
         let paths = paths.collect::<io::Result<Vec<_>>>()?;
         let files = paths.into_iter().filter(|path| path.is_file());
         Ok(Self(by_name(files)))
+    }
+
+    /// Returns the paths of all files.
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.values().map(PathBuf::as_path)
     }
 
     /// Replaces the file of this name, or adds it.
@@ -137,6 +142,18 @@ pub(crate) fn build_for_checks() -> Result<(), WorkspaceError> {
     Ok(())
 }
 
+/// Compiles the programs and libraries of a cluster and `kubectl bursar` from other sources of this
+/// repository.
+///
+/// # Errors
+/// As [`build`].
+pub(crate) fn build_elsewhere(source: &Path, target: &Path) -> Result<Binaries, WorkspaceError> {
+    let mut command = cargo::command();
+    command.env("CARGO_TARGET_DIR", target);
+    let packages = PACKAGES.iter().copied().chain(["bursar-cli"]);
+    run_build_in(source, command, Profile::Dev, &package_arguments(packages))
+}
+
 /// Compiles these packages. Compiler messages go to standard error.
 ///
 /// # Errors
@@ -187,6 +204,15 @@ fn build_selection(profile: Profile, selection: &[&str]) -> Result<Binaries, Wor
 }
 
 fn run_build(
+    command: Command,
+    profile: Profile,
+    selection: &[&str],
+) -> Result<Binaries, WorkspaceError> {
+    run_build_in(&paths::repository(), command, profile, selection)
+}
+
+fn run_build_in(
+    source: &Path,
     mut command: Command,
     profile: Profile,
     selection: &[&str],
@@ -201,7 +227,7 @@ fn run_build(
         command.arg("--release");
     }
     let output = command
-        .current_dir(paths::repository())
+        .current_dir(source)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()?;

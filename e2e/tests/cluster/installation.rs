@@ -33,6 +33,7 @@ use crate::registry::Registry;
 use crate::shared_cluster;
 use crate::signatures;
 use crate::upgrade;
+use crate::versions;
 
 const GIB: u64 = 1 << 30;
 /// The promised time from `helm install` to a pod that is held to its quota.
@@ -48,6 +49,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         Trial::test("install/cluster/release", || run(install_from_registry)),
         Trial::test("install/cluster/uninstall", || run(uninstall)),
         Trial::test("install/cluster/upgrade", || run(upgrade::keeps_pods)),
+        Trial::test("fleet/cluster/versions-long", || {
+            run(versions::run_beside_today)
+        }),
         Trial::test("install/cluster/signatures-long", || {
             run(signatures::verify)
         }),

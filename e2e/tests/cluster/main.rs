@@ -41,6 +41,7 @@ mod signatures;
 mod status;
 mod together;
 mod upgrade;
+mod versions;
 mod waiters;
 
 use std::path::PathBuf;

@@ -15,6 +15,7 @@ use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
 use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::workspace::Profile;
+use kube::Client;
 use kube::api::{Api, ListParams, PostParams};
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
@@ -26,23 +27,23 @@ use crate::shared_cluster::{NAMESPACE as TRIALS, PROBE_PATH};
 
 const GIB: u64 = 1 << 30;
 /// The timeout of each step, on a loaded machine.
-const TIMEOUT: Duration = Duration::from_secs(240);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 const PAUSE: Duration = Duration::from_millis(500);
 /// A cluster is settled if two reads with this pause between them are equal.
 const SETTLED: Duration = Duration::from_secs(3);
 /// A pod that holds half of its 4 GiB.
-const HOLDER: &str = "holder";
+pub(crate) const HOLDER: &str = "holder";
 /// A pod that holds 1 GiB of its 4 GiB, and has retained memory mapped.
-const KEEPER: &str = "keeper";
+pub(crate) const KEEPER: &str = "keeper";
 
 /// The cluster with two pods, and the programs that act on it.
-struct Fixture<'a> {
-    local: &'a LocalCluster,
-    kubectl: PathBuf,
+pub(crate) struct Fixture<'a> {
+    pub(crate) local: &'a LocalCluster,
+    pub(crate) kubectl: PathBuf,
     helm: PathBuf,
-    kubeconfig: PathBuf,
-    history: PodHistory,
-    progress: &'a Progress,
+    pub(crate) kubeconfig: PathBuf,
+    pub(crate) history: PodHistory,
+    pub(crate) progress: &'a Progress,
 }
 
 pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
@@ -50,48 +51,17 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
     let environment = Environment::without_bursar(&artifacts, "upgrade", progress).await?;
     let client = environment.cluster.client();
     let pods = Pods::in_namespace(&client, TRIALS).await?;
-    let none = "this needs a cluster of our own";
-    let fixture = Fixture {
-        local: environment.cluster.local().ok_or(none)?,
-        kubectl: artifacts.toolbox.program("kubectl"),
-        helm: artifacts.toolbox.program("helm"),
-        kubeconfig: environment.cluster.kubeconfig(),
-        history: PodHistory::of(&pods),
-        progress,
-    };
+    let fixture = Fixture::of(&environment, &artifacts, &pods, progress)?;
     let before = fixture.settled_state().await?;
     environment.install_bursar(&artifacts, progress).await?;
-    let budgets: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), TRIALS);
-    let budget = serde_json::from_value(json!({
-        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
-        "metadata": {"name": "default"}, "spec": {"deviceMemory": {"guaranteed": "12Gi"}},
-    }))?;
-    budgets.create(&PostParams::default(), &budget).await?;
-    for (name, arguments, event) in [
-        (HOLDER, &["hold", "--bytes=2Gi"][..], "holding"),
-        (
-            KEEPER,
-            &[
-                "fault",
-                "--times=0",
-                "--file=/count/faults",
-                "--retain=64Mi",
-            ],
-            "steady",
-        ),
-    ] {
-        if name == KEEPER {
-            fixture.wait_for_scrub_checks().await?;
-        }
-        let plan = PodBuilder::new(name, &environment.probe_image)
-            .arguments(arguments)
-            .with_empty_dir("/count")
-            .gib(4);
-        pods.create(&plan).await?;
-        pods.wait_for_log_line(name, TIMEOUT, event_line(event))
-            .await?;
-    }
-    let retained = fixture.retained_lease().await?;
+    create_budget(&client, "12Gi").await?;
+    fixture
+        .start(&pods, HOLDER, &environment.probe_image)
+        .await?;
+    fixture
+        .start(&pods, KEEPER, &environment.probe_image)
+        .await?;
+    let retained = fixture.retained_lease(KEEPER).await?;
     assert_eq!(retained["found"], true, "{retained}");
     let installed = fixture.settled_state().await?;
     let helm_values = fixture
@@ -111,7 +81,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         .await?;
     fixture.check_pods().await?;
     assert_eq!(
-        fixture.retained_lease().await?,
+        fixture.retained_lease(KEEPER).await?,
         retained,
         "after the upgrade"
     );
@@ -123,7 +93,7 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         .await?;
     fixture.check_pods().await?;
     assert_eq!(
-        fixture.retained_lease().await?,
+        fixture.retained_lease(KEEPER).await?,
         retained,
         "after the rollback"
     );
@@ -153,16 +123,72 @@ pub(crate) async fn keeps_pods(progress: &Progress) -> Result<(), Failed> {
         .await?;
     fixture.check_pods().await?;
     // The fd store's pod is gone, and the retained memory with it.
-    let renewed = fixture.retained_lease().await?;
+    let renewed = fixture.retained_lease(KEEPER).await?;
     assert_eq!(renewed["found"], false, "after the new installation");
     drop(fixture);
     drop(environment);
     Ok(())
 }
 
+/// Creates a budget for all pods of a trial.
+pub(crate) async fn create_budget(client: &Client, guaranteed: &str) -> Result<(), Failed> {
+    let budgets: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), TRIALS);
+    let budget = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+        "metadata": {"name": "default"}, "spec": {"deviceMemory": {"guaranteed": guaranteed}},
+    }))?;
+    budgets.create(&PostParams::default(), &budget).await?;
+    Ok(())
+}
+
+impl<'a> Fixture<'a> {
+    pub(crate) fn of(
+        environment: &'a Environment,
+        artifacts: &Artifacts,
+        pods: &Pods,
+        progress: &'a Progress,
+    ) -> Result<Self, Failed> {
+        let none = "this needs a cluster of our own";
+        Ok(Self {
+            local: environment.cluster.local().ok_or(none)?,
+            kubectl: artifacts.toolbox.program("kubectl"),
+            helm: artifacts.toolbox.program("helm"),
+            kubeconfig: environment.cluster.kubeconfig(),
+            history: PodHistory::of(pods),
+            progress,
+        })
+    }
+}
+
 impl Fixture<'_> {
+    /// Starts a pod of 4 GiB: [`HOLDER`], which holds half of it, or one that retains memory.
+    pub(crate) async fn start(&self, pods: &Pods, name: &str, probe: &str) -> Result<(), Failed> {
+        let (arguments, event): (&[&str], _) = if name == HOLDER {
+            (&["hold", "--bytes=2Gi"], "holding")
+        } else {
+            self.wait_for_scrub_checks().await?;
+            (
+                &[
+                    "fault",
+                    "--times=0",
+                    "--file=/count/faults",
+                    "--retain=64Mi",
+                ],
+                "steady",
+            )
+        };
+        let plan = PodBuilder::new(name, probe)
+            .arguments(arguments)
+            .with_empty_dir("/count")
+            .gib(4);
+        pods.create(&plan).await?;
+        pods.wait_for_log_line(name, TIMEOUT, event_line(event))
+            .await?;
+        Ok(())
+    }
+
     /// Runs helm on Bursar's namespace.
-    async fn helm(&self, arguments: &[&str]) -> Result<String, Failed> {
+    pub(crate) async fn helm(&self, arguments: &[&str]) -> Result<String, Failed> {
         let arguments = [arguments, &["--namespace", NAMESPACE]].concat();
         call(&self.helm, &arguments, &self.kubeconfig).await
     }
@@ -184,15 +210,15 @@ impl Fixture<'_> {
         Ok(())
     }
 
-    /// Opens the keeper's retained memory, or creates it.
-    async fn retained_lease(&self) -> Result<Value, Failed> {
+    /// Opens a keeper's retained memory, or creates it.
+    pub(crate) async fn retained_lease(&self, pod: &str) -> Result<Value, Failed> {
         let retain = ["retain", "--bytes=64Mi"];
-        let line = self.probe(KEEPER, "retained", &retain).await?;
+        let line = self.probe(pod, "retained", &retain).await?;
         Ok(line["retained"].clone())
     }
 
     /// Waits until agent and operator are those of the current revision.
-    async fn wait_for_rollouts(&self, step: &str) -> Result<(), Failed> {
+    pub(crate) async fn wait_for_rollouts(&self, step: &str) -> Result<(), Failed> {
         let begin = Instant::now();
         for workload in ["daemonset/bursar-agent", "deployment/bursar-operator"] {
             let rollout = ["rollout", "status", workload, "--namespace", NAMESPACE];
@@ -206,7 +232,7 @@ impl Fixture<'_> {
 
     /// Checks that no pod was Failed or restarted, and that a greedy program gets at most what the
     /// holder leaves of its quota.
-    async fn check_pods(&self) -> Result<(), Failed> {
+    pub(crate) async fn check_pods(&self) -> Result<(), Failed> {
         self.history.check_none_failed_or_restarted().await?;
         let greedy = ["greedy", "--chunk=64Mi", "--then=exit"];
         let refused = self.probe(HOLDER, "refused", &greedy).await?;
