@@ -14,7 +14,7 @@ use libtest_mimic::{Failed, Trial};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cluster_state::call;
-use crate::placement::holder;
+use crate::placement::{holder, run_each};
 use crate::relay::RELAY;
 use crate::restarts::{agent_pid, only_process, percentile};
 use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
@@ -33,6 +33,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         node_trial(
             "fleet/cluster/roll-relay",
             no_pod_fails_while_relays_are_rolled,
+        ),
+        node_trial(
+            "fleet/cluster/out-of-memory",
+            no_pod_fails_while_the_agent_lacks_memory,
         ),
         node_trial("main/cluster/agent-away-long", async |context| {
             no_pod_fails_while_the_agent_is_away(context, 8, 200).await
@@ -106,6 +110,42 @@ async fn no_pod_fails_while_relays_are_rolled(context: &mut TrialContext) -> Res
         .progress
         .report(format_args!("{ran} pods ran meanwhile"));
     assert!(ran >= ROLLS, "{ran} pods ran");
+    context.history.check_none_failed_or_restarted().await
+}
+
+/// Limits the memory of the agent's container, so that the kernel kills its processes again and
+/// again, and takes the limit back.
+async fn no_pod_fails_while_the_agent_lacks_memory(
+    context: &mut TrialContext,
+) -> Result<(), Failed> {
+    const AGENT: &str = "daemonset/bursar-agent";
+    const IN_SYSTEM: [&str; 2] = ["--namespace", chart::NAMESPACE];
+    run_each(context, &[("before", 4)]).await?;
+    let bindings = context.node_files()?.cdi_files()?;
+    let kubectl = async |arguments: &[&str]| {
+        let arguments = [arguments, &IN_SYSTEM].concat();
+        let output = context.run_kubectl(&arguments, Vec::new()).await?;
+        Ok::<_, Failed>(String::from_utf8_lossy(&output).into_owned())
+    };
+    let limits = "--limits=memory=12Mi";
+    kubectl(&["set", "resources", AGENT, "--requests=memory=1Mi", limits]).await?;
+    let is_killed = async || match kubectl(&["get", "pods", "--output=json"]).await {
+        Ok(pods) if pods.matches("OOMKilled").count() > 0 => Poll::Ready(()),
+        Ok(_) => Poll::Pending("no container of Bursar was OOMKilled".to_owned()),
+        Err(failed) => Poll::Pending(format!("{failed:?}")),
+    };
+    let what = "the kernel to kill the agent for its memory";
+    let killed = wait::poll_until(what, START_TIMEOUT, PAUSE, is_killed).await;
+    let pods = &context.pods;
+    pods.create(&holder(context, "meanwhile", 4)).await?;
+    kubectl(&["rollout", "undo", AGENT]).await?;
+    killed?;
+    pods.wait_until_running("meanwhile", START_TIMEOUT).await?;
+    kubectl(&["rollout", "status", AGENT]).await?;
+    let now = context.node_files()?.cdi_files()?;
+    for (file, binding) in &bindings {
+        assert_eq!(now.get(file), Some(binding), "{file:?}");
+    }
     context.history.check_none_failed_or_restarted().await
 }
 
