@@ -114,9 +114,11 @@ def refused_alone(gib):
 
 
 def copied(answer):
-    """Checks that no copy was wrong, and that a child process redeemed the token of each GPU."""
+    """Checks that no copy was wrong, that shared memory was copied, and that a child redeemed each GPU's token."""
     if answer["wrong"]:
         return "wrong bytes"
+    if not answer.get("shared_copies"):
+        return "no shared memory was copied"
     return None if answer.get("redeemed") == answer.get("gpus") else "a child redeemed other GPUs"
 
 
