@@ -89,18 +89,12 @@ fn make(folder: &Path) -> Result<(), BuildError> {
         fs::create_dir(new)?;
     }
     let archive = folder.join("source.tar");
-    let pack = Command::new("git")
-        .args(["archive", "--output"])
-        .arg(&archive)
-        .arg(FIRST)
-        .current_dir(paths::repository())
-        .status()?;
-    let unpack = Command::new("tar")
-        .arg("-xf")
-        .arg(&archive)
-        .current_dir(&source)
-        .status()?;
-    for status in [pack, unpack] {
+    let mut pack = Command::new("git");
+    pack.args(["archive", "--output"]).arg(&archive).arg(FIRST);
+    let mut unpack = Command::new("tar");
+    unpack.arg("-xf").arg(&archive).arg("-C").arg(&source);
+    for command in [&mut pack, &mut unpack] {
+        let status = command.current_dir(paths::repository()).status()?;
         if !status.success() {
             return Err(BuildError::Unpack(status));
         }
