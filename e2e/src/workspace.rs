@@ -151,7 +151,7 @@ pub(crate) fn build_elsewhere(source: &Path, target: &Path) -> Result<Binaries, 
     let mut command = cargo::command();
     command.env("CARGO_TARGET_DIR", target);
     let packages = PACKAGES.iter().copied().chain(["bursar-cli"]);
-    run_build_in(source, command, Profile::Dev, &package_arguments(packages))
+    run_build(source, command, Profile::Dev, &package_arguments(packages))
 }
 
 /// Compiles these packages. Compiler messages go to standard error.
@@ -187,6 +187,7 @@ pub fn build_static(package: &str, target: &str) -> Result<Binaries, WorkspaceEr
         format!("{flags} -C target-feature=+crt-static"),
     );
     run_build(
+        &paths::repository(),
         command,
         Profile::Release,
         &["--locked", "--package", package, "--target", target],
@@ -200,18 +201,10 @@ fn package_arguments<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str
 }
 
 fn build_selection(profile: Profile, selection: &[&str]) -> Result<Binaries, WorkspaceError> {
-    run_build(cargo::command(), profile, selection)
+    run_build(&paths::repository(), cargo::command(), profile, selection)
 }
 
 fn run_build(
-    command: Command,
-    profile: Profile,
-    selection: &[&str],
-) -> Result<Binaries, WorkspaceError> {
-    run_build_in(&paths::repository(), command, profile, selection)
-}
-
-fn run_build_in(
     source: &Path,
     mut command: Command,
     profile: Profile,

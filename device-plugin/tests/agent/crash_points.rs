@@ -3,18 +3,15 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::time::Duration;
 
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use crate::common::{eventually, steps};
 use crate::machine::{GPU, Machine};
 
 /// The most time until the node is clean after the agent's death.
 const CLEAN_WITHIN: Duration = Duration::from_secs(10);
-/// The most time for the kubelet to see that a call failed, because the agent is dead.
-const CALL_ENDS_WITHIN: Duration = Duration::from_millis(500);
 /// The steps between two deaths in the default tier, which has no common factor with the two steps
 /// of each call.
 const STRIDE: usize = 11;
@@ -54,20 +51,7 @@ impl Node {
 
     /// Acts until the agent is dead. Returns whether it was.
     async fn until_dead(&self, act: impl AsyncFnOnce(&Machine) -> Option<()>) -> bool {
-        let dies = async {
-            while self.machine.is_agent_running() {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        let mut act = pin!(act(&self.machine));
-        tokio::select! {
-            () = dies => {
-                // A call of the kubelet that is under way fails, and is not cancelled.
-                drop(timeout(CALL_ENDS_WITHIN, act).await);
-                true
-            }
-            _ = &mut act => !self.machine.is_agent_running(),
-        }
+        steps::until_dead(|| self.machine.is_agent_running(), act(&self.machine)).await
     }
 }
 

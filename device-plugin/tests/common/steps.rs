@@ -2,7 +2,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::process::Command;
+use std::time::Duration;
+
+use tokio::time::{sleep, timeout};
+
+/// The most time for the kubelet to see that a call failed, because the process is dead.
+const CALL_ENDS_WITHIN: Duration = Duration::from_millis(500);
 
 /// Compiles the library that counts steps.
 pub fn library(folder: &Path) -> PathBuf {
@@ -22,6 +29,28 @@ pub fn die_at(command: &mut Command, library: &Path, file: &Path, step: usize) {
     command.env("LD_PRELOAD", library);
     command.env("BURSAR_STEPS", file);
     command.env("BURSAR_STEP", step.to_string());
+}
+
+/// Acts until the process is dead. Returns whether it was.
+pub async fn until_dead(
+    mut is_running: impl FnMut() -> bool,
+    act: impl Future<Output = Option<()>>,
+) -> bool {
+    let dies = async {
+        while is_running() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let mut act = pin!(act);
+    tokio::select! {
+        () = dies => {
+            // A call of the kubelet that is under way fails, and is not cancelled.
+            drop(timeout(CALL_ENDS_WITHIN, act).await);
+            return true;
+        }
+        _ = &mut act => {}
+    }
+    !is_running()
 }
 
 /// The steps until now.

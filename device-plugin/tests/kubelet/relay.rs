@@ -1,7 +1,6 @@
 //! Tests that no pod fails while the agent is away, because the plugin relay answers the kubelet.
 
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -390,20 +389,8 @@ async fn relay_dies_at(library: &Path, step: usize) -> Option<usize> {
     let mut node = Node::without_relay().await;
     let mut program = node.start_program(library, step);
     node.start_agent(ledger(&[8]));
-    {
-        let mut act = pin!(container_starts_and_offer_changes(&node));
-        let dies = async {
-            while program.is_running() {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        tokio::select! {
-            // A call of the kubelet that is under way fails, and is not cancelled.
-            () = dies => drop(tokio::time::timeout(Duration::from_millis(500), act).await),
-            _ = &mut act => {}
-        }
-    }
-    if program.is_running() {
+    let act = container_starts_and_offer_changes(&node);
+    if !steps::until_dead(|| program.is_running(), act).await {
         return Some(steps::count(&node.root.path().join("steps")));
     }
     program = node.start_program(library, 0);

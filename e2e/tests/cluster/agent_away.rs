@@ -129,12 +129,18 @@ async fn no_pod_fails_while_the_agent_lacks_memory(
     };
     let limits = "--limits=memory=12Mi";
     kubectl(&["set", "resources", AGENT, "--requests=memory=1Mi", limits]).await?;
-    let is_killed = async || match kubectl(&["get", "pods", "--output=json"]).await {
-        Ok(pods) if pods.matches("OOMKilled").count() > 0 => Poll::Ready(()),
-        Ok(_) => Poll::Pending("no container of Bursar was OOMKilled".to_owned()),
+    let ends = [
+        "get",
+        "pods",
+        "--selector=app.kubernetes.io/component=agent",
+        "--output=jsonpath={.items[*].status.containerStatuses[*]['lastState.terminated.reason', 'restartCount']}",
+    ];
+    let is_killed = async || match kubectl(&ends).await {
+        Ok(ends) if ends.starts_with("OOMKilled") && !ends.ends_with(" 1") => Poll::Ready(()),
+        Ok(ends) => Poll::Pending(format!("ends and restarts of the agent: {ends}")),
         Err(failed) => Poll::Pending(format!("{failed:?}")),
     };
-    let what = "the kernel to kill the agent for its memory";
+    let what = "the kernel to kill the agent twice for its memory";
     let killed = wait::poll_until(what, START_TIMEOUT, PAUSE, is_killed).await;
     let pods = &context.pods;
     pods.create(&holder(context, "meanwhile", 4)).await?;
