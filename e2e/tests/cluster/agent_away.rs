@@ -1,6 +1,8 @@
 //! Restarts the agent while clients create pods without pause, and checks that no pod fails.
 //! Without a relay pods fail, which shows that the check would see one.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -113,8 +115,7 @@ async fn no_pod_fails_while_relays_are_rolled(context: &mut TrialContext) -> Res
     context.history.check_none_failed_or_restarted().await
 }
 
-/// Limits the memory of the agent's container, so that the kernel kills its processes again and
-/// again, and takes the limit back.
+/// Lets the kernel kill the agent for lack of memory in its container, twice, before the limit goes.
 async fn no_pod_fails_while_the_agent_lacks_memory(
     context: &mut TrialContext,
 ) -> Result<(), Failed> {
@@ -127,32 +128,75 @@ async fn no_pod_fails_while_the_agent_lacks_memory(
         let output = context.run_kubectl(&arguments, Vec::new()).await?;
         Ok::<_, Failed>(String::from_utf8_lossy(&output).into_owned())
     };
-    let limits = "--limits=memory=12Mi";
+    let is_rolled_out = ["rollout", "status", AGENT];
+    let limits = "--limits=memory=64Mi";
     kubectl(&["set", "resources", AGENT, "--requests=memory=1Mi", limits]).await?;
+    kubectl(&is_rolled_out).await?;
+    exhaust_memory_of_agent(context).await?;
+    exhaust_memory_of_agent(context).await?;
+    let pods = &context.pods;
+    pods.create(&holder(context, "meanwhile", 4)).await?;
     let ends = [
         "get",
         "pods",
         "--selector=app.kubernetes.io/component=agent",
-        "--output=jsonpath={.items[*].status.containerStatuses[*]['lastState.terminated.reason', 'restartCount']}",
+        "--output=jsonpath={.items[*].status.containerStatuses[*].lastState.terminated.reason}",
     ];
-    let is_killed = async || match kubectl(&ends).await {
-        Ok(ends) if ends.starts_with("OOMKilled") && !ends.ends_with(" 1") => Poll::Ready(()),
-        Ok(ends) => Poll::Pending(format!("ends and restarts of the agent: {ends}")),
+    let is_told = async || match kubectl(&ends).await {
+        Ok(reason) if reason == "OOMKilled" => Poll::Ready(()),
+        Ok(reason) => Poll::Pending(format!("the agent's last end: {reason:?}")),
         Err(failed) => Poll::Pending(format!("{failed:?}")),
     };
-    let what = "the kernel to kill the agent twice for its memory";
-    let killed = wait::poll_until(what, START_TIMEOUT, PAUSE, is_killed).await;
-    let pods = &context.pods;
-    pods.create(&holder(context, "meanwhile", 4)).await?;
+    let what = "the kubelet to tell that the agent was killed for its memory";
+    wait::poll_until(what, START_TIMEOUT, PAUSE, is_told).await?;
     kubectl(&["rollout", "undo", AGENT]).await?;
-    killed?;
     pods.wait_until_running("meanwhile", START_TIMEOUT).await?;
-    kubectl(&["rollout", "status", AGENT]).await?;
+    kubectl(&is_rolled_out).await?;
     let now = context.node_files()?.cdi_files()?;
     for (file, binding) in &bindings {
         assert_eq!(now.get(file), Some(binding), "{file:?}");
     }
     context.history.check_none_failed_or_restarted().await
+}
+
+/// Fills the memory of the agent's container until the kernel has killed the agent.
+///
+/// The agent's own use does not decide it: the kernel would kill the one process or the other.
+async fn exhaust_memory_of_agent(context: &TrialContext) -> Result<(), Failed> {
+    let running = async || match agent_pid(context) {
+        Ok(pid) => Poll::Ready(pid),
+        Err(failed) => Poll::Pending(format!("{failed:?}")),
+    };
+    let agent = wait::poll_until("the agent to run", START_TIMEOUT, PAUSE, running).await?;
+    let process = Path::new("/proc").join(agent.as_raw_nonzero().to_string());
+    let procs = memory_cgroup(&fs::read_to_string(process.join("cgroup"))?).join("cgroup.procs");
+    fs::write(process.join("oom_score_adj"), "1000")?;
+    // The last line of an endless one is kept in memory.
+    let mut hog = tokio::process::Command::new("sh")
+        .args(["-c", "echo $$ > \"$0\" && exec tail /dev/zero"])
+        .arg(&procs)
+        .kill_on_drop(true)
+        .spawn()?;
+    let is_gone = async || match agent_pid(context) {
+        Ok(pid) if pid == agent => Poll::Pending(format!("{agent:?} runs")),
+        Ok(_) | Err(_) => Poll::Ready(()),
+    };
+    let what = "the kernel to kill the agent for its memory";
+    let killed = wait::poll_until(what, START_TIMEOUT, Duration::from_millis(10), is_gone).await;
+    hog.kill().await?;
+    Ok(killed?)
+}
+
+/// Returns the folder that limits the memory of a process with these lines in its `cgroup` file.
+fn memory_cgroup(lines: &str) -> PathBuf {
+    let of = |prefix: &str, root: &str| {
+        let mut fields = lines.lines().filter_map(|line| line.split_once(':'));
+        let path = fields.find_map(|(_, line)| line.strip_prefix(prefix))?;
+        Some(format!("{root}{path}").into())
+    };
+    of("memory:", "/sys/fs/cgroup/memory")
+        .or_else(|| of(":", "/sys/fs/cgroup"))
+        .unwrap_or_default()
 }
 
 /// The kubelet fails pods that it admits while no plugin is registered.
