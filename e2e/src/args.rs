@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use bursar_e2e::images::{RELEASED, Template};
+use bursar_e2e::images::Template;
 use bursar_e2e::release::{Destination, ReleaseOptions, Version};
 use bursar_e2e::verify::VerifyArgs;
 use clap::builder::TypedValueParser;
@@ -82,7 +82,7 @@ pub(crate) struct ReleaseArgs {
     /// The version: that of Cargo.toml, or a pre-release of it.
     #[arg(long)]
     version: Version,
-    /// A registry with the path of the repositories below it, such as ghcr.io/bursar, or a folder.
+    /// A registry with the path of the repositories below it, such as host/bursar, or a folder.
     /// May be given several times. The chart names the first registry.
     #[arg(long = "to", value_name = "REGISTRY|FOLDER", required = true)]
     destinations: Vec<Destination>,
@@ -139,6 +139,6 @@ pub(crate) struct ExternalCluster {
     pub(crate) kubeconfig: Option<PathBuf>,
     /// The references of our images for that cluster; `{name}` is replaced by agent, operator and
     /// probe.
-    #[arg(long, env = "BURSAR_IMAGES", default_value = RELEASED)]
-    pub(crate) images: Template,
+    #[arg(long, env = "BURSAR_IMAGES")]
+    pub(crate) images: Option<Template>,
 }

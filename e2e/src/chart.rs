@@ -14,6 +14,9 @@ pub const NAMESPACE: &str = "bursar-system";
 /// The release's name.
 pub const RELEASE: &str = "bursar";
 
+/// Helm's setting for a rendering whose images are not pulled: the chart names no registry.
+pub const ANY_REGISTRY: &str = r#"--set-json=global.imageRegistry="registry.example""#;
+
 /// The chart, as a folder or as rendered manifests.
 #[derive(Debug, Clone)]
 pub enum Chart {

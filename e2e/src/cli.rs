@@ -192,11 +192,15 @@ fn into_local(environment: Environment) -> anyhow::Result<LocalCluster> {
 /// after a failure; Bursar stays installed.
 async fn demo_on_external_cluster(
     kubeconfig: PathBuf,
-    images: Template,
+    images: Option<Template>,
     keep: bool,
     bursar: BursarArgs,
     progress: Progress,
 ) -> anyhow::Result<()> {
+    let images = images.context(
+        "failed to use the cluster: no --images, and no release is published; make a release by \
+         docs/internals/release.md, and name its images, such as host/bursar/{name}:0.1.0-rc.1",
+    )?;
     let program = std::env::current_exe().context("this program's path")?;
     let mut chart = match pack::unpacked_folder(&program) {
         Some(folder) => pack::open(&folder)?.chart,

@@ -53,8 +53,9 @@ pub fn steps(page: &str) -> Result<Vec<Step>, NoCommand> {
 /// Returns whether a shell would execute the command now: no line continues, and no quotation and
 /// no here document is open.
 fn is_complete(command: &str) -> bool {
-    if let Some((_, rest)) = command.split_once("<<'") {
-        let word = rest.split('\'').next().unwrap_or_default();
+    if let Some((_, rest)) = command.split_once("<<") {
+        let word = rest.split_whitespace().next().unwrap_or_default();
+        let word = word.trim_matches('\'');
         return command.lines().skip(1).any(|line| line == word);
     }
     !command.ends_with('\\') && command.matches('\'').count().is_multiple_of(2)
@@ -163,13 +164,21 @@ mod tests {
 
     #[test]
     fn steps_are_commands_with_their_continuations_and_output() {
-        let page = "# A\n```console\n$ a \\\n    b\n$ cat <<'END'\nx\nEND\nx\n```\n```yaml\n$ no\n```\n\
+        let page = "# A\n```console\n$ a \\\n    b\n$ cat <<'END'\nx\nEND\nx\n$ d <<END\nz\nEND\n```\n```yaml\n$ no\n```\n\
                     ```console\n$ c '{\n}'\n```\n";
         let found = steps(page).unwrap();
         let commands: Vec<_> = found.iter().map(|step| step.command.as_str()).collect();
-        assert_eq!(commands, ["a \\\n    b", "cat <<'END'\nx\nEND", "c '{\n}'"]);
+        assert_eq!(
+            commands,
+            [
+                "a \\\n    b",
+                "cat <<'END'\nx\nEND",
+                "d <<END\nz\nEND",
+                "c '{\n}'"
+            ]
+        );
         assert_eq!(found[1].shown, ["x"]);
-        assert_eq!((found[0].line, found[2].line), (3, 14));
+        assert_eq!((found[0].line, found[3].line), (3, 17));
         assert_eq!(steps("```console\noutput\n```\n"), Err(NoCommand(2)));
     }
 

@@ -15,7 +15,7 @@ use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 use crate::cache::CacheError;
-use crate::chart::{NAMESPACE, RELEASE};
+use crate::chart::{ANY_REGISTRY, NAMESPACE, RELEASE};
 use crate::cluster::{ClusterOptions, ClusterScope, LocalCluster, LocalError};
 use crate::kube::{self as programs, BuildError, Toolbox};
 use crate::paths;
@@ -148,6 +148,7 @@ impl ControlPlane {
                 NAMESPACE,
                 "--kube-version=1.36.0",
                 "--skip-tests",
+                ANY_REGISTRY,
                 REFUSE_UNMANAGED,
             ])
             .args(settings);

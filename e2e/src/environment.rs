@@ -129,10 +129,9 @@ impl Environment {
         for archive in artifacts.images.values() {
             local.import_image(&archive.path).await?;
         }
-        // The commands of the guides name the probe of the release.
         let probe = artifacts.image_template.reference(PROBE);
-        let released = Template::released().reference(PROBE);
-        local.tag_image(&probe, &released).await?;
+        let of_quick_start = Template::of_quick_start().reference(PROBE);
+        local.tag_image(&probe, &of_quick_start).await?;
         progress.report(format_args!(
             "{} images are imported",
             artifacts.images.len()

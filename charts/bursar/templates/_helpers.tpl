@@ -18,6 +18,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{/* An image reference: of (dict "image" ... "root" .). */}}
 {{- define "bursar.image" -}}
 {{- $registry := .root.Values.global.imageRegistry | default .image.registry -}}
+{{- if not (or $registry (regexMatch "^(localhost|[^/]*[.:][^/]*)/" .image.repository)) }}
+{{- fail (printf "failed to install Bursar: the image %s has no registry, because no release is published; make a release by docs/internals/release.md, and set global.imageRegistry to its registry" .image.repository) }}
+{{- end }}
 {{- with $registry }}{{ . }}/{{ end }}{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
 {{- with .image.digest }}@{{ . }}{{ end }}
 {{- end }}

@@ -160,9 +160,6 @@ pub const SIMULATED_DRIVER: &str = "simulated-driver";
 /// The placeholder of an image's name in a template.
 const NAME: &str = "{name}";
 
-/// The template of this version's images in the registry of releases.
-pub const RELEASED: &str = concat!("ghcr.io/bursar/{name}:", env!("CARGO_PKG_VERSION"));
-
 /// A template of our images' references, such as `localhost/bursar-{name}:1`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template(String);
@@ -191,9 +188,10 @@ impl std::fmt::Display for Template {
 }
 
 impl Template {
-    /// Returns [`RELEASED`].
-    pub fn released() -> Self {
-        Self(RELEASED.to_owned())
+    /// Returns the template that the quick start has on the cluster of `cargo demo --keep`.
+    pub fn of_quick_start() -> Self {
+        let template = concat!("localhost/bursar/{name}:", env!("CARGO_PKG_VERSION"));
+        Self(template.to_owned())
     }
 
     /// The reference of the image `name`.

@@ -18,9 +18,6 @@ const IMAGES: &[(&str, &str)] = &[
     ("simulatedDriver", "simulated-driver"),
 ];
 
-/// The registry that the chart of the repository names.
-pub(super) const DEFAULT_REGISTRY: &str = "ghcr.io/bursar";
-
 /// The error of packaging the chart.
 #[derive(Debug, thiserror::Error)]
 pub enum ChartPackageError {
@@ -48,8 +45,8 @@ pub enum ChartPackageError {
 /// The place of a release's images: a registry, and the digest of each image.
 #[derive(Debug)]
 pub(super) struct ImageReferences<'a> {
-    /// The registry, with the path of the repositories below it.
-    pub(super) registry: &'a str,
+    /// The registry, with the path of the repositories below it. A release into a folder has none.
+    pub(super) registry: Option<&'a str>,
     /// The tag of each image.
     pub(super) version: &'a str,
     /// The digest of each image by its name.
@@ -59,19 +56,23 @@ pub(super) struct ImageReferences<'a> {
 impl ImageReferences<'_> {
     /// Returns the host of the registry, and the image's repository on it.
     fn repository(&self, image: &str) -> (&str, String) {
-        match self.registry.split_once('/') {
-            Some((host, path)) => (host, format!("{path}/{image}")),
-            None => (self.registry, image.to_owned()),
+        match self
+            .registry
+            .map(|registry| (registry, registry.split_once('/')))
+        {
+            Some((_, Some((host, path)))) => (host, format!("{path}/{image}")),
+            Some((host, None)) => (host, image.to_owned()),
+            None => ("", format!("bursar/{image}")),
         }
     }
 
     /// Returns the reference of an image, with tag and digest.
     pub(super) fn reference(&self, image: &str) -> Option<String> {
         let digest = self.digests.get(image)?;
-        let Self {
-            registry, version, ..
-        } = self;
-        Some(format!("{registry}/{image}:{version}@{digest}"))
+        let (host, repository) = self.repository(image);
+        let separator = if host.is_empty() { "" } else { "/" };
+        let version = self.version;
+        Some(format!("{host}{separator}{repository}:{version}@{digest}"))
     }
 }
 
@@ -181,7 +182,7 @@ fn with_images(values: &str, images: &ImageReferences<'_>) -> Result<String, Cha
         match value {
             Some(value) => {
                 written += 1;
-                text.push_str(&format!("    {key}: {value}\n"));
+                text.push_str(&format!("    {key}: \"{value}\"\n"));
             }
             None => {
                 text.push_str(line);
@@ -255,7 +256,7 @@ mod tests {
     fn values_name_the_released_images_and_nothing_else_changes() {
         let digests = digests();
         let images = ImageReferences {
-            registry: "host:5000/a/b",
+            registry: Some("host:5000/a/b"),
             version: "1.2.3",
             digests: &digests,
         };
@@ -280,7 +281,7 @@ mod tests {
     fn values_without_an_image_are_refused() {
         let digests = digests();
         let images = ImageReferences {
-            registry: "host",
+            registry: Some("host"),
             version: "1.2.3",
             digests: &digests,
         };
@@ -293,7 +294,7 @@ mod tests {
     fn annotation_names_the_released_images() {
         let digests = digests();
         let images = ImageReferences {
-            registry: "host:5000/a",
+            registry: Some("host:5000/a"),
             version: "1.2.3",
             digests: &digests,
         };
@@ -305,13 +306,22 @@ mod tests {
     }
 
     #[test]
-    fn values_name_the_default_registry() {
-        let values: Value = serde_yaml_ng::from_str(&chart_file("values.yaml")).unwrap();
+    fn release_into_a_folder_names_no_registry() {
+        let digests = digests();
+        let images = ImageReferences {
+            registry: None,
+            version: "1.2.3",
+            digests: &digests,
+        };
+        let agent = images.reference("agent").unwrap();
+        assert_eq!(agent, "bursar/agent:1.2.3@sha256:agent");
+        let before = chart_file("values.yaml");
+        let after = with_images(&before, &images).unwrap();
+        let values: Value = serde_yaml_ng::from_str(&after).unwrap();
         for (value, image) in IMAGES {
-            let image_value = &values[value]["image"];
-            let field = |name: &str| image_value[name].as_str().unwrap().to_owned();
-            let named = format!("{}/{}", field("registry"), field("repository"));
-            assert_eq!(named, format!("{DEFAULT_REGISTRY}/{image}"));
+            let written = &values[value]["image"];
+            assert_eq!(written["registry"], "");
+            assert_eq!(written["repository"], format!("bursar/{image}"));
         }
     }
 }

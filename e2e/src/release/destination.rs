@@ -68,7 +68,7 @@ impl Version {
 /// A place that a release is written to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
-    /// A registry with the path of the repositories below it, such as `ghcr.io/bursar`.
+    /// A registry with the path of the repositories below it, such as `registry.example/bursar`.
     Registry(String),
     /// A folder, for another machine to publish.
     Folder(PathBuf),
@@ -122,7 +122,7 @@ mod tests {
     fn destination_is_a_registry_if_it_begins_with_a_host() {
         let of = |text: &str| text.parse::<Destination>().unwrap();
         for registry in [
-            "ghcr.io/bursar",
+            "registry.example/bursar",
             "127.0.0.1:5000/bursar",
             "localhost/bursar",
         ] {

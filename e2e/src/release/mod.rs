@@ -83,7 +83,7 @@ pub struct Release {
 pub enum ReleaseError {
     /// No destination was given.
     #[error(
-        "failed to release: there is no --to; name a registry, such as ghcr.io/bursar, or a folder"
+        "failed to release: there is no --to; name a registry, such as host/bursar, or a folder"
     )]
     NoDestination,
     /// A program could not be built.
@@ -203,10 +203,7 @@ pub fn make(
         None => join_images(parts, &folder)?,
     };
     let references = ImageReferences {
-        registry: registries
-            .first()
-            .copied()
-            .unwrap_or(chart::DEFAULT_REGISTRY),
+        registry: registries.first().copied(),
         version,
         digests: &digests,
     };

@@ -335,7 +335,7 @@ fn chart() -> anyhow::Result<()> {
             .arg("template")
             .arg(&chart)
             .args(["--namespace", crate::chart::NAMESPACE]);
-        command.args(["--set", values]);
+        command.args([crate::chart::ANY_REGISTRY, "--set", values]);
         command
     };
     let rendered = template("gpuMemory.quantum=512Mi").output()?;

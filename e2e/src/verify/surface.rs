@@ -57,7 +57,7 @@ pub(super) fn alerts() -> anyhow::Result<()> {
     let rendered = Command::new(toolbox.program("helm"))
         .arg("template")
         .arg(repository.join("charts/bursar"))
-        .args(["--namespace", "bursar-system"])
+        .args(["--namespace", "bursar-system", crate::chart::ANY_REGISTRY])
         .args(["--set", "monitoring.podMonitor.enabled=true"])
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--set", "monitoring.dashboards.enabled=true"])

@@ -115,7 +115,7 @@ async fn no_pod_fails_while_relays_are_rolled(context: &mut TrialContext) -> Res
     context.history.check_none_failed_or_restarted().await
 }
 
-/// Lets the kernel kill the agent for lack of memory in its container, twice, before the limit goes.
+/// Lets the kernel kill the agent for lack of memory in its container twice, before the limit goes.
 async fn no_pod_fails_while_the_agent_lacks_memory(
     context: &mut TrialContext,
 ) -> Result<(), Failed> {

@@ -32,6 +32,12 @@ const NOT_EXECUTED: &[(&str, &str)] = &[
     ("cargo demo", "it starts a cluster of its own"),
     ("cargo verify", "it runs this trial"),
     (
+        "REGISTRY=",
+        "each command has a shell of its own, with the demo's values",
+    ),
+    ("cargo e2e release", "install/cluster/release makes one"),
+    ("kubectl delete namespace team-a", "the demo makes these"),
+    (
         "kubectl create namespace bursar-system",
         "the cluster has Bursar, and install/cluster/release installs it",
     ),
@@ -146,6 +152,8 @@ async fn shell(
         .current_dir(folder)
         .env("PATH", std::env::join_paths(path)?)
         .env("KUBECONFIG", context.environment.cluster.kubeconfig())
+        .env("REGISTRY", "localhost/bursar")
+        .env("VERSION", env!("CARGO_PKG_VERSION"))
         .stdin(Stdio::null())
         .kill_on_drop(true)
         .output();

@@ -12,6 +12,7 @@ use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{NAMESPACE, RELEASE};
 use bursar_e2e::cli_archive;
 use bursar_e2e::cluster::{ClusterOptions, ClusterScope, LocalCluster};
+use bursar_e2e::console;
 use bursar_e2e::environment::Environment;
 use bursar_e2e::images;
 use bursar_e2e::kube::{self as parts, Toolbox};
@@ -98,30 +99,21 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
     );
     let _registry_on_node = local.expose_host_port(registry.port)?;
 
-    let chart = released.chart.ok_or("the registry has no chart")?;
-    let values = released.folder.join("values-simulated.yaml");
-    let helm = toolbox.program("helm");
     let begin = Instant::now();
-    let values = format!("--values={}", values.display());
-    let install = [
-        "install",
-        RELEASE,
-        &chart,
-        "--version",
-        VERSION,
-        "--plain-http",
-    ];
-    let namespace = ["--namespace", NAMESPACE, "--create-namespace", &values];
-    call(
-        &helm,
-        &[&install[..], &namespace].concat(),
-        &local.kubeconfig(),
-    )
-    .await?;
-    progress.report(format_args!(
-        "{:.1?} for helm install {chart}",
-        begin.elapsed()
-    ));
+    for command in commands_of_quick_start()? {
+        let mut shell = Command::new("sh");
+        shell
+            .args(["-c", &command])
+            .env("KUBECONFIG", local.kubeconfig())
+            .env("PATH", toolbox.path())
+            .env("REGISTRY", &address)
+            .env("VERSION", VERSION)
+            .current_dir(paths::repository())
+            .kill_on_drop(true);
+        let output = tokio::time::timeout(TIMEOUT, shell.output()).await??;
+        assert!(output.status.success(), "{command}: {output:?}");
+    }
+    progress.report(format_args!("{:.1?} for the quick start", begin.elapsed()));
     let pods = Pods::in_namespace(&local.client(), "trials").await?;
     let image = format!("{address}/probe:{VERSION}");
     let greedy = PodBuilder::new("greedy", image)
@@ -149,9 +141,32 @@ async fn install_from_registry(progress: &Progress) -> Result<(), Failed> {
         assert!(pulled, "{name}@{digest} in {known:?}");
     }
     let test = ["test", RELEASE, "--namespace", NAMESPACE, "--logs"];
-    let tested = call(&helm, &test, &local.kubeconfig()).await?;
+    let tested = call(&toolbox.program("helm"), &test, &local.kubeconfig()).await?;
     assert!(tested.contains("Succeeded"), "{tested}");
     Ok(local.down()?)
+}
+
+/// Returns the quick start's commands that install on a cluster with a registry: with simulated
+/// GPUs, and from a registry without TLS.
+fn commands_of_quick_start() -> Result<Vec<String>, Failed> {
+    let page = paths::repository().join("docs/use/guides/quickstart.md");
+    let page = fs::read_to_string(page)?;
+    let (_, section) = page
+        .split_once("### On a cluster with")
+        .ok_or("no section")?;
+    let (section, _) = section.split_once("## 2").ok_or("no end of the section")?;
+    let options = " --values charts/bursar/values-simulated.yaml --plain-http";
+    let steps = console::steps(section)?.into_iter();
+    let commands = steps.map(|step| step.command).filter_map(|command| {
+        match command.split(' ').take(2).collect::<Vec<_>>()[..] {
+            ["helm", "install"] => Some(command + options),
+            ["kubectl", "create" | "label"] => Some(command),
+            _ => None,
+        }
+    });
+    let commands: Vec<_> = commands.collect();
+    assert_eq!(commands.len(), 3, "{commands:?}");
+    Ok(commands)
 }
 
 /// Checks the checksums and the bills of materials of a release.

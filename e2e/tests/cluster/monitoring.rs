@@ -246,7 +246,7 @@ async fn rendered_objects(context: &TrialContext) -> Result<Vec<Value>, Failed> 
     let output = Command::new(context.toolbox().program("helm"))
         .args(["template", chart::RELEASE])
         .arg(paths::repository().join("charts/bursar"))
-        .args(["--namespace", chart::NAMESPACE])
+        .args(["--namespace", chart::NAMESPACE, chart::ANY_REGISTRY])
         .args(["--set", "monitoring.podMonitor.enabled=true"])
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--show-only", "templates/monitoring.yaml"])

@@ -418,6 +418,7 @@ impl TrialContext {
         helm.args(["template", chart::RELEASE])
             .arg(paths::repository().join("charts/bursar"))
             .args(["--namespace", chart::NAMESPACE, "--kube-version=1.36.0"])
+            .arg(chart::ANY_REGISTRY)
             .arg(format!("--show-only=templates/{template}"))
             .args(settings);
         let objects = run_to_success(helm, Vec::new()).await?;

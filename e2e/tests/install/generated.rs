@@ -373,7 +373,7 @@ fn annotations_name_the_images_and_kinds() {
         .collect();
     let annotated = list("artifacthub.io/images").into_iter();
     let annotated: BTreeSet<_> = annotated
-        .map(|image| image["image"].as_str().unwrap().to_owned())
+        .map(|image| format!("registry.example/{}", image["image"].as_str().unwrap()))
         .collect();
     assert_eq!(annotated, images);
     let kinds: BTreeSet<_> = objects

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use bursar_e2e::chart::{NAMESPACE, RELEASE};
+use bursar_e2e::chart::{ANY_REGISTRY, NAMESPACE, RELEASE};
 use bursar_e2e::kube;
 use bursar_e2e::paths;
 use bursar_e2e::progress::Progress;
@@ -41,6 +41,7 @@ pub(crate) fn try_render(
     let mut helm = Command::new(toolbox.program("helm"));
     helm.args(["template", release]).arg(chart());
     helm.args(["--namespace", namespace, "--kube-version=1.36.0"]);
+    helm.arg(ANY_REGISTRY);
     for value in values {
         helm.arg(format!("--set-json={value}"));
     }

@@ -19,15 +19,35 @@ fn global_registry_replaces_the_images_own() {
     let wanted =
         ["agent", "operator"].map(|part| format!("mirror.local:5000/hub/bursar/{part}:0.1.0"));
     assert_eq!(images(&moved), BTreeSet::from(wanted));
-    let bare = render(&[r#"agent.image={"registry":"","repository":"localhost/a","tag":"t"}"#]);
-    assert!(images(&bare).contains("localhost/a:t"));
+}
+
+#[test]
+fn image_without_a_registry_is_refused_with_the_way_to_one() {
+    let none = r#"global.imageRegistry="""#;
+    let refused = refusal(&[none]);
+    let reason = "the image bursar/agent has no registry, because no release is published; make a \
+                  release by docs/internals/release.md";
+    assert!(refused.contains(reason), "{refused}");
+    let agent = |image: &str| format!("agent.image={image}");
+    let operator = r#"operator.image.registry="a.example""#;
+    for (image, rendered) in [
+        (r#"{"repository":"localhost/a","tag":"t"}"#, "localhost/a:t"),
+        (r#"{"repository":"host:5000/a","tag":"t"}"#, "host:5000/a:t"),
+        (
+            r#"{"registry":"host","repository":"a","tag":"t"}"#,
+            "host/a:t",
+        ),
+    ] {
+        let found = images(&render(&[none, operator, &agent(image)]));
+        assert!(found.contains(rendered), "{found:?}");
+    }
 }
 
 #[test]
 fn image_has_the_tag_beside_its_digest() {
     let digest = format!("sha256:{}", "a".repeat(64));
     let objects = render(&[&format!(r#"operator.image.digest="{digest}""#)]);
-    assert!(images(&objects).contains(&format!("ghcr.io/bursar/operator:0.1.0@{digest}")));
+    assert!(images(&objects).contains(&format!("registry.example/bursar/operator:0.1.0@{digest}")));
 }
 
 #[test]

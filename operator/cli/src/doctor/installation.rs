@@ -33,7 +33,8 @@ pub(super) fn examine(snapshot: &Snapshot) -> Vec<Finding> {
             Level::Fail,
             "NotInstalled",
             "Bursar is not installed: no DaemonSet of its agent",
-            "helm install bursar charts/bursar --namespace bursar-system --create-namespace",
+            "install it by docs/use/guides/quickstart.md: no release is published, so the images come \
+             from your registry",
         ));
         return findings;
     }
