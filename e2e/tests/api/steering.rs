@@ -19,6 +19,9 @@ const BORROWED_CLASS: &str = "bursar-borrowed";
 const DEFAULT_CLASS: &str = "everyday";
 const LARGEST_FREE_LABEL: &str = "bursar.dev/largest-free-gib";
 const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
+const LARGEST_GPU_LABEL: &str = "bursar.dev/largest-gpu-gib";
+/// The label of the nodes that cluster-autoscaler simulates (kubernetes/autoscaler#9702).
+const TEMPLATE_LABEL: &str = "cluster-autoscaler.kubernetes.io/template-node";
 /// The page that shows the policy's additions for manual use, and the request of its example in
 /// GiB.
 const BY_HAND: (&str, i64) = (
@@ -187,6 +190,13 @@ fn rest(spec: &Value) -> Value {
 
 type Labels = BTreeMap<&'static str, String>;
 
+/// Returns the labels of the node that cluster-autoscaler makes from one with these labels.
+fn simulated(labels: &Labels) -> Labels {
+    let mut labels = labels.clone();
+    labels.insert(TEMPLATE_LABEL, "true".to_owned());
+    labels
+}
+
 /// Returns nodes of every relevant kind, by name.
 fn nodes() -> Vec<(&'static str, Labels)> {
     let mut nodes = Vec::new();
@@ -213,11 +223,13 @@ fn nodes() -> Vec<(&'static str, Labels)> {
                                     "bursar.dev/largest-reclaimable-gib",
                                     reclaimable.map(|gib| gib.to_string()),
                                 ),
-                                ("bursar.dev/largest-gpu-gib", gpu.map(|gib| gib.to_string())),
+                                (LARGEST_GPU_LABEL, gpu.map(|gib| gib.to_string())),
                             ];
                             let labels = labels.into_iter();
                             let labels = labels.filter_map(|(key, value)| Some((key, value?)));
-                            nodes.push((name, labels.collect()));
+                            let labels: Labels = labels.collect();
+                            nodes.push((name, simulated(&labels)));
+                            nodes.push((name, labels));
                         }
                     }
                 }
@@ -276,7 +288,24 @@ fn has_room(label: &str, labels: &Labels) -> bool {
             .and_then(|value| value.parse::<i64>().ok())
     };
     value(label).is_none_or(|gib| gib >= REQUESTED_GIB)
-        || value("bursar.dev/largest-gpu-gib").is_some_and(|gib| gib < REQUESTED_GIB)
+        || value(LARGEST_GPU_LABEL)
+            .is_some_and(|gib| gib < REQUESTED_GIB || labels.contains_key(TEMPLATE_LABEL))
+}
+
+/// Checks that the pod waits for a node beside a full one, and that cluster-autoscaler would add
+/// that node to the group of the full one and to an empty group.
+async fn check_full_group_is_scaled_up(at: &IsolatedScope) -> Result<(), Failed> {
+    let steered = admitted(at, pod(&Value::Null, &[("c", REQUESTED_GIB)], json!({}))).await?;
+    let is_for = |labels: &Labels| selects(required(&steered["affinity"]), "node", labels);
+    let full = Labels::from([
+        (LARGEST_FREE_LABEL, "0".to_owned()),
+        (LARGEST_RECLAIMABLE_LABEL, "0".to_owned()),
+        (LARGEST_GPU_LABEL, REQUESTED_GIB.to_string()),
+    ]);
+    assert!(!is_for(&full), "{steered}");
+    assert!(is_for(&simulated(&full)), "{steered}");
+    assert!(is_for(&simulated(&Labels::new())), "{steered}");
+    Ok(())
 }
 
 /// Sets the policy's mode, and waits until it is in force.
@@ -323,6 +352,7 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
     let left_alone = check_exempt_pods_unchanged(&at).await?;
     by_controllers(&at).await?;
     mode(server, &at, "required").await?;
+    check_full_group_is_scaled_up(&at).await?;
     by_hand(&at, "required").await?;
     let required = requirements(&at).await?;
     let untouched = check_exempt_pods_unchanged(&at).await?;
