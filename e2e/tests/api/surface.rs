@@ -1,6 +1,8 @@
 //! Checks what clients see of the API: the columns of tables, warnings, and the examples.
 
 use std::fs;
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use bursar_e2e::paths;
@@ -16,6 +18,13 @@ use crate::server::{Server, acquire_permit};
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 /// The API server applies a new policy within this time.
 const POLICY_TIMEOUT: Duration = Duration::from_secs(30);
+/// The module that has Kueue's CRDs, and its checksum as in a `go.sum`.
+const KUEUE: (&str, &str) = (
+    "sigs.k8s.io/kueue@v0.17.0",
+    "h1:7hzb38M4eKGzYW+CFv2s1L+swzzacUCHOCXxZmAV90I=",
+);
+/// The kinds of Kueue that the example has, as in the names of their CRDs.
+const KUEUE_KINDS: [&str; 3] = ["clusterqueues", "localqueues", "resourceflavors"];
 
 pub(crate) async fn surface(server: &Server) -> Result<String, Failed> {
     let _permit = acquire_permit().await;
@@ -24,6 +33,8 @@ pub(crate) async fn surface(server: &Server) -> Result<String, Failed> {
     budget_table_has_what_counts(server, &at).await?;
     plain_number_is_refused(&at).await?;
     borrower_is_warned(server, &at).await?;
+    server.control_plane.apply(kueue_crds()?).await?;
+    kueue_budget_is_its_quota()?;
     let objects = examples(&at).await?;
     Ok(format!("tables, a warning, {objects} objects of examples"))
 }
@@ -126,9 +137,50 @@ async fn borrower_is_warned(server: &Server, at: &IsolatedScope) -> Result<(), F
     Ok(())
 }
 
+/// Returns the CRDs of Kueue without v1beta1, which Kueue serves no more from 0.20 on.
+fn kueue_crds() -> Result<Vec<Value>, Failed> {
+    let (module, sum) = KUEUE;
+    let output = Command::new("go")
+        .args(["mod", "download", "-json", module])
+        .env("GONOSUMDB", "*")
+        .current_dir(std::env::temp_dir())
+        .output()?;
+    let downloaded: Value = serde_json::from_slice(&output.stdout)?;
+    assert_eq!(downloaded["Sum"], sum, "{downloaded}");
+    let folder = Path::new(downloaded["Dir"].as_str().unwrap_or_default());
+    let folder = folder.join("config/components/crd/bases");
+    let crd = |kind: &str| {
+        let text = fs::read_to_string(folder.join(format!("kueue.x-k8s.io_{kind}.yaml")))?;
+        let mut crd: Value = serde_yaml_ng::from_str(&text)?;
+        if let Some(versions) = crd["spec"]["versions"].as_array_mut() {
+            versions.retain(|version| version["name"] != "v1beta1");
+        }
+        Ok(crd)
+    };
+    KUEUE_KINDS.into_iter().map(crd).collect()
+}
+
+/// Checks that the budget of Kueue's example lets pods have what the queue can admit.
+fn kueue_budget_is_its_quota() -> Result<(), Failed> {
+    let text = fs::read_to_string(paths::repository().join("docs/use/examples/kueue.yaml"))?;
+    let objects = serde_yaml_ng::Deserializer::from_str(&text).map(Value::deserialize);
+    let objects = objects.collect::<Result<Vec<_>, _>>()?;
+    let spec = |kind: &str| {
+        let mut objects = objects.iter();
+        let object = objects.find(|object| object["kind"] == kind);
+        object.map_or(&Value::Null, |object| &object["spec"])
+    };
+    let quota = &spec("ClusterQueue")["resourceGroups"][0]["flavors"][0]["resources"][0];
+    let gib = |field: &str| quota[field].as_u64().unwrap_or_default();
+    let sum = format!("{}Gi", gib("nominalQuota") + gib("borrowingLimit"));
+    let budget = &spec("GpuMemoryBudget")["deviceMemory"];
+    assert_eq!(*budget, json!({ "guaranteed": sum, "limit": sum }));
+    Ok(())
+}
+
 /// Sends every example to the API server, without storing it. Returns the number of objects.
 ///
-/// The server does not know the kinds of KEDA and Kueue.
+/// The server does not know the kinds of KEDA.
 async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
     let mut accepted = 0;
     for entry in fs::read_dir(paths::repository().join("docs/use/examples"))? {
@@ -140,7 +192,7 @@ async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
         for document in serde_yaml_ng::Deserializer::from_str(&text) {
             let object = Value::deserialize(document)?;
             let version = object["apiVersion"].as_str().unwrap_or_default();
-            if version.starts_with("keda.sh/") || version.starts_with("kueue.x-k8s.io/") {
+            if version.starts_with("keda.sh/") {
                 continue;
             }
             let group = match version {
@@ -148,8 +200,13 @@ async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
                 version => format!("/apis/{version}"),
             };
             let kind = object["kind"].as_str().unwrap_or_default().to_lowercase();
-            let path_of_kind = format!("{group}/namespaces/{}/{kind}s?dryRun=All", at.name);
-            let created = at.create(&path_of_kind, object.clone()).await;
+            let namespace = match kind.as_str() {
+                "clusterqueue" | "resourceflavor" => String::new(),
+                _ => format!("/namespaces/{}", at.name),
+            };
+            let path_of_kind =
+                format!("{group}{namespace}/{kind}s?dryRun=All&fieldValidation=Strict");
+            let created = create_once_served(at, &path_of_kind, &object).await;
             let created = created.map_err(|error| format!("{}: {error}", path.display()))?;
             assert_eq!(created["kind"], object["kind"], "{}", path.display());
             accepted += 1;
@@ -157,4 +214,19 @@ async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
     }
     assert!(accepted > 8, "only {accepted} objects");
     Ok(accepted)
+}
+
+/// Creates an object, whose kind the API server may serve a moment later.
+async fn create_once_served(at: &IsolatedScope, path: &str, object: &Value) -> kube::Result<Value> {
+    let begin = Instant::now();
+    loop {
+        match at.create(path, object.clone()).await {
+            Err(kube::Error::Api(refused))
+                if refused.code == 404 && begin.elapsed() < POLICY_TIMEOUT =>
+            {
+                sleep(Duration::from_millis(200)).await;
+            }
+            created => return created,
+        }
+    }
 }
