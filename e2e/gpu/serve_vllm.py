@@ -613,7 +613,9 @@ def examples(bench, table):
             more = [argument for argument in container["args"] if not argument.startswith("--model=")]
             ours = bench.manifest(name, size, bench.command(Pod.port, UTILIZATION, *more), bench.environment(f"{bench.work}/cache"))
             container |= {key: value for key, value in ours["spec"]["containers"][0].items() if key not in ("name", "resources")}
-            container.pop("args")
+            # Our server listens on a port of its own.
+            for of_image in ("args", "startupProbe", "readinessProbe"):
+                container.pop(of_image)
             template["spec"]["volumes"] = ours["spec"]["volumes"]
             bench.keep(f"{name}.json", json.dumps(deployment, indent=1))
             bench.cluster.apply(deployment)

@@ -200,6 +200,7 @@ async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
                 version => format!("/apis/{version}"),
             };
             let kind = object["kind"].as_str().unwrap_or_default().to_lowercase();
+            check_rollout(&object);
             let namespace = match kind.as_str() {
                 "clusterqueue" | "resourceflavor" => String::new(),
                 _ => format!("/namespaces/{}", at.name),
@@ -214,6 +215,22 @@ async fn examples(at: &IsolatedScope) -> Result<usize, Failed> {
     }
     assert!(accepted > 8, "only {accepted} objects");
     Ok(accepted)
+}
+
+/// Checks that no pod of an example's Deployment waits for the memory of its predecessor, and that
+/// a program on several GPUs has shared memory.
+fn check_rollout(object: &Value) {
+    if object["kind"] == "Deployment" {
+        assert_eq!(object["spec"]["strategy"]["type"], "Recreate", "{object}");
+        let container = &object["spec"]["template"]["spec"]["containers"][0];
+        assert!(container["readinessProbe"].is_object(), "{object}");
+    }
+    if !object["metadata"]["annotations"]["bursar.dev/gpus"].is_null() {
+        let volume = &object["spec"]["volumes"][0]["emptyDir"];
+        assert_eq!(volume["medium"], "Memory", "{object}");
+        let mount = &object["spec"]["containers"][0]["volumeMounts"][0];
+        assert_eq!(mount["mountPath"], "/dev/shm", "{object}");
+    }
 }
 
 /// Creates an object, whose kind the API server may serve a moment later.

@@ -23,6 +23,8 @@ pub enum Cause {
     TooFewGpus,
     /// A GPU's free memory is reserved for another pod.
     HeldForAnother,
+    /// An older pod of the same Deployment has the memory, and ends once the pod is ready.
+    HeldByPredecessor,
     /// Pods of lower priority make room for the pod.
     VictimsLeave,
     /// A disruption budget protects a pod that should make room.
@@ -53,7 +55,7 @@ pub enum Cause {
 
 impl Cause {
     /// Every cause.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::NoBudget,
         Self::OverGuarantee,
         Self::OverLimit,
@@ -64,6 +66,7 @@ impl Cause {
         Self::Fragmentation,
         Self::TooFewGpus,
         Self::HeldForAnother,
+        Self::HeldByPredecessor,
         Self::VictimsLeave,
         Self::DisruptionBudget,
         Self::GpuDrained,
@@ -92,6 +95,7 @@ impl Cause {
             Self::Fragmentation => "Fragmentation",
             Self::TooFewGpus => "TooFewGpus",
             Self::HeldForAnother => "HeldForAnother",
+            Self::HeldByPredecessor => "HeldByPredecessor",
             Self::VictimsLeave => "VictimsLeave",
             Self::DisruptionBudget => "DisruptionBudget",
             Self::GpuDrained => "GpuDrained",
@@ -129,6 +133,10 @@ impl Cause {
                 "ask for fewer GPUs with the annotation bursar.dev/gpus, or add a node with as many"
             }
             Self::Fragmentation => "wait until a pod ends; or ask for less",
+            Self::HeldByPredecessor => {
+                "set maxSurge 0 or Recreate in the strategy of the Deployment, so that the old pod \
+                 ends first"
+            }
             Self::DisruptionBudget => "let the disruption budget allow a disruption",
             Self::GpuDrained => {
                 "an admin runs `kubectl bursar undrain` when the work on the GPU is done"

@@ -7,6 +7,7 @@ pub mod cause;
 mod gpu;
 mod pending;
 mod pod;
+mod rollout;
 mod room;
 mod running;
 mod waiting;

@@ -1,7 +1,7 @@
 //! Explains a pod by its phase.
 
 use super::room::Wanted;
-use super::{Cause, Explanation, Verdict, pending, running, waiting};
+use super::{Cause, Explanation, Verdict, pending, rollout, running, waiting};
 use crate::amounts::memory;
 use crate::objects::{Event, Pod};
 use crate::snapshot::Snapshot;
@@ -25,6 +25,7 @@ pub fn explain(snapshot: &Snapshot, pod: &Pod) -> Explanation {
     } else {
         running::explain(&mut explanation, snapshot, pod);
     }
+    rollout::explain(&mut explanation, snapshot, pod);
     if explanation.causes.contains(&Cause::Fragmentation)
         && !Wanted::of(pod).is_spread(snapshot)
         && let Some(remedy) = Cause::Fragmentation.remedy()

@@ -753,6 +753,43 @@ fn pod_that_was_just_created_is_worth_another_look() {
     }
 }
 
+/// The waiting pod `ml/p`, and the older pod of its Deployment that has the memory.
+fn rollout() -> Snapshot {
+    let waits = "waiting for 50 GiB on one GPU: largest free 39 GiB (GPU-1)";
+    let mut snapshot = waiting(waits, gpu("GPU-1", 0, 79, &[("ml-old", 40)]));
+    snapshot.pods.push(parse(pod("ml", "old", "n", 40)));
+    for (pod, (hash, age)) in snapshot.pods.iter_mut().zip([("b2", 60), ("a1", 3600)]) {
+        pod.metadata = parse(
+            json!({ "namespace": "ml", "name": pod.metadata.name, "uid": pod.metadata.uid,
+            "creationTimestamp": ago(age), "labels": { "pod-template-hash": hash },
+            "ownerReferences": [{ "kind": "ReplicaSet", "name": format!("web-{hash}"), "uid": hash, "controller": true }] }),
+        );
+    }
+    snapshot
+}
+
+#[test]
+fn pod_that_waits_for_its_predecessor_is_not_told_to_wait() {
+    let explanation = explained(&rollout(), "ml", "p");
+    assert_eq!(explanation.causes, [Cause::HeldByPredecessor]);
+    let text = explanation.render(Terminal::default());
+    let line =
+        "ml/old (40 GiB) of an older ReplicaSet of the Deployment ends only when this pod is ready";
+    assert!(text.contains(line), "{text}");
+    assert!(text.contains("set maxSurge 0 or Recreate"), "{text}");
+    assert!(!text.contains("wait until a pod ends"), "{text}");
+    let mut terminating = rollout();
+    terminating.pods[1].metadata.deletion_timestamp = Some(ago(-20).parse().unwrap());
+    let mut of_another = rollout();
+    of_another.pods[1].metadata.owner_references[0].name = "other-a1".to_owned();
+    let mut elsewhere = rollout();
+    elsewhere.pods[1].spec.node_name = "m".to_owned();
+    for snapshot in [terminating, of_another, elsewhere] {
+        let causes = explained(&snapshot, "ml", "p").causes;
+        assert_eq!(causes, [Cause::NoNodeWithRoom]);
+    }
+}
+
 /// How an explanation with a tenant's rights tells of a cause.
 enum Tenant {
     /// By the cause itself.
@@ -832,6 +869,7 @@ fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
             waiting(waits, with("reservedFor", json!("ml-other"))),
             CouldNotRead("gpunodes"),
         ),
+        (Cause::HeldByPredecessor, rollout(), Sees),
         (
             Cause::VictimsLeave,
             victim(
