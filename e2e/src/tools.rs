@@ -56,6 +56,10 @@ const PROMETHEUS: DebianPackage = DebianPackage {
     name: "prometheus",
     programs: &["prometheus", "promtool"],
 };
+const LUA: DebianPackage = DebianPackage {
+    name: "lua5.1",
+    programs: &["lua5.1"],
+};
 const REGISTRY: DebianPackage = DebianPackage {
     name: "docker-registry",
     programs: &["docker-registry"],
@@ -72,6 +76,12 @@ pub(crate) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
 /// When the package cannot be downloaded.
 pub fn prometheus() -> Result<PathBuf, CacheError<ToolError>> {
     PROMETHEUS.program("prometheus")
+}
+
+/// Returns the path of Lua 5.1, the language of Argo CD's scripts: the installed one, or that of
+/// Debian's package.
+pub(crate) fn lua() -> Result<PathBuf, CacheError<ToolError>> {
+    LUA.program("lua5.1")
 }
 
 /// Returns the path of CNCF's registry: the installed one, or that of Debian's package

@@ -117,6 +117,7 @@ fn function(check: &str) -> Option<fn() -> anyhow::Result<()>> {
         "surface/alerts" => surface::alerts,
         "surface/queries" => surface::queries,
         "surface/runbooks" => surface::runbooks,
+        "surface/gitops" => surface::gitops,
         "surface/book" => book::check,
         "enforcement/loader" => loader,
         _ => return None,

@@ -1,6 +1,6 @@
 //! Checks what users see of Bursar besides its API: metrics, alerts, dashboards and runbooks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
@@ -29,6 +29,80 @@ pub(super) fn metrics() -> anyhow::Result<()> {
         ],
     );
     named::run_with_programs(&tests, &[("BURSAR_PROMTOOL", tools::promtool()?)])
+}
+
+/// Pods as Argo CD gives them to a script, each with the health that it must have.
+const POD_HEALTH: &[(&str, &str)] = &[
+    (
+        r#"{ spec = { restartPolicy = "Always" }, status = { phase = "Pending",
+            containerStatuses = { { state = { waiting = { reason = "RunContainerError",
+            message = "rpc error: code = ResourceExhausted desc = waiting for 8 GiB" } } } } } }"#,
+        "Progressing",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Always" }, status = { phase = "Pending",
+            containerStatuses = { { state = { waiting = { reason = "RunContainerError",
+            message = "no such file" } } } } } }"#,
+        "Degraded",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Always" }, status = { phase = "Pending" } }"#,
+        "Progressing",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Always" }, status = { phase = "Running",
+            conditions = { { type = "Ready", status = "True" } } } }"#,
+        "Healthy",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Always" }, status = { phase = "Running",
+            containerStatuses = { { lastState = { terminated = {} } } } } }"#,
+        "Degraded",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Never" }, status = { phase = "Running" } }"#,
+        "Progressing",
+    ),
+    (
+        r#"{ spec = { restartPolicy = "Never" }, status = { phase = "Failed" } }"#,
+        "Degraded",
+    ),
+];
+
+/// Runs the health script of pods that the guide has for Argo CD, and promtool over its rule.
+pub(super) fn gitops() -> anyhow::Result<()> {
+    let guide = fs::read_to_string(paths::repository().join("docs/use/guides/gitops.md"))?;
+    let blocks = guide.split("```yaml\n").skip(1);
+    let blocks = blocks.filter_map(|block| Some(block.split_once("```")?.0));
+    let mut scripts = BTreeMap::new();
+    let folder = tempfile::tempdir()?;
+    for block in blocks {
+        let Value::Object(block_fields) = serde_yaml_ng::from_str(block)? else {
+            continue;
+        };
+        if block_fields.contains_key("groups") {
+            let rules = folder.path().join("rules.yaml");
+            fs::write(&rules, block)?;
+            succeed(
+                Command::new(tools::promtool()?)
+                    .args(["check", "rules"])
+                    .arg(rules),
+            )?;
+        }
+        let data = block_fields.get("data").and_then(Value::as_object).cloned();
+        scripts.extend(data.into_iter().flatten());
+    }
+    let script = scripts.get("resource.customizations.health.Pod");
+    let script = script.and_then(Value::as_str);
+    let script = script.ok_or_else(|| anyhow::anyhow!("the guide has no script of pods"))?;
+    for (pod, health) in POD_HEALTH {
+        let check = format!(
+            "obj = {pod}\nlocal found = (function()\n{script}\nend)().status\n\
+             assert(found == \"{health}\", found)"
+        );
+        succeed(Command::new(tools::lua()?).args(["-e", &check]))?;
+    }
+    Ok(())
 }
 
 /// Runs promtool over the alerts and their tests, and renders them with the chart.
