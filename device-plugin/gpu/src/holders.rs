@@ -11,26 +11,11 @@
 //! Without an answer the audit relies on mapped device nodes (`enforcement/audit/compare.rs`).
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io;
-use std::os::fd::AsFd as _;
-use std::path::Path;
 
 use bursar_ledger::units::{Bytes, GpuUuid};
-use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
-/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each the next one's parent
-/// (`class/`).
-const CLIENT: u32 = 0x41;
-const DEVICE: u32 = 0x80;
-const SUBDEVICE: u32 = 0x2080;
+use crate::rm::{RmClient, RmError, RmParams, SUBDEVICE, SUBDEVICE_HANDLE};
 
-/// The handles that this client chooses for its two objects.
-const DEVICE_HANDLE: u32 = 0xb0b0_0080;
-const SUBDEVICE_HANDLE: u32 = 0xb0b0_2080;
-
-/// `NV0000_CTRL_CMD_GPU_GET_UUID_INFO` (`ctrl/ctrl0000/ctrl0000gpu.h`).
-const GET_UUID_INFO: u32 = 0x274;
 /// `NV2080_CTRL_CMD_GPU_GET_PIDS` and `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
 const GET_PIDS: u32 = 0x2080_018d;
 const GET_PID_INFO: u32 = 0x2080_018e;
@@ -42,93 +27,15 @@ const MAX_INFOS: usize = 200;
 /// Why the kernel module gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HoldersError {
-    /// The control node cannot be opened.
-    #[error("failed to open {CONTROL_NODE}: {0}")]
-    Open(#[source] io::Error),
-    /// The system call failed.
-    #[error("failed to call the kernel module: {0}")]
-    Ioctl(#[source] io::Error),
-    /// The kernel module refused a command (`nvstatuscodes.h`).
-    #[error("the kernel module answered {command:#x} with status {status:#x}")]
-    Refused {
-        /// The command, or the class of the object that was to be made.
-        command: u32,
-        status: u32,
-    },
+    /// The kernel module did not answer.
+    #[error(transparent)]
+    Rm(#[from] RmError),
     /// The answer is full, so that processes may be missing: a tenant may have many clients.
     #[error("the kernel module lists {MAX_PIDS} processes, and maybe not all")]
     Incomplete,
     /// The answer does not list this process, so its layout is unknown.
     #[error("the kernel module's answer has another layout than {GET_PIDS:#x} had")]
     UnknownLayout,
-}
-
-/// The device node that takes the kernel module's commands.
-const CONTROL_NODE: &str = "/dev/nvidiactl";
-
-/// `NVOS64_PARAMETERS` of `NV_ESC_RM_ALLOC` (`nvos.h`).
-#[repr(C)]
-struct Alloc {
-    root: u32,
-    parent: u32,
-    object: u32,
-    class: u32,
-    params: u64,
-    rights: u64,
-    params_size: u32,
-    flags: u32,
-    status: u32,
-}
-
-/// `NVOS54_PARAMETERS` of `NV_ESC_RM_CONTROL`.
-#[repr(C)]
-struct Control {
-    client: u32,
-    object: u32,
-    command: u32,
-    flags: u32,
-    params: u64,
-    params_size: u32,
-    status: u32,
-}
-
-const ALLOC: Opcode = opcode::read_write::<Alloc>(b'F', 0x2b);
-const CONTROL: Opcode = opcode::read_write::<Control>(b'F', 0x2a);
-
-/// Parameters that the kernel module reads and writes in place.
-///
-/// # Safety
-/// Any bytes are a value of the type, and the type has the layout of the command that takes it.
-#[expect(unsafe_code, reason = "the kernel module writes into these values")]
-unsafe trait RmParams {}
-
-/// `NV0000_CTRL_GPU_GET_UUID_INFO_PARAMS`.
-#[repr(C)]
-struct UuidInfo {
-    uuid: [u8; 256],
-    flags: u32,
-    gpu: u32,
-    device: u32,
-    subdevice: u32,
-}
-
-/// `NV0080_ALLOC_PARAMETERS`.
-#[repr(C)]
-#[derive(Default)]
-struct DeviceParams {
-    device: u32,
-    shared_client: u32,
-    target_client: u32,
-    target_device: u32,
-    flags: u32,
-    space: [u64; 3],
-    mode: u32,
-}
-
-/// `NV2080_ALLOC_PARAMETERS`.
-#[repr(C)]
-struct SubdeviceParams {
-    subdevice: u32,
 }
 
 /// `NV2080_CTRL_GPU_GET_PIDS_PARAMS`.
@@ -163,24 +70,12 @@ struct PidInfo {
 
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
 mod layouts {
-    use super::{DeviceParams, PidInfos, Pids, RmParams, SubdeviceParams, UuidInfo};
+    use super::{PidInfos, Pids, RmParams};
 
-    // SAFETY: integers alone, in the header's order.
-    unsafe impl RmParams for UuidInfo {}
-    // SAFETY: integers alone, in the header's order.
-    unsafe impl RmParams for DeviceParams {}
-    // SAFETY: integers alone, in the header's order.
-    unsafe impl RmParams for SubdeviceParams {}
     // SAFETY: integers alone, in the header's order.
     unsafe impl RmParams for Pids {}
     // SAFETY: integers alone, in the header's order.
     unsafe impl RmParams for PidInfos {}
-}
-
-/// A client of the resource manager with a subdevice of one GPU; closing the file frees it.
-struct RmClient {
-    file: File,
-    root: u32,
 }
 
 /// The memory of a GPU that processes hold, by pid in this process's pid namespace. Processes with
@@ -224,38 +119,6 @@ impl Holders {
 }
 
 impl RmClient {
-    fn open(gpu: &GpuUuid) -> Result<RmClient, HoldersError> {
-        let mut options = File::options();
-        let file = options.read(true).write(true).open(Path::new(CONTROL_NODE));
-        let file = file.map_err(HoldersError::Open)?;
-        let mut client = RmClient { file, root: 0 };
-        client.root = client.alloc::<SubdeviceParams>(0, 0, CLIENT, None)?;
-        let mut info = UuidInfo {
-            uuid: [0; 256],
-            flags: 0,
-            gpu: 0,
-            device: 0,
-            subdevice: 0,
-        };
-        let name = gpu.as_str().bytes().take(info.uuid.len() - 1);
-        info.uuid
-            .iter_mut()
-            .zip(name)
-            .for_each(|(to, from)| *to = from);
-        client.control(client.root, GET_UUID_INFO, &mut info)?;
-        let mut device = DeviceParams {
-            device: info.device,
-            ..DeviceParams::default()
-        };
-        let root = client.root;
-        let device = client.alloc(root, DEVICE_HANDLE, DEVICE, Some(&mut device))?;
-        let mut subdevice = SubdeviceParams {
-            subdevice: info.subdevice,
-        };
-        client.alloc(device, SUBDEVICE_HANDLE, SUBDEVICE, Some(&mut subdevice))?;
-        Ok(client)
-    }
-
     /// The processes that opened this GPU, this process included.
     fn query_pids(&self) -> Result<Vec<u32>, HoldersError> {
         let mut pids = Box::new(Pids {
@@ -280,64 +143,6 @@ impl RmClient {
         self.control(SUBDEVICE_HANDLE, GET_PID_INFO, &mut *infos)?;
         Ok(infos)
     }
-
-    #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
-    fn alloc<P: RmParams>(
-        &self,
-        parent: u32,
-        object: u32,
-        class: u32,
-        params: Option<&mut P>,
-    ) -> Result<u32, HoldersError> {
-        let params_size = params.as_ref().map_or(0, |_| size_of::<P>());
-        let params = params.map_or(0, |params| std::ptr::from_mut(params).addr());
-        let mut call = Alloc {
-            root: self.root,
-            parent,
-            object,
-            class,
-            params: params as u64,
-            rights: 0,
-            params_size: params_size as u32,
-            flags: 0,
-            status: 0,
-        };
-        // SAFETY: the number has the size of `Alloc`. The kernel module writes to this value and to
-        // `params_size` bytes at `params`, which the caller lends until the call returns.
-        let called = unsafe { ioctl(self.file.as_fd(), Updater::<ALLOC, _>::new(&mut call)) };
-        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
-        let (command, status) = (class, call.status);
-        match status {
-            0 => Ok(call.object),
-            _ => Err(HoldersError::Refused { command, status }),
-        }
-    }
-
-    #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
-    fn control<P: RmParams>(
-        &self,
-        object: u32,
-        command: u32,
-        params: &mut P,
-    ) -> Result<(), HoldersError> {
-        let mut call = Control {
-            client: self.root,
-            object,
-            command,
-            flags: 0,
-            params: std::ptr::from_mut(params).addr() as u64,
-            params_size: size_of::<P>() as u32,
-            status: 0,
-        };
-        // SAFETY: the number has the size of `Control`. The kernel module writes to this value and
-        // to `params_size` bytes at `params`, which is borrowed until the call returns.
-        let called = unsafe { ioctl(self.file.as_fd(), Updater::<CONTROL, _>::new(&mut call)) };
-        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
-        match call.status {
-            0 => Ok(()),
-            status => Err(HoldersError::Refused { command, status }),
-        }
-    }
 }
 
 /// The processes of an answer, which has to list `own`.
@@ -354,13 +159,10 @@ fn parse_pids(answer: &Pids, own: u32) -> Result<Vec<u32>, HoldersError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rm::CONTROL_NODE;
 
     #[test]
     fn parameters_have_the_kernel_modules_sizes() {
-        assert_eq!(size_of::<Alloc>(), 48);
-        assert_eq!(size_of::<Control>(), 32);
-        assert_eq!(size_of::<UuidInfo>(), 272);
-        assert_eq!(size_of::<DeviceParams>(), 56);
         assert_eq!(size_of::<Pids>(), 12 + 4 * 950);
         assert_eq!(size_of::<PidInfo>(), 72);
         assert_eq!(size_of::<PidInfos>(), 8 + 72 * 200);
@@ -425,10 +227,13 @@ mod tests {
 
     #[test]
     fn no_answer_comes_without_the_kernel_module() {
-        if Path::new(CONTROL_NODE).exists() {
+        if std::path::Path::new(CONTROL_NODE).exists() {
             return;
         }
         let gpu = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
-        assert!(matches!(query_holders(&gpu), Err(HoldersError::Open(_))));
+        assert!(matches!(
+            query_holders(&gpu),
+            Err(HoldersError::Rm(RmError::Open(_)))
+        ));
     }
 }

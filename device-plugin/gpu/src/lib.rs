@@ -3,8 +3,10 @@
 //! | module | job |
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
+//! | [`channel_groups`] | finds the channel groups of other processes, and sets their time slices |
 //! | [`holders`] | asks the kernel module which processes hold memory without a context |
 //! | [`memory_sample`] | describes one sample of a GPU's memory and processes |
+//! | [`rm`] | calls NVIDIA's kernel module |
 //! | [`registry`] | records the GPUs that NVML listed, with their health: pure |
 //! | [`cgroup_limit`] | sets and reads the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
@@ -17,6 +19,7 @@
 //! | [`xid`] | lists the remedy of each XID: a table |
 
 pub mod cgroup_limit;
+pub mod channel_groups;
 pub mod cuda_fitness;
 pub mod drain;
 pub mod generations;
@@ -27,6 +30,7 @@ pub mod mig;
 pub mod nvml;
 pub mod pci;
 pub mod registry;
+pub mod rm;
 pub mod uvm;
 pub mod xid;
 

@@ -8,10 +8,12 @@
 //! cleared. Then it prints the verdict and exits. `bursar-provisioner check-quota --bytes N` runs
 //! in a pod of the chart's `helm test`.
 //!
+//! * `compute_load` keeps a GPU busy while the agent checks time slices
 //! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check
 //! * `server` answers the agent
 
+mod compute_load;
 mod quota_check;
 mod scrub_check;
 mod server;
@@ -43,6 +45,11 @@ enum Command {
         #[arg(long, default_value_t = scrub_check::MAX_BYTES,
               value_parser = clap::value_parser!(u64).range(scrub_check::MIN_BYTES..))]
         bytes: u64,
+    },
+    /// Keeps the GPU busy until standard input is closed; prints lines of JSON with the finished work.
+    ComputeLoad {
+        #[command(flatten)]
+        gpu: Gpu,
     },
     /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
     CheckQuota {
@@ -78,6 +85,10 @@ fn main() -> anyhow::Result<()> {
             });
             print_line(&verdict)
         }
+        Args {
+            command: Some(Command::ComputeLoad { gpu: Gpu { gpu } }),
+            ..
+        } => Ok(compute_load::run(gpu)?),
         Args {
             command: Some(Command::CheckQuota { bytes }),
             ..

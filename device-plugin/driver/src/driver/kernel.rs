@@ -5,12 +5,15 @@ use std::ffi::{CStr, c_void};
 use super::{Access, Context, Function, Grid, Stream};
 use crate::error::CudaError;
 
-const CHECKSUM_PTX: &CStr = match CStr::from_bytes_with_nul(
-    concat!(include_str!("../kernels/checksum.ptx"), "\0").as_bytes(),
-) {
-    Ok(text) => text,
-    Err(_) => panic!("PTX text has no zero in it"),
-};
+const CHECKSUM_PTX: &CStr = text(concat!(include_str!("../kernels/checksum.ptx"), "\0").as_bytes());
+const SPIN_PTX: &CStr = text(concat!(include_str!("../kernels/spin.ptx"), "\0").as_bytes());
+
+const fn text(ptx: &'static [u8]) -> &'static CStr {
+    match CStr::from_bytes_with_nul(ptx) {
+        Ok(text) => text,
+        Err(_) => panic!("PTX text has no zero in it"),
+    }
+}
 
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
@@ -64,6 +67,17 @@ impl Kernel {
         Ok(unsafe { function.declare(PARAMETERS) })
     }
 
+    /// Loads a kernel that computes nothing for some time, which its number of turns decides. It uses
+    /// no memory.
+    ///
+    /// # Errors
+    /// The error that the driver returned.
+    pub fn spin(context: &Context) -> Result<Spin, CudaError> {
+        let function = context.load(SPIN_PTX)?.function(c"bursar_spin")?;
+        // SAFETY: the PTX text has this parameter, and uses no memory.
+        Ok(Spin(unsafe { function.declare(&[Parameter::Value(8)]) }))
+    }
+
     /// Returns the parameters.
     pub fn parameters(&self) -> &'static [Parameter] {
         self.parameters
@@ -100,5 +114,23 @@ impl Kernel {
         // the start of its bytes, because all CUDA hosts are little-endian. The declaration covers
         // the use of memory.
         unsafe { self.function.launch(stream, grid, &mut places) }
+    }
+}
+
+/// The kernel of [`Kernel::spin`].
+#[derive(Clone, Debug)]
+pub struct Spin(Kernel);
+
+impl Spin {
+    /// Launches the kernel in a stream, in one warp.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn launch(&self, stream: &Stream, turns: u64) -> Result<(), CudaError> {
+        // SAFETY: no argument is an address.
+        unsafe {
+            self.0
+                .launch(stream, Grid::linear(1, 32), &mut [turns.max(1)])
+        }
     }
 }

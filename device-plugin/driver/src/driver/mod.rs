@@ -33,7 +33,7 @@ pub use bursar_protocol::gpu_uuid::{GpuUuid, InvalidUuid};
 pub use context::{Context, ContextGuard};
 pub use device::Device;
 pub use host_view::HostView;
-pub use kernel::{Kernel, Parameter};
+pub use kernel::{Kernel, Parameter, Spin};
 pub use linear::LINEAR_ALIGNMENT;
 pub use managed::{Advice, Attach, Location, Residency};
 pub use module::{Function, Grid, Module};

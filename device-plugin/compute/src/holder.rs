@@ -1,0 +1,413 @@
+//! Keeps the slices of a GPU's groups at what the weights of their pods say.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::node::{Node, Place};
+use crate::turns::{self, DEFAULT_SLICE, PodGroups, Weight};
+
+/// A group counts as active for this long after its process was.
+const ACTIVE_FOR: Duration = Duration::from_millis(500);
+
+/// A slice is set again where it should differ by more than this part. Each call takes the group off
+/// the GPU for a moment.
+const TOLERANCE: u32 = 16;
+
+/// The most groups of one pod whose slices are held. The others keep the driver's.
+const MAX_GROUPS: usize = 256;
+
+/// A pod on the GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodOrder {
+    /// The pod's UID.
+    pub uid: String,
+    /// Its weight, if it has one.
+    pub weight: Option<Weight>,
+    /// Its processes on this GPU.
+    pub processes: BTreeSet<u32>,
+}
+
+/// What the holder has seen of a pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodReport {
+    /// Groups that run kernels.
+    pub groups: usize,
+    /// Groups that count as active.
+    pub active: usize,
+    /// How often somebody else has changed a slice that the holder had set.
+    pub changed: u64,
+}
+
+/// What the holder has seen.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// The pods by UID.
+    pub pods: BTreeMap<String, PodReport>,
+    /// All groups of known processes.
+    pub known: usize,
+    /// The groups that the GPU has, whoever made them.
+    pub in_use: Option<u32>,
+}
+
+#[derive(Debug)]
+struct Held {
+    pod: usize,
+    /// The slice that was read when the group was found, or set since.
+    slice: Duration,
+    /// The holder has set the slice, so that it should hold.
+    is_set: bool,
+    /// libcuda sets a slice once, after its group is scheduled.
+    is_settled: bool,
+}
+
+/// The holder of one GPU.
+#[derive(Debug)]
+pub struct Holder {
+    round: Duration,
+    pods: Vec<PodOrder>,
+    held: BTreeMap<Place, Held>,
+    active_until: BTreeMap<u32, Instant>,
+    doubted_until: BTreeMap<String, Instant>,
+    changed: BTreeMap<String, u64>,
+    known: usize,
+    in_use: Option<u32>,
+}
+
+impl Holder {
+    /// A holder that divides a round of this length.
+    pub fn new(round: Duration) -> Self {
+        Self {
+            round,
+            pods: Vec::new(),
+            held: BTreeMap::new(),
+            active_until: BTreeMap::new(),
+            doubted_until: BTreeMap::new(),
+            changed: BTreeMap::new(),
+            known: 0,
+            in_use: None,
+        }
+    }
+
+    /// Takes the pods of the GPU, and looks for their groups.
+    pub fn order(&mut self, node: &mut impl Node, pods: Vec<PodOrder>, now: Instant) {
+        self.pods = pods;
+        let uids: BTreeSet<&String> = self.pods.iter().map(|pod| &pod.uid).collect();
+        self.changed.retain(|uid, _| uids.contains(uid));
+        self.doubted_until
+            .retain(|uid, until| uids.contains(uid) && *until > now);
+        let processes = self
+            .pods
+            .iter()
+            .flat_map(|pod| pod.processes.iter().copied())
+            .collect();
+        self.active_until
+            .retain(|pid, _| BTreeSet::contains(&processes, pid));
+        let (places, known) = node.look(&processes);
+        (self.known, self.in_use) = (known, node.groups_in_use());
+        let pod_of = |pid| {
+            self.pods
+                .iter()
+                .position(|pod| pod.processes.contains(&pid))
+        };
+        let mut held = BTreeMap::new();
+        let mut count = BTreeMap::<usize, usize>::new();
+        for place in places {
+            let Some(pod) = pod_of(place.pid) else {
+                continue;
+            };
+            let of_pod = count.entry(pod).or_default();
+            *of_pod += 1;
+            if *of_pod <= MAX_GROUPS {
+                let before = self.held.remove(&place).map(|held| Held { pod, ..held });
+                // An agent before may have set it.
+                let found = || {
+                    let slice = node.slice(&place).ok()?;
+                    let (is_set, is_settled) = (false, false);
+                    Some(Held {
+                        pod,
+                        slice,
+                        is_set,
+                        is_settled,
+                    })
+                };
+                held.extend(before.or_else(found).map(|one| (place, one)));
+            }
+        }
+        self.held = held;
+        self.apply(node, now);
+    }
+
+    /// Counts processes as active from now on, and applies what changes by that.
+    pub fn mark_active(&mut self, node: &mut impl Node, processes: &BTreeSet<u32>, now: Instant) {
+        for pid in processes {
+            self.active_until.insert(*pid, now + ACTIVE_FOR);
+        }
+        self.apply(node, now);
+    }
+
+    /// Divides a pod's part by all of its groups until then, because its activity was a lie.
+    pub fn doubt(&mut self, uid: &str, until: Instant) {
+        self.doubted_until.insert(uid.to_owned(), until);
+    }
+
+    /// Reads the slices of groups, and sets back those that somebody else has changed: of busy
+    /// groups where several pods are active, or of all.
+    pub fn watch(&mut self, node: &mut impl Node, all: bool, now: Instant) {
+        let busy = self.active_pods(now).len() > 1;
+        let mut gone = Vec::new();
+        for (place, held) in &mut self.held {
+            let is_active = self
+                .active_until
+                .get(&place.pid)
+                .is_some_and(|until| *until > now);
+            if !held.is_set || !(all || busy && is_active) {
+                continue;
+            }
+            match node.slice(place) {
+                Ok(slice) if slice == held.slice => {}
+                Ok(slice) => {
+                    let is_libcuda = !held.is_settled && slice == DEFAULT_SLICE;
+                    if !is_libcuda && let Some(pod) = self.pods.get(held.pod) {
+                        *self.changed.entry(pod.uid.clone()).or_default() += 1;
+                    }
+                    held.is_settled = true;
+                    if node.set_slice(place, held.slice).is_err() {
+                        gone.push(*place);
+                    }
+                }
+                Err(_) => gone.push(*place),
+            }
+        }
+        for place in gone {
+            self.held.remove(&place);
+        }
+    }
+
+    /// What the holder has seen until now.
+    pub fn report(&self, now: Instant) -> Report {
+        let mut pods = BTreeMap::new();
+        for (at, pod) in self.pods.iter().enumerate() {
+            let own = || self.held.iter().filter(move |(_, held)| held.pod == at);
+            let report = PodReport {
+                groups: own().count(),
+                active: own()
+                    .filter(|(place, _)| self.is_active(place.pid, now))
+                    .count(),
+                changed: self.changed.get(&pod.uid).copied().unwrap_or(0),
+            };
+            pods.insert(pod.uid.clone(), report);
+        }
+        Report {
+            pods,
+            known: self.known,
+            in_use: self.in_use,
+        }
+    }
+
+    fn is_active(&self, pid: u32, now: Instant) -> bool {
+        self.active_until
+            .get(&pid)
+            .is_some_and(|until| *until > now)
+    }
+
+    fn active_pods(&self, now: Instant) -> BTreeSet<usize> {
+        let active = self
+            .held
+            .iter()
+            .filter(|(place, _)| self.is_active(place.pid, now));
+        active.map(|(_, held)| held.pod).collect()
+    }
+
+    /// Sets the slices that differ from what the weights say now.
+    fn apply(&mut self, node: &mut impl Node, now: Instant) {
+        let mut pods: Vec<PodGroups<Place>> = Vec::new();
+        for (at, pod) in self.pods.iter().enumerate() {
+            let own = self.held.iter().filter(|(_, held)| held.pod == at);
+            pods.push(PodGroups {
+                weight: pod.weight,
+                groups: own
+                    .map(|(place, _)| (*place, self.is_active(place.pid, now)))
+                    .collect(),
+                is_doubted: self
+                    .doubted_until
+                    .get(&pod.uid)
+                    .is_some_and(|until| *until > now),
+            });
+        }
+        for (place, slice) in turns::divide(self.round, &pods) {
+            let Some(held) = self.held.get_mut(&place) else {
+                continue;
+            };
+            if held.slice.abs_diff(slice) * TOLERANCE <= held.slice {
+                continue;
+            }
+            // The kernel module counts microseconds.
+            let slice = Duration::from_micros(slice.as_micros() as u64);
+            match node.set_slice(&place, slice) {
+                Ok(()) => (held.slice, held.is_set) = (slice, true),
+                Err(_) => drop(self.held.remove(&place)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_gpu::channel_groups::ChannelGroup;
+
+    use super::*;
+    use crate::node::NodeError;
+
+    /// A driver's groups, each with the process that made it and its slice.
+    #[derive(Default)]
+    struct Fake {
+        groups: BTreeMap<Place, Duration>,
+        sets: usize,
+        hidden: u32,
+    }
+
+    impl Fake {
+        fn start(&mut self, pid: u32) -> Place {
+            let group = ChannelGroup {
+                client: pid,
+                handle: 1,
+            };
+            let place = Place {
+                pid,
+                descriptor: 3,
+                group,
+            };
+            self.groups.insert(place, DEFAULT_SLICE);
+            place
+        }
+
+        fn micros(&self, place: &Place) -> u128 {
+            self.groups[place].as_micros()
+        }
+    }
+
+    fn gone() -> NodeError {
+        std::io::Error::from(std::io::ErrorKind::NotFound).into()
+    }
+
+    impl Node for Fake {
+        fn look(&mut self, processes: &BTreeSet<u32>) -> (Vec<Place>, usize) {
+            let known = self
+                .groups
+                .keys()
+                .filter(|place| processes.contains(&place.pid));
+            let known: Vec<Place> = known.copied().collect();
+            let count = known.len();
+            (known, count)
+        }
+
+        fn groups_in_use(&mut self) -> Option<u32> {
+            Some(self.groups.len() as u32 + self.hidden)
+        }
+
+        fn slice(&mut self, at: &Place) -> Result<Duration, NodeError> {
+            self.groups.get(at).copied().ok_or_else(gone)
+        }
+
+        fn set_slice(&mut self, at: &Place, slice: Duration) -> Result<(), NodeError> {
+            self.sets += 1;
+            *self.groups.get_mut(at).ok_or_else(gone)? = slice;
+            Ok(())
+        }
+    }
+
+    fn pod(uid: &str, weight: Option<u16>, processes: &[u32]) -> PodOrder {
+        PodOrder {
+            uid: uid.to_owned(),
+            weight: weight.map(|weight| Weight::try_from(weight).unwrap()),
+            processes: processes.iter().copied().collect(),
+        }
+    }
+
+    const ROUND: Duration = Duration::from_millis(20);
+
+    fn all(pids: &[u32]) -> BTreeSet<u32> {
+        pids.iter().copied().collect()
+    }
+
+    #[test]
+    fn groups_of_active_processes_divide_the_part_of_their_pod() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let places: Vec<Place> = (1..=5).map(|pid| fake.start(pid)).collect();
+        let mut holder = Holder::new(ROUND);
+        let pods = vec![pod("a", Some(50), &[1, 2, 3, 4]), pod("b", Some(50), &[5])];
+        holder.order(&mut fake, pods, now);
+        holder.mark_active(&mut fake, &all(&[1, 5]), now);
+        assert_eq!(fake.micros(&places[0]), 10_000);
+        assert_eq!(fake.micros(&places[1]), 2_500);
+        assert_eq!(fake.micros(&places[4]), 10_000);
+        holder.mark_active(&mut fake, &all(&[1, 2, 5]), now);
+        assert_eq!(fake.micros(&places[1]), 5_000);
+        // A pod whose activity is a lie is divided by all.
+        holder.doubt("a", now + Duration::from_secs(60));
+        holder.mark_active(&mut fake, &all(&[1, 5]), now);
+        assert_eq!(fake.micros(&places[0]), 2_500);
+        let report = holder.report(now);
+        assert_eq!((report.pods["a"].groups, report.pods["a"].active), (4, 2));
+    }
+
+    #[test]
+    fn changed_slice_is_set_back_and_counted_but_not_that_of_libcuda() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let [one, other] = [fake.start(1), fake.start(2)];
+        let mut holder = Holder::new(ROUND);
+        holder.order(
+            &mut fake,
+            vec![pod("a", Some(75), &[1]), pod("b", Some(25), &[2])],
+            now,
+        );
+        holder.mark_active(&mut fake, &all(&[1, 2]), now);
+        for slice in [DEFAULT_SLICE, Duration::from_millis(100), DEFAULT_SLICE] {
+            fake.groups.insert(other, slice);
+            holder.watch(&mut fake, false, now);
+            assert_eq!(fake.micros(&other), 5_000);
+        }
+        assert_eq!(fake.micros(&one), 15_000);
+        assert_eq!(holder.report(now).pods["b"].changed, 2);
+        // Nothing is set where nothing differs.
+        let sets = fake.sets;
+        holder.watch(&mut fake, true, now);
+        holder.mark_active(&mut fake, &all(&[1, 2]), now);
+        assert_eq!(fake.sets, sets);
+    }
+
+    #[test]
+    fn next_holder_takes_over_the_slices_that_it_finds() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let [one, other] = [fake.start(1), fake.start(2)];
+        fake.groups.insert(one, Duration::from_millis(15));
+        let mut holder = Holder::new(ROUND);
+        holder.order(
+            &mut fake,
+            vec![pod("a", None, &[1]), pod("b", None, &[2])],
+            now,
+        );
+        assert_eq!([fake.micros(&one), fake.micros(&other)], [2_048, 2_048]);
+        assert_eq!(fake.sets, 1);
+    }
+
+    #[test]
+    fn ended_processes_and_hidden_groups_are_in_the_report() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let place = fake.start(1);
+        fake.start(2);
+        let mut holder = Holder::new(ROUND);
+        let pods = vec![pod("a", Some(50), &[1]), pod("b", Some(50), &[2])];
+        holder.order(&mut fake, pods.clone(), now);
+        fake.groups.remove(&place);
+        fake.hidden = 3;
+        holder.watch(&mut fake, true, now);
+        holder.order(&mut fake, pods, now);
+        let report = holder.report(now);
+        assert_eq!((report.known, report.in_use), (1, Some(4)));
+        assert_eq!((report.pods["a"].groups, report.pods["b"].groups), (0, 1));
+    }
+}

@@ -1,0 +1,248 @@
+//! What the holder asks of the node, and its answers from NVIDIA's kernel module.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::time::{Duration, Instant};
+
+use bursar_gpu::channel_groups::{
+    ChannelGroup, ClientGroups, ClientRange, ControlFile, Overview, control_descriptors,
+};
+use bursar_gpu::rm::RmError;
+use bursar_ledger::units::GpuUuid;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// The most handles of clients whose process is unknown, and how long they are asked about: a
+/// process is known a few seconds after its start.
+const MAX_UNKNOWN: usize = 1024;
+const UNKNOWN_FOR: Duration = Duration::from_secs(30);
+
+/// The handles before the first look that may belong to processes that ran before it.
+const EARLIER: u32 = 65_536;
+
+/// The most clients of one process. A tenant makes as many as it likes.
+const MAX_CLIENTS: usize = 64;
+
+/// Why a call about a group failed.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// The process has ended, or has closed the file.
+    #[error("failed to duplicate a control file of the process: {0}")]
+    Process(#[from] io::Error),
+    /// The kernel module refused the call.
+    #[error(transparent)]
+    Rm(#[from] RmError),
+}
+
+/// A group and the process through which it can be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    /// The process.
+    pub pid: u32,
+    /// Its descriptor of the control file.
+    pub descriptor: i32,
+    /// The group.
+    pub group: ChannelGroup,
+}
+
+/// The node's processes and the driver.
+pub trait Node {
+    /// Looks for the groups of `processes`, and for nobody's else. Returns the groups with kernels
+    /// and the number of all groups.
+    fn look(&mut self, processes: &BTreeSet<u32>) -> (Vec<Place>, usize);
+
+    /// The number of groups on the GPU, whoever made them; none where the driver does not tell.
+    fn groups_in_use(&mut self) -> Option<u32>;
+
+    /// The slice that was last set.
+    ///
+    /// # Errors
+    /// When the group or its process is gone.
+    fn slice(&mut self, at: &Place) -> Result<Duration, NodeError>;
+
+    /// Sets the slice.
+    ///
+    /// # Errors
+    /// When the group or its process is gone.
+    fn set_slice(&mut self, at: &Place, slice: Duration) -> Result<(), NodeError>;
+}
+
+/// A process with its clients of the resource manager.
+struct Process {
+    pidfd: OwnedFd,
+    descriptors: BTreeSet<i32>,
+    clients: BTreeMap<u32, (i32, ClientGroups)>,
+    /// It may have clients that were made before the first look.
+    is_earlier: bool,
+}
+
+impl Process {
+    fn open(pid: u32, is_earlier: bool) -> io::Result<Self> {
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pid = raw.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self {
+            pidfd: pidfd_open(pid, PidfdFlags::empty())?,
+            descriptors: BTreeSet::new(),
+            clients: BTreeMap::new(),
+            is_earlier,
+        })
+    }
+
+    fn file(&self, descriptor: i32) -> io::Result<Option<ControlFile>> {
+        ControlFile::duplicate(self.pidfd.as_fd(), descriptor)
+    }
+}
+
+/// The node itself.
+pub struct DriverNode {
+    overview: Overview,
+    range: ClientRange,
+    /// Handles that nobody of the known processes has, the oldest first.
+    unknown: VecDeque<(u32, Instant)>,
+    earlier: Range<u32>,
+    processes: BTreeMap<u32, Process>,
+    /// The groups in use at the last look: without a change there is no new group.
+    in_use: Option<u32>,
+}
+
+impl DriverNode {
+    /// Opens the driver's view of a GPU.
+    ///
+    /// # Errors
+    /// When the kernel module refuses it.
+    pub fn open(gpu: &GpuUuid) -> Result<Self, RmError> {
+        let mut range = ClientRange::default();
+        let all = range.next()?;
+        let newest = all.first().map_or(0, |range| range.end);
+        Ok(Self {
+            overview: Overview::open(gpu)?,
+            range,
+            unknown: VecDeque::new(),
+            earlier: newest.saturating_sub(EARLIER)..newest,
+            processes: BTreeMap::new(),
+            in_use: None,
+        })
+    }
+
+    fn file(&self, at: &Place) -> Result<ControlFile, NodeError> {
+        let process = self.processes.get(&at.pid).ok_or(io::ErrorKind::NotFound);
+        let file = process.map_err(io::Error::from)?.file(at.descriptor)?;
+        Ok(file.ok_or(io::Error::from(io::ErrorKind::NotFound))?)
+    }
+
+    /// Adds the handles of clients that were made since the last look.
+    fn add_unknown(&mut self) {
+        // Without an answer the next look has them.
+        let now = Instant::now();
+        for handle in self.range.next().into_iter().flatten().flatten() {
+            self.unknown.push_back((handle, now));
+        }
+        let excess = self.unknown.len().saturating_sub(MAX_UNKNOWN);
+        self.unknown.drain(..excess);
+        self.unknown.retain(|(_, since)| now - *since < UNKNOWN_FOR);
+    }
+
+    /// Finds the clients of a process.
+    fn find_clients(&mut self, pid: u32) {
+        // A fork has its parent's files, and so the same clients.
+        let others = self
+            .processes
+            .values()
+            .flat_map(|process| process.clients.keys().copied());
+        let others: BTreeSet<u32> = others.collect();
+        let Some(process) = self.processes.get_mut(&pid) else {
+            return;
+        };
+        let descriptors: BTreeSet<i32> = control_descriptors(pid).into_iter().flatten().collect();
+        process
+            .clients
+            .retain(|_, (at, _)| descriptors.contains(at));
+        process
+            .descriptors
+            .retain(|descriptor| descriptors.contains(descriptor));
+        for descriptor in descriptors {
+            let Ok(Some(file)) = process.file(descriptor) else {
+                continue;
+            };
+            let mut found = Vec::new();
+            if process.descriptors.insert(descriptor) {
+                let earlier = self.earlier.clone().filter(|_| process.is_earlier);
+                let candidates = earlier.chain(others.iter().copied());
+                found.extend(candidates.filter(|client| file.has_client(*client)));
+            }
+            self.unknown.retain(|(client, _)| {
+                let is_own = file.has_client(*client);
+                found.extend(is_own.then_some(*client));
+                !is_own
+            });
+            let room = MAX_CLIENTS.saturating_sub(process.clients.len());
+            for client in found.into_iter().take(room) {
+                process
+                    .clients
+                    .entry(client)
+                    .or_insert((descriptor, ClientGroups::default()));
+            }
+        }
+    }
+}
+
+impl Node for DriverNode {
+    fn look(&mut self, processes: &BTreeSet<u32>) -> (Vec<Place>, usize) {
+        let is_first = self.in_use.is_none();
+        let in_use = self.groups_in_use();
+        let is_new = |pid| !self.processes.contains_key(pid);
+        let has_changed = in_use.is_none() || in_use != self.in_use || processes.iter().any(is_new);
+        self.in_use = in_use;
+        self.processes.retain(|pid, _| processes.contains(pid));
+        if has_changed {
+            self.add_unknown();
+            for pid in processes {
+                if !self.processes.contains_key(pid)
+                    && let Ok(process) = Process::open(*pid, is_first)
+                {
+                    self.processes.insert(*pid, process);
+                }
+                self.find_clients(*pid);
+            }
+            for process in self.processes.values_mut() {
+                let Process { pidfd, clients, .. } = process;
+                for (client, (descriptor, groups)) in clients {
+                    if let Ok(Some(file)) = ControlFile::duplicate(pidfd.as_fd(), *descriptor) {
+                        *groups = file.groups(*client);
+                    }
+                }
+            }
+        }
+        let mut places = BTreeMap::new();
+        let mut count = BTreeMap::new();
+        for (pid, process) in &self.processes {
+            for (client, (descriptor, groups)) in &process.clients {
+                // A fork has its parent's files, and so the same clients.
+                count.insert(*client, groups.count);
+                for group in &groups.computing {
+                    let (pid, descriptor, group) = (*pid, *descriptor, *group);
+                    places.entry(group).or_insert(Place {
+                        pid,
+                        descriptor,
+                        group,
+                    });
+                }
+            }
+        }
+        (places.into_values().collect(), count.values().sum())
+    }
+
+    fn groups_in_use(&mut self) -> Option<u32> {
+        self.overview.groups_in_use().ok()
+    }
+
+    fn slice(&mut self, at: &Place) -> Result<Duration, NodeError> {
+        Ok(self.file(at)?.slice(at.group)?)
+    }
+
+    fn set_slice(&mut self, at: &Place, slice: Duration) -> Result<(), NodeError> {
+        Ok(self.file(at)?.set_slice(at.group, slice)?)
+    }
+}

@@ -1,0 +1,119 @@
+//! Runs the holder in a process of its own, which the agent kills if the driver hangs.
+//!
+//! The agent writes a line for each request and reads a line for each report. Between requests the
+//! process looks at slices.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::io::{self, Read as _, Write as _};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use bursar_ledger::units::GpuUuid;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Signal, set_parent_process_death_signal};
+use serde::{Deserialize, Serialize};
+
+use crate::holder::{Holder, PodOrder};
+use crate::node::DriverNode;
+
+/// The first argument with which the agent's program runs [`run_child`].
+pub const SUBCOMMAND: &str = "compute";
+
+/// The process name that `ps` shows.
+const PROCESS_NAME: &std::ffi::CStr = c"bursar-compute";
+
+/// How often slices of busy groups on a contended GPU are looked at, and all others.
+const WATCH: Duration = Duration::from_millis(10);
+const WATCH_ALL: Duration = Duration::from_secs(1);
+
+/// The longest request: more pods than a node runs, each with many processes.
+const MAX_REQUEST: usize = 4 << 20;
+
+/// A request of the agent.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "request")]
+pub enum Request {
+    /// The pods of the GPU from now on. The answer is a [`Report`](crate::holder::Report).
+    Pods {
+        /// The pods.
+        pods: Vec<PodOrder>,
+    },
+    /// Processes that have launched work since the last such request. It has no answer.
+    Active {
+        /// The processes.
+        processes: BTreeSet<u32>,
+    },
+}
+
+/// Serves requests from standard input until the agent closes it. The arguments are the GPU and the
+/// microseconds of a round.
+pub fn run_child(mut words: impl Iterator<Item = OsString>) -> ExitCode {
+    // Neither call is needed: an agent that has ended closes the standard input too.
+    let _ = rustix::thread::set_name(PROCESS_NAME);
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let mut word = || words.next()?.into_string().ok();
+    let gpu = word().and_then(|word| word.parse::<GpuUuid>().ok());
+    let round = word().and_then(|word| word.parse().ok());
+    let (Some(gpu), Some(round)) = (gpu, round) else {
+        return ExitCode::FAILURE;
+    };
+    // A node that refuses it has logged so for the agent, and its GPUs are served without.
+    let _ = bursar_confine::restrict_compute_process();
+    match serve(&gpu, Duration::from_micros(round)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The agent logs what its processes write.
+            let _ = writeln!(
+                io::stderr(),
+                "failed to hold the compute time of {gpu}: {error}"
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(gpu: &GpuUuid, round: Duration) -> Result<(), Box<dyn std::error::Error>> {
+    let mut node = DriverNode::open(gpu)?;
+    let mut holder = Holder::new(round);
+    let stdin = io::stdin();
+    let (mut input, mut waiting) = (stdin.lock(), Vec::new());
+    let mut watched_all = Instant::now();
+    let mut chunk = [0; 65_536];
+    loop {
+        let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+        let pause = Timespec {
+            tv_sec: 0,
+            tv_nsec: WATCH.subsec_nanos().into(),
+        };
+        let has_input = poll(&mut fds, Some(&pause))? > 0;
+        if has_input {
+            let read = input.read(&mut chunk)?;
+            waiting.extend_from_slice(chunk.get(..read).unwrap_or_default());
+            if read == 0 || waiting.len() > MAX_REQUEST {
+                return Ok(());
+            }
+        }
+        while let Some(end) = waiting.iter().position(|byte| *byte == b'\n') {
+            let line: Vec<u8> = waiting.drain(..=end).collect();
+            let now = Instant::now();
+            match serde_json::from_slice(&line)? {
+                Request::Pods { pods } => {
+                    holder.order(&mut node, pods, now);
+                    let mut report = serde_json::to_vec(&holder.report(now))?;
+                    report.push(b'\n');
+                    let mut output = io::stdout().lock();
+                    output.write_all(&report)?;
+                    output.flush()?;
+                }
+                Request::Active { processes } => holder.mark_active(&mut node, &processes, now),
+            }
+        }
+        let is_due = watched_all.elapsed() >= WATCH_ALL;
+        if is_due {
+            watched_all = Instant::now();
+        }
+        holder.watch(&mut node, is_due, Instant::now());
+    }
+}

@@ -1,0 +1,335 @@
+//! Finds the channel groups of other processes, and reads and sets their time slices.
+//!
+//! The driver lets channel groups take turns on a GPU, a group for each CUDA context. The kernel
+//! module takes commands about a group from the file of its client alone. So the caller duplicates
+//! a process's control file for a few calls. A duplicate that stays open keeps the memory of a
+//! process that ended, and a call may take as long as the driver. So the calls are for a process of
+//! their own, which may be ended.
+//!
+//! Nothing in the other process takes part. The resource manager numbers clients upwards, and
+//! libcuda its objects. The driver confirms each candidate or refuses it: 3 us a call, on an H200
+//! with driver 580. Groups with other handles stay hidden, and [`Overview::groups_in_use`] counts
+//! them (`ctrl/ctrla06c.h`, `ctrl/ctrl0000/ctrl0000client.h`, `ctrl/ctrl2080/ctrl2080fifo.h`).
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use bursar_ledger::units::GpuUuid;
+use rustix::fs::{AtFlags, FileType, StatxFlags};
+use rustix::process::PidfdGetfdFlags;
+
+use crate::rm::{self, RmClient, RmError, RmParams, SUBDEVICE_HANDLE};
+
+/// `RS_CLIENT_HANDLE_BASE` and `RS_CLIENT_HANDLE_MAX` (`g_resserv_nvoc.h`).
+const FIRST_CLIENT: u32 = 0xc1d0_0000;
+const CLIENTS: u32 = 0x10_0000;
+
+/// The handles that libcuda gives to its objects, upwards. PyTorch's first context had the last of
+/// its groups at 0x66 of them.
+const FIRST_OBJECT: u32 = 0x5c00_0000;
+const OBJECTS: u32 = 4096;
+
+/// `NV01_ROOT_CLIENT`'s `CLIENT_GET_HANDLE_INFO`, and the questions that it answers.
+const GET_HANDLE_INFO: u32 = 0xd02;
+const PARENT: u32 = 1;
+const CLASS: u32 = 2;
+
+/// `KEPLER_CHANNEL_GROUP_A`, and the last byte of each class of compute objects, which only groups
+/// with kernels have (`class/cl*c0.h`: Hopper's is 0xcbc0).
+const CHANNEL_GROUP: u32 = 0xa06c;
+const COMPUTE: u32 = 0xc0;
+
+/// `NVA06C_CTRL_CMD_SET_TIMESLICE` and `NVA06C_CTRL_CMD_GET_TIMESLICE`.
+const SET_TIMESLICE: u32 = 0xa06c_0103;
+const GET_TIMESLICE: u32 = 0xa06c_0104;
+
+/// `NV2080_CTRL_CMD_FIFO_GET_INFO`, its index for the groups in use, and the engine of kernels.
+const FIFO_GET_INFO: u32 = 0x2080_1109;
+const GROUPS_IN_USE: u32 = 9;
+const GRAPHICS: u32 = 1;
+
+/// `/dev/nvidiactl`: the major number is assigned to NVIDIA (`Documentation/admin-guide/devices`).
+const CONTROL_DEVICE: (u32, u32) = (195, 255);
+
+/// The most descriptors of one process that are looked at.
+const MAX_DESCRIPTORS: usize = 4096;
+
+/// `NV0000_CTRL_CLIENT_GET_HANDLE_INFO_PARAMS`.
+#[repr(C)]
+struct HandleInfo {
+    object: u32,
+    index: u32,
+    data: u64,
+}
+
+/// `NVA06C_CTRL_TIMESLICE_PARAMS`.
+#[repr(C)]
+struct Timeslice {
+    micros: u64,
+}
+
+/// `NV2080_CTRL_FIFO_GET_INFO_PARAMS`.
+#[repr(C)]
+struct FifoInfo {
+    count: u32,
+    entries: [[u32; 2]; 256],
+    engine: u32,
+}
+
+#[expect(unsafe_code, reason = "the kernel module writes into these values")]
+mod layouts {
+    use super::{FifoInfo, HandleInfo, RmParams, Timeslice};
+
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for HandleInfo {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for Timeslice {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for FifoInfo {}
+}
+
+/// A channel group with kernels, by the handles of its client and of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChannelGroup {
+    /// The client's handle, unique on the node.
+    pub client: u32,
+    /// The group's handle, unique among its client's objects.
+    pub handle: u32,
+}
+
+/// The groups of one client.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientGroups {
+    /// Those that run kernels.
+    pub computing: Vec<ChannelGroup>,
+    /// The number of all groups, those of copy engines included.
+    pub count: usize,
+}
+
+/// What the driver tells about all clients of a GPU.
+pub struct Overview {
+    client: RmClient,
+}
+
+impl Overview {
+    /// Opens a client of this process.
+    ///
+    /// # Errors
+    /// When the kernel module refuses it.
+    pub fn open(gpu: &GpuUuid) -> Result<Self, RmError> {
+        let client = RmClient::open(gpu)?;
+        Ok(Self { client })
+    }
+
+    /// The number of channel groups that the GPU has, whoever made them.
+    ///
+    /// # Errors
+    /// When the kernel module refuses the question.
+    pub fn groups_in_use(&self) -> Result<u32, RmError> {
+        let mut info = FifoInfo {
+            count: 1,
+            entries: [[0; 2]; 256],
+            engine: GRAPHICS,
+        };
+        info.entries[0][0] = GROUPS_IN_USE;
+        self.client
+            .control(SUBDEVICE_HANDLE, FIFO_GET_INFO, &mut info)?;
+        Ok(info.entries[0][1])
+    }
+}
+
+/// The handles of the clients that were made between two calls of [`ClientRange::next`].
+#[derive(Debug, Default)]
+pub struct ClientRange {
+    seen: Option<u32>,
+}
+
+impl ClientRange {
+    /// The handles since the last call, at first all below the newest. They begin anew after the
+    /// last one.
+    ///
+    /// # Errors
+    /// When the kernel module makes no client.
+    pub fn next(&mut self) -> Result<Vec<Range<u32>>, RmError> {
+        let newest = rm::newest_client()?;
+        let seen = self.seen.replace(newest);
+        Ok(between(seen, newest))
+    }
+}
+
+fn between(seen: Option<u32>, newest: u32) -> Vec<Range<u32>> {
+    match seen {
+        None => vec![FIRST_CLIENT..newest],
+        Some(seen) if seen <= newest => vec![seen..newest],
+        Some(seen) => vec![seen..FIRST_CLIENT + CLIENTS, FIRST_CLIENT..newest],
+    }
+}
+
+/// The descriptors of a process that may be control files, by the names that they had when opened.
+///
+/// # Errors
+/// When the process has ended.
+pub fn control_descriptors(pid: u32) -> io::Result<Vec<i32>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))?.take(MAX_DESCRIPTORS) {
+        let entry = entry?;
+        // A link's text asks no file system of the tenant's.
+        let Ok(target) = fs::read_link(entry.path()) else {
+            continue;
+        };
+        if target.file_name().is_some_and(|name| name == "nvidiactl") {
+            found.extend(
+                entry
+                    .file_name()
+                    .to_str()
+                    .and_then(|name| name.parse::<i32>().ok()),
+            );
+        }
+    }
+    Ok(found)
+}
+
+/// A duplicate of another process's control file. It must be dropped after a few calls.
+#[derive(Debug)]
+pub struct ControlFile(OwnedFd);
+
+impl ControlFile {
+    /// Duplicates a descriptor of the process behind `pidfd`. None if it is no control file.
+    ///
+    /// # Errors
+    /// When the process has ended, or has closed the descriptor.
+    pub fn duplicate(pidfd: BorrowedFd<'_>, descriptor: i32) -> io::Result<Option<Self>> {
+        let file = rustix::process::pidfd_getfd(pidfd, descriptor, PidfdGetfdFlags::empty())?;
+        // A tenant's file system would answer a question that asks it, when it likes.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let about = rustix::fs::statx(&file, c"", flags, StatxFlags::TYPE)?;
+        let kind = FileType::from_raw_mode(about.stx_mode.into());
+        let device = (about.stx_rdev_major, about.stx_rdev_minor);
+        let is_control = kind == FileType::CharacterDevice && device == CONTROL_DEVICE;
+        Ok(is_control.then_some(Self(file)))
+    }
+
+    /// Whether the client belongs to this file.
+    pub fn has_client(&self, client: u32) -> bool {
+        self.info(client, client, CLASS).is_some()
+    }
+
+    /// Finds the groups of a client that belongs to this file.
+    pub fn groups(&self, client: u32) -> ClientGroups {
+        let mut groups = ClientGroups::default();
+        for handle in FIRST_OBJECT..FIRST_OBJECT + OBJECTS {
+            let Some(class) = self.info(client, handle, CLASS) else {
+                continue;
+            };
+            groups.count += usize::from(class == CHANNEL_GROUP);
+            if class & 0xff == COMPUTE
+                && class > 0xff
+                && let Some(channel) = self.info(client, handle, PARENT)
+                && let Some(handle) = self.info(client, channel, PARENT)
+                && self.info(client, handle, CLASS) == Some(CHANNEL_GROUP)
+            {
+                groups.computing.push(ChannelGroup { client, handle });
+            }
+        }
+        groups.computing.sort();
+        groups.computing.dedup();
+        groups
+    }
+
+    /// The slice that was last set. The GPU may not keep to it.
+    ///
+    /// # Errors
+    /// When the group is gone, or is not this file's.
+    pub fn slice(&self, group: ChannelGroup) -> Result<Duration, RmError> {
+        let mut slice = Timeslice { micros: 0 };
+        rm::control(
+            self.0.as_fd(),
+            group.client,
+            group.handle,
+            GET_TIMESLICE,
+            &mut slice,
+        )?;
+        Ok(Duration::from_micros(slice.micros))
+    }
+
+    /// Sets the slice, which takes the group off the GPU for a moment.
+    ///
+    /// # Errors
+    /// When the group is gone, or is not this file's.
+    pub fn set_slice(&self, group: ChannelGroup, slice: Duration) -> Result<(), RmError> {
+        let mut slice = Timeslice {
+            micros: u64::try_from(slice.as_micros()).unwrap_or(u64::MAX),
+        };
+        rm::control(
+            self.0.as_fd(),
+            group.client,
+            group.handle,
+            SET_TIMESLICE,
+            &mut slice,
+        )
+    }
+
+    fn info(&self, client: u32, object: u32, index: u32) -> Option<u32> {
+        let mut info = HandleInfo {
+            object,
+            index,
+            data: 0,
+        };
+        rm::control(self.0.as_fd(), client, client, GET_HANDLE_INFO, &mut info).ok()?;
+        Some(info.data as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+    use super::*;
+
+    #[test]
+    fn parameters_have_the_kernel_modules_sizes() {
+        assert_eq!(size_of::<HandleInfo>(), 16);
+        assert_eq!(size_of::<Timeslice>(), 8);
+        assert_eq!(size_of::<FifoInfo>(), 2056);
+    }
+
+    #[test]
+    fn clients_since_the_last_look_go_round() {
+        let last = FIRST_CLIENT + CLIENTS;
+        assert_eq!(
+            between(None, FIRST_CLIENT + 9),
+            [FIRST_CLIENT..FIRST_CLIENT + 9]
+        );
+        let [seen, newest] = [FIRST_CLIENT + 5, FIRST_CLIENT + 9];
+        assert_eq!(between(Some(seen), newest), [seen..newest]);
+        assert_eq!(
+            between(Some(newest), seen),
+            [newest..last, FIRST_CLIENT..seen]
+        );
+    }
+
+    #[test]
+    fn file_that_is_called_like_the_control_node_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let _named = File::create(folder.path().join("nvidiactl")).unwrap();
+        let other = File::open("/dev/null").unwrap();
+        let candidates = control_descriptors(std::process::id()).unwrap();
+        assert!(!candidates.is_empty());
+        let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        for descriptor in candidates {
+            let file = ControlFile::duplicate(own.as_fd(), descriptor).unwrap();
+            assert!(file.is_none());
+        }
+        use std::os::fd::AsRawFd as _;
+        assert!(
+            ControlFile::duplicate(own.as_fd(), other.as_raw_fd())
+                .unwrap()
+                .is_none()
+        );
+    }
+}
