@@ -8,7 +8,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bursar_gpu::channel_groups::{
-    ChannelGroup, ClientGroups, ClientRange, ControlFile, Overview, control_descriptors,
+    ChannelGroup, ClientGroups, ControlFile, NewClients, Overview, control_descriptors,
 };
 use bursar_gpu::rm::RmError;
 use bursar_ledger::units::GpuUuid;
@@ -95,10 +95,15 @@ impl Process {
     }
 }
 
+/// The descriptors that may be control files; none of a process that has ended.
+fn descriptors_of(pid: u32) -> BTreeSet<i32> {
+    control_descriptors(pid).into_iter().flatten().collect()
+}
+
 /// The node itself.
 pub struct DriverNode {
     overview: Overview,
-    range: ClientRange,
+    new_clients: NewClients,
     /// Handles that nobody of the known processes has, the oldest first.
     unknown: VecDeque<(u32, Instant)>,
     earlier: Range<u32>,
@@ -113,14 +118,12 @@ impl DriverNode {
     /// # Errors
     /// When the kernel module refuses it.
     pub fn open(gpu: &GpuUuid) -> Result<Self, RmError> {
-        let mut range = ClientRange::default();
-        let all = range.next()?;
-        let newest = all.first().map_or(0, |range| range.end);
+        let new_clients = NewClients::begin()?;
         Ok(Self {
             overview: Overview::open(gpu)?,
-            range,
+            earlier: new_clients.earlier(EARLIER),
+            new_clients,
             unknown: VecDeque::new(),
-            earlier: newest.saturating_sub(EARLIER)..newest,
             processes: BTreeMap::new(),
             in_use: None,
         })
@@ -136,7 +139,7 @@ impl DriverNode {
     fn add_unknown(&mut self) {
         // Without an answer the next look has them.
         let now = Instant::now();
-        for handle in self.range.next().into_iter().flatten().flatten() {
+        for handle in self.new_clients.take().into_iter().flatten() {
             self.unknown.push_back((handle, now));
         }
         let excess = self.unknown.len().saturating_sub(MAX_UNKNOWN);
@@ -155,7 +158,7 @@ impl DriverNode {
         let Some(process) = self.processes.get_mut(&pid) else {
             return;
         };
-        let descriptors: BTreeSet<i32> = control_descriptors(pid).into_iter().flatten().collect();
+        let descriptors = descriptors_of(pid);
         process
             .clients
             .retain(|_, (at, _)| descriptors.contains(at));
@@ -163,11 +166,12 @@ impl DriverNode {
             .descriptors
             .retain(|descriptor| descriptors.contains(descriptor));
         for descriptor in descriptors {
+            let is_new = process.descriptors.insert(descriptor);
             let Ok(Some(file)) = process.file(descriptor) else {
                 continue;
             };
             let mut found = Vec::new();
-            if process.descriptors.insert(descriptor) {
+            if is_new {
                 let earlier = self.earlier.clone().filter(|_| process.is_earlier);
                 let candidates = earlier.chain(others.iter().copied());
                 found.extend(candidates.filter(|client| file.has_client(*client)));
@@ -192,8 +196,13 @@ impl Node for DriverNode {
     fn look(&mut self, processes: &BTreeSet<u32>) -> (Vec<Place>, usize) {
         let is_first = self.in_use.is_none();
         let in_use = self.groups_in_use();
-        let is_new = |pid| !self.processes.contains_key(pid);
-        let has_changed = in_use.is_none() || in_use != self.in_use || processes.iter().any(is_new);
+        // One context may end and another begin between two looks, so files count too.
+        let is_known = |pid: &u32| {
+            let process = self.processes.get(pid);
+            process.is_some_and(|process| process.descriptors == descriptors_of(*pid))
+        };
+        let has_changed =
+            in_use.is_none() || in_use != self.in_use || !processes.iter().all(is_known);
         self.in_use = in_use;
         self.processes.retain(|pid, _| processes.contains(pid));
         if has_changed {

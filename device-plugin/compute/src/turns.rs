@@ -239,7 +239,7 @@ mod tests {
                 prop_assert!(own.iter().all(|slice| (LEAST_SLICE..=ROUND).contains(slice)));
                 let busy = own.iter().zip(&pod.groups).filter(|(_, (_, is_active))| *is_active);
                 let busy: Duration = busy.map(|(slice, _)| *slice).sum();
-                let floored = own.iter().any(|slice| *slice == LEAST_SLICE);
+                let floored = own.contains(&LEAST_SLICE);
                 if let Some(Weight(weight)) = pod.weight && !pod.is_doubted && pod.is_active() && !floored {
                     parts.push(busy.as_secs_f64() / f64::from(weight));
                 }

@@ -141,31 +141,45 @@ impl Overview {
     }
 }
 
-/// The handles of the clients that were made between two calls of [`ClientRange::next`].
-#[derive(Debug, Default)]
-pub struct ClientRange {
-    seen: Option<u32>,
+/// Tells the handles of new clients.
+#[derive(Debug)]
+pub struct NewClients {
+    seen: u32,
 }
 
-impl ClientRange {
-    /// The handles since the last call, at first all below the newest. They begin anew after the
-    /// last one.
+impl NewClients {
+    /// Begins with the clients that are made from now on.
     ///
     /// # Errors
     /// When the kernel module makes no client.
-    pub fn next(&mut self) -> Result<Vec<Range<u32>>, RmError> {
+    pub fn begin() -> Result<Self, RmError> {
+        let seen = rm::newest_client()?;
+        Ok(Self { seen })
+    }
+
+    /// The handles below those that the kernel module has given from the beginning, the last ones.
+    pub fn earlier(&self, count: u32) -> Range<u32> {
+        self.seen.saturating_sub(count).max(FIRST_CLIENT)..self.seen
+    }
+
+    /// The handles since the last call. They begin anew after the last one.
+    ///
+    /// # Errors
+    /// When the kernel module makes no client.
+    pub fn take(&mut self) -> Result<Vec<u32>, RmError> {
         let newest = rm::newest_client()?;
-        let seen = self.seen.replace(newest);
+        let seen = std::mem::replace(&mut self.seen, newest);
         Ok(between(seen, newest))
     }
 }
 
-fn between(seen: Option<u32>, newest: u32) -> Vec<Range<u32>> {
-    match seen {
-        None => vec![FIRST_CLIENT..newest],
-        Some(seen) if seen <= newest => vec![seen..newest],
-        Some(seen) => vec![seen..FIRST_CLIENT + CLIENTS, FIRST_CLIENT..newest],
+fn between(seen: u32, newest: u32) -> Vec<u32> {
+    if seen <= newest {
+        return (seen..newest).collect();
     }
+    (seen..FIRST_CLIENT + CLIENTS)
+        .chain(FIRST_CLIENT..newest)
+        .collect()
 }
 
 /// The descriptors of a process that may be control files, by the names that they had when opened.
@@ -299,18 +313,12 @@ mod tests {
     }
 
     #[test]
-    fn clients_since_the_last_look_go_round() {
-        let last = FIRST_CLIENT + CLIENTS;
-        assert_eq!(
-            between(None, FIRST_CLIENT + 9),
-            [FIRST_CLIENT..FIRST_CLIENT + 9]
-        );
-        let [seen, newest] = [FIRST_CLIENT + 5, FIRST_CLIENT + 9];
-        assert_eq!(between(Some(seen), newest), [seen..newest]);
-        assert_eq!(
-            between(Some(newest), seen),
-            [newest..last, FIRST_CLIENT..seen]
-        );
+    fn handles_of_new_clients_begin_anew_after_the_last() {
+        let last = FIRST_CLIENT + CLIENTS - 1;
+        let two = [FIRST_CLIENT + 5, FIRST_CLIENT + 6];
+        assert_eq!(between(two[0], FIRST_CLIENT + 7), two);
+        assert_eq!(between(last, FIRST_CLIENT + 1), [last, FIRST_CLIENT]);
+        assert!(between(last, last).is_empty());
     }
 
     #[test]
