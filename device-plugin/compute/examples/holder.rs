@@ -1,4 +1,4 @@
-//! The holder's process alone, for measurements on a GPU: `holder GPU MICROSECONDS`.
+//! The holder's process alone, for measurements on a GPU: `holder GPU DEVICE MICROSECONDS`.
 
 use std::process::ExitCode;
 

@@ -57,8 +57,8 @@ struct Held {
     pod: usize,
     /// The slice that was read when the group was found, or set since.
     slice: Duration,
-    /// The holder has set the slice, so that it should hold.
-    is_set: bool,
+    /// The slice follows from weights, so it is set back when somebody else changes it.
+    is_kept: bool,
     /// libcuda sets a slice once, after its group is scheduled.
     is_settled: bool,
 }
@@ -125,11 +125,11 @@ impl Holder {
                 // An agent before may have set it.
                 let found = || {
                     let slice = node.slice(&place).ok()?;
-                    let (is_set, is_settled) = (false, false);
+                    let (is_kept, is_settled) = (false, false);
                     Some(Held {
                         pod,
                         slice,
-                        is_set,
+                        is_kept,
                         is_settled,
                     })
                 };
@@ -163,7 +163,7 @@ impl Holder {
                 .active_until
                 .get(&place.pid)
                 .is_some_and(|until| *until > now);
-            if !held.is_set || !(all || busy && is_active) {
+            if !held.is_kept || !(all || busy && is_active) {
                 continue;
             }
             match node.slice(place) {
@@ -237,17 +237,19 @@ impl Holder {
                     .is_some_and(|until| *until > now),
             });
         }
+        let is_kept = pods.iter().any(|pod| pod.weight.is_some());
         for (place, slice) in turns::divide(self.round, &pods) {
             let Some(held) = self.held.get_mut(&place) else {
                 continue;
             };
+            held.is_kept = is_kept;
             if held.slice.abs_diff(slice) * TOLERANCE <= held.slice {
                 continue;
             }
             // The kernel module counts microseconds.
             let slice = Duration::from_micros(slice.as_micros() as u64);
             match node.set_slice(&place, slice) {
-                Ok(()) => (held.slice, held.is_set) = (slice, true),
+                Ok(()) => held.slice = slice,
                 Err(_) => drop(self.held.remove(&place)),
             }
         }
@@ -377,6 +379,21 @@ mod tests {
         holder.watch(&mut fake, true, now);
         holder.mark_active(&mut fake, &all(&[1, 2]), now);
         assert_eq!(fake.sets, sets);
+    }
+
+    #[test]
+    fn slice_that_needed_no_change_at_first_is_kept_too() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let [one, _] = [fake.start(1), fake.start(2)];
+        let mut holder = Holder::new(Duration::from_millis(4));
+        let pods = vec![pod("a", Some(50), &[1]), pod("b", Some(50), &[2])];
+        holder.order(&mut fake, pods, now);
+        holder.mark_active(&mut fake, &all(&[1, 2]), now);
+        assert_eq!(fake.micros(&one), 2_048);
+        fake.groups.insert(one, Duration::from_millis(100));
+        holder.watch(&mut fake, false, now);
+        assert_eq!(fake.micros(&one), 2_048);
+        assert_eq!(holder.report(now).pods["a"].changed, 1);
     }
 
     #[test]

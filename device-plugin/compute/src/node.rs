@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_gpu::channel_groups::{
@@ -31,6 +33,9 @@ pub enum NodeError {
     /// The process has ended, or has closed the file.
     #[error("failed to duplicate a control file of the process: {0}")]
     Process(#[from] io::Error),
+    /// The GPU's device node cannot be opened.
+    #[error("failed to open {path}: {error}", path = .0.display(), error = .1)]
+    Device(PathBuf, #[source] io::Error),
     /// The kernel module refused the call.
     #[error(transparent)]
     Rm(#[from] RmError),
@@ -102,6 +107,8 @@ fn descriptors_of(pid: u32) -> BTreeSet<i32> {
 
 /// The node itself.
 pub struct DriverNode {
+    /// Open, because the kernel module shows a GPU only to a process that has it open.
+    _device: File,
     overview: Overview,
     new_clients: NewClients,
     /// Handles that nobody of the known processes has, the oldest first.
@@ -113,13 +120,16 @@ pub struct DriverNode {
 }
 
 impl DriverNode {
-    /// Opens the driver's view of a GPU.
+    /// Opens the driver's view of a GPU, whose device node is `device`.
     ///
     /// # Errors
-    /// When the kernel module refuses it.
-    pub fn open(gpu: &GpuUuid) -> Result<Self, RmError> {
+    /// When the kernel module refuses it, or the node cannot be opened.
+    pub fn open(gpu: &GpuUuid, device: &Path) -> Result<Self, NodeError> {
+        let opened = File::options().read(true).write(true).open(device);
+        let device = opened.map_err(|error| NodeError::Device(device.to_owned(), error))?;
         let new_clients = NewClients::begin()?;
         Ok(Self {
+            _device: device,
             overview: Overview::open(gpu)?,
             earlier: new_clients.earlier(EARLIER),
             new_clients,

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -47,21 +48,22 @@ pub enum Request {
     },
 }
 
-/// Serves requests from standard input until the agent closes it. The arguments are the GPU and the
-/// microseconds of a round.
+/// Serves requests from standard input until the agent closes it. The arguments are the GPU, its
+/// device node and the microseconds of a round.
 pub fn run_child(mut words: impl Iterator<Item = OsString>) -> ExitCode {
     // Neither call is needed: an agent that has ended closes the standard input too.
     let _ = rustix::thread::set_name(PROCESS_NAME);
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let mut word = || words.next()?.into_string().ok();
     let gpu = word().and_then(|word| word.parse::<GpuUuid>().ok());
+    let device = word().map(PathBuf::from);
     let round = word().and_then(|word| word.parse().ok());
-    let (Some(gpu), Some(round)) = (gpu, round) else {
+    let (Some(gpu), Some(device), Some(round)) = (gpu, device, round) else {
         return ExitCode::FAILURE;
     };
     // A node that refuses it has logged so for the agent, and its GPUs are served without.
     let _ = bursar_confine::restrict_compute_process();
-    match serve(&gpu, Duration::from_micros(round)) {
+    match serve(&gpu, &device, Duration::from_micros(round)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The agent logs what its processes write.
@@ -74,8 +76,8 @@ pub fn run_child(mut words: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-fn serve(gpu: &GpuUuid, round: Duration) -> Result<(), Box<dyn std::error::Error>> {
-    let mut node = DriverNode::open(gpu)?;
+fn serve(gpu: &GpuUuid, device: &Path, round: Duration) -> Result<(), Box<dyn std::error::Error>> {
+    let mut node = DriverNode::open(gpu, device)?;
     let mut holder = Holder::new(round);
     let stdin = io::stdin();
     let (mut input, mut waiting) = (stdin.lock(), Vec::new());

@@ -109,15 +109,13 @@ pub fn restrict_driver_process() -> Result<(), ConfineError> {
 }
 
 /// Confines the process that speaks to the kernel module as other processes' clients: only
-/// `CAP_SYS_PTRACE`, by which it duplicates their files, and `CAP_SYS_ADMIN`, without which the kernel
-/// module refuses a device to a process that has not opened the GPU. No exec, only Unix sockets, no
-/// new namespace, and the limits of the agent.
+/// `CAP_SYS_PTRACE`, by which it duplicates their files, no exec, only Unix sockets, no new namespace,
+/// and the limits of the agent.
 ///
 /// # Errors
 /// [`ConfineError`]; rights that were dropped before stay dropped.
 pub fn restrict_compute_process() -> Result<(), ConfineError> {
-    let kept = CapabilitySet::SYS_PTRACE.union(CapabilitySet::SYS_ADMIN);
-    limit_capabilities_to(kept).map_err(ConfineError::Capabilities)?;
+    limit_capabilities_to(CapabilitySet::SYS_PTRACE).map_err(ConfineError::Capabilities)?;
     filter::deny(filter::AGENT_DENIED_SYSCALLS)?;
     Ok(filter::deny_to_driver_process()?)
 }

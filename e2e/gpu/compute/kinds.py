@@ -55,10 +55,10 @@ def decode():
 
 def training():
     """Trains two layers of a transformer."""
-    layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True, dropout=0.0, device="cuda", dtype=torch.bfloat16)
+    layer = torch.nn.TransformerEncoderLayer(2048, 16, 8192, batch_first=True, dropout=0.0, device="cuda", dtype=torch.bfloat16)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    batch = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16)
+    batch = torch.randn(16, 1024, 2048, device="cuda", dtype=torch.bfloat16)
 
     def step():
         optimizer.zero_grad(set_to_none=True)

@@ -45,11 +45,20 @@ SAME, OTHER = 0.03, 0.05
 EFFECT = 8
 
 
+def device_node(gpu):
+    """The GPU's device node, by the number that the kernel module tells."""
+    for about in pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        words = dict(line.split(":", 1) for line in about.read_text().splitlines() if ":" in line)
+        if words["GPU UUID"].strip() == gpu:
+            return f"/dev/nvidia{words['Device Minor'].strip()}"
+    raise RuntimeError(f"failed to find the device node of {gpu}")
+
+
 class Holder:
     """The holder's process."""
 
     def __init__(self, program, gpu, round_us):
-        self.process = subprocess.Popen([program, gpu, str(round_us)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([program, gpu, device_node(gpu), str(round_us)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def pods(self, pods):
         """Orders pods, (weight, pids) by UID, and returns the report."""
