@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bursar_gpu::channel_groups::{
-    ChannelGroup, ClientGroups, ControlFile, NewClients, Overview, control_descriptors,
+    ChannelGroup, ClientGroups, ControlFile, ControlNode, NewClients, Overview, control_descriptors,
 };
 use bursar_gpu::rm::RmError;
 use bursar_ledger::units::GpuUuid;
@@ -95,8 +95,8 @@ impl Process {
         })
     }
 
-    fn file(&self, descriptor: i32) -> io::Result<Option<ControlFile>> {
-        ControlFile::duplicate(self.pidfd.as_fd(), descriptor)
+    fn file(&self, control: &ControlNode, descriptor: i32) -> io::Result<Option<ControlFile>> {
+        ControlFile::duplicate(control, self.pidfd.as_fd(), descriptor)
     }
 }
 
@@ -109,6 +109,7 @@ fn descriptors_of(pid: u32) -> BTreeSet<i32> {
 pub struct DriverNode {
     /// Open, because the kernel module shows a GPU only to a process that has it open.
     _device: File,
+    control: ControlNode,
     overview: Overview,
     new_clients: NewClients,
     /// Handles that nobody of the known processes has, the oldest first.
@@ -120,17 +121,19 @@ pub struct DriverNode {
 }
 
 impl DriverNode {
-    /// Opens the driver's view of a GPU, whose device node is `device`.
+    /// Opens the driver's view of a GPU, whose device node is `device`. The control node is beside it.
     ///
     /// # Errors
     /// When the kernel module refuses it, or the node cannot be opened.
     pub fn open(gpu: &GpuUuid, device: &Path) -> Result<Self, NodeError> {
+        let control = ControlNode::beside(device)?;
         let opened = File::options().read(true).write(true).open(device);
         let device = opened.map_err(|error| NodeError::Device(device.to_owned(), error))?;
-        let new_clients = NewClients::begin()?;
+        let new_clients = NewClients::begin(&control)?;
         Ok(Self {
             _device: device,
-            overview: Overview::open(gpu)?,
+            overview: Overview::open(&control, gpu)?,
+            control,
             earlier: new_clients.earlier(EARLIER),
             new_clients,
             unknown: VecDeque::new(),
@@ -141,7 +144,8 @@ impl DriverNode {
 
     fn file(&self, at: &Place) -> Result<ControlFile, NodeError> {
         let process = self.processes.get(&at.pid).ok_or(io::ErrorKind::NotFound);
-        let file = process.map_err(io::Error::from)?.file(at.descriptor)?;
+        let process = process.map_err(io::Error::from)?;
+        let file = process.file(&self.control, at.descriptor)?;
         Ok(file.ok_or(io::Error::from(io::ErrorKind::NotFound))?)
     }
 
@@ -149,7 +153,7 @@ impl DriverNode {
     fn add_unknown(&mut self) {
         // Without an answer the next look has them.
         let now = Instant::now();
-        for handle in self.new_clients.take().into_iter().flatten() {
+        for handle in self.new_clients.take(&self.control).into_iter().flatten() {
             self.unknown.push_back((handle, now));
         }
         let excess = self.unknown.len().saturating_sub(MAX_UNKNOWN);
@@ -177,7 +181,7 @@ impl DriverNode {
             .retain(|descriptor| descriptors.contains(descriptor));
         for descriptor in descriptors {
             let is_new = process.descriptors.insert(descriptor);
-            let Ok(Some(file)) = process.file(descriptor) else {
+            let Ok(Some(file)) = process.file(&self.control, descriptor) else {
                 continue;
             };
             let mut found = Vec::new();
@@ -228,7 +232,9 @@ impl Node for DriverNode {
             for process in self.processes.values_mut() {
                 let Process { pidfd, clients, .. } = process;
                 for (client, (descriptor, groups)) in clients {
-                    if let Ok(Some(file)) = ControlFile::duplicate(pidfd.as_fd(), *descriptor) {
+                    if let Ok(Some(file)) =
+                        ControlFile::duplicate(&self.control, pidfd.as_fd(), *descriptor)
+                    {
                         *groups = file.groups(*client);
                     }
                 }

@@ -14,11 +14,13 @@
 use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_ledger::units::GpuUuid;
 use rustix::fs::{AtFlags, FileType, StatxFlags};
+use rustix::path::Arg;
 use rustix::process::PidfdGetfdFlags;
 
 use crate::rm::{self, RmClient, RmError, RmParams, SUBDEVICE_HANDLE};
@@ -51,8 +53,8 @@ const FIFO_GET_INFO: u32 = 0x2080_1109;
 const GROUPS_IN_USE: u32 = 9;
 const GRAPHICS: u32 = 1;
 
-/// `/dev/nvidiactl`: the major number is assigned to NVIDIA (`Documentation/admin-guide/devices`).
-const CONTROL_DEVICE: (u32, u32) = (195, 255);
+/// The name of the control node in the folder of device nodes.
+const CONTROL_NAME: &str = "nvidiactl";
 
 /// The most descriptors of one process that are looked at.
 const MAX_DESCRIPTORS: usize = 4096;
@@ -91,6 +93,62 @@ mod layouts {
     unsafe impl RmParams for FifoInfo {}
 }
 
+/// The node that takes the kernel module's commands, beside the GPUs' device nodes.
+#[derive(Debug)]
+pub struct ControlNode {
+    path: PathBuf,
+    identity: FileIdentity,
+}
+
+impl ControlNode {
+    /// Finds the control node of the folder that has `device`.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn beside(device: &Path) -> Result<Self, RmError> {
+        let path = device.with_file_name(CONTROL_NAME);
+        let identity = FileIdentity::read(rustix::fs::CWD, &path, AtFlags::empty());
+        match identity {
+            Ok(identity) => Ok(Self { path, identity }),
+            Err(error) => Err(RmError::Open(path, error)),
+        }
+    }
+}
+
+/// Which device a file is, or else which file.
+#[derive(Debug, PartialEq, Eq)]
+struct FileIdentity {
+    kind: FileType,
+    device: (u32, u32),
+    inode: Option<u64>,
+}
+
+impl FileIdentity {
+    /// A tenant's file system would answer a question that asks it, when it likes: the kernel's own
+    /// note must do.
+    fn read(at: impl AsFd, path: impl Arg, flags: AtFlags) -> io::Result<Self> {
+        let (flags, wanted) = (
+            flags | AtFlags::STATX_DONT_SYNC,
+            StatxFlags::TYPE | StatxFlags::INO,
+        );
+        let about = rustix::fs::statx(at, path, flags, wanted)?;
+        let kind = FileType::from_raw_mode(about.stx_mode.into());
+        // The same device has other nodes in containers.
+        let (device, inode) = match kind {
+            FileType::CharacterDevice => ((about.stx_rdev_major, about.stx_rdev_minor), None),
+            _ => (
+                (about.stx_dev_major, about.stx_dev_minor),
+                Some(about.stx_ino),
+            ),
+        };
+        Ok(Self {
+            kind,
+            device,
+            inode,
+        })
+    }
+}
+
 /// A channel group with kernels, by the handles of its client and of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChannelGroup {
@@ -119,8 +177,8 @@ impl Overview {
     ///
     /// # Errors
     /// When the kernel module refuses it.
-    pub fn open(gpu: &GpuUuid) -> Result<Self, RmError> {
-        let client = RmClient::open(gpu)?;
+    pub fn open(control: &ControlNode, gpu: &GpuUuid) -> Result<Self, RmError> {
+        let client = RmClient::open(&control.path, gpu)?;
         Ok(Self { client })
     }
 
@@ -152,8 +210,8 @@ impl NewClients {
     ///
     /// # Errors
     /// When the kernel module makes no client.
-    pub fn begin() -> Result<Self, RmError> {
-        let seen = rm::newest_client()?;
+    pub fn begin(control: &ControlNode) -> Result<Self, RmError> {
+        let seen = rm::newest_client(&control.path)?;
         Ok(Self { seen })
     }
 
@@ -166,8 +224,8 @@ impl NewClients {
     ///
     /// # Errors
     /// When the kernel module makes no client.
-    pub fn take(&mut self) -> Result<Vec<u32>, RmError> {
-        let newest = rm::newest_client()?;
+    pub fn take(&mut self, control: &ControlNode) -> Result<Vec<u32>, RmError> {
+        let newest = rm::newest_client(&control.path)?;
         let seen = std::mem::replace(&mut self.seen, newest);
         Ok(between(seen, newest))
     }
@@ -194,7 +252,7 @@ pub fn control_descriptors(pid: u32) -> io::Result<Vec<i32>> {
         let Ok(target) = fs::read_link(entry.path()) else {
             continue;
         };
-        if target.file_name().is_some_and(|name| name == "nvidiactl") {
+        if target.file_name().is_some_and(|name| name == CONTROL_NAME) {
             found.extend(
                 entry
                     .file_name()
@@ -211,19 +269,18 @@ pub fn control_descriptors(pid: u32) -> io::Result<Vec<i32>> {
 pub struct ControlFile(OwnedFd);
 
 impl ControlFile {
-    /// Duplicates a descriptor of the process behind `pidfd`. None if it is no control file.
+    /// Duplicates a descriptor of the process behind `pidfd`. None if it is not the control node.
     ///
     /// # Errors
     /// When the process has ended, or has closed the descriptor.
-    pub fn duplicate(pidfd: BorrowedFd<'_>, descriptor: i32) -> io::Result<Option<Self>> {
+    pub fn duplicate(
+        control: &ControlNode,
+        pidfd: BorrowedFd<'_>,
+        descriptor: i32,
+    ) -> io::Result<Option<Self>> {
         let file = rustix::process::pidfd_getfd(pidfd, descriptor, PidfdGetfdFlags::empty())?;
-        // A tenant's file system would answer a question that asks it, when it likes.
-        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-        let about = rustix::fs::statx(&file, c"", flags, StatxFlags::TYPE)?;
-        let kind = FileType::from_raw_mode(about.stx_mode.into());
-        let device = (about.stx_rdev_major, about.stx_rdev_minor);
-        let is_control = kind == FileType::CharacterDevice && device == CONTROL_DEVICE;
-        Ok(is_control.then_some(Self(file)))
+        let identity = FileIdentity::read(&file, c"", AtFlags::EMPTY_PATH)?;
+        Ok((identity == control.identity).then_some(Self(file)))
     }
 
     /// Whether the client belongs to this file.
@@ -300,6 +357,7 @@ impl ControlFile {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::os::fd::AsRawFd as _;
 
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
@@ -322,22 +380,38 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_called_like_the_control_node_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let _named = File::create(folder.path().join("nvidiactl")).unwrap();
-        let other = File::open("/dev/null").unwrap();
-        let candidates = control_descriptors(std::process::id()).unwrap();
-        assert!(!candidates.is_empty());
+    fn only_the_agents_own_control_node_is_duplicated() {
+        let [folder, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let create = |at: &Path| File::create(at.join(CONTROL_NAME)).unwrap();
+        let [_own, _named_like_it] = [create(folder.path()), create(other.path())];
+        let null = File::open("/dev/null").unwrap();
+        let control = ControlNode::beside(&folder.path().join("nvidia0")).unwrap();
         let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let is_taken = |descriptor| {
+            let file = ControlFile::duplicate(&control, own.as_fd(), descriptor);
+            file.unwrap().is_some()
+        };
+        let candidates = control_descriptors(std::process::id()).unwrap();
+        let is_own = |descriptor: &i32| {
+            let target = fs::read_link(format!("/proc/self/fd/{descriptor}")).unwrap();
+            target.starts_with(folder.path())
+        };
+        assert!(candidates.iter().any(is_own) && !candidates.iter().all(is_own));
         for descriptor in candidates {
-            let file = ControlFile::duplicate(own.as_fd(), descriptor).unwrap();
-            assert!(file.is_none());
+            assert_eq!(is_taken(descriptor), is_own(&descriptor));
         }
-        use std::os::fd::AsRawFd as _;
-        assert!(
-            ControlFile::duplicate(own.as_fd(), other.as_raw_fd())
-                .unwrap()
-                .is_none()
-        );
+        assert!(!is_taken(null.as_raw_fd()));
+    }
+
+    #[test]
+    fn device_is_known_by_its_number_under_any_name() {
+        let read = |path: &str| FileIdentity::read(rustix::fs::CWD, path, AtFlags::empty());
+        let inode = |path: &str| read(path).unwrap().inode;
+        assert_eq!(inode("/dev/null"), None);
+        assert!(inode("/dev") > None);
+        assert_ne!(read("/dev/null").unwrap(), read("/dev/zero").unwrap());
+        let open = File::open("/dev/null").unwrap();
+        let opened = FileIdentity::read(&open, c"", AtFlags::EMPTY_PATH).unwrap();
+        assert_eq!(opened, read("/dev/null").unwrap());
     }
 }

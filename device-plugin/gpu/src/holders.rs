@@ -11,10 +11,11 @@
 //! Without an answer the audit relies on mapped device nodes (`enforcement/audit/compare.rs`).
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use bursar_ledger::units::{Bytes, GpuUuid};
 
-use crate::rm::{RmClient, RmError, RmParams, SUBDEVICE, SUBDEVICE_HANDLE};
+use crate::rm::{CONTROL_NODE, RmClient, RmError, RmParams, SUBDEVICE, SUBDEVICE_HANDLE};
 
 /// `NV2080_CTRL_CMD_GPU_GET_PIDS` and `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
 const GET_PIDS: u32 = 0x2080_018d;
@@ -93,7 +94,7 @@ pub(crate) struct Holders {
 /// # Errors
 /// When the kernel module does not answer, not for all processes, or not in the known layout.
 pub(crate) fn query_holders(gpu: &GpuUuid) -> Result<Holders, HoldersError> {
-    let client = RmClient::open(gpu)?;
+    let client = RmClient::open(Path::new(CONTROL_NODE), gpu)?;
     let pids = client.query_pids()?;
     let mut holders = Holders::default();
     for pids in pids.chunks(MAX_INFOS) {
@@ -159,7 +160,6 @@ fn parse_pids(answer: &Pids, own: u32) -> Result<Vec<u32>, HoldersError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rm::CONTROL_NODE;
 
     #[test]
     fn parameters_have_the_kernel_modules_sizes() {
@@ -227,13 +227,13 @@ mod tests {
 
     #[test]
     fn no_answer_comes_without_the_kernel_module() {
-        if std::path::Path::new(CONTROL_NODE).exists() {
+        if Path::new(CONTROL_NODE).exists() {
             return;
         }
         let gpu = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
         assert!(matches!(
             query_holders(&gpu),
-            Err(HoldersError::Rm(RmError::Open(_)))
+            Err(HoldersError::Rm(RmError::Open(..)))
         ));
     }
 }

@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bursar_ledger::units::GpuUuid;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
@@ -32,8 +32,8 @@ const GET_UUID_INFO: u32 = 0x274;
 #[derive(Debug, thiserror::Error)]
 pub enum RmError {
     /// The control node cannot be opened.
-    #[error("failed to open {CONTROL_NODE}: {0}")]
-    Open(#[source] io::Error),
+    #[error("failed to open {path}: {error}", path = .0.display(), error = .1)]
+    Open(PathBuf, #[source] io::Error),
     /// The system call failed.
     #[error("failed to call the kernel module: {0}")]
     Ioctl(#[source] io::Error),
@@ -47,7 +47,7 @@ pub enum RmError {
     },
 }
 
-/// The device node that takes the kernel module's commands.
+/// The device node that takes the kernel module's commands, where no folder is configured.
 pub(crate) const CONTROL_NODE: &str = "/dev/nvidiactl";
 
 /// `NVOS64_PARAMETERS` of `NV_ESC_RM_ALLOC` (`nvos.h`).
@@ -135,18 +135,18 @@ pub(crate) struct RmClient {
 
 impl RmClient {
     /// Opens a client without an object.
-    fn connect() -> Result<RmClient, RmError> {
+    fn connect(control_node: &Path) -> Result<RmClient, RmError> {
         let mut options = File::options();
-        let file = options.read(true).write(true).open(Path::new(CONTROL_NODE));
-        let file = file.map_err(RmError::Open)?;
+        let file = options.read(true).write(true).open(control_node);
+        let file = file.map_err(|error| RmError::Open(control_node.to_owned(), error))?;
         let mut client = RmClient { file, root: 0 };
         client.root = client.alloc::<SubdeviceParams>(0, 0, CLIENT, None)?;
         Ok(client)
     }
 
     /// Opens a client with a subdevice of `gpu`.
-    pub(crate) fn open(gpu: &GpuUuid) -> Result<RmClient, RmError> {
-        let client = Self::connect()?;
+    pub(crate) fn open(control_node: &Path, gpu: &GpuUuid) -> Result<RmClient, RmError> {
+        let client = Self::connect(control_node)?;
         let mut info = UuidInfo {
             uuid: [0; 256],
             flags: 0,
@@ -217,8 +217,8 @@ impl RmClient {
 }
 
 /// The handle that the resource manager gives to a client now, the newest one.
-pub(crate) fn newest_client() -> Result<u32, RmError> {
-    RmClient::connect().map(|client| client.root)
+pub(crate) fn newest_client(control_node: &Path) -> Result<u32, RmError> {
+    RmClient::connect(control_node).map(|client| client.root)
 }
 
 /// Sends a command to an object of `client`, which `file` has made.
