@@ -99,6 +99,12 @@ pub struct GpuMemoryBudgetSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub managed_memory: Option<ManagedMemory>,
 
+    /// The most hundredths of GPUs' compute time (`bursar.dev/gpu-compute`) that the namespace's pods
+    /// may request together: 200 are two GPUs. Without this field they may request none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub compute: Option<i32>,
+
     /// Bounds on one container. Without this field a container may request the whole budget.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_container: Option<PerContainer>,

@@ -13,6 +13,7 @@ fn budget(guaranteed: &str, limit: Option<&str>) -> GpuMemoryBudget {
             limit: limit.map(Amount::from),
         },
         managed_memory: None,
+        compute: None,
         per_container: None,
         cohort: "default".to_owned(),
         overflow: Overflow::default(),

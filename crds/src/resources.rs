@@ -5,6 +5,12 @@ use serde::{Deserialize, Serialize};
 /// The prefix of every resource, label and annotation of Bursar.
 pub const PREFIX: &str = "bursar.dev/";
 
+/// The resource that counts hundredths of a GPU's compute time: a pod's weight under contention.
+pub const GPU_COMPUTE: &str = "bursar.dev/gpu-compute";
+
+/// The weights of one GPU together, in hundredths of it.
+pub const WHOLE_GPU: u16 = 100;
+
 /// The PriorityClass that makes a pod a borrower. Shipped by the chart.
 pub const BORROWED_PRIORITY_CLASS: &str = "bursar-borrowed";
 

@@ -136,6 +136,10 @@ bursar.dev/gpu-memory-{{ include "bursar.unit" . }}
 {{- define "bursar.managed" -}}
 bursar.dev/managed-memory-{{ include "bursar.unit" . }}
 {{- end }}
+{{/* The resource that counts hundredths of a GPU's compute time. */}}
+{{- define "bursar.compute" -}}
+bursar.dev/gpu-compute
+{{- end }}
 {{- define "bursar.unit" -}}
 {{ get (dict "1Gi" "gib" "512Mi" "512mib" "256Mi" "256mib") .Values.gpuMemory.quantum }}
 {{- end }}

@@ -8,7 +8,7 @@
 //! does not verify the checksum, which hashes Go's rendering of Go types. The rename excludes torn
 //! files, and the agent skips and counts damaged entries.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
@@ -117,6 +117,17 @@ impl DeviceCheckpoint {
         Ok(checkpoint)
     }
 
+    /// The hundredths of a GPU that all containers of a pod have together. Containers that follow
+    /// each other have the same device ids.
+    pub fn weight_of(entries: &[CheckpointEntry], pod: &PodUid) -> u16 {
+        let of_pod =
+            |entry: &&CheckpointEntry| entry.resource == Resource::Compute && entry.pod == *pod;
+        let device_ids = entries.iter().filter(of_pod);
+        let device_ids = device_ids.flat_map(|entry| entry.device_ids.indexes());
+        // Below MAX_DEVICE_IDS.
+        device_ids.collect::<BTreeSet<u16>>().len() as u16
+    }
+
     /// The entries with exactly these device ids.
     ///
     /// There are several where containers of a pod share ids in turn, and while the entry of an
@@ -199,6 +210,7 @@ mod tests {
                 Resource::ManagedMemory,
                 "bursar.dev/managed-memory-gib".to_owned(),
             ),
+            (Resource::Compute, "bursar.dev/gpu-compute".to_owned()),
         ]
     }
 

@@ -28,6 +28,9 @@ pub const CDI_KIND: &str = "bursar.dev/gpu";
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub(crate) const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
+/// The same for compute time.
+const COMPUTE_ANNOTATION: &str = "bursar.dev/compute-allocation";
+
 /// The gRPC metadata of an Allocate call from the plugin relay. It has the allocation ids that the
 /// relay has already given to the kubelet, one for each container.
 pub const ALLOCATION_ID_METADATA: &str = "bursar-allocation-id";
@@ -112,22 +115,30 @@ impl<A: Allocator> Plugin<A> {
     }
 }
 
+/// The annotation with the allocation id; none for device memory, whose CDI device names it.
+const fn annotation(resource: Resource) -> Option<&'static str> {
+    match resource {
+        Resource::DeviceMemory => None,
+        Resource::ManagedMemory => Some(MANAGED_ANNOTATION),
+        Resource::Compute => Some(COMPUTE_ANNOTATION),
+    }
+}
+
 /// The response that the kubelet saves for a container and passes to the runtime.
 pub(crate) fn container_response(
     resource: Resource,
     id: AllocationId,
 ) -> api::ContainerAllocateResponse {
     let mut answer = api::ContainerAllocateResponse::default();
-    match resource {
-        Resource::DeviceMemory => {
+    match annotation(resource) {
+        None => {
             answer.cdi_devices.push(api::CdiDevice {
                 name: format!("{}={id}", CDI_KIND),
             });
         }
-        Resource::ManagedMemory => {
-            answer
-                .annotations
-                .insert(MANAGED_ANNOTATION.to_owned(), id.to_string());
+        Some(annotation) => {
+            let (annotation, id) = (annotation.to_owned(), id.to_string());
+            answer.annotations.insert(annotation, id);
         }
     }
     answer
@@ -138,8 +149,8 @@ pub(crate) fn allocation_id_of(
     resource: Resource,
     answer: &api::ContainerAllocateResponse,
 ) -> Option<AllocationId> {
-    match resource {
-        Resource::DeviceMemory => answer.cdi_devices.iter().find_map(|device| {
+    match annotation(resource) {
+        None => answer.cdi_devices.iter().find_map(|device| {
             device
                 .name
                 .strip_prefix(CDI_KIND)?
@@ -147,7 +158,7 @@ pub(crate) fn allocation_id_of(
                 .parse()
                 .ok()
         }),
-        Resource::ManagedMemory => answer.annotations.get(MANAGED_ANNOTATION)?.parse().ok(),
+        Some(annotation) => answer.annotations.get(annotation)?.parse().ok(),
     }
 }
 
@@ -314,7 +325,8 @@ mod tests {
     #[test]
     fn allocation_id_is_read_back_from_the_response() {
         let id = AllocationId::from_bits(7);
-        for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
+        use Resource::{Compute, DeviceMemory, ManagedMemory};
+        for resource in [DeviceMemory, ManagedMemory, Compute] {
             assert_eq!(
                 allocation_id_of(resource, &container_response(resource, id)),
                 Some(id)

@@ -185,6 +185,7 @@ fn socket_prefix(resource: Resource) -> &'static str {
     match resource {
         Resource::DeviceMemory => "bursar-gpu-memory-",
         Resource::ManagedMemory => "bursar-managed-memory-",
+        Resource::Compute => "bursar-gpu-compute-",
     }
 }
 

@@ -140,12 +140,18 @@ impl Ledger {
 
     /// The GPUs as bins; those that are closed to the pod have no room.
     pub(super) fn bins_open_to(&self, pod: &PodUid, bins: &[Bin]) -> Vec<Bin> {
-        without_closed_bins(&self.isolation, self.gpus.keys(), pod, bins)
+        let mut open = without_closed_bins(&self.isolation, self.gpus.keys(), pod, bins);
+        for (bin, given) in open.iter_mut().zip(self.given_weights()) {
+            if !self.weights.fits(&given, pod) {
+                bin.free = 0;
+            }
+        }
+        open
     }
 
     /// The binder's plan where some GPUs are closed to some pods. Each claim is placed by itself,
     /// among the GPUs that are open to it then.
-    pub(super) fn plan_isolated(
+    pub(super) fn plan_one_by_one(
         &self,
         mut bins: Vec<Bin>,
         reserved: &[u32],
@@ -153,6 +159,7 @@ impl Ledger {
     ) -> Plan {
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let mut isolation = self.isolation.clone();
+        let mut given = self.given_weights();
         let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
         let mut first_waiting = None;
         let mut set_aside: Vec<u32> = bins
@@ -164,7 +171,14 @@ impl Ledger {
             let claim = &self.claims[id];
             let request = self.request_of(claim);
             let has_own = !request.reserved_bins.is_empty();
-            let open = without_closed_bins(&isolation, self.gpus.keys(), &claim.pod, &bins);
+            let mut open = without_closed_bins(&isolation, self.gpus.keys(), &claim.pod, &bins);
+            let fits = given
+                .iter()
+                .map(|given| self.weights.fits(given, &claim.pod));
+            let fits: Vec<bool> = fits.collect();
+            for (bin, fits) in open.iter_mut().zip(&fits) {
+                bin.free = if *fits { bin.free } else { 0 };
+            }
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
@@ -172,7 +186,8 @@ impl Ledger {
                 waits |= step.first_waiting.is_some();
                 first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
                 let open_bins = open.iter().zip(step.set_aside).enumerate();
-                for (index, (_, step)) in open_bins.filter(|(_, (bin, _))| bin.capacity > 0) {
+                let is_open = |index: usize, bin: &Bin| bin.capacity > 0 && fits[index];
+                for (index, (_, step)) in open_bins.filter(|(at, (bin, _))| is_open(*at, bin)) {
                     set_aside[index] = step;
                 }
             }
@@ -183,6 +198,7 @@ impl Ledger {
                 if taken > 0 {
                     bin.free = bin.free.saturating_sub(taken);
                     isolation.past_tenants.record(uuids[index], &claim.pod);
+                    given[index].insert(&claim.pod);
                 }
             }
             places.push(place);

@@ -34,6 +34,7 @@
 //!   of an ended pod that other processes may map is unreclaimed, and bound to no pod until it is
 //!   proven free.
 //! - A GPU whose driver is not proven to clear freed memory serves one namespace in a boot.
+//! - A pod's weight of compute time is given out on each GPU of its memory, at most a whole GPU.
 //! - A reservation sets a GPU's free memory aside for one pod.
 //! - The ledger does no I/O and reads no clock. Every event may come twice.
 //!
@@ -54,6 +55,7 @@ mod types;
 pub mod units;
 mod unreclaimed;
 mod view;
+mod weights;
 mod withheld;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -66,6 +68,7 @@ use isolation::NamespaceIsolation;
 use pod_groups::PodGroup;
 use reservations::Unclaimed;
 use unreclaimed::Unreclaimed;
+use weights::Weights;
 
 pub use boot_time::BootTime;
 pub use claim::{AGING_AFTER, RETRY_DEADLINE, RETRY_GRACE};
@@ -108,6 +111,8 @@ pub struct Ledger {
     tried: Option<BTreeSet<GpuUuid>>,
     /// The pods whose containers are placed together.
     pod_groups: BTreeMap<PodUid, PodGroup>,
+    /// The weights of pods in compute time.
+    weights: Weights,
     /// The next number for a claim, an arrival or a call.
     next_id: u64,
 }
@@ -137,6 +142,7 @@ impl Ledger {
             refused: BTreeSet::new(),
             tried: None,
             pod_groups: BTreeMap::new(),
+            weights: Weights::default(),
             next_id: 0,
         }
     }

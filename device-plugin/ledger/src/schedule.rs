@@ -80,10 +80,13 @@ impl Ledger {
                 .keys()
                 .map(|gpu| self.reserved_on(gpu).0)
                 .collect(),
-            Resource::ManagedMemory => vec![0; bins.len()],
+            Resource::ManagedMemory | Resource::Compute => vec![0; bins.len()],
         };
-        let plan = if resource == Resource::DeviceMemory && !self.are_all_gpus_shareable() {
-            self.plan_isolated(bins, &reserved, &queue)
+        let is_restricted = |id: &ClaimId| self.weights.has(&self.claims[id].pod);
+        let plan = if resource == Resource::DeviceMemory
+            && (!self.are_all_gpus_shareable() || queue.iter().any(is_restricted))
+        {
+            self.plan_one_by_one(bins, &reserved, &queue)
         } else {
             let requests = queue.iter().map(|id| self.request_of(&self.claims[id]));
             binder::plan(&bins, &reserved, &requests.collect::<Vec<_>>())
@@ -136,6 +139,7 @@ impl Ledger {
     /// The GPUs in order of UUID, or the managed memory, in the binder's terms.
     fn bins(&self, resource: Resource, now: BootTime) -> Vec<Bin> {
         match resource {
+            Resource::Compute => Vec::new(),
             Resource::ManagedMemory => vec![Bin {
                 capacity: self.managed.0,
                 attainable: self.managed.0,
@@ -176,7 +180,9 @@ impl Ledger {
         let request = self.request_of(claim);
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let placement = match claim.resource {
-            Resource::ManagedMemory => Placement::Managed(claim.device_ids.quanta()),
+            Resource::ManagedMemory | Resource::Compute => {
+                Placement::Managed(claim.device_ids.quanta())
+            }
             Resource::DeviceMemory => Placement::Device(
                 places
                     .first()?

@@ -11,6 +11,7 @@ use super::pod_groups::PodGroup;
 use super::reservations::Reservation;
 use super::types::{ClaimId, Placement};
 use super::unreclaimed::Unreclaimed;
+use super::weights::Weights;
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource};
 
@@ -37,6 +38,8 @@ pub struct Snapshot {
     withheld: BTreeMap<GpuUuid, Bytes>,
     #[serde(default)]
     pod_groups: BTreeMap<PodUid, PodGroup>,
+    #[serde(default)]
+    weights: Weights,
     next_id: u64,
 }
 
@@ -86,6 +89,7 @@ impl Ledger {
             refused: _,
             tried: _,
             pod_groups,
+            weights,
             next_id,
         } = self.clone();
         Snapshot {
@@ -100,6 +104,7 @@ impl Ledger {
             past: Some(isolation.past_tenants),
             withheld,
             pod_groups,
+            weights,
             next_id,
         }
     }
@@ -126,6 +131,7 @@ impl Ledger {
             past,
             withheld,
             pod_groups,
+            weights,
             next_id,
         } = snapshot;
         let past = past.unwrap_or_else(|| PastTenants::unknown(gpus.iter().map(|(gpu, _)| gpu)));
@@ -154,6 +160,7 @@ impl Ledger {
             refused: Default::default(),
             tried: None,
             pod_groups,
+            weights,
             next_id,
         })
     }

@@ -191,6 +191,9 @@ pub struct WaitReason {
     pub refused_gpu: Option<GpuUuid>,
     /// A healthy GPU on which CUDA was not tried yet.
     pub untried_gpu: Option<GpuUuid>,
+    /// The pod's weight, and the most that a healthy GPU has left of its weights; none where a GPU
+    /// has enough.
+    pub weight: Option<(u16, u16)>,
     /// The number of claims before this one in the queue.
     pub claims_ahead: usize,
     /// The withheld memory of the healthy GPUs.
@@ -219,7 +222,7 @@ impl fmt::Display for WaitReason {
             );
         }
         match (self.resource, self.gpus.map(NonZeroU16::get)) {
-            (Resource::ManagedMemory, _) => write!(f, " of managed memory")?,
+            (Resource::ManagedMemory | Resource::Compute, _) => write!(f, " of managed memory")?,
             (Resource::DeviceMemory, Some(1)) => write!(f, " on one GPU")?,
             (Resource::DeviceMemory, Some(n)) => write!(f, " on {n} GPUs")?,
             (Resource::DeviceMemory, None) if self.beyond_instance => {
@@ -258,6 +261,12 @@ impl fmt::Display for WaitReason {
         }
         if let Some(gpu) = &self.untried_gpu {
             write!(f, "; the agent is trying CUDA on {gpu}")?;
+        }
+        if let Some((weight, left)) = self.weight {
+            write!(
+                f,
+                "; its weight of {weight} hundredths of a GPU fits on none: the most left is {left}"
+            )?;
         }
         match self.claims_ahead {
             0 => {}
@@ -347,6 +356,8 @@ pub struct GpuView {
     pub set_aside: BTreeMap<PodUid, Quanta>,
     /// The pods with memory on the GPU, and their amounts.
     pub pods: BTreeMap<PodUid, Quanta>,
+    /// The weights of those pods in the GPU's compute time, for pods that have one.
+    pub weights: BTreeMap<PodUid, u16>,
     /// The pod that has a reservation on this GPU.
     pub reserved_for: Option<PodUid>,
     /// The namespace whose pods alone may have memory of the GPU, which did not pass the scrub
@@ -381,6 +392,7 @@ impl GpuView {
             reserved: Quanta::ZERO,
             set_aside: BTreeMap::new(),
             pods: BTreeMap::new(),
+            weights: BTreeMap::new(),
             reserved_for: None,
             only_for: None,
         }

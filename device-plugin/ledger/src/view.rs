@@ -51,12 +51,19 @@ impl Ledger {
                     reserved,
                     set_aside,
                     pods: used.quanta_by_pod(),
+                    weights: self.weights.of(used.pods.keys().copied()),
                     reserved_for: self.reserved_for(uuid).cloned(),
                     only_for: self.isolation.only_for(uuid).map(str::to_owned),
                 }
             })
             .collect();
-        gpus.extend(usage.into_iter().map(|(uuid, used)| lost_gpu(uuid, &used)));
+        // A GPU that left the inventory while memory was bound on it.
+        gpus.extend(usage.into_iter().map(|(uuid, used)| GpuView {
+            bound: used.quanta,
+            pods: used.quanta_by_pod(),
+            weights: self.weights.of(used.pods.keys().copied()),
+            ..GpuView::empty(uuid.clone())
+        }));
         gpus.sort_by(|a, b| a.uuid.cmp(&b.uuid));
         let unbound = self
             .claims
@@ -277,14 +284,5 @@ impl Ledger {
                 Some(Placement::Device(_)) | None => None,
             })
             .sum()
-    }
-}
-
-/// A GPU that left the inventory while memory was bound on it.
-fn lost_gpu(uuid: &GpuUuid, used: &GpuUsage<'_>) -> GpuView {
-    GpuView {
-        bound: used.quanta,
-        pods: used.quanta_by_pod(),
-        ..GpuView::empty(uuid.clone())
     }
 }

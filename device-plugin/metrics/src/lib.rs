@@ -19,6 +19,7 @@ pub fn resource_label(resource: Resource) -> Label<&'static str> {
     let resource = match resource {
         Resource::DeviceMemory => "gpu-memory",
         Resource::ManagedMemory => "managed-memory",
+        Resource::Compute => "gpu-compute",
     };
     [("resource", resource)]
 }

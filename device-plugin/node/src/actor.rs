@@ -67,13 +67,15 @@ enum Command {
     },
 }
 
-/// The devices of both resources to advertise to the kubelet.
+/// The devices of each resource to advertise to the kubelet.
 #[derive(Debug, Clone)]
 pub struct DeviceUpdates {
     /// Devices of device memory.
     pub device: watch::Receiver<Devices>,
     /// Devices of managed memory.
     pub managed: watch::Receiver<Devices>,
+    /// Devices of compute time.
+    pub compute: watch::Receiver<Devices>,
 }
 
 /// The state of the node, for status and metrics.
@@ -146,6 +148,7 @@ pub struct NodeTask {
     inputs: Inputs,
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
+    compute: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
     /// The time of the last tick.
     heartbeat: watch::Sender<Instant>,
@@ -177,6 +180,7 @@ pub fn node_task(
     let none = |resource| Devices::new(resource, Vec::new()).expect("no token is not too many");
     let (device, device_offer) = watch::channel(none(Resource::DeviceMemory));
     let (managed, managed_offer) = watch::channel(none(Resource::ManagedMemory));
+    let (compute, compute_offer) = watch::channel(none(Resource::Compute));
     let first = Snapshot {
         inventory: Inventory::Starting,
         view: allocator.view(clock::now()),
@@ -200,6 +204,7 @@ pub fn node_task(
         inputs,
         device,
         managed,
+        compute,
         snapshot,
         heartbeat,
         devices_error: None,
@@ -210,6 +215,7 @@ pub fn node_task(
     let updates = DeviceUpdates {
         device: device_offer,
         managed: managed_offer,
+        compute: compute_offer,
     };
     (
         task,
@@ -470,9 +476,10 @@ impl NodeTask {
             &self.device.borrow(),
         );
         match devices {
-            Ok([device, managed]) => {
+            Ok([device, managed, compute]) => {
                 self.devices_error = None;
                 send_if_changed(&self.device, device);
+                send_if_changed(&self.compute, compute);
                 // Devices of pods alone would be less than the agent before has offered.
                 if !self.awaits_first_starts {
                     send_if_changed(&self.managed, managed);

@@ -135,8 +135,11 @@ impl<H: HostOps> NodeAllocator<H> {
         let _ = self.save_checkpoint();
     }
 
-    /// Adds the allocation of an entry, unless the ledger has it.
+    /// Adds the allocation of an entry, unless the ledger has it. It has none of compute time.
     pub(super) fn add_pending(&mut self, entry: &CheckpointEntry, now: BootTime) {
+        if entry.resource == Resource::Compute {
+            return;
+        }
         let device_ids = entry.device_ids.clone();
         self.ledger
             .add_pending(entry.allocation, entry.resource, device_ids, now);
@@ -154,6 +157,7 @@ impl<H: HostOps> NodeAllocator<H> {
             bind: request,
             pod_name,
             container,
+            weight,
             checkpoint_entries,
             is_assumed: _,
         } = request;
@@ -164,6 +168,7 @@ impl<H: HostOps> NodeAllocator<H> {
         if let Some(name) = &pod_name {
             self.ledger.set_namespace(&pod, &name.namespace);
         }
+        self.ledger.set_weight(&pod, weight);
         let mut ended = self.end_forgotten_claims(&request, &checkpoint_entries);
         let Ok(started) = self.ledger.bind(request.clone(), now) else {
             let refused = PrepareError::NotAllocated {

@@ -9,13 +9,14 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::gpu_node::Reservation;
+use bursar_crds::resources::WHOLE_GPU;
 
 use bursar_config::ResourcesConfig;
 use bursar_gpu::GpuState;
 use bursar_gpu::uvm::UvmModule;
 use bursar_kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_total};
 use bursar_ledger as ledger;
-use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, MAX_DEVICE_IDS, Quanta, Resource};
 use bursar_ledger::{Ledger, Placement};
 
 /// The GPUs for the ledger: capacity in whole quanta, less the reserve.
@@ -61,7 +62,7 @@ pub(crate) fn managed_capacity(config: &ResourcesConfig) -> Quanta {
     config.managed_capacity.whole_quanta(config.quantum)
 }
 
-/// The devices to advertise: device memory, then managed memory. Of devices that are alike, those
+/// The devices to advertise: device memory, managed memory, then compute time. Of devices that are alike, those
 /// that were Unhealthy in `before` stay so.
 ///
 /// # Errors
@@ -71,7 +72,7 @@ pub fn devices(
     config: &ResourcesConfig,
     ledger: &Ledger,
     before: &Devices,
-) -> Result<[Devices; 2], DevicesError> {
+) -> Result<[Devices; 3], DevicesError> {
     let total = total_quanta(gpus.iter(), config);
     let well = || gpus.iter().filter(|state| state.health.is_healthy());
     let surplus = total - total_quanta(well(), config);
@@ -89,7 +90,16 @@ pub fn devices(
     Ok([
         Devices::new(Resource::DeviceMemory, health)?,
         Devices::new(Resource::ManagedMemory, managed)?,
+        Devices::new(Resource::Compute, compute_devices(gpus))?,
     ])
+}
+
+/// The hundredths of the node's GPUs. Those of a GPU that failed stay: its memory keeps pods away,
+/// and a running container must not lose an id.
+fn compute_devices(gpus: &[GpuState]) -> Vec<DeviceHealth> {
+    let gpus = gpus.iter().filter(|state| !state.gpu.uuid.is_mig()).count();
+    let count = (gpus * usize::from(WHOLE_GPU)).min(MAX_DEVICE_IDS.into());
+    vec![DeviceHealth::Healthy; count]
 }
 
 /// The devices of managed memory. Those of containers stay Healthy beyond the capacity, which may
@@ -201,7 +211,7 @@ mod tests {
         let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
         let offered = |gpus: &[GpuState]| devices(gpus, &config, &no_claims(), &no_devices());
         let count = |gpus: &[GpuState]| {
-            offered(gpus).map(|[device, _]| (device.len(), device.healthy_count()))
+            offered(gpus).map(|[device, ..]| (device.len(), device.healthy_count()))
         };
         let well = [
             gpu("GPU-a", Bytes::gib(16), Health::Healthy),
@@ -213,6 +223,8 @@ mod tests {
         ];
         assert_eq!(count(&well), Ok((24, 24)));
         assert_eq!(count(&with_lost), Ok((24, 8)));
+        let [_, _, compute] = offered(&with_lost).unwrap();
+        assert_eq!((compute.len(), compute.healthy_count()), (200, 200));
         let message = offered(&with_lost).unwrap()[0].to_message();
         assert_eq!(
             (
@@ -260,7 +272,7 @@ mod tests {
             ledger::BootTime(0),
         );
         let unhealthy = |ledger: &Ledger, before: &Devices| {
-            let [device, _] = devices(&gpus, &config, ledger, before).unwrap();
+            let [device, ..] = devices(&gpus, &config, ledger, before).unwrap();
             let health = device.health().iter().enumerate();
             let unhealthy = health.filter(|(_, health)| **health == DeviceHealth::Unhealthy);
             let indexes: Vec<usize> = unhealthy.map(|(index, _)| index).collect();
@@ -335,7 +347,7 @@ mod tests {
     #[test]
     fn managed_memory_is_off_without_a_capacity() {
         let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
-        let [_, managed] = devices(&[], &config, &no_claims(), &no_devices()).unwrap();
+        let [_, managed, _] = devices(&[], &config, &no_claims(), &no_devices()).unwrap();
         assert!(managed.is_empty());
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use bursar_apiserver::PodSettingsReader;
 use bursar_crds::gpu_node::PodSettings;
+use bursar_crds::resources::{GPU_COMPUTE, WHOLE_GPU};
 use bursar_kubelet::device_checkpoint::{
     self, CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError,
 };
@@ -47,6 +48,23 @@ pub enum ResolveError {
          for more than one pod; delete the pod: its controller makes another"
     )]
     Ambiguous(DeviceIdSet),
+    /// A container asks for compute time without device memory, which would say on which GPU.
+    #[error(
+        "failed to start container {0}: it asks for {GPU_COMPUTE} without GPU memory; \
+         ask for memory of the GPU in the same container"
+    )]
+    ComputeWithoutMemory(String),
+    /// The containers of a pod ask for more compute time together than one GPU has.
+    #[error(
+        "failed to start container {container}: its pod asks for {weight} hundredths of a GPU's \
+         compute time; ask for {WHOLE_GPU} of {GPU_COMPUTE} at most in all containers together"
+    )]
+    TooMuchCompute {
+        /// The container.
+        container: String,
+        /// The sum.
+        weight: u16,
+    },
     /// The checkpoint is unreadable. Nothing else says which pod has the device ids.
     #[error(
         "failed to resolve the pod of device ids {device_ids}: {source}; the kubelet tries again"
@@ -119,6 +137,7 @@ impl PodResolver {
             .collect();
         let DeviceCheckpoint { entries, skipped } = checkpoint;
         let CheckpointEntry { pod, container, .. } = entry_of_one_pod(&held, skipped, device_ids)?;
+        let weight = weight_of(&pod, &container, resource, &entries)?;
         let limit = limit.saturating_sub(started.elapsed());
         let settings = self.settings.read(&pod, limit).await;
         let pod_name = match settings.as_ref().and_then(name_of).or(listed) {
@@ -141,6 +160,7 @@ impl PodResolver {
             },
             pod_name,
             container,
+            weight,
             checkpoint_entries: held,
             is_assumed,
         })
@@ -170,6 +190,27 @@ impl PodResolver {
             debug!(%error, "failed to list the pods' resources");
             Vec::new()
         })
+    }
+}
+
+/// The pod's weight in compute time, for the start of one of its containers.
+fn weight_of(
+    pod: &PodUid,
+    container: &str,
+    resource: Resource,
+    all: &[CheckpointEntry],
+) -> Result<u16, ResolveError> {
+    let container = container.to_owned();
+    let has_memory = all.iter().any(|held| {
+        let is_memory = held.resource == Resource::DeviceMemory;
+        is_memory && held.pod == *pod && held.container == container
+    });
+    match DeviceCheckpoint::weight_of(all, pod) {
+        _ if resource == Resource::Compute && !has_memory => {
+            Err(ResolveError::ComputeWithoutMemory(container))
+        }
+        weight if weight > WHOLE_GPU => Err(ResolveError::TooMuchCompute { container, weight }),
+        weight => Ok(weight),
     }
 }
 
@@ -332,6 +373,44 @@ mod tests {
         assert!(
             matches!(error, DeviceCheckpointError::Unreadable { .. }),
             "{error:?}"
+        );
+    }
+
+    #[test]
+    fn weight_is_that_of_all_containers_of_the_pod() {
+        let entry = |container: &str, resource, device_ids: std::ops::Range<u16>| CheckpointEntry {
+            resource,
+            device_ids: DeviceIdSet::from_indexes(device_ids).unwrap(),
+            ..held("uid-1", container)
+        };
+        let mut all = vec![
+            entry("init", Resource::Compute, 0..25),
+            entry("main", Resource::Compute, 0..25),
+            entry("main", Resource::DeviceMemory, 0..4),
+            entry("side", Resource::Compute, 25..60),
+        ];
+        let pod = "uid-1".parse().unwrap();
+        let weight = |container, resource, all: &[CheckpointEntry]| {
+            let weight = weight_of(&pod, container, resource, all);
+            weight.map_err(|error| error.to_string())
+        };
+        for resource in [Resource::Compute, Resource::DeviceMemory] {
+            assert_eq!(weight("main", resource, &all), Ok(60));
+        }
+        let refused = weight("side", Resource::Compute, &all).unwrap_err();
+        assert!(refused.contains("without GPU memory"), "{refused}");
+        all.push(entry("more", Resource::Compute, 60..101));
+        let refused = weight("main", Resource::DeviceMemory, &all).unwrap_err();
+        assert!(refused.contains("asks for 101 hundredths"), "{refused}");
+        assert_eq!(
+            weight_of(
+                &"uid-2".parse().unwrap(),
+                "main",
+                Resource::DeviceMemory,
+                &all
+            )
+            .unwrap(),
+            0
         );
     }
 

@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 
 use bursar_host::checkpoint::LoadError;
 use bursar_host::pod_cgroups::PodCgroup;
-use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_kubelet::device_checkpoint::{CheckpointEntry, DeviceCheckpoint};
 use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{BootTime, Ledger, Placement, RestoreError, Share};
 use tracing::{info, warn};
@@ -126,6 +126,8 @@ impl<H: HostOps> NodeAllocator<H> {
                 placement,
             );
             self.names.add_container(*allocation, container);
+            let weight = DeviceCheckpoint::weight_of(kubelet, pod);
+            self.ledger.set_weight(pod, weight);
         }
         // Managed memory has no file. The container may not have started yet, but counting its
         // memory is harmless, because the kubelet has given its device ids to no other container.

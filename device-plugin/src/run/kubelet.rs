@@ -45,9 +45,10 @@ impl Agent {
         let named = |resource: Resource| (resource, resource.name(resources.quantum).to_owned());
         PodResolver {
             device_plugin_dir: kubelet.device_plugin_dir.clone(),
-            resource_names: [Resource::DeviceMemory, Resource::ManagedMemory]
-                .map(named)
-                .to_vec(),
+            resource_names: {
+                use Resource::{Compute, DeviceMemory, ManagedMemory};
+                [DeviceMemory, ManagedMemory, Compute].map(named).to_vec()
+            },
             pod_resources: PodResourcesClient::new(&kubelet.pod_resources_socket),
             settings: PodSettingsReader::new(self.client.as_ref().map(|_| self.spec.clone())),
             checkpoint_read: Default::default(),
@@ -143,7 +144,7 @@ impl Agent {
         (state, handle, updates)
     }
 
-    /// Registers both resources, each as soon as the node offers a device of that resource.
+    /// Registers the resources, each as soon as the node offers a device of that resource.
     ///
     /// Returns the registration state of device memory.
     pub(super) fn register(
@@ -151,7 +152,11 @@ impl Agent {
         node: NodeHandle,
         updates: DeviceUpdates,
     ) -> watch::Receiver<Registration> {
-        let DeviceUpdates { device, managed } = updates;
+        let DeviceUpdates {
+            device,
+            managed,
+            compute,
+        } = updates;
         let silent = watch::Sender::new(false);
         let is_silent = silent.subscribe();
         if let Some(dir) = self.config.kubelet.relay_dir.clone() {
@@ -202,6 +207,7 @@ impl Agent {
             registration
         };
         register_resource(Resource::ManagedMemory, managed);
+        register_resource(Resource::Compute, compute);
         register_resource(Resource::DeviceMemory, device)
     }
 }

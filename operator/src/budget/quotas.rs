@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::quantity::parse_bytes;
-use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, OVERFLOW_LABEL, PREFIX};
+use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, GPU_COMPUTE, OVERFLOW_LABEL, PREFIX};
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::api::core::v1::{ResourceQuota, ResourceQuotaSpec};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -108,6 +108,7 @@ impl QuotaSpec {
                 vec![
                     device(parsed.limit),
                     (request_name(quantum.managed_memory()), parsed.managed),
+                    (request_name(GPU_COMPUTE), parsed.compute),
                 ],
             ),
         };

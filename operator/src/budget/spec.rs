@@ -43,6 +43,8 @@ pub struct ParsedSpec {
     pub limit: Quanta,
     /// Managed memory that all pods may request together.
     pub managed: Quanta,
+    /// Hundredths of GPUs' compute time that all pods may request together.
+    pub compute: Quanta,
     /// A pod beyond the guarantee becomes a borrowed pod.
     pub overflows: bool,
     /// The amounts that were rounded down, as text for the condition.
@@ -95,6 +97,7 @@ impl ParsedSpec {
             guaranteed,
             limit,
             managed,
+            compute: Quanta::new(spec.compute.unwrap_or(0).max(0).unsigned_abs().into()),
             overflows: spec.overflow == Overflow::Borrow,
             rounded: reader.rounded,
             invalid_overrides: invalid_overrides(spec).collect(),

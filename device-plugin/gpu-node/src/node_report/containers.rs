@@ -38,7 +38,7 @@ fn pending_container(claim: &QueuedClaim) -> PendingContainer {
         container,
         resource: match claim.resource {
             Resource::DeviceMemory => MemoryResource::DeviceMemory,
-            Resource::ManagedMemory => MemoryResource::ManagedMemory,
+            Resource::ManagedMemory | Resource::Compute => MemoryResource::ManagedMemory,
         },
         quanta: to_i32(claim.quanta.0),
         since: truncate_to_seconds(claim.since),

@@ -90,6 +90,7 @@ pub(super) fn gpu_status(
         reserved: _,
         set_aside,
         pods,
+        weights: _,
         reserved_for,
         only_for,
     } = in_ledger;

@@ -72,6 +72,7 @@ impl Ledger {
             closed_gpu: on_gpu(self.closed_gpu(id)),
             refused_gpu: on_gpu(self.refused_gpu()),
             untried_gpu: on_gpu(self.untried_gpu()),
+            weight: self.most_weight_left(&claim.pod).filter(|_| is_device),
             claims_ahead: queue.iter().take_while(|&&other| other != id).count(),
             withheld: match is_device {
                 true => self.withheld_total(),

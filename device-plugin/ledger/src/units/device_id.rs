@@ -7,6 +7,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use bursar_crds::resources::GPU_COMPUTE;
+
 use super::{Quanta, Quantum, UnitError, serde_as_str};
 
 /// The most device ids of one resource that a node registers.
@@ -22,6 +24,9 @@ pub enum Resource {
     DeviceMemory,
     /// CUDA managed memory, counted for the node and not for a GPU.
     ManagedMemory,
+    /// Hundredths of a GPU's compute time. The ledger has no claim of it, because a pod's weight
+    /// goes where its device memory is.
+    Compute,
 }
 
 impl Resource {
@@ -30,6 +35,7 @@ impl Resource {
         match self {
             Self::DeviceMemory => quantum.device_memory(),
             Self::ManagedMemory => quantum.managed_memory(),
+            Self::Compute => GPU_COMPUTE,
         }
     }
 
@@ -38,7 +44,7 @@ impl Resource {
         let quanta = Quantum::ALL.into_iter();
         quanta
             .flat_map(|quantum| {
-                [Self::DeviceMemory, Self::ManagedMemory]
+                [Self::DeviceMemory, Self::ManagedMemory, Self::Compute]
                     .map(|resource| (resource, resource.name(quantum)))
             })
             .find_map(|(resource, known)| (known == name).then_some(resource))
@@ -49,6 +55,7 @@ impl Resource {
         match self {
             Self::DeviceMemory => 'm',
             Self::ManagedMemory => 'u',
+            Self::Compute => 'c',
         }
     }
 }
@@ -58,6 +65,7 @@ impl fmt::Display for Resource {
         f.write_str(match self {
             Self::DeviceMemory => "device memory",
             Self::ManagedMemory => "managed memory",
+            Self::Compute => "compute time",
         })
     }
 }
@@ -101,6 +109,7 @@ impl FromStr for DeviceId {
             let (resource, digits) = match text.split_at_checked(2)? {
                 ("m-", digits) => (Resource::DeviceMemory, digits),
                 ("u-", digits) => (Resource::ManagedMemory, digits),
+                ("c-", digits) => (Resource::Compute, digits),
                 _ => return None,
             };
             let canonical = digits.len() == 4 && digits.bytes().all(|b| b.is_ascii_digit());

@@ -116,6 +116,9 @@ impl Allocator for NodeHandle {
         device_ids: DeviceIdSet,
         id: Option<AllocationId>,
     ) -> Result<AllocationId, AllocateError> {
+        if resource == Resource::Compute {
+            return Ok(id.unwrap_or_else(|| AllocationId::from_bits(rand::random())));
+        }
         let started = Instant::now();
         let (reply, allocated) = oneshot::channel();
         let command = Command::Allocate {
@@ -151,6 +154,10 @@ impl Allocator for NodeHandle {
                 return result.map(drop);
             }
         };
+        // The weight is given out with the container's device memory.
+        if resource == Resource::Compute {
+            return Ok(());
+        }
         let container = NamedContainer::of(&request);
         let (result, bound) = oneshot::channel();
         let (wait_reason, waiting) = oneshot::channel();
@@ -310,6 +317,7 @@ mod tests {
             closed_gpu: None,
             refused_gpu: None,
             untried_gpu: None,
+            weight: None,
             claims_ahead: 0,
             withheld: Bytes::ZERO,
         }

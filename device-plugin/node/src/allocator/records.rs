@@ -61,6 +61,8 @@ pub struct PrepareRequest {
     pub pod_name: Option<PodName>,
     /// The container's name.
     pub container: String,
+    /// The pod's weight in compute time, in hundredths of a GPU; zero is none.
+    pub(crate) weight: u16,
     /// The kubelet's checkpoint entries with exactly these device ids.
     pub(crate) checkpoint_entries: Vec<CheckpointEntry>,
     /// Whether the spread and the priority are defaults, because the operator has not written the

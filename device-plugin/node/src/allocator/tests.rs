@@ -323,6 +323,7 @@ impl TestNode {
             },
             pod_name: None,
             container: String::new(),
+            weight: 0,
             is_assumed: false,
         };
         let (result, answer) = oneshot::channel();
