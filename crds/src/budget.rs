@@ -99,8 +99,8 @@ pub struct GpuMemoryBudgetSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub managed_memory: Option<ManagedMemory>,
 
-    /// The most hundredths of GPUs' compute time (`bursar.dev/gpu-compute`) that the namespace's pods
-    /// may request together: 200 are two GPUs. Without this field they may request none.
+    /// The most hundredths of GPUs' compute time (`bursar.dev/gpu-compute`) that the namespace's
+    /// pods may request together: 200 are two GPUs. Without this field they may request none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub compute: Option<i32>,

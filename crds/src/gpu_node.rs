@@ -23,7 +23,10 @@ pub use containers::{
     EnforcementGap, Fault, FaultContainer, FaultKind, GpuContainer, LastFault, LeaseState,
     MemoryResource, NamespaceUse, PendingContainer, QuotaState, QuotaStatus, RetainedLease,
 };
-pub use gpus::{GpuPod, GpuRuntime, GpuState, GpuStatus, Health, HealthStatus, RuntimeState};
+pub use gpus::{
+    ComputeState, GpuCompute, GpuPod, GpuRuntime, GpuState, GpuStatus, Health, HealthStatus,
+    RuntimeState,
+};
 pub use pod_settings::{GPUS_ANNOTATION, PodSettings};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.

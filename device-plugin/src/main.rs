@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bursar_compute::process as compute;
 use bursar_config::{Args, Config, LogFormat};
 use bursar_confine::ConfineError;
 use bursar_device_plugin::RunOptions;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
     match words.next() {
         Some(word) if word == device_access::SUBCOMMAND => return device_access::run_child(words),
         Some(word) if word == nvml::SUBCOMMAND => return nvml::run_child(words),
+        Some(word) if word == compute::SUBCOMMAND => return compute::run_child(words),
         _ => {}
     }
     let args = Args::parse();

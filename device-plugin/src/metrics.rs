@@ -181,8 +181,15 @@ mod tests {
         let metrics = Metrics::new();
         let mut report = report();
         report.status.gpus[0].free = 6;
+        report.status.gpus[0].compute = Some(compute());
         metrics.set_report(&report);
         let text = metrics.encode();
+        for figure in [
+            r#"bursar_gpu_compute_enforced{gpu="GPU-00000000"} -1"#,
+            r#"bursar_gpu_compute_hidden_groups{gpu="GPU-00000000"} 3"#,
+        ] {
+            assert!(text.contains(figure), "{text}");
+        }
         assert!(
             text.contains(
                 r#"bursar_gpu_memory_bytes{gpu="GPU-00000000",state="bound"} 10737418240"#
@@ -257,10 +264,20 @@ mod tests {
     }
 
     /// Metrics with a value each: a family without a value is not encoded.
+    fn compute() -> gpu_node::GpuCompute {
+        gpu_node::GpuCompute {
+            state: gpu_node::ComputeState::NotTested,
+            reason: String::new(),
+            round: "4ms".to_owned(),
+            hidden_groups: 3,
+        }
+    }
+
     fn used_metrics() -> Metrics {
         let metrics = Metrics::new();
         let mut faulty = report();
         faulty.status.faults = vec![gpu_fault()];
+        faulty.status.gpus[0].compute = Some(compute());
         metrics.set_report(&faulty);
         metrics.set_retained(&retained());
         metrics

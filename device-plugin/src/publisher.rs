@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bursar_apiserver::Events;
+use bursar_compute::task::ComputeStatus;
 use bursar_config::ResourcesConfig;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::Fault;
@@ -40,6 +41,7 @@ pub(crate) struct StatusPublisher {
     pub(crate) registration: watch::Receiver<Registration>,
     pub(crate) audited: watch::Receiver<AuditStatus>,
     pub(crate) limits: watch::Receiver<Limits>,
+    pub(crate) computed: watch::Receiver<ComputeStatus>,
     pub(crate) ordered: watch::Receiver<AppliedSpec>,
     pub(crate) faults: watch::Receiver<Vec<Fault>>,
     pub(crate) retained: watch::Receiver<RetainedStatus>,
@@ -94,6 +96,7 @@ impl StatusPublisher {
                 Ok(()) = self.registration.changed() => drop(self.registration.borrow_and_update()),
                 Ok(()) = self.audited.changed() => drop(self.audited.borrow_and_update()),
                 Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
+                Ok(()) = self.computed.changed() => drop(self.computed.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
                 Ok(()) = self.retained.changed() => drop(self.retained.borrow_and_update()),
@@ -117,6 +120,7 @@ impl StatusPublisher {
             runtime_problem: runtime,
             audited: self.audited.borrow().clone(),
             limits: self.limits.borrow().clone(),
+            computed: self.computed.borrow().clone(),
             overrides: self.ordered.borrow().clone(),
             faults: self.faults.borrow().clone(),
             retained: self.retained.borrow().clone(),

@@ -173,6 +173,7 @@ pub async fn run(
     agent.start_drain(drain, &gpus, &tenants);
     let limits = agent.start_driver_limits(&gpus, &tenants, &node);
     let audited = agent.start_audit(&gpus, &tenants, &node, &limits, withheld_sender)?;
+    let computed = agent.start_compute(&gpus, &tenants, &node);
     let faults = agent.start_faults(&gpus, &tenants, &node, disconnected_since);
     let ordered = agent.start_quota_overrides(&tenants, &node);
     let registration = agent.register(handle, updates);
@@ -185,6 +186,7 @@ pub async fn run(
         registration,
         audited,
         limits,
+        computed,
         ordered,
         faults,
         retained: tenants.retained,

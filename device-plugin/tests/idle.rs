@@ -17,6 +17,7 @@ use std::path::Path;
 use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
+use bursar_compute::process as compute;
 use bursar_config::Config;
 use bursar_device_plugin::RunOptions;
 use bursar_enforcement::attestation::device_access;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
     match words.next() {
         Some(word) if word == device_access::SUBCOMMAND => return device_access::run_child(words),
         Some(word) if word == nvml::SUBCOMMAND => return nvml::run_child(words),
+        Some(word) if word == compute::SUBCOMMAND => return compute::run_child(words),
         Some(word) if word == AGENT => {
             run_agent(words.next().unwrap().as_ref());
             return ExitCode::SUCCESS;

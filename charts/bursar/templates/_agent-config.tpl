@@ -34,6 +34,9 @@ cdi-dir = {{ .Values.node.cdiDir | quote }}
 [binding]
 wait = {{ .Values.placement.bindingWait | quote }}
 
+[compute]
+round = {{ .Values.placement.computeRound | quote }}
+
 [audit]
 policy = {{ .Values.audit.policy | quote }}
 tolerance = {{ .Values.audit.tolerance | quote }}

@@ -57,6 +57,9 @@ pub struct GpuContainer {
     /// Restarts for poisoned contexts in the same process.
     #[serde(default)]
     pub restarts_in_place: i64,
+    /// The weight of the container's pod in the compute time of each of its GPUs, in hundredths.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_weight: Option<i32>,
     /// The last fault of the container, open or not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_fault: Option<LastFault>,

@@ -68,6 +68,46 @@ pub struct GpuStatus {
     /// memory is switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runtime: Option<GpuRuntime>,
+    /// How the GPU's compute time is divided. Absent before the agent knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute: Option<GpuCompute>,
+}
+
+/// How a GPU's compute time is divided among pods with a weight (`bursar.dev/gpu-compute`).
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuCompute {
+    /// Whether weights hold. `Enforced`: a test on this GPU model, driver and firmware has shown
+    /// it. `NotEnforced`: it has shown that they do not, the agent cannot hold them now, or the GPU
+    /// has MIG instances. `NotTested`: no test has run yet, because the GPU was not idle, or it
+    /// failed; the agent sets slices.
+    pub state: ComputeState,
+    /// The reason where weights may not hold.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 256))]
+    pub reason: String,
+    /// The time in which each pod with work has its part once, such as `4ms`.
+    #[schemars(length(max = 16))]
+    pub round: String,
+    /// Channel groups on the GPU that belong to no known process. No weight holds these.
+    #[serde(default, skip_serializing_if = "super::is_zero")]
+    pub hidden_groups: i32,
+}
+
+/// Whether weights of compute time hold on a GPU.
+#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ComputeState {
+    /// A test has shown that they hold.
+    Enforced,
+    /// A test has shown that they do not hold, or the GPU has MIG instances.
+    NotEnforced,
+    /// No test has run yet, or it failed.
+    NotTested,
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// The allocator runtime of a GPU: the process (provisioner) with which the agent creates retained

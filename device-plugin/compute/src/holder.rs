@@ -9,11 +9,15 @@ use serde::{Deserialize, Serialize};
 use crate::node::{Node, Place};
 use crate::turns::{self, DEFAULT_SLICE, PodGroups, Weight};
 
-/// A group counts as active for this long after its process was.
-const ACTIVE_FOR: Duration = Duration::from_millis(500);
+/// A group counts as active for this long after its process was. The agent tells it more often,
+/// also where NVML and the search for groups are slow.
+const ACTIVE_FOR: Duration = Duration::from_secs(2);
 
-/// A slice is set again where it should differ by more than this part. Each call takes the group off
-/// the GPU for a moment.
+/// The most groups whose slices one look reads, so that its time is bounded: 10 us each.
+const MAX_LOOKS: usize = 4;
+
+/// A slice is set again where it should differ by more than this part. Each call takes the group
+/// off the GPU for a moment.
 const TOLERANCE: u32 = 16;
 
 /// The most groups of one pod whose slices are held. The others keep the driver's.
@@ -28,9 +32,11 @@ pub struct PodOrder {
     pub weight: Option<Weight>,
     /// Its processes on this GPU.
     pub processes: BTreeSet<u32>,
+    /// The agent doubts the pod's activity: its part is divided by all of its groups.
+    pub is_doubted: bool,
 }
 
-/// What the holder has seen of a pod.
+/// A pod as the holder has seen it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodReport {
     /// Groups that run kernels.
@@ -41,7 +47,7 @@ pub struct PodReport {
     pub changed: u64,
 }
 
-/// What the holder has seen.
+/// The GPU as the holder has seen it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// The pods by UID.
@@ -70,7 +76,10 @@ pub struct Holder {
     pods: Vec<PodOrder>,
     held: BTreeMap<Place, Held>,
     active_until: BTreeMap<u32, Instant>,
-    doubted_until: BTreeMap<String, Instant>,
+    /// Several pods were active when slices were set last.
+    is_contended: bool,
+    /// The last group whose slice was looked at.
+    looked_at: Option<Place>,
     changed: BTreeMap<String, u64>,
     known: usize,
     in_use: Option<u32>,
@@ -84,7 +93,8 @@ impl Holder {
             pods: Vec::new(),
             held: BTreeMap::new(),
             active_until: BTreeMap::new(),
-            doubted_until: BTreeMap::new(),
+            is_contended: false,
+            looked_at: None,
             changed: BTreeMap::new(),
             known: 0,
             in_use: None,
@@ -96,8 +106,6 @@ impl Holder {
         self.pods = pods;
         let uids: BTreeSet<&String> = self.pods.iter().map(|pod| &pod.uid).collect();
         self.changed.retain(|uid, _| uids.contains(uid));
-        self.doubted_until
-            .retain(|uid, until| uids.contains(uid) && *until > now);
         let processes = self
             .pods
             .iter()
@@ -148,24 +156,26 @@ impl Holder {
         self.apply(node, now);
     }
 
-    /// Divides a pod's part by all of its groups until then, because its activity was a lie.
-    pub fn doubt(&mut self, uid: &str, until: Instant) {
-        self.doubted_until.insert(uid.to_owned(), until);
+    /// Whether several pods compete for the GPU, so that changed slices have to be set back soon.
+    pub fn is_contended(&self) -> bool {
+        self.is_contended
     }
 
-    /// Reads the slices of groups, and sets back those that somebody else has changed: of busy
-    /// groups where several pods are active, or of all.
+    /// Reads the slices of some groups by turns, and sets back those that somebody else has
+    /// changed: of busy groups, or of all.
     pub fn watch(&mut self, node: &mut impl Node, all: bool, now: Instant) {
-        let busy = self.active_pods(now).len() > 1;
+        let is_due = |(place, held): &(&Place, &Held)| {
+            held.is_kept && (all || self.is_active(place.pid, now))
+        };
+        let due: Vec<Place> = self.held.iter().filter(is_due).map(|(at, _)| *at).collect();
+        let next = due.partition_point(|place| Some(place) <= self.looked_at.as_ref());
+        let by_turns = due.iter().cycle().skip(next).take(due.len().min(MAX_LOOKS));
         let mut gone = Vec::new();
-        for (place, held) in &mut self.held {
-            let is_active = self
-                .active_until
-                .get(&place.pid)
-                .is_some_and(|until| *until > now);
-            if !held.is_kept || !(all || busy && is_active) {
+        for place in by_turns {
+            let Some(held) = self.held.get_mut(place) else {
                 continue;
-            }
+            };
+            self.looked_at = Some(*place);
             match node.slice(place) {
                 Ok(slice) if slice == held.slice => {}
                 Ok(slice) => {
@@ -186,7 +196,7 @@ impl Holder {
         }
     }
 
-    /// What the holder has seen until now.
+    /// Reports the groups of the pods.
     pub fn report(&self, now: Instant) -> Report {
         let mut pods = BTreeMap::new();
         for (at, pod) in self.pods.iter().enumerate() {
@@ -213,14 +223,6 @@ impl Holder {
             .is_some_and(|until| *until > now)
     }
 
-    fn active_pods(&self, now: Instant) -> BTreeSet<usize> {
-        let active = self
-            .held
-            .iter()
-            .filter(|(place, _)| self.is_active(place.pid, now));
-        active.map(|(_, held)| held.pod).collect()
-    }
-
     /// Sets the slices that differ from what the weights say now.
     fn apply(&mut self, node: &mut impl Node, now: Instant) {
         let mut pods: Vec<PodGroups<Place>> = Vec::new();
@@ -231,12 +233,11 @@ impl Holder {
                 groups: own
                     .map(|(place, _)| (*place, self.is_active(place.pid, now)))
                     .collect(),
-                is_doubted: self
-                    .doubted_until
-                    .get(&pod.uid)
-                    .is_some_and(|until| *until > now),
+                is_doubted: pod.is_doubted,
             });
         }
+        let active = pods.iter().filter(|pod| pod.is_active());
+        self.is_contended = active.count() > 1;
         let is_kept = pods.iter().any(|pod| pod.weight.is_some());
         for (place, slice) in turns::divide(self.round, &pods) {
             let Some(held) = self.held.get_mut(&place) else {
@@ -326,6 +327,7 @@ mod tests {
             uid: uid.to_owned(),
             weight: weight.map(|weight| Weight::try_from(weight).unwrap()),
             processes: processes.iter().copied().collect(),
+            is_doubted: false,
         }
     }
 
@@ -340,8 +342,8 @@ mod tests {
         let (mut fake, now) = (Fake::default(), Instant::now());
         let places: Vec<Place> = (1..=5).map(|pid| fake.start(pid)).collect();
         let mut holder = Holder::new(ROUND);
-        let pods = vec![pod("a", Some(50), &[1, 2, 3, 4]), pod("b", Some(50), &[5])];
-        holder.order(&mut fake, pods, now);
+        let mut pods = vec![pod("a", Some(50), &[1, 2, 3, 4]), pod("b", Some(50), &[5])];
+        holder.order(&mut fake, pods.clone(), now);
         holder.mark_active(&mut fake, &all(&[1, 5]), now);
         assert_eq!(fake.micros(&places[0]), 10_000);
         assert_eq!(fake.micros(&places[1]), 2_500);
@@ -349,8 +351,8 @@ mod tests {
         holder.mark_active(&mut fake, &all(&[1, 2, 5]), now);
         assert_eq!(fake.micros(&places[1]), 5_000);
         // A pod whose activity is a lie is divided by all.
-        holder.doubt("a", now + Duration::from_secs(60));
-        holder.mark_active(&mut fake, &all(&[1, 5]), now);
+        pods[0].is_doubted = true;
+        holder.order(&mut fake, pods, now);
         assert_eq!(fake.micros(&places[0]), 2_500);
         let report = holder.report(now);
         assert_eq!((report.pods["a"].groups, report.pods["a"].active), (4, 2));
@@ -394,6 +396,42 @@ mod tests {
         holder.watch(&mut fake, false, now);
         assert_eq!(fake.micros(&one), 2_048);
         assert_eq!(holder.report(now).pods["a"].changed, 1);
+    }
+
+    #[test]
+    fn look_is_bounded_and_comes_to_all_groups_by_turns() {
+        let (mut fake, now) = (Fake::default(), Instant::now());
+        let pids: Vec<u32> = (1..=10).collect();
+        let places: Vec<Place> = pids.iter().map(|pid| fake.start(*pid)).collect();
+        let mut holder = Holder::new(ROUND);
+        let pods = vec![
+            pod("a", Some(50), &pids[..5]),
+            pod("b", Some(50), &pids[5..]),
+        ];
+        holder.order(&mut fake, pods, now);
+        holder.mark_active(&mut fake, &all(&pids), now);
+        assert!(holder.is_contended());
+        let mut left = Vec::new();
+        for place in &places {
+            fake.groups.insert(*place, Duration::from_millis(100));
+        }
+        for _ in 0..3 {
+            holder.watch(&mut fake, false, now);
+            let changed = places.iter().filter(|place| fake.micros(place) == 100_000);
+            left.push(changed.count());
+        }
+        assert_eq!(left, [6, 2, 0]);
+        // A group that is not active is looked at too, in a look at all.
+        fake.groups.insert(places[0], Duration::from_millis(100));
+        let later = now + ACTIVE_FOR;
+        holder.mark_active(&mut fake, &BTreeSet::new(), later);
+        assert!(!holder.is_contended());
+        holder.watch(&mut fake, false, later);
+        assert_eq!(fake.micros(&places[0]), 100_000);
+        for _ in 0..3 {
+            holder.watch(&mut fake, true, later);
+        }
+        assert_ne!(fake.micros(&places[0]), 100_000);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::{Deserialize, Serialize};
 
-use crate::holder::{Holder, PodOrder};
+use crate::holder::{Holder, PodOrder, Report};
 use crate::node::DriverNode;
 
 /// The first argument with which the agent's program runs [`run_child`].
@@ -25,9 +25,9 @@ pub const SUBCOMMAND: &str = "compute";
 /// The process name that `ps` shows.
 const PROCESS_NAME: &std::ffi::CStr = c"bursar-compute";
 
-/// How often slices of busy groups on a contended GPU are looked at, and all others.
+/// How often some slices of busy groups on a contended GPU are looked at, and some of all groups.
 const WATCH: Duration = Duration::from_millis(10);
-const WATCH_ALL: Duration = Duration::from_secs(1);
+const WATCH_ALL: Duration = Duration::from_millis(200);
 
 /// The longest request: more pods than a node runs, each with many processes.
 const MAX_REQUEST: usize = 4 << 20;
@@ -36,7 +36,7 @@ const MAX_REQUEST: usize = 4 << 20;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "request")]
 pub enum Request {
-    /// The pods of the GPU from now on. The answer is a [`Report`](crate::holder::Report).
+    /// The pods of the GPU from now on. The answer is a [`Report`].
     Pods {
         /// The pods.
         pods: Vec<PodOrder>,
@@ -46,6 +46,16 @@ pub enum Request {
         /// The processes.
         processes: BTreeSet<u32>,
     },
+}
+
+/// A line of the process.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// The answer to [`Request::Pods`].
+    Report(Report),
+    /// Why the process ends.
+    Failed(String),
 }
 
 /// Serves requests from standard input until the agent closes it. The arguments are the GPU, its
@@ -66,14 +76,19 @@ pub fn run_child(mut words: impl Iterator<Item = OsString>) -> ExitCode {
     match serve(&gpu, &device, Duration::from_micros(round)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The agent logs what its processes write.
-            let _ = writeln!(
-                io::stderr(),
-                "failed to hold the compute time of {gpu}: {error}"
-            );
+            // Without a reader the agent has ended.
+            let _ = write_line(&Answer::Failed(error.to_string()));
             ExitCode::FAILURE
         }
     }
+}
+
+fn write_line(answer: &Answer) -> io::Result<()> {
+    let mut line = serde_json::to_vec(answer)?;
+    line.push(b'\n');
+    let mut output = io::stdout().lock();
+    output.write_all(&line)?;
+    output.flush()
 }
 
 fn serve(gpu: &GpuUuid, device: &Path, round: Duration) -> Result<(), Box<dyn std::error::Error>> {
@@ -85,9 +100,13 @@ fn serve(gpu: &GpuUuid, device: &Path, round: Duration) -> Result<(), Box<dyn st
     let mut chunk = [0; 65_536];
     loop {
         let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+        let pause = match holder.is_contended() {
+            true => WATCH,
+            false => WATCH_ALL,
+        };
         let pause = Timespec {
             tv_sec: 0,
-            tv_nsec: WATCH.subsec_nanos().into(),
+            tv_nsec: pause.subsec_nanos().into(),
         };
         let has_input = poll(&mut fds, Some(&pause))? > 0;
         if has_input {
@@ -103,11 +122,7 @@ fn serve(gpu: &GpuUuid, device: &Path, round: Duration) -> Result<(), Box<dyn st
             match serde_json::from_slice(&line)? {
                 Request::Pods { pods } => {
                     holder.order(&mut node, pods, now);
-                    let mut report = serde_json::to_vec(&holder.report(now))?;
-                    report.push(b'\n');
-                    let mut output = io::stdout().lock();
-                    output.write_all(&report)?;
-                    output.flush()?;
+                    write_line(&Answer::Report(holder.report(now)))?;
                 }
                 Request::Active { processes } => holder.mark_active(&mut node, &processes, now),
             }

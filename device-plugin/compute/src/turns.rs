@@ -1,8 +1,8 @@
 //! Divides a round of a GPU's time among pods by weight: pure.
 //!
-//! The driver lets channel groups take turns, and a turn lasts as long as the group's slice. A group
-//! without work has no turn. So the parts of pods are those of the slices of their groups *that
-//! compute*: a pod whose slice was divided by idle groups too would get less than its part.
+//! The driver lets channel groups take turns, and a turn lasts as long as the group's slice. A
+//! group without work has no turn. So the parts of pods are those of the slices of their groups
+//! *that compute*: a pod whose slice was divided by idle groups too would get less than its part.
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
@@ -57,7 +57,8 @@ pub struct PodGroups<K> {
 }
 
 impl<K> PodGroups<K> {
-    fn is_active(&self) -> bool {
+    /// Whether a group has had work lately.
+    pub(crate) fn is_active(&self) -> bool {
         self.groups.iter().any(|(_, is_active)| *is_active)
     }
 

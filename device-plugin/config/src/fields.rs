@@ -17,6 +17,11 @@ use super::HostMount;
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
 const MAX_BIND_WAIT: Duration = Duration::from_secs(27);
 
+/// A shorter round is mostly changes from one pod to the next, and a longer one is a wait that
+/// programs notice.
+const MIN_ROUND: Duration = Duration::from_millis(1);
+const MAX_ROUND: Duration = Duration::from_millis(100);
+
 /// A mount as it is written.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -100,6 +105,16 @@ pub(super) fn bind_wait<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Du
             Some(_) => Err("must be at most 27s: the kubelet itself waits for 30s".to_owned()),
             None => Err("is not a time of zero or more: write for example 25s".to_owned()),
         }
+    })
+}
+
+pub(super) fn round<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    parse(deserializer, |text| {
+        let round = text.parse::<SignedDuration>().ok();
+        round
+            .and_then(|round| Duration::try_from(round).ok())
+            .filter(|round| (MIN_ROUND..=MAX_ROUND).contains(round))
+            .ok_or_else(|| "is no time from 1ms to 100ms: write for example 4ms".to_owned())
     })
 }
 

@@ -76,6 +76,8 @@ pub struct Config {
     pub paths: PathsConfig,
     /// The binding of GPUs.
     pub binding: BindingConfig,
+    /// The division of compute time.
+    pub compute: ComputeConfig,
     /// The audit.
     pub audit: AuditConfig,
     /// The reaction to poisoned contexts.
@@ -246,6 +248,23 @@ impl Default for BindingConfig {
     fn default() -> Self {
         Self {
             wait: Duration::from_secs(25),
+        }
+    }
+}
+
+/// Configuration of the division of compute time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct ComputeConfig {
+    /// The time in which each pod with work has its part of a GPU once.
+    #[serde(deserialize_with = "fields::round")]
+    pub round: Duration,
+}
+
+impl Default for ComputeConfig {
+    fn default() -> Self {
+        Self {
+            round: Duration::from_millis(4),
         }
     }
 }
@@ -528,6 +547,8 @@ mod tests {
             kernel-log = "/k"
             [binding]
             wait = "2s 500ms"
+            [compute]
+            round = "20ms"
             [audit]
             policy = "kill"
             tolerance = "128Mi"
@@ -588,6 +609,9 @@ mod tests {
             },
             binding: BindingConfig {
                 wait: Duration::from_millis(2_500),
+            },
+            compute: ComputeConfig {
+                round: Duration::from_millis(20),
             },
             audit: AuditConfig {
                 policy: AuditPolicy::Kill,

@@ -109,8 +109,8 @@ pub fn restrict_driver_process() -> Result<(), ConfineError> {
 }
 
 /// Confines the process that speaks to the kernel module as other processes' clients: only
-/// `CAP_SYS_PTRACE`, by which it duplicates their files, no exec, only Unix sockets, no new namespace,
-/// and the limits of the agent.
+/// `CAP_SYS_PTRACE`, by which it duplicates their files, no exec, only Unix sockets, no new
+/// namespace, and the limits of the agent.
 ///
 /// # Errors
 /// [`ConfineError`]; rights that were dropped before stay dropped.

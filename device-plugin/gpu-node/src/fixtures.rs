@@ -70,6 +70,7 @@ pub fn container(pod_uid: &str) -> GpuContainer {
         process_generation: 1,
         restarts: 0,
         restarts_in_place: 0,
+        compute_weight: None,
         last_fault: None,
     }
 }

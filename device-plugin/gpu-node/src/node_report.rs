@@ -7,6 +7,7 @@ mod gpus;
 
 use std::collections::BTreeMap;
 
+use bursar_compute::task::ComputeStatus;
 use bursar_config::ResourcesConfig;
 use bursar_crds::context_policy::FaultAction;
 use bursar_crds::gpu_node::{Fault, FaultKind, NodeMemory, TokenKey};
@@ -62,6 +63,8 @@ pub struct ReportInputs {
     pub audited: AuditStatus,
     /// The state of the driver's own memory limits.
     pub limits: Limits,
+    /// How the GPUs' compute time is divided.
+    pub computed: ComputeStatus,
     /// The state of the quota overrides.
     pub overrides: AppliedSpec,
     /// The open faults.

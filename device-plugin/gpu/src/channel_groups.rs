@@ -11,6 +11,7 @@
 //! with driver 580. Groups with other handles stay hidden, and [`Overview::groups_in_use`] counts
 //! them (`ctrl/ctrla06c.h`, `ctrl/ctrl0000/ctrl0000client.h`, `ctrl/ctrl2080/ctrl2080fifo.h`).
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::ops::Range;
@@ -23,11 +24,12 @@ use rustix::fs::{AtFlags, FileType, StatxFlags};
 use rustix::path::Arg;
 use rustix::process::PidfdGetfdFlags;
 
-use crate::rm::{self, RmClient, RmError, RmParams, SUBDEVICE_HANDLE};
+use crate::rm::{self, RmClient, RmError, RmParams, SUBDEVICE, SUBDEVICE_HANDLE};
 
-/// `RS_CLIENT_HANDLE_BASE` and `RS_CLIENT_HANDLE_MAX` (`g_resserv_nvoc.h`).
+/// `RS_CLIENT_HANDLE_BASE` (`g_resserv_nvoc.h`).
 const FIRST_CLIENT: u32 = 0xc1d0_0000;
-const CLIENTS: u32 = 0x10_0000;
+/// The handles up to `RS_CLIENT_HANDLE_MAX`.
+pub const CLIENTS: u32 = 0x10_0000;
 
 /// The handles that libcuda gives to its objects, upwards. PyTorch's first context had the last of
 /// its groups at 0x66 of them.
@@ -47,6 +49,9 @@ const COMPUTE: u32 = 0xc0;
 /// `NVA06C_CTRL_CMD_SET_TIMESLICE` and `NVA06C_CTRL_CMD_GET_TIMESLICE`.
 const SET_TIMESLICE: u32 = 0xa06c_0103;
 const GET_TIMESLICE: u32 = 0xa06c_0104;
+
+/// `NV2080_CTRL_CMD_GPU_GET_GID_INFO`: a GPU's UUID as text.
+const GET_GID_INFO: u32 = 0x2080_014a;
 
 /// `NV2080_CTRL_CMD_FIFO_GET_INFO`, its index for the groups in use, and the engine of kernels.
 const FIFO_GET_INFO: u32 = 0x2080_1109;
@@ -73,6 +78,15 @@ struct Timeslice {
     micros: u64,
 }
 
+/// `NV2080_CTRL_GPU_GET_GID_INFO_PARAMS`.
+#[repr(C)]
+struct GidInfo {
+    index: u32,
+    flags: u32,
+    length: u32,
+    data: [u8; 256],
+}
+
 /// `NV2080_CTRL_FIFO_GET_INFO_PARAMS`.
 #[repr(C)]
 struct FifoInfo {
@@ -83,12 +97,14 @@ struct FifoInfo {
 
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
 mod layouts {
-    use super::{FifoInfo, HandleInfo, RmParams, Timeslice};
+    use super::{FifoInfo, GidInfo, HandleInfo, RmParams, Timeslice};
 
     // SAFETY: integers alone, in the header's order.
     unsafe impl RmParams for HandleInfo {}
     // SAFETY: integers alone, in the header's order.
     unsafe impl RmParams for Timeslice {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for GidInfo {}
     // SAFETY: integers alone, in the header's order.
     unsafe impl RmParams for FifoInfo {}
 }
@@ -133,7 +149,7 @@ impl FileIdentity {
         );
         let about = rustix::fs::statx(at, path, flags, wanted)?;
         let kind = FileType::from_raw_mode(about.stx_mode.into());
-        // The same device has other nodes in containers.
+        // A container has another node of the same device.
         let (device, inode) = match kind {
             FileType::CharacterDevice => ((about.stx_rdev_major, about.stx_rdev_minor), None),
             _ => (
@@ -167,7 +183,7 @@ pub struct ClientGroups {
     pub count: usize,
 }
 
-/// What the driver tells about all clients of a GPU.
+/// The driver's view of all clients of a GPU.
 pub struct Overview {
     client: RmClient,
 }
@@ -202,6 +218,7 @@ impl Overview {
 /// Tells the handles of new clients.
 #[derive(Debug)]
 pub struct NewClients {
+    begun: u32,
     seen: u32,
 }
 
@@ -212,12 +229,14 @@ impl NewClients {
     /// When the kernel module makes no client.
     pub fn begin(control: &ControlNode) -> Result<Self, RmError> {
         let seen = rm::newest_client(&control.path)?;
-        Ok(Self { seen })
+        Ok(Self { begun: seen, seen })
     }
 
-    /// The handles below those that the kernel module has given from the beginning, the last ones.
-    pub fn earlier(&self, count: u32) -> Range<u32> {
-        self.seen.saturating_sub(count).max(FIRST_CLIENT)..self.seen
+    /// The handles that were given before the beginning, by their numbers from the last one back.
+    pub fn earlier(&self, back: Range<u32>) -> impl Iterator<Item = u32> {
+        let last = self.begun.saturating_sub(FIRST_CLIENT) + CLIENTS - 1;
+        let back = back.start..back.end.min(CLIENTS);
+        back.map(move |back| FIRST_CLIENT + (last - back) % CLIENTS)
     }
 
     /// The handles since the last call. They begin anew after the last one.
@@ -283,31 +302,59 @@ impl ControlFile {
         Ok((identity == control.identity).then_some(Self(file)))
     }
 
+    /// The calls that [`groups`](Self::groups) makes at least.
+    pub const GROUP_CALLS: usize = OBJECTS as usize;
+
     /// Whether the client belongs to this file.
     pub fn has_client(&self, client: u32) -> bool {
         self.info(client, client, CLASS).is_some()
     }
 
-    /// Finds the groups of a client that belongs to this file.
-    pub fn groups(&self, client: u32) -> ClientGroups {
+    /// Finds the groups on a GPU of a client that belongs to this file. A program that uses several
+    /// GPUs has its groups on all of them in one client.
+    pub fn groups(&self, client: u32, gpu: &GpuUuid) -> ClientGroups {
         let mut groups = ClientGroups::default();
+        let (mut found, mut other_gpus) = (Vec::new(), BTreeSet::new());
         for handle in FIRST_OBJECT..FIRST_OBJECT + OBJECTS {
             let Some(class) = self.info(client, handle, CLASS) else {
                 continue;
             };
-            groups.count += usize::from(class == CHANNEL_GROUP);
-            if class & 0xff == COMPUTE
+            let parent = |of| self.info(client, of, PARENT);
+            if class == SUBDEVICE && self.is_of_other_gpu(client, handle, gpu) {
+                other_gpus.extend(parent(handle));
+            } else if class == CHANNEL_GROUP {
+                found.push((handle, parent(handle)));
+            } else if class & 0xff == COMPUTE
                 && class > 0xff
-                && let Some(channel) = self.info(client, handle, PARENT)
-                && let Some(handle) = self.info(client, channel, PARENT)
+                && let Some(handle) = parent(handle).and_then(parent)
                 && self.info(client, handle, CLASS) == Some(CHANNEL_GROUP)
             {
                 groups.computing.push(ChannelGroup { client, handle });
             }
         }
+        // The parent of a group is a device, and so is the parent of a subdevice.
+        found.retain(|(_, device)| device.is_none_or(|device| !other_gpus.contains(&device)));
+        groups.count = found.len();
+        let is_found =
+            |group: &ChannelGroup| found.iter().any(|(handle, _)| *handle == group.handle);
+        groups.computing.retain(is_found);
         groups.computing.sort();
         groups.computing.dedup();
         groups
+    }
+
+    /// Whether the driver says that a subdevice is of another GPU.
+    fn is_of_other_gpu(&self, client: u32, subdevice: u32, gpu: &GpuUuid) -> bool {
+        let mut info = GidInfo {
+            index: 0,
+            flags: 0,
+            length: 0,
+            data: [0; 256],
+        };
+        let asked = rm::control(self.0.as_fd(), client, subdevice, GET_GID_INFO, &mut info);
+        let uuid = info.data.get(..info.length as usize).unwrap_or_default();
+        let uuid = uuid.strip_suffix(&[0]).unwrap_or(uuid);
+        asked.is_ok() && uuid.starts_with(b"GPU-") && uuid != gpu.as_str().as_bytes()
     }
 
     /// The slice that was last set. The GPU may not keep to it.
@@ -367,6 +414,7 @@ mod tests {
     fn parameters_have_the_kernel_modules_sizes() {
         assert_eq!(size_of::<HandleInfo>(), 16);
         assert_eq!(size_of::<Timeslice>(), 8);
+        assert_eq!(size_of::<GidInfo>(), 268);
         assert_eq!(size_of::<FifoInfo>(), 2056);
     }
 
@@ -377,6 +425,14 @@ mod tests {
         assert_eq!(between(two[0], FIRST_CLIENT + 7), two);
         assert_eq!(between(last, FIRST_CLIENT + 1), [last, FIRST_CLIENT]);
         assert!(between(last, last).is_empty());
+        let begun = FIRST_CLIENT + 2;
+        let clients = NewClients { begun, seen: last };
+        let earlier: Vec<u32> = clients.earlier(0..4).collect();
+        assert_eq!(earlier, [begun - 1, begun - 2, last, last - 1]);
+        assert_eq!(
+            clients.earlier(CLIENTS - 1..u32::MAX).collect::<Vec<_>>(),
+            [begun]
+        );
     }
 
     #[test]

@@ -3,9 +3,9 @@
 //! A client of the resource manager belongs to the open file that made it, and ends with the last
 //! descriptor of that file. The kernel module takes a client's commands from this file alone.
 //!
-//! The commands are no stable interface (`nvos.h` and `ctrl/` in NVIDIA/open-gpu-kernel-modules). The
-//! kernel module refuses parameters of another size. Each caller says by which part of an answer it
-//! recognizes the known layout.
+//! The commands are no stable interface (`nvos.h` and `ctrl/` in NVIDIA/open-gpu-kernel-modules).
+//! The kernel module refuses parameters of another size. Each caller says by which part of an
+//! answer it recognizes the known layout.
 
 use std::fs::File;
 use std::io;

@@ -28,7 +28,7 @@ pub const CDI_KIND: &str = "bursar.dev/gpu";
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub(crate) const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
-/// The same for compute time.
+/// The annotation of an Allocate response for compute time.
 const COMPUTE_ANNOTATION: &str = "bursar.dev/compute-allocation";
 
 /// The gRPC metadata of an Allocate call from the plugin relay. It has the allocation ids that the

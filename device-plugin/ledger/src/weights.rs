@@ -27,7 +27,7 @@ impl Weights {
             .collect()
     }
 
-    /// What the weights of other pods leave of a GPU on which these pods have memory.
+    /// The part of a GPU that the weights of other pods leave; `pods` have memory on the GPU.
     fn left(&self, pods: &BTreeSet<&PodUid>, pod: &PodUid) -> u16 {
         let others = pods.iter().filter(|other| **other != pod);
         let given = others.filter_map(|other| self.0.get(*other));

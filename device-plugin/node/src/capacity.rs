@@ -62,8 +62,8 @@ pub(crate) fn managed_capacity(config: &ResourcesConfig) -> Quanta {
     config.managed_capacity.whole_quanta(config.quantum)
 }
 
-/// The devices to advertise: device memory, managed memory, then compute time. Of devices that are alike, those
-/// that were Unhealthy in `before` stay so.
+/// The devices to advertise: device memory, managed memory, then compute time. Of devices that are
+/// alike, those that were Unhealthy in `before` stay so.
 ///
 /// # Errors
 /// [`DevicesError::TooManyDeviceIds`] where both together exceed the kubelet's limit.

@@ -46,7 +46,8 @@ enum Command {
               value_parser = clap::value_parser!(u64).range(scrub_check::MIN_BYTES..))]
         bytes: u64,
     },
-    /// Keeps the GPU busy until standard input is closed; prints lines of JSON with the finished work.
+    /// Keeps the GPU busy until standard input is closed; prints lines of JSON with the finished
+    /// work.
     ComputeLoad {
         #[command(flatten)]
         gpu: Gpu,

@@ -5,7 +5,7 @@ use std::fmt;
 
 use bursar_crds::Amount;
 use bursar_crds::context_policy::FaultAction;
-use bursar_crds::gpu_node::{GpuStatus, HealthStatus, RuntimeState};
+use bursar_crds::gpu_node::{ComputeState, GpuCompute, GpuStatus, HealthStatus, RuntimeState};
 use bursar_crds::numbers::to_i64;
 use bursar_gpu_node::report::{NodeReport, ready_condition};
 use bursar_metrics::{EncodeFamilies, FamilyEncoder, Label, gauge_value, gpu_label};
@@ -21,6 +21,7 @@ impl EncodeFamilies for ReportFigures {
             return Ok(());
         };
         encode_memory(report, tables)?;
+        encode_compute(report, tables)?;
         encode_health(report, tables)
     }
 }
@@ -59,6 +60,28 @@ fn encode_memory(report: &NodeReport, tables: &mut FamilyEncoder<'_>) -> fmt::Re
         "bursar_gpu_memory_bytes",
         "Memory of a GPU by state: bound, free, leaked, withheld",
         by_state.collect(),
+    )
+}
+
+fn encode_compute(report: &NodeReport, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+    let figures = |figure: fn(&GpuCompute) -> i64| {
+        let gpus = report.status.gpus.iter();
+        gpus.filter_map(|gpu| Some((gpu_label(&gpu.uuid), figure(gpu.compute.as_ref()?))))
+            .collect()
+    };
+    tables.gauges(
+        "bursar_gpu_compute_enforced",
+        "1 where weights of compute time hold on the GPU, 0 where they do not, -1 where it was not tested",
+        figures(|compute| match compute.state {
+            ComputeState::Enforced => 1,
+            ComputeState::NotEnforced => 0,
+            ComputeState::NotTested | ComputeState::Unknown => -1,
+        }),
+    )?;
+    tables.gauges(
+        "bursar_gpu_compute_hidden_groups",
+        "Channel groups on the GPU that belong to no known process",
+        figures(|compute| compute.hidden_groups.into()),
     )
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use bursar_compute::task::{self as compute, ComputeInputs, ComputeStatus};
 use bursar_crds::gpu_node::Fault;
 use bursar_enforcement::audit::{AuditInputs, AuditStatus, Auditor};
 use bursar_enforcement::drain::{self, DrainInputs};
@@ -40,11 +41,7 @@ impl Agent {
         let (leases, commands) = LeaseHandle::channel();
         let (live_sender, live_leases) = watch::channel(LiveLeases::new());
         let folder = paths.run_dir.join("retained");
-        let program = Program {
-            path: self.provisioner(),
-            driver: self.config.driver.clone(),
-            libraries: folder.join("lib"),
-        };
+        let program = self.program();
         let provisioners = Arc::new(Provisioners::new(program.clone()));
         let sampler = Arc::new(gpus.nvml.clone());
         let sessions = Sessions::new(paths.run_dir.clone(), sampler, resolver.clone())
@@ -130,6 +127,36 @@ impl Agent {
         };
         let task = supervisor.run(offered, std::time::Instant::now, self.stop.clone());
         self.spawn("runtime supervision", task);
+    }
+
+    /// How the provisioner is started.
+    fn program(&self) -> Program {
+        Program {
+            path: self.provisioner(),
+            driver: self.config.driver.clone(),
+            libraries: self.config.paths.run_dir.join("retained/lib"),
+        }
+    }
+
+    /// Starts the task that holds the weights of compute time.
+    pub(super) fn start_compute(
+        &mut self,
+        gpus: &Gpus,
+        tenants: &Tenants,
+        node: &NodeState,
+    ) -> watch::Receiver<ComputeStatus> {
+        let (sender, status) = watch::channel(ComputeStatus::new());
+        let inputs = ComputeInputs {
+            config: self.config.clone(),
+            nvml: gpus.nvml.clone(),
+            sessions: tenants.sessions.clone(),
+            snapshots: node.snapshots.clone(),
+            program: self.program(),
+            events: self.events.clone(),
+        };
+        let task = compute::run(inputs, sender, self.stop.clone());
+        self.spawn("compute time", task);
+        status
     }
 
     /// The configured provisioner, or else the one beside the agent's program.

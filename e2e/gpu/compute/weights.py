@@ -61,10 +61,13 @@ class Holder:
         self.process = subprocess.Popen([program, gpu, device_node(gpu), str(round_us)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def pods(self, pods):
-        """Orders pods, (weight, pids) by UID, and returns the report."""
-        order = [{"uid": uid, "weight": weight, "processes": sorted(pids)} for uid, (weight, pids) in pods.items()]
-        self._send({"request": "pods", "pods": order})
-        return json.loads(self.process.stdout.readline())
+        """Orders pods, (weight, pids) by UID, until all of their groups are searched for. Returns the report."""
+        order = [{"uid": uid, "weight": weight, "processes": sorted(pids), "is_doubted": False} for uid, (weight, pids) in pods.items()]
+        report = {"in_use": None}
+        while report["in_use"] is None:
+            self._send({"request": "pods", "pods": order})
+            report = json.loads(self.process.stdout.readline())["report"]
+        return report
 
     def active(self, pids):
         self._send({"request": "active", "processes": sorted(pids)})

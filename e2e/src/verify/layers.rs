@@ -57,7 +57,7 @@ const FLOORS: &[&[&str]] = &[
     &["bursar-sessions"],
     &["bursar-supervision"],
     &["bursar-node"],
-    &["bursar-enforcement", "bursar-retained"],
+    &["bursar-compute", "bursar-enforcement", "bursar-retained"],
     &["bursar-gpu-node"],
     &["bursar-device-plugin", "bursar-e2e"],
 ];

@@ -53,6 +53,8 @@ pub enum Reason {
     NotEnforced,
     /// The quota of a container is enforced again.
     Enforced,
+    /// Weights of compute time may not hold on a GPU.
+    ComputeNotHeld,
 }
 
 impl Reason {
@@ -93,6 +95,7 @@ impl Reason {
             Self::ContextPoisoned => ("GpuContextPoisoned", Warning),
             Self::NotEnforced => ("GpuQuotaNotEnforced", Warning),
             Self::Enforced => ("GpuQuotaEnforced", Normal),
+            Self::ComputeNotHeld => ("GpuComputeNotHeld", Warning),
         }
     }
 }

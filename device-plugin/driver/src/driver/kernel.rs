@@ -67,8 +67,8 @@ impl Kernel {
         Ok(unsafe { function.declare(PARAMETERS) })
     }
 
-    /// Loads a kernel that computes nothing for some time, which its number of turns decides. It uses
-    /// no memory.
+    /// Loads a kernel that computes nothing for some time, which its number of turns decides. It
+    /// uses no memory.
     ///
     /// # Errors
     /// The error that the driver returned.

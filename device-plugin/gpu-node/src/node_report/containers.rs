@@ -66,7 +66,9 @@ pub(super) fn gpu_containers(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<
     let new = ProcessHistory::default();
     let containers = snapshot.containers.iter().map(|container| {
         let history = audited.histories.get(&container.allocation);
-        gpu_container(container, history.unwrap_or(&new))
+        let weights = snapshot.view.gpus.iter().map(|gpu| &gpu.weights);
+        let weight = weights.filter_map(|of| of.get(&container.pod)).next();
+        gpu_container(container, history.unwrap_or(&new), weight.copied())
     });
     let mut containers: Vec<_> = containers.collect();
     containers.sort_by_cached_key(|container| {
@@ -76,7 +78,11 @@ pub(super) fn gpu_containers(snapshot: &Snapshot, audited: &AuditStatus) -> Vec<
     containers
 }
 
-fn gpu_container(bound: &BoundContainer, history: &ProcessHistory) -> GpuContainer {
+fn gpu_container(
+    bound: &BoundContainer,
+    history: &ProcessHistory,
+    weight: Option<u16>,
+) -> GpuContainer {
     let [namespace, pod, container] = ContainerName::parts(bound.name.as_ref());
     GpuContainer {
         pod_uid: bound.pod.to_string(),
@@ -86,6 +92,7 @@ fn gpu_container(bound: &BoundContainer, history: &ProcessHistory) -> GpuContain
         process_generation: to_i64(history.generation),
         restarts: to_i64(history.restarts),
         restarts_in_place: to_i64(history.restarts_in_place),
+        compute_weight: weight.map(i32::from),
         last_fault: history.last_fault.as_ref().map(last_fault),
     }
 }
@@ -158,14 +165,15 @@ mod tests {
             restarts_in_place: 1,
             last_fault: Some(fault),
         };
-        let written = serde_json::to_value(gpu_container(&bound, &history)).unwrap();
+        let written = serde_json::to_value(gpu_container(&bound, &history, Some(25))).unwrap();
         let expected = serde_json::json!({
             "podUid": "pod-1", "container": "main", "processGeneration": 5, "restarts": 2,
-            "restartsInPlace": 1, "lastFault": { "gpu": "GPU-0", "processGeneration": 4,
+            "restartsInPlace": 1, "computeWeight": 25, "lastFault": { "gpu": "GPU-0", "processGeneration": 4,
                 "cudaError": 700, "xid": 31, "action": "InPlace", "time": "2026-01-02T03:04:05Z" },
         });
         assert_eq!(written, expected);
-        let new = serde_json::to_value(gpu_container(&bound, &ProcessHistory::default())).unwrap();
+        let new =
+            serde_json::to_value(gpu_container(&bound, &ProcessHistory::default(), None)).unwrap();
         let expected = serde_json::json!({
             "podUid": "pod-1", "container": "main", "processGeneration": 0, "restarts": 0,
             "restartsInPlace": 0,

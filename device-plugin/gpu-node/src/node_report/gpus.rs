@@ -2,11 +2,14 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
+use bursar_compute::effect::Verdict;
+use bursar_compute::task::{self, ComputeStatus};
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{
-    GpuPod, GpuRuntime, GpuState as State, GpuStatus, Health as ApiHealth, HealthStatus,
-    MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_PODS, MAX_SET_ASIDE,
+    ComputeState, GpuCompute, GpuPod, GpuRuntime, GpuState as State, GpuStatus,
+    Health as ApiHealth, HealthStatus, MAX_POD_ENTRIES, MAX_POD_NAMES, MAX_PODS, MAX_SET_ASIDE,
 };
 use bursar_crds::numbers::{to_i32, to_i64};
 use bursar_gpu::health::{Health, UnhealthyReason};
@@ -122,6 +125,7 @@ pub(super) fn gpu_status(
         pods_omitted: to_i32(pods.len() - listed.len()),
         pods: listed,
         runtime: gpu_runtime(uuid, &inputs.retained),
+        compute: gpu_compute(uuid, &inputs.computed),
     }
 }
 
@@ -165,6 +169,32 @@ fn health(health: Health) -> ApiHealth {
         reason,
         since: None,
     }
+}
+
+/// How the GPU's compute time is divided; none before the agent knows.
+fn gpu_compute(gpu: &GpuUuid, computed: &ComputeStatus) -> Option<GpuCompute> {
+    let mig = task::GpuCompute {
+        verdict: Verdict::NotEnforced("MIG instances have compute time of their own".to_owned()),
+        problem: None,
+        round: Duration::ZERO,
+        hidden_groups: 0,
+    };
+    let compute = computed.get(gpu).or(gpu.is_mig().then_some(&mig))?;
+    let (state, reason) = match (&compute.verdict, &compute.problem) {
+        (Verdict::NotEnforced(why), _) | (_, Some(why)) => {
+            (ComputeState::NotEnforced, why.as_str())
+        }
+        (Verdict::Enforced, None) => (ComputeState::Enforced, ""),
+        (Verdict::Unknown(why), None) => (ComputeState::NotTested, why.as_str()),
+    };
+    let mut reason = reason.to_owned();
+    reason.truncate(reason.floor_char_boundary(MAX_REASON_LENGTH));
+    Some(GpuCompute {
+        state,
+        reason,
+        round: format!("{:?}", compute.round),
+        hidden_groups: to_i32(compute.hidden_groups),
+    })
 }
 
 /// The allocator runtime of a GPU; none where retained memory is off.

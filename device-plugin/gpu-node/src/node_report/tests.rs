@@ -3,6 +3,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bursar_apiserver::Reason;
+use bursar_compute::effect::Verdict;
+use bursar_compute::task;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{
     GpuPod, GpuRuntime, GpuState as State, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED,
@@ -116,6 +118,7 @@ fn inputs() -> ReportInputs {
             has_run: true,
             ..AuditStatus::default()
         },
+        computed: Default::default(),
         limits: [(
             ("/cg/pod".into(), uuid()),
             LimitState::Set(Bytes::gib(1), LimitUse::Counted),
@@ -224,6 +227,38 @@ fn working_node_reports_gpus_room_and_waiting_pods() {
     assert_eq!(waiting.pod, "late");
     assert_eq!(waiting.container, "main");
     assert_eq!(waiting.quanta, 8);
+}
+
+#[test]
+fn division_of_compute_time_is_reported_by_gpu() {
+    let compute = |verdict, problem: Option<&str>| {
+        let computed = task::GpuCompute {
+            verdict,
+            problem: problem.map(str::to_owned),
+            round: Duration::from_millis(4),
+            hidden_groups: 2,
+        };
+        let inputs = ReportInputs {
+            computed: [(uuid(), computed)].into(),
+            ..inputs()
+        };
+        let status = node_report(&snapshot(), &inputs).status;
+        serde_json::to_value(&status.gpus[0].compute).unwrap()
+    };
+    let enforced = serde_json::json!({ "state": "Enforced", "round": "4ms", "hiddenGroups": 2 });
+    assert_eq!(compute(Verdict::Enforced, None), enforced);
+    let failing = compute(Verdict::Enforced, Some("no answer"));
+    assert_eq!(
+        (&failing["state"], &failing["reason"]),
+        (&"NotEnforced".into(), &"no answer".into())
+    );
+    let inert = compute(Verdict::NotEnforced("x".repeat(400)), None);
+    assert_eq!(inert["state"], "NotEnforced");
+    assert_eq!(inert["reason"].as_str().map(str::len), Some(256));
+    assert_eq!(
+        compute(Verdict::Unknown("busy".into()), None)["state"],
+        "NotTested"
+    );
 }
 
 /// A node whose GPUs have these pods, and memory set aside for other ones.
