@@ -2,6 +2,7 @@
 
 use bursar_crds::conditions::gpu_node as names;
 use bursar_crds::context_policy::FaultAction;
+use bursar_crds::gpu_node::ComputeState;
 use k8s_openapi::jiff::Timestamp;
 
 use super::gpu::{gpu_name, unusable};
@@ -10,7 +11,7 @@ use super::pod::newest;
 use super::{Cause, Explanation, Verdict};
 use crate::agent_metrics::ContainerKey;
 use crate::amounts::{count, memory, since};
-use crate::objects::{ContainerStatus, Event, Pod};
+use crate::objects::{Container, ContainerStatus, Event, Pod};
 use crate::show::{condition, model};
 use crate::snapshot::{Kind, Snapshot};
 
@@ -39,6 +40,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     place(explanation, snapshot, pod);
     faults(explanation, snapshot, pod);
     gaps(explanation, snapshot, pod);
+    weights(explanation, snapshot, pod);
     denials(explanation, snapshot, pod);
     sessions(explanation, snapshot, pod);
     if runs && explanation.verdict > Verdict::Runs {
@@ -228,6 +230,32 @@ fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     if let Some(event) = event.filter(|event| !named && event.time() > closed) {
         explanation.blame(Cause::NotEnforced, Verdict::Degraded);
         explanation.say("quota", event.message.clone());
+    }
+}
+
+/// States where the pod's weight of compute time does not hold.
+fn weights(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let weights = pod.all_containers().filter_map(Container::compute_weight);
+    if weights.count() == 0 {
+        return;
+    }
+    let node = snapshot.gpu_node(&pod.spec.node_name);
+    let gpus = node.and_then(|node| node.status.as_ref()).into_iter();
+    for gpu in gpus.flat_map(|status| &status.gpus) {
+        let has_pod = gpu.pods.iter().any(|of| of.uid == pod.metadata.uid);
+        if let Some(compute) = gpu.compute.as_ref().filter(|_| has_pod) {
+            let reason = match (compute.state, compute.hidden_groups) {
+                (ComputeState::Enforced, 0) => continue,
+                (ComputeState::Enforced, hidden) => {
+                    format!("{hidden} channel groups belong to no known process")
+                }
+                _ => compute.reason.clone(),
+            };
+            explanation.say(
+                "compute",
+                format!("weights may not hold on {}: {reason}", gpu.uuid),
+            );
+        }
     }
 }
 

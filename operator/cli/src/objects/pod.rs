@@ -2,7 +2,7 @@
 
 use bursar_crds::pod_total::pod_total;
 use bursar_crds::quantity::parse_count;
-use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, Quantum};
+use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, GPU_COMPUTE, Quantum};
 use k8s_openapi::jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -168,6 +168,12 @@ impl Container {
     /// The managed memory that the container requests.
     pub fn managed_memory(&self) -> Option<Request> {
         self.request(Quantum::managed_memory)
+    }
+
+    /// The hundredths of a GPU's compute time that the container requests.
+    pub fn compute_weight(&self) -> Option<u64> {
+        let weight = parse_count(self.resources.limits.get(GPU_COMPUTE)?);
+        (weight > 0).then_some(weight)
     }
 
     fn request(&self, resource: fn(Quantum) -> &'static str) -> Option<Request> {

@@ -45,6 +45,9 @@ pub struct Row {
     /// The process generation, where the agent could be asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
+    /// The hundredths of a GPU's compute time that it requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compute_weight: Option<u64>,
     /// Whether the quota is enforced, or why the container does not run.
     pub state: State,
     /// Whether the pod borrows.
@@ -169,6 +172,7 @@ fn row(
         peak_bytes: metrics.and_then(|metrics| metrics.device("peak")),
         denied: metrics.map(ContainerMetrics::denials),
         generation: metrics.and_then(|metrics| metrics.generation),
+        compute_weight: container.compute_weight(),
         state: state(snapshot, index, pod, at),
         borrows: pod.borrows(),
         priority: pod.spec.priority,
@@ -227,6 +231,7 @@ pub fn render_pods(snapshot: &Snapshot, terminal: Terminal) -> String {
         expendable("PEAK", 3),
         expendable("DENIED", 4),
         expendable("GEN", 6),
+        wide("WEIGHT"),
         wide("PRIORITY"),
         wide("BORROWS"),
         column("ENFORCED"),
@@ -275,6 +280,7 @@ fn cells(row: Row) -> Vec<Cell> {
         or_none(row.peak_bytes),
         denied,
         number(row.generation),
+        number(row.compute_weight),
         row.priority.to_string().into(),
         if row.borrows { "yes" } else { "no" }.into(),
         state,

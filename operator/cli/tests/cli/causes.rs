@@ -712,6 +712,37 @@ fn failed_admission_and_gaps_are_named() {
 }
 
 #[test]
+fn weight_that_may_not_hold_is_named_with_its_reason() {
+    let text = |compute: Value, weight: Option<&str>| {
+        let (mut asking, mut of) = (pod("ml", "p", "n", 8), gpu("GPU-1", 0, 79, &[("ml-p", 8)]));
+        asking["spec"]["containers"][0]["resources"]["limits"]["bursar.dev/gpu-compute"] =
+            json!(weight);
+        of["compute"] = compute;
+        let mut limits = asking["spec"]["containers"][0]["resources"]["limits"].take();
+        limits
+            .as_object_mut()
+            .unwrap()
+            .retain(|_, of| !of.is_null());
+        asking["spec"]["containers"][0]["resources"]["limits"] = limits;
+        explained(&small(vec![asking], of), "ml", "p").render(Terminal::default())
+    };
+    let state = |state: &str, hidden: i32| json!({ "state": state, "reason": "two loads finished 1 : 1", "round": "4ms", "hiddenGroups": hidden });
+    let inert = text(state("NotEnforced", 0), Some("25"));
+    assert!(
+        inert.contains("weights may not hold on GPU-1: two loads"),
+        "{inert}"
+    );
+    let hidden = text(state("Enforced", 3), Some("25"));
+    assert!(hidden.contains("3 channel groups"), "{hidden}");
+    for (state, weight) in [
+        (state("Enforced", 0), Some("25")),
+        (state("NotEnforced", 0), None),
+    ] {
+        assert!(!text(state, weight).contains("weights may not hold"));
+    }
+}
+
+#[test]
 fn pod_that_runs_well_has_no_cause() {
     let explanation = explained(&running(), "ml", "p");
     assert_eq!(
