@@ -250,10 +250,11 @@ impl GpuTask {
 
     /// Whether no pod has memory of the GPU, and no process computes on it.
     async fn is_idle(&mut self) -> bool {
-        let is_read = self.read_sample().await;
-        let is_busy = |(_, percent): (&u32, &u8)| *percent > 0;
-        let computes = self.sample.sm_percents.iter().flatten().any(is_busy);
-        is_read && !computes && self.view().pods.is_empty()
+        if !self.view().pods.is_empty() || !self.read_sample().await {
+            return false;
+        }
+        let mut percents = self.sample.sm_percents.iter().flatten();
+        percents.all(|(_, percent)| *percent == 0)
     }
 
     async fn test(&mut self) {
