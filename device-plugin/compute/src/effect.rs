@@ -277,6 +277,20 @@ mod tests {
     }
 
     #[test]
+    fn effects_of_a_later_version_are_kept_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("compute.json");
+        let later = r#"{"version":2,"verdicts":[]}"#;
+        std::fs::write(&file, later).unwrap();
+        let verdicts = Verdicts::new(Checkpoint::new(file));
+        assert_eq!(verdicts.get(&versions("580.1")), None);
+        verdicts.record(versions("580.1"), Verdict::Enforced);
+        let kept = std::fs::read_to_string(folder.path().join("compute.unread"));
+        assert_eq!(kept.unwrap(), later);
+        assert_eq!(verdicts.get(&versions("580.1")), Some(Verdict::Enforced));
+    }
+
+    #[test]
     fn firmware_is_read_from_the_drivers_description() {
         let text = "Model: \t\t NVIDIA H200\nGPU Firmware: \t 580.159.04\nGPU Excluded:\t No\n";
         assert_eq!(firmware_version(text), "580.159.04");
