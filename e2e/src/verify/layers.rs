@@ -36,6 +36,7 @@ const FLOORS: &[&[&str]] = &[
         "bursar-operator",
         "bursar-shim",
         "bursar-sim-cuda",
+        "bursar-sim-kernel",
         "bursar-sim-lab",
         "bursar-sim-nvml",
     ],

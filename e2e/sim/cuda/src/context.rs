@@ -36,7 +36,8 @@ impl Process {
         // A context's bytes include the overhead of a process without a context.
         let client = self.image.charged(unit, Charge::Client);
         self.image.release(unit, Charge::Client, client)?;
-        Ok(lock(&self.contexts).insert(device, flags))
+        let groups = self.create_groups(device)?;
+        Ok(lock(&self.contexts).insert(device, flags, groups))
     }
 
     fn destroy_context(&self, id: u64) -> DriverResult {
@@ -45,6 +46,7 @@ impl Process {
             .remove(&id)
             .ok_or(Code::INVALID_CONTEXT)?;
         let _ = self.wait_for_context(id);
+        self.destroy_groups(context.groups.as_ref());
         self.free_context_memory(id);
         self.free_context_arrays(id);
         self.trim_graphs(context.device);

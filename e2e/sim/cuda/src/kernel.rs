@@ -3,6 +3,7 @@
 //! A kernel ends before its launch returns; only `spin` keeps its stream busy afterwards.
 
 use bursar_protocol::checksum;
+use bursar_sim_state::rm::ENDLESS;
 
 use crate::abi::{Code, DriverResult, In};
 use crate::context_stack::CurrentContext;
@@ -88,6 +89,8 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 0,
         run: |current, arguments, stream| {
             let time = arguments.get::<u64>(0)?;
+            let nanos = if time == 0 { ENDLESS } else { time };
+            current.process.submit_work(current.context, nanos)?;
             current.extend_busy(
                 stream,
                 if time == 0 {

@@ -2,6 +2,7 @@
 //!
 //! The entry points reach their tables through the process image; no table reaches the image.
 
+use bursar_sim_state::rm::{self, ContextGroups, RmClient};
 use bursar_sim_state::{Image, Sim, xid::Xid};
 
 use crate::abi::Code;
@@ -20,6 +21,7 @@ use crate::tables::pools::Pools;
 use crate::tables::residency::Residency;
 use crate::tables::streams::Streams;
 use crate::tables::vmm::Vmm;
+use std::fs::File;
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
@@ -44,6 +46,8 @@ pub(crate) struct Process {
     pub(crate) captures: Mutex<Captures>,
     pub(crate) residency: Mutex<Residency>,
     pub(crate) chunks: Mutex<Chunks>,
+    /// The client of the kernel module, if the machine has one.
+    rm: Option<Mutex<RmClient>>,
     pid: u32,
     /// The sticky error; 0 for none. Only `execve` clears it (F1 in docs/internals/facts.md).
     sticky: AtomicI32,
@@ -67,14 +71,14 @@ pub(crate) fn device_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
 }
 
-/// Opens and maps the control node until the process ends; a failure is ignored.
+/// Opens and maps the control node until the process ends; a failure is ignored. Returns the open
+/// file.
 ///
 /// A real `cuInit` does so with the control node and the GPUs' nodes (seen on an H200 with driver
 /// 580).
-fn map_control_node(node: &Path) {
-    let Ok(file) = std::fs::File::open(node) else {
-        return;
-    };
+fn map_control_node(node: &Path) -> Option<File> {
+    let file = File::open(node).ok()?;
+    let own = file.try_clone().ok();
     let descriptor = file.into_raw_fd();
     // SAFETY: the kernel chooses the address of the new mapping, which nothing reads.
     unsafe {
@@ -87,6 +91,27 @@ fn map_control_node(node: &Path) {
             0,
         )
     };
+    own
+}
+
+/// Makes a client of the machine's kernel module; none without one. The memory of this image then
+/// lives as long as the control file, also by a duplicate, and the GPUs' nodes stay open.
+fn begin_rm_client(
+    control: File,
+    image: &Image,
+    sim: &Sim,
+    devices: &[Device],
+) -> Option<RmClient> {
+    let client = RmClient::over(control, rm::FIRST_OBJECT).ok()?;
+    if let Err(error) = image.live_as_long_as(&client) {
+        sim.log(&format!("memory ends with the process: {error}"));
+    }
+    for device in devices {
+        let minor = sim.config.gpu[sim.units[device.unit].gpu].minor;
+        let node = File::open(device_dir().join(format!("nvidia{minor}")));
+        std::mem::forget(node);
+    }
+    Some(client)
 }
 
 /// Initialises the driver, once per process image.
@@ -147,7 +172,8 @@ impl Process {
         }
         let sim = Arc::new(sim);
         let image = Image::register(&sim)?;
-        map_control_node(&device_dir().join("nvidiactl"));
+        let control = map_control_node(&device_dir().join("nvidiactl"));
+        let rm = control.and_then(|file| begin_rm_client(file, &image, &sim, &devices));
         Ok(Process {
             pools: Mutex::new(Pools::new(devices.len())),
             contexts: Mutex::new(Contexts::new(devices.len())),
@@ -162,6 +188,7 @@ impl Process {
             captures: Mutex::default(),
             residency: Mutex::default(),
             chunks: Mutex::default(),
+            rm: rm.map(Mutex::new),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,
@@ -184,6 +211,35 @@ impl Process {
             base
         };
         lock(&self.chunks).populate(&self.image, unit, base, address, len);
+    }
+
+    /// Makes a context's channel groups; none without a kernel module.
+    pub(crate) fn create_groups(&self, device: usize) -> Result<Option<ContextGroups>, Code> {
+        let Some(client) = &self.rm else {
+            return Ok(None);
+        };
+        let made = lock(client).create_context(&self.gpu_config(device).uuid);
+        made.map(Some).map_err(|error| {
+            self.sim.log(&format!("no channel group: {error}"));
+            Code::UNKNOWN
+        })
+    }
+
+    /// Frees a context's channel groups.
+    pub(crate) fn destroy_groups(&self, groups: Option<&ContextGroups>) {
+        if let (Some(client), Some(groups)) = (&self.rm, groups) {
+            let freed = lock(client).destroy_context(groups);
+            freed.unwrap_or_else(|error| self.sim.log(&format!("a group stays: {error}")));
+        }
+    }
+
+    /// Tells the kernel module of work for the group of a context that runs kernels.
+    pub(crate) fn submit_work(&self, context: u64, nanos: u64) -> Result<(), Code> {
+        if let (Some(client), Some(groups)) = (&self.rm, self.context(context)?.groups) {
+            let submitted = lock(client).submit(groups.computing, nanos);
+            submitted.map_err(|_| Code::UNKNOWN)?;
+        }
+        Ok(())
     }
 
     /// Fails with the sticky error, if there is one.

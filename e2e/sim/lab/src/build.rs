@@ -10,9 +10,10 @@ use anyhow::{Context as _, Result, ensure};
 /// Another selection of packages would compile the libraries again, and replace them under a test.
 const BUILT_VARIABLE: &str = "BURSAR_BUILT";
 
-/// The packages of the driver libraries, of `simgpu` and of `sim-actor`.
+/// The packages of the driver libraries, of the kernel module, of `simgpu` and of `sim-actor`.
 const DRIVER: &[&str] = &[
     "bursar-sim-cuda",
+    "bursar-sim-kernel",
     "bursar-sim-nvml",
     "bursar-sim-state",
     "bursar-sim-lab",

@@ -12,10 +12,14 @@
 mod actor;
 mod build;
 mod inside;
+mod kernel;
+mod tenant;
 
 pub use actor::{DriverClient, Reply, receive_fd, send_with_fd};
 pub use build::build;
 pub use inside::{peer_command, peer_role, run_in_subprocess};
+pub use kernel::{KernelModule, SimGroup};
+pub use tenant::RmTenant;
 
 use anyhow::{Context as _, Result, ensure};
 use bursar_sim_state::{MachineDir, Sim};
@@ -127,6 +131,19 @@ impl SimMachine {
             String::from_utf8_lossy(&output.stderr)
         );
         Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Starts the machine's kernel module, which only programs that start later find.
+    ///
+    /// # Errors
+    /// The program cannot be built or started, or may not mount FUSE file systems.
+    pub fn load_kernel_module(&self) -> Result<KernelModule> {
+        KernelModule::spawn(self.command(build::driver_file("sim-kernel-module")?))
+    }
+
+    /// The folder of device nodes.
+    pub fn dev(&self) -> PathBuf {
+        MachineDir::at(self.path()).dev()
     }
 
     /// Starts a `sim-actor` process.

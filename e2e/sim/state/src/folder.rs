@@ -204,6 +204,22 @@ impl MachineDir {
             .try_for_each(|library| self.install(library, parsed.cuda_version))
     }
 
+    /// Replaces the control node by a link to the file that a simulated kernel module serves, and
+    /// the GPUs' nodes by ones that can be opened, like `/dev/zero`.
+    ///
+    /// # Errors
+    /// A node cannot be replaced; the error names it.
+    pub fn lead_control_node_to(&self, file: &Path, minors: &[u32]) -> Result<(), InitError> {
+        let control = self.dev().join("nvidiactl");
+        let _ = std::fs::remove_file(&control);
+        std::os::unix::fs::symlink(file, &control).map_err(io_error("link", &control))?;
+        for minor in minors {
+            let node = self.dev().join(format!("nvidia{minor}"));
+            create_node(&node, libc::makedev(1, 5))?;
+        }
+        Ok(())
+    }
+
     fn install(&self, library: &Path, version: Version) -> Result<(), InitError> {
         let name = match library.file_name().and_then(|name| name.to_str()) {
             Some("libbursar_sim_cuda.so" | "libcuda.so.1") => "libcuda.so.1",

@@ -34,6 +34,7 @@ pub mod lock;
 pub mod managed;
 pub mod object;
 pub mod residue;
+pub mod rm;
 pub mod sim;
 pub mod table;
 pub mod usage;

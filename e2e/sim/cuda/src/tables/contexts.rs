@@ -1,5 +1,6 @@
 //! Records the primary, created and green contexts of the process image.
 
+use bursar_sim_state::rm::ContextGroups;
 use std::collections::BTreeMap;
 
 /// A new context's stack bytes per thread, which are part of the context's own bytes.
@@ -21,6 +22,8 @@ pub(crate) struct Context {
     /// Bytes of the heap of device-side malloc, which a launch has taken (F25 in
     /// docs/internals/facts.md).
     pub(crate) heap: u64,
+    /// Its channel groups in the kernel module; none without one.
+    pub(crate) groups: Option<ContextGroups>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -51,7 +54,12 @@ impl Contexts {
     }
 
     /// Inserts a context under a new handle. Handles look like pointers, as programs expect.
-    pub(crate) fn insert(&mut self, device: usize, flags: u32) -> u64 {
+    pub(crate) fn insert(
+        &mut self,
+        device: usize,
+        flags: u32,
+        groups: Option<ContextGroups>,
+    ) -> u64 {
         self.handle_count += 1;
         let id = 0x5147_0000_0000 + self.handle_count * 0x100;
         let context = Context {
@@ -62,6 +70,7 @@ impl Contexts {
             stack_per_thread: DEFAULT_STACK_BYTES,
             limits: BTreeMap::new(),
             heap: 0,
+            groups,
         };
         self.live.insert(id, context);
         id

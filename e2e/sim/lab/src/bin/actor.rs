@@ -21,9 +21,13 @@
 //! | `cudarc` | a small program over cudarc's safe interface |
 //! | `fork`, `exec`, `pid` | process control; the forked child only sleeps |
 //! | `nvml-used GPU`, `nvml-count`, `nvml-wait MS` | NVML |
+//! | `new-context DEVICE` | creates a context beside the others, which becomes the current one |
+//! | `rm-groups HANDLE`, `rm-work NANOS` | the kernel module without libcuda: groups, their work |
+//! | `rm-clients COUNT`, `rm-slice CLIENT GROUP MICROS` | clients without a group; sets a slice |
 //! | `nvml-processes GPU` | NVML; returns `pid:bytes` for each process |
 
 use anyhow::{Context as _, Result, bail};
+use bursar_sim_lab::RmTenant;
 use cudarc::driver::sys::{self, CUresult};
 use nvml_wrapper::{
     Nvml, bitmasks::event::EventTypes, enums::device::UsedGpuMemory, error::NvmlError,
@@ -56,6 +60,7 @@ fn main() -> Result<()> {
         descriptors: VecDeque::new(),
         held_descriptors: Vec::new(),
         nvml: None,
+        tenant: RmTenant::default(),
     };
     while let Some(line) = client.read_line()? {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -77,6 +82,7 @@ struct Client {
     descriptors: VecDeque<OwnedFd>,
     held_descriptors: Vec<OwnedFd>,
     nvml: Option<&'static Nvml>,
+    tenant: RmTenant,
 }
 
 fn parse_number(words: &[&str], place: usize) -> Result<u64> {
@@ -123,6 +129,7 @@ impl Client {
         let n = |place| parse_number(words, place);
         match *words.first().context("an empty line")? {
             "context" => context(n(1)? as i32),
+            "new-context" => new_context(n(1)? as i32),
             "reset" => {
                 cu!(cuDevicePrimaryCtxReset_v2(n(1)? as i32));
                 Ok(Ok(String::new()))
@@ -204,6 +211,7 @@ impl Client {
             "exec" => bail!(std::process::Command::new("/proc/self/exe").exec()),
             "cudarc" => cudarc(),
             "pid" => Ok(Ok(std::process::id().to_string())),
+            other if other.starts_with("rm-") => self.tenant(other, words),
             other => self.nvml(other, words),
         }
     }
@@ -218,6 +226,25 @@ impl Client {
             kind
         ));
         Ok(Ok(handle.to_string()))
+    }
+
+    fn tenant(&mut self, command: &str, words: &[&str]) -> CommandResult {
+        let n = |place| parse_number(words, place);
+        let tenant = &mut self.tenant;
+        match command {
+            "rm-groups" => {
+                let (client, group) = tenant.create_groups(u32::try_from(n(1)?)?)?;
+                return Ok(Ok(format!("{client} {group}")));
+            }
+            "rm-work" => tenant.submit(n(1)?)?,
+            "rm-clients" => tenant.open_clients(n(1)?)?,
+            "rm-slice" => {
+                let (client, group) = (u32::try_from(n(1)?)?, u32::try_from(n(2)?)?);
+                tenant.set_slice(client, group, n(3)?)?;
+            }
+            other => bail!("unknown command {other}"),
+        }
+        Ok(Ok(String::new()))
     }
 
     fn nvml(&mut self, command: &str, words: &[&str]) -> CommandResult {
@@ -287,6 +314,13 @@ fn context(device: i32) -> CommandResult {
     cu!(cuInit(0));
     cu!(cuDevicePrimaryCtxRetain(&mut context, device));
     cu!(cuCtxSetCurrent(context));
+    Ok(Ok(String::new()))
+}
+
+fn new_context(device: i32) -> CommandResult {
+    let mut context = std::ptr::null_mut();
+    cu!(cuInit(0));
+    cu!(cuCtxCreate_v2(&mut context, 0, device));
     Ok(Ok(String::new()))
 }
 
