@@ -93,6 +93,7 @@ pub trait Node {
 
 /// A process with its clients of the resource manager.
 struct Process {
+    pid: u32,
     pidfd: OwnedFd,
     descriptors: BTreeSet<i32>,
     clients: BTreeMap<u32, Client>,
@@ -132,6 +133,7 @@ impl Process {
         let is_earlier = stat.is_none_or(|stat| stat.start_ticks <= begun);
         let earlier = 0..if is_earlier { CLIENTS } else { 0 };
         Ok(Self {
+            pid,
             pidfd,
             descriptors: BTreeSet::new(),
             clients: BTreeMap::new(),
@@ -140,7 +142,7 @@ impl Process {
     }
 
     fn file(&self, control: &ControlNode, descriptor: i32) -> io::Result<Option<ControlFile>> {
-        ControlFile::duplicate(control, self.pidfd.as_fd(), descriptor)
+        ControlFile::duplicate(control, self.pid, self.pidfd.as_fd(), descriptor)
     }
 
     /// Searches for the groups of its clients, of those that have been searched before or of the
@@ -152,13 +154,18 @@ impl Process {
         is_known: bool,
         budget: &mut Budget,
     ) -> bool {
-        let Self { pidfd, clients, .. } = self;
+        let Self {
+            pid,
+            pidfd,
+            clients,
+            ..
+        } = self;
         let due = |client: &Client| !client.is_scanned && client.groups.is_some() == is_known;
         for (handle, client) in clients.iter_mut().filter(|(_, client)| due(client)) {
             if !budget.take(ControlFile::GROUP_CALLS) {
                 return false;
             }
-            let file = ControlFile::duplicate(control, pidfd.as_fd(), client.descriptor);
+            let file = ControlFile::duplicate(control, *pid, pidfd.as_fd(), client.descriptor);
             if let Ok(Some(file)) = file {
                 client.groups = Some(file.groups(*handle, gpu));
             }

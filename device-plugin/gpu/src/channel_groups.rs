@@ -288,16 +288,25 @@ pub fn control_descriptors(pid: u32) -> io::Result<Vec<i32>> {
 pub struct ControlFile(OwnedFd);
 
 impl ControlFile {
-    /// Duplicates a descriptor of the process behind `pidfd`. None if it is not the control node.
+    /// Duplicates a descriptor of the process `pid`, which is behind `pidfd`. None if it is not the
+    /// control node.
     ///
     /// # Errors
     /// When the process has ended, or has closed the descriptor.
     pub fn duplicate(
         control: &ControlNode,
+        pid: u32,
         pidfd: BorrowedFd<'_>,
         descriptor: i32,
     ) -> io::Result<Option<Self>> {
+        // The close of a duplicate asks a tenant's file system, which answers when it likes, and no
+        // signal ends the wait (`fuse_flush`). So no file of one is duplicated.
+        let path = format!("/proc/{pid}/fd/{descriptor}");
+        if FileIdentity::read(rustix::fs::CWD, path, AtFlags::empty())? != control.identity {
+            return Ok(None);
+        }
         let file = rustix::process::pidfd_getfd(pidfd, descriptor, PidfdGetfdFlags::empty())?;
+        // The descriptor may be another file's by now.
         let identity = FileIdentity::read(&file, c"", AtFlags::EMPTY_PATH)?;
         Ok((identity == control.identity).then_some(Self(file)))
     }
@@ -444,7 +453,8 @@ mod tests {
         let control = ControlNode::beside(&folder.path().join("nvidia0")).unwrap();
         let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
         let is_taken = |descriptor| {
-            let file = ControlFile::duplicate(&control, own.as_fd(), descriptor);
+            let pid = std::process::id();
+            let file = ControlFile::duplicate(&control, pid, own.as_fd(), descriptor);
             file.unwrap().is_some()
         };
         let candidates = control_descriptors(std::process::id()).unwrap();
