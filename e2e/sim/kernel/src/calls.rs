@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -22,6 +23,7 @@ const MAX_PARAMS: u32 = 64 << 10;
 #[derive(Debug)]
 pub struct Timed {
     state: Mutex<(Module, Instant)>,
+    calls: AtomicU64,
 }
 
 impl Timed {
@@ -29,7 +31,13 @@ impl Timed {
     pub fn new(module: Module) -> Timed {
         Timed {
             state: Mutex::new((module, Instant::now())),
+            calls: AtomicU64::new(0),
         }
+    }
+
+    /// The number of calls so far.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Relaxed)
     }
 
     /// Calls `function` with the module, whose time is now.
@@ -127,6 +135,7 @@ impl Handler for Calls<'_> {
         argument: &mut [u8],
     ) -> io::Result<()> {
         let unknown = || io::Error::from_raw_os_error(libc::ENOTTY);
+        self.module.calls.fetch_add(1, Relaxed);
         let [_, _, magic, escape] = number.to_be_bytes();
         match (magic, escape) {
             (MAGIC, ALLOC) => change(argument, |call| self.alloc(file, thread, call)),

@@ -8,7 +8,9 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag,
     fsconfig_set_string, fsmount, fsopen,
@@ -21,6 +23,7 @@ const GETATTR: u32 = 3;
 const OPEN: u32 = 14;
 const READ: u32 = 15;
 const RELEASE: u32 = 18;
+const FLUSH: u32 = 25;
 const INIT: u32 = 26;
 const INTERRUPT: u32 = 36;
 const DESTROY: u32 = 38;
@@ -31,11 +34,18 @@ const BATCH_FORGET: u32 = 42;
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
 
-/// `FOPEN_DIRECT_IO` and `FOPEN_NOFLUSH`: a close asks nothing.
-const OPEN_FLAGS: u32 = 1 | 1 << 5;
+/// `FOPEN_DIRECT_IO`, and `FOPEN_NOFLUSH`: a close asks nothing.
+const DIRECT_IO: u32 = 1;
+const NO_FLUSH: u32 = 1 << 5;
 
 /// Seconds for which the kernel need not ask again: for ever.
 const VALID: u64 = 1 << 30;
+
+/// How often a server looks whether it is to stop.
+const STOP_CHECK_INTERVAL: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 50_000_000,
+};
 
 /// More than a request, whose writes are limited to [`MAX_WRITE`].
 const BUFFER: usize = 128 << 10;
@@ -43,6 +53,9 @@ const MAX_WRITE: u32 = 64 << 10;
 
 /// Answers for the file.
 pub trait Handler {
+    /// Whether each close asks the server too, and waits for ever, because it has no answer.
+    const HANGS_ON_CLOSE: bool = false;
+
     /// Answers an ioctl of a thread through an open file: changes the argument in place.
     ///
     /// # Errors
@@ -97,14 +110,18 @@ impl Folder {
         PathBuf::from(format!("/proc/{own}/fd/{folder}/{}", self.name))
     }
 
-    /// Answers requests until the mount ends.
+    /// Answers requests until `stop` is set. The folder ends then: what waits gets an error.
     ///
     /// # Errors
     /// The system's.
-    pub fn serve(&self, handler: &mut impl Handler) -> io::Result<()> {
+    pub fn serve(self, handler: &mut impl Handler, stop: &AtomicBool) -> io::Result<()> {
         let mut buffer = vec![0; BUFFER];
         let mut next_file = 1;
-        loop {
+        while !stop.load(Relaxed) {
+            let mut fds = [PollFd::new(&self.device, PollFlags::IN)];
+            if poll(&mut fds, Some(&STOP_CHECK_INTERVAL))? == 0 {
+                continue;
+            }
             let len = match (&self.device).read(&mut buffer) {
                 Ok(len) => len,
                 Err(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(()),
@@ -129,13 +146,14 @@ impl Folder {
                 let _ = (&self.device).write(&message.0);
             }
         }
+        Ok(())
     }
 
     /// Answers a request; `None` if it has no answer.
-    fn answer(
+    fn answer<H: Handler>(
         &self,
         request: Request<'_>,
-        handler: &mut impl Handler,
+        handler: &mut H,
         next_file: &mut u64,
     ) -> Option<io::Result<Vec<u8>>> {
         let Request {
@@ -148,6 +166,7 @@ impl Folder {
         let mut reply = Bytes::default();
         match operation {
             FORGET | BATCH_FORGET | INTERRUPT => return None,
+            FLUSH if H::HANGS_ON_CLOSE => return None,
             INIT => init(&mut reply),
             LOOKUP if body.strip_suffix(&[0]) == Some(self.name.as_bytes()) => {
                 // Node and generation, then how long name and attributes are valid.
@@ -160,7 +179,8 @@ impl Folder {
                 attributes(&mut reply, node);
             }
             OPEN => {
-                reply.u64(*next_file).u32(OPEN_FLAGS).u32(0);
+                let on_close = if H::HANGS_ON_CLOSE { 0 } else { NO_FLUSH };
+                reply.u64(*next_file).u32(DIRECT_IO | on_close).u32(0);
                 *next_file += 1;
             }
             READ | DESTROY => {}

@@ -8,11 +8,12 @@
 //! |---|---|
 //! | `inert on`, `inert off` | slices have no effect, or have one again |
 //! | `groups GPU` | `PID CLIENT GROUP MICROS BUSY FINISHED` for each group, separated by commas |
-//! | `clients` | the number of clients |
+//! | `clients`, `calls` | the number of clients; of calls so far |
 
 use std::fmt::Write as _;
 use std::io::{BufRead as _, Write as _};
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::{io, process, thread};
 
 use anyhow::{Context as _, Result, bail};
@@ -42,7 +43,7 @@ fn main() -> Result<()> {
     machine.lead_control_node_to(&folder.file(), &minors)?;
     let mut calls = Calls::new(module, minors);
     thread::spawn(move || {
-        let ended = folder.serve(&mut calls);
+        let ended = folder.serve(&mut calls, &AtomicBool::new(false));
         eprintln!("failed to serve the control node: the mount ended: {ended:?}");
         process::exit(1);
     });
@@ -61,6 +62,7 @@ fn answer(module: &Timed, line: &str) -> Result<String> {
     match words[..] {
         ["inert", state @ ("on" | "off")] => module.with(|module| module.set_inert(state == "on")),
         ["clients"] => write!(text, "{}", module.with(|module| module.clients()))?,
+        ["calls"] => write!(text, "{}", module.calls())?,
         ["groups", gpu] => {
             let gpu = gpu.parse().context("failed to parse a GPU's position")?;
             for group in module.with(|module| module.groups(gpu)) {

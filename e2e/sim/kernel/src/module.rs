@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bursar_sim_state::rm::{
     Alloc, CHANNEL_CLASS, CLIENT_CLASS, DEVICE_CLASS, DEVICE_LEN, FIFO_GET_INFO, FIFO_INFO_LEN,
-    GET_HANDLE_INFO, GET_TIMESLICE, GET_UUID_INFO, GROUP_CLASS, HANDLE_INFO_LEN, SCHEDULE,
-    SET_TIMESLICE, SUBDEVICE_CLASS, UUID_INFO_LEN,
+    GET_GID_INFO, GET_HANDLE_INFO, GET_TIMESLICE, GET_UUID_INFO, GID_INFO_LEN, GROUP_CLASS,
+    HANDLE_INFO_LEN, SCHEDULE, SET_TIMESLICE, SUBDEVICE_CLASS, UUID_INFO_LEN,
 };
 
 use crate::turns::Turns;
@@ -291,9 +291,12 @@ impl Module {
                 self.handle_info(client, params)
             }
             (FIFO_GET_INFO, FIFO_INFO_LEN) => {
-                let of = self.object(file, (client, object))?;
-                let gpu = of.gpu.filter(|_| of.class == SUBDEVICE_CLASS);
-                self.fifo_info(gpu.ok_or(Refusal::Unsupported)?, params)
+                let gpu = self.subdevice(file, (client, object))?;
+                self.fifo_info(gpu, params)
+            }
+            (GET_GID_INFO, GID_INFO_LEN) => {
+                let gpu = self.subdevice(file, (client, object))?;
+                self.gid_info(gpu, params)
             }
             (GET_TIMESLICE, 8) => {
                 let note = self.group(file, (client, object))?.note;
@@ -309,8 +312,8 @@ impl Module {
                 Ok(())
             }
             (
-                GET_UUID_INFO | GET_HANDLE_INFO | FIFO_GET_INFO | GET_TIMESLICE | SET_TIMESLICE
-                | SCHEDULE,
+                GET_UUID_INFO | GET_HANDLE_INFO | FIFO_GET_INFO | GET_GID_INFO | GET_TIMESLICE
+                | SET_TIMESLICE | SCHEDULE,
                 _,
             ) => Err(Refusal::Argument),
             _ => Err(Refusal::Unsupported),
@@ -323,6 +326,24 @@ impl Module {
             GROUP_CLASS => Ok(object),
             _ => Err(Refusal::Unsupported),
         }
+    }
+
+    /// The GPU of a subdevice.
+    fn subdevice(&mut self, file: u64, key: GroupKey) -> Result<usize, Refusal> {
+        let object = self.object(file, key)?;
+        let gpu = object.gpu.filter(|_| object.class == SUBDEVICE_CLASS);
+        gpu.ok_or(Refusal::Unsupported)
+    }
+
+    /// The UUID as text, with its final zero. No other form is known.
+    fn gid_info(&self, gpu: usize, params: &mut [u8]) -> Result<(), Refusal> {
+        let (index, flags) = (word(params, 0), word(params, 4));
+        let uuid = self.uuids.get(gpu).filter(|_| index == 0 && flags == 0);
+        let uuid = uuid.ok_or(Refusal::Argument)?;
+        let text = [uuid.as_bytes(), &[0]].concat();
+        put(params, 8, text.len() as u32);
+        params[12..12 + text.len()].copy_from_slice(&text);
+        Ok(())
     }
 
     fn set_slice(&mut self, file: u64, key: GroupKey, micros: u64) -> Result<(), Refusal> {
@@ -567,6 +588,10 @@ mod tests {
         assert_eq!([info(5, 2), info(5, 1)], [Ok(COMPUTE_CLASS), Ok(4)]);
         assert_eq!([info(4, 1), info(3, 2)], [Ok(3), Ok(GROUP_CLASS)]);
         assert_eq!(info(9, 2), Err(Refusal::NotFound));
+        let mut gid = [0; GID_INFO_LEN];
+        let told = module.control(1, client, 2, GET_GID_INFO, &mut gid);
+        assert_eq!((told, word(&gid, 8)), (Ok(()), 41));
+        assert!(gid[12..].starts_with(UUID.as_bytes()));
     }
 
     #[test]

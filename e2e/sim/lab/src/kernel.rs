@@ -85,6 +85,14 @@ impl KernelModule {
         Ok(self.request("clients")?.parse()?)
     }
 
+    /// The number of calls of all processes so far.
+    ///
+    /// # Errors
+    /// The module's process has ended.
+    pub fn calls(&mut self) -> Result<u64> {
+        Ok(self.request("calls")?.parse()?)
+    }
+
     /// The groups of a GPU, by the GPU's position.
     ///
     /// # Errors

@@ -63,6 +63,20 @@ impl RmTenant {
         Ok(())
     }
 
+    /// Opens a file and keeps it, by its name alone if it cannot be read.
+    ///
+    /// # Errors
+    /// There is no such file.
+    pub fn open_file(&mut self, path: &str) -> Result<()> {
+        use std::os::unix::fs::OpenOptionsExt as _;
+        let by_name = || {
+            let mut options = File::options();
+            options.read(true).custom_flags(libc::O_PATH).open(path)
+        };
+        self.nodes.push(File::open(path).or_else(|_| by_name())?);
+        Ok(())
+    }
+
     /// Sets the slice of a group of this process's, whichever library made it.
     ///
     /// # Errors

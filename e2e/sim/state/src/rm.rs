@@ -48,13 +48,17 @@ pub const SCHEDULE: u32 = 0xa06c_0101;
 pub const SET_TIMESLICE: u32 = 0xa06c_0103;
 /// See [`SCHEDULE`].
 pub const GET_TIMESLICE: u32 = 0xa06c_0104;
-/// `NV2080_CTRL_CMD_FIFO_GET_INFO`.
+/// `NV2080_CTRL_CMD_GPU_GET_GID_INFO` and `NV2080_CTRL_CMD_FIFO_GET_INFO`.
+pub const GET_GID_INFO: u32 = 0x2080_014a;
+/// See [`GET_GID_INFO`].
 pub const FIFO_GET_INFO: u32 = 0x2080_1109;
 
 /// Sizes in bytes of the parameters of commands and of a device, which the module insists on.
 pub const UUID_INFO_LEN: usize = 272;
 /// See [`UUID_INFO_LEN`].
 pub const HANDLE_INFO_LEN: usize = 16;
+/// See [`UUID_INFO_LEN`].
+pub const GID_INFO_LEN: usize = 268;
 /// See [`UUID_INFO_LEN`].
 pub const FIFO_INFO_LEN: usize = 2056;
 /// See [`UUID_INFO_LEN`].

@@ -24,6 +24,7 @@
 //! | `new-context DEVICE` | creates a context beside the others, which becomes the current one |
 //! | `rm-groups HANDLE`, `rm-work NANOS` | the kernel module without libcuda: groups, their work |
 //! | `rm-clients COUNT`, `rm-slice CLIENT GROUP MICROS` | clients without a group; sets a slice |
+//! | `rm-file PATH` | opens a file and keeps it |
 //! | `nvml-processes GPU` | NVML; returns `pid:bytes` for each process |
 
 use anyhow::{Context as _, Result, bail};
@@ -237,6 +238,7 @@ impl Client {
                 return Ok(Ok(format!("{client} {group}")));
             }
             "rm-work" => tenant.submit(n(1)?)?,
+            "rm-file" => tenant.open_file(words.get(1).context("a path is missing")?)?,
             "rm-clients" => tenant.open_clients(n(1)?)?,
             "rm-slice" => {
                 let (client, group) = (u32::try_from(n(1)?)?, u32::try_from(n(2)?)?);
