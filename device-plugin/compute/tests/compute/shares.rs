@@ -1,11 +1,16 @@
 //! Which part of the GPU's time pods have.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use bursar_compute::holder::Holder;
 use bursar_compute::node::DriverNode;
 
-use crate::fixture::{FakeAgent, GPU, Lab, near, pids, pod, wait_until};
+use crate::fixture::{FakeAgent, GPU, Lab, built, near, pids, pod, wait_until};
 
 #[test]
 fn weights_divide_the_time_of_busy_pods() {
@@ -33,6 +38,77 @@ fn inert_driver_notes_slices_and_shares_evenly() {
     // The slices read back say nothing about the effect.
     assert_eq!([lab.slice(one), lab.slice(other)], [18_800, 1_200]);
     assert!(near(part, 0.5), "{part}");
+}
+
+/// Starts the load by which the agent sees whether the driver holds slices. Dropped, it is killed.
+struct Load {
+    child: Child,
+    finished: Arc<AtomicU64>,
+}
+
+impl Load {
+    fn start(lab: &Lab) -> Load {
+        let mut command = lab.machine.command(built().join("bursar-provisioner"));
+        command.args(["compute-load", "--gpu", GPU]);
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let finished = Arc::new(AtomicU64::new(0));
+        let (told, lines) = (Arc::clone(&finished), child.stdout.take().unwrap());
+        thread::spawn(move || {
+            for line in BufReader::new(lines).lines().map_while(Result::ok) {
+                let number: String = line.chars().filter(char::is_ascii_digit).collect();
+                told.store(number.parse().unwrap(), Relaxed);
+            }
+        });
+        Load { child, finished }
+    }
+
+    fn finished(&self) -> u64 {
+        self.finished.load(Relaxed)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn loads_of_the_effect_test_finish_work_by_slices_with_effect() {
+    for is_inert in [false, true] {
+        let mut lab = Lab::new();
+        lab.module.set_inert(is_inert).unwrap();
+        let loads = [Load::start(&lab), Load::start(&lab)];
+        wait_until(|| loads.iter().all(|load| load.finished() > 0));
+        let both = [loads[0].child.id(), loads[1].child.id()];
+        let mut agent = FakeAgent::start(&lab);
+        agent.order(&[
+            pod("a", Some(94), &both[..1]),
+            pod("b", Some(6), &both[1..]),
+        ]);
+        agent.mark_active(&both);
+        thread::sleep(Duration::from_millis(200));
+        let before = [loads[0].finished(), loads[1].finished()];
+        lab.part(&both, || agent.mark_active(&both));
+        let after = [loads[0].finished(), loads[1].finished()];
+        let [more, less] = [0, 1].map(|load| (after[load] - before[load]) as f64);
+        println!("inert {is_inert}: {more} and {less} kernels");
+        assert_eq!(
+            more / less.max(1.0) < 1.5,
+            is_inert,
+            "{more} and {less} kernels"
+        );
+        assert_eq!(
+            more / less.max(1.0) > 8.0,
+            !is_inert,
+            "{more} and {less} kernels"
+        );
+    }
 }
 
 #[test]

@@ -36,6 +36,9 @@ impl Arguments {
 /// A century, for a `spin` without an end.
 const UNBOUNDED_SPIN: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
+/// How long a turn of the loop of `bursar_spin` takes (0.3 ms for 16,384 on an H200).
+const TURN_NANOS: u64 = 18;
+
 pub(crate) static KERNELS: &[Kernel] = &[
     // fill(uint8_t *to, uint8_t value, size_t len)
     Kernel {
@@ -87,18 +90,15 @@ pub(crate) static KERNELS: &[Kernel] = &[
     Kernel {
         name: "spin",
         local_bytes: 0,
+        run: |current, arguments, stream| run_spin(current, arguments.get(0)?, stream),
+    },
+    // bursar_spin(uint64_t turns): spins for the turns of a loop
+    Kernel {
+        name: "bursar_spin",
+        local_bytes: 0,
         run: |current, arguments, stream| {
-            let time = arguments.get::<u64>(0)?;
-            let nanos = if time == 0 { ENDLESS } else { time };
-            current.process.submit_work(current.context, nanos)?;
-            current.extend_busy(
-                stream,
-                if time == 0 {
-                    UNBOUNDED_SPIN
-                } else {
-                    Duration::from_nanos(time)
-                },
-            )
+            let turns = arguments.get::<u64>(0)?.max(1);
+            run_spin(current, turns.saturating_mul(TURN_NANOS), stream)
         },
     },
     // locals(): 64 KiB of local memory in every thread
@@ -183,6 +183,19 @@ pub(crate) static KERNELS: &[Kernel] = &[
         },
     },
 ];
+
+/// Keeps a stream busy for this many nanoseconds; 0 without an end. Over a kernel module the GPU
+/// gives the time in turns.
+fn run_spin(current: &CurrentContext, nanos: u64, stream: u64) -> DriverResult {
+    let (work, time) = match nanos {
+        0 => (ENDLESS, UNBOUNDED_SPIN),
+        nanos => (nanos, Duration::from_nanos(nanos)),
+    };
+    match current.process.submit_work(current.context, work)? {
+        Some(work) => current.extend_work(stream, work),
+        None => current.extend_busy(stream, time),
+    }
+}
 
 /// Runs a kernel of (const uint8_t *from, size_t len, uint64_t *sum).
 ///

@@ -233,13 +233,30 @@ impl Process {
         }
     }
 
-    /// Tells the kernel module of work for the group of a context that runs kernels.
-    pub(crate) fn submit_work(&self, context: u64, nanos: u64) -> Result<(), Code> {
-        if let (Some(client), Some(groups)) = (&self.rm, self.context(context)?.groups) {
-            let submitted = lock(client).submit(groups.computing, nanos);
-            submitted.map_err(|_| Code::UNKNOWN)?;
+    /// Gives work to the group of a context that runs kernels. Returns all work that the group was
+    /// given; none without a kernel module.
+    pub(crate) fn submit_work(&self, context: u64, nanos: u64) -> Result<Option<u64>, Code> {
+        let (Some(client), Some(groups)) = (&self.rm, self.context(context)?.groups) else {
+            return Ok(None);
+        };
+        let submitted = lock(client).submit(groups.computing, nanos);
+        submitted.map(Some).map_err(|_| Code::UNKNOWN)
+    }
+
+    /// Whether a context's group has done this much of its work. A group that has ended has.
+    pub(crate) fn has_done(&self, context: u64, work: u64) -> bool {
+        if work == 0 {
+            return true;
         }
-        Ok(())
+        let groups = self
+            .context(context)
+            .ok()
+            .and_then(|context| context.groups);
+        let (Some(client), Some(groups)) = (&self.rm, groups) else {
+            return true;
+        };
+        let done = lock(client).progress(groups.computing);
+        done.is_err() || done.is_ok_and(|done| done >= work)
     }
 
     /// Fails with the sticky error, if there is one.

@@ -14,6 +14,9 @@ use std::time::{Duration, Instant};
 
 const DISABLE_TIMING: u32 = 2;
 
+/// How often a call that waits for turns of a channel group asks for them.
+const WORK_POLL_INTERVAL: Duration = Duration::from_micros(500);
+
 impl Process {
     /// Sleeps until an instant, or until the image is poisoned.
     pub(crate) fn wait_until(&self, end: Option<Instant>) -> DriverResult {
@@ -24,8 +27,19 @@ impl Process {
         self.check_sticky_error()
     }
 
+    /// Waits until a context's channel group has done this much work, or the image is poisoned.
+    fn wait_for_work(&self, context: u64, work: u64) -> DriverResult {
+        while !self.has_done(context, work) {
+            self.check_sticky_error()?;
+            std::thread::sleep(WORK_POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
     /// Waits for all work of a context.
     pub(crate) fn wait_for_context(&self, context: u64) -> DriverResult {
+        let work = lock(&self.streams).work(context);
+        self.wait_for_work(context, work)?;
         let end = lock(&self.streams).busy_until(context);
         self.wait_until(end)
     }
@@ -61,11 +75,30 @@ impl CurrentContext {
         Ok(())
     }
 
+    /// Appends work of the channel group to a stream: all of it up to `work`.
+    pub(crate) fn extend_work(&self, stream: u64, work: u64) -> DriverResult {
+        let mut streams = lock(&self.process.streams);
+        streams.find(self.context, stream)?.work = work;
+        Ok(())
+    }
+
+    fn work(&self, stream: u64) -> Result<u64, Code> {
+        Ok(lock(&self.process.streams).find(self.context, stream)?.work)
+    }
+
     /// The instant until which a stream is busy.
     pub(crate) fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
         Ok(lock(&self.process.streams)
             .find(self.context, stream)?
             .busy_until)
+    }
+
+    fn check_done(&self, work: u64) -> DriverResult {
+        if self.process.has_done(self.context, work) {
+            Ok(())
+        } else {
+            Err(Code::NOT_READY)
+        }
     }
 
     fn event(&self, event: u64) -> Result<Event, Code> {
@@ -84,12 +117,12 @@ impl CurrentContext {
             .find(self.context, stream)?
             .busy_until
             .map_or(now, |busy| busy.max(now));
-        let context = streams.find(self.context, stream)?.context;
+        let Stream { context, work, .. } = *streams.find(self.context, stream)?;
         let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
         if event.context != context {
             return Err(Code::INVALID_HANDLE); // F27 in docs/internals/facts.md
         }
-        (event.completes_at, event.stream) = (Some(at), key);
+        (event.completes_at, event.stream, event.work) = (Some(at), key, work);
         Ok(())
     }
 }
@@ -106,6 +139,7 @@ fn create(out: &Out<u64>, flags: u32, priority: i32) -> DriverResult {
             flags,
             priority,
             busy_until: None,
+            work: 0,
         },
     );
     Ok(())
@@ -149,11 +183,16 @@ exports! {
     fn cuStreamSynchronize(stream: u64) = {
         let current = current_context()?;
         let key = current.stream_key(stream)?;
+        current.process.wait_for_work(current.context, current.work(stream)?)?;
         current.process.wait_until(current.busy_until(stream)?)?;
         current.process.shrink_pools(SyncScope::Stream(key));
         Ok(())
     };
-    fn cuStreamQuery(stream: u64) = check_completed(current_context()?.busy_until(stream)?);
+    fn cuStreamQuery(stream: u64) = {
+        let current = current_context()?;
+        current.check_done(current.work(stream)?)?;
+        check_completed(current.busy_until(stream)?)
+    };
     fn cuStreamGetFlags(stream: u64, flags: Out<u32>) = {
         let current = current_context()?;
         let found = lock(&current.process.streams).find(current.context, stream)?.flags;
@@ -172,10 +211,14 @@ exports! {
     };
     fn cuStreamWaitEvent(stream: u64, event: u64, _flags: u32) = {
         let current = current_context()?;
-        let at = current.event(event)?.completes_at;
+        let event = current.event(event)?;
         let mut streams = lock(&current.process.streams);
         let stream = streams.find(current.context, stream)?;
-        stream.busy_until = stream.busy_until.max(at);
+        stream.busy_until = stream.busy_until.max(event.completes_at);
+        // A channel group does not wait for that of another context.
+        if stream.context == event.context {
+            stream.work = stream.work.max(event.work);
+        }
         Ok(())
     };
     fn cuEventCreate(event: Out<u64>, flags: u32) = {
@@ -183,7 +226,7 @@ exports! {
         let mut streams = lock(&current.process.streams);
         let handle = streams.next_handle();
         event.set(handle)?;
-        streams.events.insert(handle, Event { context: current.context, flags, completes_at: None, stream: 0 });
+        streams.events.insert(handle, Event { context: current.context, flags, completes_at: None, work: 0, stream: 0 });
         Ok(())
     };
     fn cuEventDestroy_v2(event: u64) = {
@@ -191,10 +234,16 @@ exports! {
     };
     fn cuEventRecord(event: u64, stream: u64) = current_context()?.record(event, stream);
     fn cuEventRecordWithFlags(event: u64, stream: u64, _flags: u32) = current_context()?.record(event, stream);
-    fn cuEventQuery(event: u64) = check_completed(current_context()?.event(event)?.completes_at);
+    fn cuEventQuery(event: u64) = {
+        let current = current_context()?;
+        let event = current.event(event)?;
+        current.check_done(event.work)?;
+        check_completed(event.completes_at)
+    };
     fn cuEventSynchronize(event: u64) = {
         let current = current_context()?;
         let event = current.event(event)?;
+        current.process.wait_for_work(event.context, event.work)?;
         current.process.wait_until(event.completes_at)?;
         current.process.shrink_pools(SyncScope::Stream(event.stream));
         Ok(())

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bursar_sim_state::rm::{
-    ALLOC, Alloc, CONTROL, Control, FREE, Free, HOLD, Hold, MAGIC, Plain, WORK, Work,
+    ALLOC, Alloc, CONTROL, Control, FREE, Free, HOLD, Hold, MAGIC, PROGRESS, Plain, WORK, Work,
 };
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
@@ -110,7 +110,15 @@ impl<'a> Calls<'a> {
     fn work(&self, file: u64, call: &mut Work) {
         let (key, nanos) = ((call.client, call.group), call.nanos);
         let submitted = self.module.with(|module| module.submit(file, key, nanos));
-        call.status = status(submitted);
+        call.nanos = submitted.unwrap_or(0);
+        call.status = status(submitted.map(|_| ()));
+    }
+
+    fn progress(&self, file: u64, call: &mut Work) {
+        let key = (call.client, call.group);
+        let done = self.module.with(|module| module.done(file, key));
+        call.nanos = done.unwrap_or(0);
+        call.status = status(done.map(|_| ()));
     }
 
     fn hold(&mut self, file: u64, thread: u32, call: &mut Hold) -> io::Result<()> {
@@ -146,6 +154,10 @@ impl Handler for Calls<'_> {
             }),
             (MAGIC, WORK) => change(argument, |call| {
                 self.work(file, call);
+                Ok(())
+            }),
+            (MAGIC, PROGRESS) => change(argument, |call| {
+                self.progress(file, call);
                 Ok(())
             }),
             (MAGIC, HOLD) => change(argument, |call| self.hold(file, thread, call)),

@@ -9,12 +9,15 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag,
     fsconfig_set_string, fsmount, fsopen,
 };
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 /// Operations.
 const LOOKUP: u32 = 1;
@@ -73,6 +76,8 @@ pub struct Folder {
     device: File,
     mount: OwnedFd,
     name: &'static str,
+    /// The process through whose descriptor the folder is reached.
+    keeper: u32,
 }
 
 impl Folder {
@@ -101,13 +106,34 @@ impl Folder {
             device,
             mount,
             name,
+            keeper: std::process::id(),
         })
+    }
+
+    /// Starts a process that keeps the folder open for others, and ends with this one. Without any
+    /// capability itself, it lets processes without one follow a path through its descriptors.
+    ///
+    /// # Errors
+    /// The system's.
+    ///
+    /// # Safety
+    /// This process has one thread.
+    pub unsafe fn start_keeper(&mut self) -> io::Result<()> {
+        // SAFETY: by the function's contract no other thread holds a lock that the child needs.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            0 => keep(self.mount.as_raw_fd()),
+            child => {
+                self.keeper = child as u32;
+                Ok(())
+            }
+        }
     }
 
     /// The file's path while this process lives.
     pub fn file(&self) -> PathBuf {
-        let (own, folder) = (std::process::id(), self.mount.as_raw_fd());
-        PathBuf::from(format!("/proc/{own}/fd/{folder}/{}", self.name))
+        let (keeper, folder) = (self.keeper, self.mount.as_raw_fd());
+        PathBuf::from(format!("/proc/{keeper}/fd/{folder}/{}", self.name))
     }
 
     /// Answers requests until `stop` is set. The folder ends then: what waits gets an error.
@@ -198,6 +224,27 @@ impl Folder {
         }
         Some(Ok(reply.0))
     }
+}
+
+/// Keeps one descriptor open until the parent ends.
+fn keep(descriptor: i32) -> ! {
+    let kept = descriptor as u32;
+    for (first, last) in [(0, kept - 1), (kept + 1, u32::MAX)] {
+        // SAFETY: nothing in this process uses another descriptor from now on.
+        unsafe { libc::close_range(first, last, 0) };
+    }
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    let is_ready = set_parent_process_death_signal(Some(Signal::KILL)).is_ok()
+        && set_capabilities(None, none).is_ok();
+    // A parent that had ended before sends no signal.
+    while is_ready && getppid().is_some_and(|parent| parent != Pid::INIT) {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    std::process::exit(1)
 }
 
 struct Request<'a> {

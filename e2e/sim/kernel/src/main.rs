@@ -38,8 +38,10 @@ fn main() -> Result<()> {
     let uuids = config.gpu.iter().map(|gpu| gpu.uuid.clone()).collect();
     let minors: Vec<u32> = config.gpu.iter().map(|gpu| gpu.minor).collect();
     let module: &Timed = Box::leak(Box::new(Timed::new(Module::new(uuids))));
-    let folder = Folder::mount("nvidiactl")
+    let mut folder = Folder::mount("nvidiactl")
         .context("failed to mount the control node; run as root where /dev/fuse is")?;
+    // SAFETY: the process has started no thread.
+    unsafe { folder.start_keeper() }.context("failed to start the keeper of the folder")?;
     machine.lead_control_node_to(&folder.file(), &minors)?;
     let mut calls = Calls::new(module, minors);
     thread::spawn(move || {

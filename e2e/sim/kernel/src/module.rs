@@ -412,16 +412,23 @@ impl Module {
         }
     }
 
-    /// Gives a group work.
+    /// Gives a group work, and returns all that it was given.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub fn submit(&mut self, file: u64, key: GroupKey, nanos: u64) -> Result<(), Refusal> {
+    pub fn submit(&mut self, file: u64, key: GroupKey, nanos: u64) -> Result<u64, Refusal> {
         let group = self.group(file, key)?;
-        if let (Some(gpu), true) = (group.gpu, group.is_scheduled) {
-            self.turns[gpu].submit(key, nanos);
-        }
-        Ok(())
+        let gpu = group.gpu.filter(|_| group.is_scheduled);
+        Ok(gpu.map_or(0, |gpu| self.turns[gpu].submit(key, nanos)))
+    }
+
+    /// The work of a group that is done.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn done(&mut self, file: u64, key: GroupKey) -> Result<u64, Refusal> {
+        let gpu = self.group(file, key)?.gpu;
+        Ok(gpu.map_or(0, |gpu| self.turns[gpu].done(key)))
     }
 
     /// All groups of a GPU.

@@ -16,6 +16,8 @@ struct Group {
     slice: Duration,
     /// Nanoseconds of the GPU alone, or [`ENDLESS`].
     work: u64,
+    /// All nanoseconds that it was given.
+    submitted: u64,
     finished: Duration,
 }
 
@@ -55,6 +57,7 @@ impl<K: Copy + Ord> Turns<K> {
         let group = Group {
             slice: slice.max(LEAST),
             work: 0,
+            submitted: 0,
             finished: Duration::ZERO,
         };
         self.groups.insert(key, group);
@@ -77,14 +80,24 @@ impl<K: Copy + Ord> Turns<K> {
         }
     }
 
-    /// Adds work to a group; 0 takes all of its work away.
-    pub fn submit(&mut self, key: K, nanos: u64) {
-        if let Some(group) = self.groups.get_mut(&key) {
-            group.work = match nanos {
-                0 => 0,
-                _ => group.work.saturating_add(nanos),
-            };
-        }
+    /// Adds work to a group; 0 takes all of its work away, which counts as done. Returns all work
+    /// that the group was given.
+    pub fn submit(&mut self, key: K, nanos: u64) -> u64 {
+        let Some(group) = self.groups.get_mut(&key) else {
+            return 0;
+        };
+        group.work = match nanos {
+            0 => 0,
+            _ => group.work.saturating_add(nanos),
+        };
+        group.submitted = group.submitted.saturating_add(nanos);
+        group.submitted
+    }
+
+    /// The work of a group that is done, of all that it was given.
+    pub fn done(&self, key: K) -> u64 {
+        let group = self.groups.get(&key);
+        group.map_or(0, |group| group.submitted - group.work)
     }
 
     /// Whether a group has work, and how long it has had the GPU so far.
@@ -202,6 +215,11 @@ mod tests {
         turns.advance(Duration::from_millis(10));
         assert_eq!([finished(&turns, 0), finished(&turns, 1)], [1_500, 8_500]);
         assert!(!turns.progress(0).unwrap().0);
+        assert_eq!(turns.done(0), 1_500_000);
+        assert_eq!(turns.submit(0, 7), 1_500_007);
+        assert_eq!((turns.done(0), turns.done(1)), (1_500_000, 0));
+        turns.submit(0, 0);
+        assert_eq!(turns.done(0), 1_500_007);
         turns.submit(1, 0);
         turns.advance(Duration::from_millis(10));
         assert_eq!(finished(&turns, 1), 8_500);

@@ -21,6 +21,8 @@ pub const ALLOC: u8 = 0x2b;
 pub const WORK: u8 = 0xf0;
 /// See [`WORK`].
 pub const HOLD: u8 = 0xf1;
+/// See [`WORK`].
+pub const PROGRESS: u8 = 0xf2;
 
 /// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0`, `NV20_SUBDEVICE_0`, `KEPLER_CHANNEL_GROUP_A`,
 /// `HOPPER_CHANNEL_GPFIFO_A`, `HOPPER_COMPUTE_A` and `HOPPER_DMA_COPY_A`.
@@ -135,7 +137,8 @@ pub struct Free {
 }
 
 /// Gives a group work of so many nanoseconds of the GPU alone, beside what it has; 0 takes all of
-/// its work away.
+/// its work away. The answer is the work that it has been given so far. [`PROGRESS`] has the same
+/// argument, and its answer is the work that is done.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 #[expect(missing_docs, reason = "named like the others")]
@@ -378,18 +381,32 @@ impl RmClient {
         Ok(())
     }
 
-    /// Gives a group work of this many nanoseconds, or [`ENDLESS`] work.
+    /// Gives a group work of this many nanoseconds, or [`ENDLESS`] work. Returns all that it has
+    /// been given so far.
     ///
     /// # Errors
     /// [`RmError`].
-    pub fn submit(&self, group: u32, nanos: u64) -> Result<(), RmError> {
+    pub fn submit(&self, group: u32, nanos: u64) -> Result<u64, RmError> {
+        self.work(WORK, group, nanos)
+    }
+
+    /// The nanoseconds of a group's work that are done.
+    ///
+    /// # Errors
+    /// [`RmError`].
+    pub fn progress(&self, group: u32) -> Result<u64, RmError> {
+        self.work(PROGRESS, group, 0)
+    }
+
+    fn work(&self, escape: u8, group: u32, nanos: u64) -> Result<u64, RmError> {
         let mut argument = Work {
             nanos,
             client: self.root,
             group,
             ..Work::default()
         };
-        call(&self.file, WORK, &mut argument)?;
-        checked(argument.status)
+        call(&self.file, escape, &mut argument)?;
+        checked(argument.status)?;
+        Ok(argument.nanos)
     }
 }

@@ -12,6 +12,9 @@ pub(crate) struct Stream {
     pub(crate) priority: i32,
     /// `None` if the stream has no work.
     pub(crate) busy_until: Option<Instant>,
+    /// The stream has no work once the context's channel group has done this much; 0 without a
+    /// kernel module.
+    pub(crate) work: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -20,6 +23,8 @@ pub(crate) struct Event {
     pub(crate) flags: u32,
     /// When its work completes; `None` until the event is recorded.
     pub(crate) completes_at: Option<Instant>,
+    /// The work that the channel group must have done, too.
+    pub(crate) work: u64,
     /// The stream in which the event was last recorded.
     pub(crate) stream: u64,
 }
@@ -53,11 +58,19 @@ impl Streams {
             flags: 0,
             priority: 0,
             busy_until: None,
+            work: 0,
         };
         match handle {
             0..=2 => Ok(self.streams.entry(context).or_insert(idle)),
             _ => self.streams.get_mut(&handle).ok_or(Code::INVALID_HANDLE),
         }
+    }
+
+    /// The work that a context's channel group must have done for all streams.
+    pub(crate) fn work(&self, context: u64) -> u64 {
+        let streams = self.streams.values();
+        let own = streams.filter(|stream| stream.context == context);
+        own.map(|stream| stream.work).max().unwrap_or(0)
     }
 
     pub(crate) fn busy_until(&self, context: u64) -> Option<Instant> {

@@ -52,6 +52,9 @@ macro_rules! cu {
     }};
 }
 
+/// The reply to a request about another process's client, as the kernel module's status.
+const NOT_ITS_CLIENT: i32 = 0x23;
+
 /// The words of a reply, or the driver's error. The outer error is a mistake of the test.
 type CommandResult = Result<Result<String, i32>>;
 
@@ -242,7 +245,9 @@ impl Client {
             "rm-clients" => tenant.open_clients(n(1)?)?,
             "rm-slice" => {
                 let (client, group) = (u32::try_from(n(1)?)?, u32::try_from(n(2)?)?);
-                tenant.set_slice(client, group, n(3)?)?;
+                if !tenant.set_slice(client, group, n(3)?)? {
+                    return Ok(Err(NOT_ITS_CLIENT));
+                }
             }
             other => bail!("unknown command {other}"),
         }
