@@ -1,10 +1,14 @@
-"""Runs one kind of work until it is told to end, and counts what has finished: kinds.py KIND BOARD.
+"""Runs one kind of work and counts what has finished: kinds.py KIND BOARD, or kinds.py KIND - SECONDS IDLE.
 
-The board is a file of 64-bit words: end, pause, ready, finished. Each kind keeps the GPU's queue filled.
+The board is a file of 64-bit words: end, pause, ready, finished; the program runs until it is told to end. Without one
+it runs for some seconds beside idle processes, and prints what had finished when. Each kind keeps the GPU's queue filled.
 """
 
 import collections
+import json
+import math
 import mmap
+import os
 import sys
 import time
 
@@ -68,17 +72,34 @@ def training():
     return step
 
 
+def idle(count):
+    """Forks processes that have a context and compute nothing."""
+    parent = os.getpid()
+    for _ in range(count):
+        if os.fork() == 0:
+            torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+            while os.getppid() == parent:
+                time.sleep(0.1)
+            os._exit(0)
+
+
 def main():
-    kind, path = sys.argv[1:]
-    with open(path, "r+b") as file:
-        board = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+    kind, path, *timed = sys.argv[1:]
+    if timed:
+        idle(int(timed[1]))
+        board = memoryview(bytearray(4096)).cast("Q")
+    else:
+        with open(path, "r+b") as file:
+            board = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
     step = {"gemm": gemm, "copy": copy, "attention": attention, "decode": decode, "training": training}[kind]()
     for _ in range(3):
         step()
     torch.cuda.synchronize()
     board[READY] = 1
-    queue = collections.deque()
-    while not board[END]:
+    queue, samples = collections.deque(), [(time.time(), 0)]
+    end = time.monotonic() + float(timed[0]) if timed else math.inf
+    while not board[END] and time.monotonic() < end:
         if board[PAUSE]:
             time.sleep(0.001)
         else:
@@ -89,6 +110,11 @@ def main():
         while queue and (len(queue) >= QUEUED or queue[0].query()):
             queue.popleft().synchronize()
             board[FINISHED] += 1
+        if timed and time.time() > samples[-1][0] + 0.1:
+            samples.append((time.time(), board[FINISHED]))
+    if timed:
+        print(json.dumps({"finished": samples}), flush=True)
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-// Runs as a tenant process: a loop that keeps the GPU busy, or a probe that times short kernels.
+// Runs as a tenant process: a loop that keeps the GPU busy, a probe that times short kernels, or an
+// allocator that times `cudaMalloc` and `cudaFree` of 2 MiB.
 // `shares.py` starts it.
 //
-// usage: load BOARD loop|probe ITERATIONS_PER_US    or: load - calibrate
+// usage: load BOARD loop|probe|allocator ITERATIONS_PER_US    or: load - calibrate
 //
 // BOARD is a file that the process and `shares.py` map. Settings are on its first page, then
 // finished work in slots of 1 ms, then the probe's latencies. Work is in microseconds as calibrated
@@ -198,22 +199,28 @@ static void loop(Board *board, double per_us) {
     }
 }
 
-static void probe(Board *board, double per_us) {
+static void probe(Board *board, double per_us, bool allocates) {
     Gpu gpu;
+    void *memory;
     products<<<1, 32, 0, gpu.stream>>>(1, gpu.out);
     CHECK(cudaStreamSynchronize(gpu.stream));
     board->ready = 1;
     while (!board->stop) {
         if (!board->pause && board->latencies < LATENCIES) {
             uint64_t from = now_ns();
-            products<<<1, 32, 0, gpu.stream>>>(int(10 * per_us), gpu.out);
-            CHECK(cudaStreamSynchronize(gpu.stream));
+            if (allocates) {
+                CHECK(cudaMalloc(&memory, 2 << 20));
+                CHECK(cudaFree(memory));
+            } else {
+                products<<<1, 32, 0, gpu.stream>>>(int(10 * per_us), gpu.out);
+                CHECK(cudaStreamSynchronize(gpu.stream));
+            }
             uint32_t at = board->latencies;
             board->latency[at].at_ns = from;
             board->latency[at].took_ns = now_ns() - from;
             board->latencies = at + 1;
         }
-        std::this_thread::sleep_for(std::chrono::microseconds(1500));
+        std::this_thread::sleep_for(std::chrono::microseconds(allocates ? 200 : 1500));
     }
 }
 
@@ -236,13 +243,14 @@ static void obey() {
 
 int main(int count, char **arguments) {
     if (count == 3 && !strcmp(arguments[2], "calibrate")) return calibrate();
-    if (count != 4) return fprintf(stderr, "usage: load BOARD loop|probe ITERATIONS_PER_US\n"), 2;
+    if (count != 4) return fprintf(stderr, "usage: load BOARD loop|probe|allocator ITERATIONS_PER_US\n"), 2;
     int file = open(arguments[1], O_RDWR);
     void *shared = file < 0 ? MAP_FAILED : mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (shared == MAP_FAILED) return perror(arguments[1]), 2;
     Board *board = static_cast<Board *>(shared);
     board->pid = getpid();
     std::thread(obey).detach();
-    (strcmp(arguments[2], "probe") ? loop : probe)(board, atof(arguments[3]));
+    if (!strcmp(arguments[2], "loop")) loop(board, atof(arguments[3]));
+    probe(board, atof(arguments[3]), !strcmp(arguments[2], "allocator"));
     _exit(0);
 }

@@ -12,6 +12,9 @@ Phases:
   kinds    pairs of programs at 75 : 25: part of each in the sum of both shares, beside the driver's default slices
   fours    four pods of 40, 30, 20 and 10
   active   a pod of four processes of which one computes, beside a pod of one, 50 : 50
+  pause    a tenant pauses and goes on: the other one has its time 15 ms later, and gives it back as soon
+  crowd    25 processes of a pod beside a pod of one: the holder's processor time, and what it costs a
+           neighbour's allocations
   contest  a tenant sets its slice to 100 ms at intervals, 50 : 50
   ends     a tenant is killed; the holder is killed, and started again
 """
@@ -315,6 +318,61 @@ def active(stage):
         board.end()
 
 
+def pause(stage):
+    """Pauses one of two equal tenants, and looks at both from 15 ms after that."""
+    boards = [Board(load) for load in Load.several(2)]
+    one, other = (board.load for board in boards)
+    pods = {str(at): (50, [board.pid]) for at, board in enumerate(boards)}
+    pids = [board.pid for board in boards]
+    stage.hold(4000, pods, pids)
+    rests, returns = [], []
+    for _ in range(30):
+        for is_paused, rows in (True, rests), (False, returns):
+            one.pause(is_paused)
+            begun = time.monotonic_ns()
+            stage.holder.active(pids)
+            time.sleep(0.15)
+            window = begun + 15_000_000, begun + 135_000_000
+            rows.append([load.done(*window) / 120_000 for load in (one, other)])
+    used = statistics.median(row[1] for row in rests)
+    back = statistics.median(row[0] / sum(row) for row in returns)
+    stage.table.add("15 ms after a pause", f"{statistics.median(row[0] for row in rests):.3f} {used:.3f}", f"{used:.3f}", f"least {min(row[1] for row in rests):.3f}", wrong=used < 0.95)
+    stage.table.add("15 ms after its end", " ".join(f"{statistics.median(column):.3f}" for column in zip(*returns)), "", f"part {back:.3f}", wrong=abs(back - 0.5) > 0.05)
+    stage.release()
+    for board in boards:
+        board.end()
+
+
+def crowd(stage):
+    """Looks at 25 busy processes beside a neighbour that allocates."""
+    boards = [Board(load) for load in Load.several(25)]
+    pids = [board.pid for board in boards]
+    neighbour = Load(kind="allocator").wait()
+    pods = {"crowd": (50, pids), "neighbour": (50, [neighbour.pid])}
+    active = pids + [neighbour.pid]
+    times, spent, report = {True: [], False: []}, [], {}
+    for turn in range(2 * stage.options.windows):
+        is_held = turn % 2 == 0
+        if is_held:
+            report = stage.hold(4000, pods, active)
+            before = stage.holder.processor()
+        begun = time.monotonic_ns()
+        while time.monotonic_ns() < begun + stage.options.seconds * 1e9:
+            if is_held:
+                stage.holder.active(active)
+            time.sleep(0.1)
+        if is_held:
+            spent.append((stage.holder.processor() - before) / stage.options.seconds)
+            stage.release()
+        rows = sorted(neighbour.latencies(begun, time.monotonic_ns()))
+        times[is_held].append((rows[len(rows) // 2] / 1000, rows[len(rows) * 99 // 100] / 1000))
+    columns = {held: [statistics.median(column) for column in zip(*rows)] for held, rows in times.items()}
+    stage.table.add("2 MiB by a neighbour, held over not", f"{columns[True][0] / columns[False][0]:.3f} of the median", f"{columns[True][1] / columns[False][1]:.3f} of the p99", f"{columns[False]} us without; holder {statistics.median(spent):.1%} of a processor, {report['known']} groups", wrong=columns[True][1] > 1.02 * columns[False][1])
+    neighbour.end()
+    for board in boards:
+        board.end()
+
+
 def contest(stage):
     """Lets a tenant set its own slice, and looks at its neighbour's part."""
     boards = [Board(load) for load in Load.several(2)]
@@ -372,7 +430,7 @@ def ends(stage):
 
 
 def main():
-    phases = {one.__name__: one for one in (effect, kinds, fours, active, contest, ends)}
+    phases = {one.__name__: one for one in (effect, kinds, fours, active, pause, crowd, contest, ends)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--only", default=",".join(phases), help="phases, by commas")
