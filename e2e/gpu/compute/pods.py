@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Shows on a real GPU that pods with a weight get their parts of its compute time, on a cluster.
 
-usage: sudo pods.py ARCHIVE [--seconds N]
+usage: sudo pods.py ARCHIVE [--seconds N] [--wait N]
 
 ARCHIVE is the output of `cargo e2e pack`. Needs one otherwise unused NVIDIA GPU, root, and a Python with torch. The
 script starts a cluster of one node with Bursar, waits for the agent's own test of the GPU, and runs pairs of programs of
@@ -25,7 +25,7 @@ from cluster import FINDINGS, PYTHON, REFERENCE, Cluster, pod
 from table import Table
 
 HERE = pathlib.Path(__file__).parent
-GIB, TEST_SECONDS, START_SECONDS = 24, 120, 60
+GIB, START_SECONDS = 24, 60
 WEIGHT = "bursar.dev/gpu-compute"
 # The most that a part may differ from its weight's.
 OTHER = 0.05
@@ -87,6 +87,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive")
     parser.add_argument("--seconds", type=int, default=20)
+    parser.add_argument("--wait", type=int, default=120, help="the most seconds for the agent's test")
     options = parser.parse_args()
     table = Table("pods", "shares", "sum", "answer")
     with tempfile.TemporaryDirectory() as scratch:
@@ -99,7 +100,7 @@ def main():
             cluster.load(archive)
             pods = Pods(cluster, folder, options.seconds)
             begun = time.monotonic()
-            while (status := pods.gpu()).get("state") in (None, "NotTested") and time.monotonic() < begun + TEST_SECONDS:
+            while (status := pods.gpu()).get("state") in (None, "NotTested") and time.monotonic() < begun + options.wait:
                 time.sleep(1)
             took = time.monotonic() - begun
             table.add("the agent's test of the idle GPU", "", "", f"{status}, after {took:.0f} s", wrong=status.get("state") != "Enforced" and cluster.complaint()[-3000:])
