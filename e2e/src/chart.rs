@@ -79,7 +79,7 @@ fn values(images: &Template, simulated: bool) -> Value {
         // Pods of the trials mount volumes over the driver files, and the policies would reject
         // them.
         "policies": {"exemptNamespaces": ["trials"]},
-        "placement": {"disruptionGraceSeconds": DISRUPTION_GRACE_SECONDS},
+        "placement": {"disruptionGraceSeconds": DISRUPTION_GRACE_SECONDS, "computeRound": "4ms"},
         // A trial has another plugin offer the GPUs of a node whose pods it still needs.
         "sharing": {"refuseBesideOtherPlugins": false},
     });

@@ -110,7 +110,8 @@ impl ControlPlane {
         };
         let mut objects = vec![json!({
             "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } })];
-        objects.extend(plane.chart_without_workloads(&[]).await?);
+        let settings = ["--set=placement.computeRound=4ms"];
+        objects.extend(plane.chart_without_workloads(&settings).await?);
         plane.apply(objects).await?;
         plane.set_controller_manager_running(true).await?;
         progress.report("the chart's types, rights and policies are there");

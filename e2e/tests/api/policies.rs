@@ -14,6 +14,7 @@ use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const MANAGED: &str = "bursar.dev/managed-memory-gib";
+const COMPUTE: &str = bursar_crds::resources::GPU_COMPUTE;
 const OPERATOR: &str = "bursar-operator";
 const NO_BUDGET: &str = "namespace policed has no GpuMemoryBudget in force";
 /// The API server applies a new policy or a namespace's new label within this time.
@@ -140,6 +141,9 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
             json!({ "bursar.dev/gpus": gpus }),
         )
     };
+    let weight = |container: &str| {
+        format!("container {container} asks for {COMPUTE}: write at most 100, hundredths of a GPU")
+    };
     let not_gpus = |gpus: &str| format!("annotation bursar.dev/gpus is {gpus}: write a number");
     let rows = rows.into_iter().chain([
         (
@@ -153,6 +157,18 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
                 none(),
             ),
             unknown("bursar.dev/gpu-memory-512mib"),
+        ),
+        (
+            pod(json!({ DEVICE: "4", COMPUTE: "100" }), none(), none()),
+            String::new(),
+        ),
+        (
+            pod(json!({ DEVICE: "4", COMPUTE: "101" }), none(), none()),
+            weight("c"),
+        ),
+        (
+            pod(json!({ DEVICE: "4" }), json!({ COMPUTE: "5" }), none()),
+            weight("init"),
         ),
         (spread("2"), String::new()),
         (spread("two"), not_gpus("\"two\"")),
@@ -251,7 +267,7 @@ async fn resized(at: &IsolatedScope) -> Result<(), Failed> {
 }
 
 /// Checks `policies.requireBudget` in one namespace: pods with GPU memory are refused until a
-/// budget is enforced.
+/// budget is enforced. This policy is one without weights of compute time.
 async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let chart = server
         .control_plane
@@ -276,7 +292,14 @@ async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Faile
     let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let in_force = json!({ "metadata": { "labels": { "bursar.dev/budget": "enforced" } } });
     operator.merge(&at.namespace_path(), in_force).await?;
-    wait_for_refusal(at, "").await
+    wait_for_refusal(at, "").await?;
+    let weighted = pod(json!({ DEVICE: "4", COMPUTE: "5" }), json!({}), json!({}));
+    let refused = refusal(at, weighted).await?;
+    assert!(
+        refused.contains(&format!("no resource {COMPUTE}")),
+        "{refused}"
+    );
+    Ok(())
 }
 
 /// Checks a budget's maxima per container, which are absent if a template left the field empty.

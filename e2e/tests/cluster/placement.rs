@@ -16,6 +16,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("main/cluster/waiting", an_8_waits),
         trial("main/cluster/full", two_12s_and_two_4s),
+        trial("compute/cluster", a_weight_waits_for_a_gpu_with_room),
     ]
 }
 
@@ -64,6 +65,30 @@ async fn an_8_waits(context: &mut TrialContext) -> Result<(), Failed> {
         "the 8 runs {:.1?} after the 10's end",
         room.elapsed()
     ));
+    context.history.check_none_failed_or_restarted().await
+}
+
+async fn a_weight_waits_for_a_gpu_with_room(context: &mut TrialContext) -> Result<(), Failed> {
+    let gpus = context.environment.gpu_sizes_in_quanta().await?.len();
+    let pods = context.pods.clone();
+    let weighted = |context: &TrialContext, name: &str, weight: &str| {
+        holder(context, name, 4).limit("bursar.dev/gpu-compute", weight)
+    };
+    for gpu in 0..gpus {
+        let name = format!("most-{gpu}");
+        pods.create(&weighted(context, &name, "60")).await?;
+        pods.wait_until_running(&name, START_TIMEOUT).await?;
+    }
+    pods.create(&weighted(context, "late", "50")).await?;
+    let reason = "its weight of 50 hundredths of a GPU fits on none: the most left is 40";
+    pods.wait_until_waiting("late", reason, START_TIMEOUT)
+        .await?;
+    // Nothing is kept from the pods after this one.
+    pods.create(&weighted(context, "less", "30")).await?;
+    pods.wait_until_running("less", START_TIMEOUT).await?;
+    run_each(context, &[("weightless", 4)]).await?;
+    pods.delete("most-0").await?;
+    pods.wait_until_running("late", STARTED).await?;
     context.history.check_none_failed_or_restarted().await
 }
 
