@@ -5,6 +5,9 @@ a pod: the pod keeps the one that its version understands, whatever the DaemonSe
 quantum = {{ .Values.gpuMemory.quantum | quote }}
 managed-memory-capacity = {{ .Values.gpuMemory.managedPerNode | quote }}
 reserved-memory = {{ .Values.gpuMemory.reservedPerGpu | quote }}
+{{- with .Values.placement.computeRound }}
+compute-round = {{ . | quote }}
+{{- end }}
 
 [kubelet]
 device-plugin-dir = {{ printf "%s/device-plugins" .Values.node.kubeletDir | quote }}
@@ -33,9 +36,6 @@ cdi-dir = {{ .Values.node.cdiDir | quote }}
 
 [binding]
 wait = {{ .Values.placement.bindingWait | quote }}
-
-[compute]
-round = {{ .Values.placement.computeRound | quote }}
 
 [audit]
 policy = {{ .Values.audit.policy | quote }}

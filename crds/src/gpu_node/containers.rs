@@ -152,7 +152,8 @@ pub struct PendingContainer {
     /// The container's name.
     pub container: String,
     /// The memory that the container waits for. `DeviceMemory`: of GPUs. `ManagedMemory`: of the
-    /// node's managed memory. Absent, as earlier agents write it: device memory.
+    /// node's managed memory. `Compute`: of a GPU with room for the pod's weight too. Absent, as
+    /// earlier agents write it: device memory.
     #[serde(default)]
     pub resource: MemoryResource,
     /// The requested memory, in quanta.
@@ -170,6 +171,8 @@ pub enum MemoryResource {
     DeviceMemory,
     /// Managed memory of the node.
     ManagedMemory,
+    /// Device memory, on a GPU that has room for the pod's weight too, and none has.
+    Compute,
     /// A value of another version of the API: readers accept it, and the schema refuses to store
     /// it.
     #[serde(other)]

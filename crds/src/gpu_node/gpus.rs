@@ -68,7 +68,7 @@ pub struct GpuStatus {
     /// memory is switched off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runtime: Option<GpuRuntime>,
-    /// How the GPU's compute time is divided. Absent before the agent knows.
+    /// How the GPU's compute time is divided. Absent where the agent offers none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute: Option<GpuCompute>,
 }
@@ -79,8 +79,8 @@ pub struct GpuStatus {
 pub struct GpuCompute {
     /// Whether weights hold. `Enforced`: a test on this GPU model, driver and firmware has shown
     /// it. `NotEnforced`: it has shown that they do not, the agent cannot hold them now, or the GPU
-    /// has MIG instances. `NotTested`: no test has run yet, because the GPU was not idle, or it
-    /// failed; the agent sets slices.
+    /// has MIG instances. `NotTested`: no test has run yet, because the GPU was not idle, or its
+    /// outcome was unclear; the agent sets slices.
     pub state: ComputeState,
     /// The reason where weights may not hold.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -89,7 +89,7 @@ pub struct GpuCompute {
     /// The time in which each pod with work has its part once, such as `4ms`.
     #[schemars(length(max = 16))]
     pub round: String,
-    /// Channel groups on the GPU that belong to no known process. No weight holds these.
+    /// Channel groups on the GPU that no weight holds: of no known process, or too many of one pod.
     #[serde(default, skip_serializing_if = "super::is_zero")]
     pub hidden_groups: i32,
 }

@@ -24,7 +24,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// A running holder; dropping it kills the process, which leaves all slices as they are.
 #[derive(Debug)]
 pub(crate) struct HolderProcess {
-    _child: Child,
+    child: Child,
     requests: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
 }
@@ -45,8 +45,15 @@ impl HolderProcess {
         Ok(Self {
             requests: child.stdin.take().ok_or_else(no_pipe)?,
             answers: BufReader::new(child.stdout.take().ok_or_else(no_pipe)?).lines(),
-            _child: child,
+            child,
         })
+    }
+
+    /// Kills the process, and waits for its end however long the driver keeps it: the next one
+    /// would hang beside it.
+    pub(crate) async fn end(mut self) {
+        // An error says that it has been waited for.
+        let _ = self.child.kill().await;
     }
 
     /// Sends a request. Returns the report, if the request has one.

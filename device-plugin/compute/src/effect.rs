@@ -20,7 +20,7 @@ use tokio::time::{sleep, timeout};
 use tracing::warn;
 
 use crate::child::HolderProcess;
-use crate::holder::PodOrder;
+use crate::holder::{PodOrder, Report};
 use crate::process::Request;
 use crate::turns::Weight;
 
@@ -30,6 +30,12 @@ const ROUND: Duration = Duration::from_micros(8_500);
 
 /// The least ratio of finished work. An H200 that keeps to its slices shows 11.8.
 const LEAST_RATIO: u64 = 8;
+
+/// Below this ratio slices have no effect.
+const INERT_RATIO: u64 = 2;
+
+/// The kernels that each load finishes at least: an H200 shows 250 for the shorter slice.
+const LEAST_FINISHED: u64 = 20;
 
 /// A load creates a context first, which takes longest where nothing else keeps the driver loaded.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,8 +48,8 @@ const KEEP_ACTIVE: Duration = Duration::from_millis(200);
 /// The looks in which the groups of the loads are found, which are the newest on the node.
 const MAX_LOOKS: usize = 20;
 
-/// The most verdicts on record.
-const MAX_VERDICTS: usize = 32;
+/// The most outcomes on record.
+const MAX_OUTCOMES: usize = 32;
 
 /// Whether a GPU keeps to time slices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,114 +79,185 @@ pub(crate) fn firmware_version(information: &str) -> String {
     version.unwrap_or_default().trim().to_owned()
 }
 
-/// The verdicts of this node's agents.
-pub(crate) struct Verdicts(Checkpoint);
+/// The outcome of a test.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Tested {
+    pub(crate) verdict: Verdict,
+    /// The channel groups of the driver itself, if the test has come so far.
+    pub(crate) driver_groups: Option<usize>,
+}
 
-impl Verdicts {
+/// The outcomes of this node's tests.
+pub(crate) struct Outcomes(Checkpoint);
+
+impl Outcomes {
     pub(crate) fn new(file: Checkpoint) -> Self {
         Self(file)
     }
 
-    fn load(&self) -> Vec<(Versions, Verdict)> {
+    fn load(&self) -> Vec<(Versions, Tested)> {
         let loaded = self.0.load_or_set_aside().unwrap_or_else(|error| {
-            warn!(%error, "failed to read the verdicts on time slices; the agent tests again");
+            warn!(%error, "failed to read the outcomes of tests of time slices; the agent tests again");
             None
         });
         loaded.unwrap_or_default()
     }
 
-    /// The verdict for these versions, if one is on record.
-    pub(crate) fn get(&self, versions: &Versions) -> Option<Verdict> {
+    /// The outcome for these versions, if one is on record.
+    pub(crate) fn get(&self, versions: &Versions) -> Option<Tested> {
         let mut known = self.load().into_iter();
-        known.find_map(|(of, verdict)| (of == *versions).then_some(verdict))
+        known.find_map(|(of, tested)| (of == *versions).then_some(tested))
     }
 
-    /// Records a verdict. A test that failed is repeated instead.
-    pub(crate) fn record(&self, versions: Versions, verdict: Verdict) {
-        if matches!(verdict, Verdict::Unknown(_)) {
+    /// Records an outcome. A test without a verdict is repeated instead.
+    pub(crate) fn record(&self, versions: &Versions, tested: &Tested) {
+        if matches!(tested.verdict, Verdict::Unknown(_)) {
             return;
         }
         let mut known = self.load();
-        known.retain(|(of, _)| *of != versions);
-        known.push((versions, verdict));
-        let excess = known.len().saturating_sub(MAX_VERDICTS);
+        known.retain(|(of, _)| of != versions);
+        known.push((versions.clone(), tested.clone()));
+        let excess = known.len().saturating_sub(MAX_OUTCOMES);
         known.drain(..excess);
         if let Err(error) = self.0.save(&known) {
-            warn!(%error, "failed to write the verdict on time slices; the next agent tests again");
+            warn!(%error, "failed to write the outcome of a test of time slices; the next agent tests again");
         }
     }
 }
 
-/// Runs the test. The caller has seen that nothing else uses the GPU.
-pub(crate) async fn test(program: &Program, gpu: &GpuUuid, device: &Path) -> Verdict {
-    match measure(program, gpu, device).await {
+/// Runs the test until `is_needed` ends, because somebody else is to have the GPU. The caller has
+/// seen that nothing uses it.
+pub(crate) async fn test(
+    program: &Program,
+    gpu: &GpuUuid,
+    device: &Path,
+    is_needed: impl Future<Output = ()>,
+) -> Tested {
+    let mut test = Test::default();
+    let finished = tokio::select! {
+        finished = test.measure(program, gpu, device) => finished,
+        () = is_needed => Err(io::Error::other("a pod has the GPU now")),
+    };
+    let driver_groups = test.driver_groups;
+    test.end().await;
+    let verdict = match finished {
         Ok(finished) => judge(finished),
         Err(error) => Verdict::Unknown(format!("the test of time slices failed: {error}")),
+    };
+    Tested {
+        verdict,
+        driver_groups,
     }
 }
 
 /// Judges the work that each load has finished, first with the longer slice for the first load,
-/// then with the shorter.
+/// then with the shorter. Work that follows the slices a little, or of one load alone, is no
+/// verdict: something else was on the GPU.
 fn judge([longer, shorter]: [[u64; 2]; 2]) -> Verdict {
-    let holds = |most: u64, least: u64| most >= least.max(1) * LEAST_RATIO;
-    if holds(longer[0], longer[1]) && holds(shorter[1], shorter[0]) {
-        return Verdict::Enforced;
-    }
-    Verdict::NotEnforced(format!(
+    let is_at_least =
+        |ratio: u64| longer[0] >= longer[1] * ratio && shorter[1] >= shorter[0] * ratio;
+    let is_inert = [longer, shorter]
+        .iter()
+        .all(|[one, other]| one.max(other) < &(one.min(other) * INERT_RATIO));
+    let told = format!(
         "two loads with slices of 16 : 1 finished {} : {} kernels, and {} : {} with 1 : 16",
         longer[0], longer[1], shorter[0], shorter[1]
-    ))
+    );
+    if [longer, shorter].concat().iter().min() < Some(&LEAST_FINISHED) {
+        Verdict::Unknown(told)
+    } else if is_at_least(LEAST_RATIO) {
+        Verdict::Enforced
+    } else if is_inert {
+        Verdict::NotEnforced(told)
+    } else {
+        Verdict::Unknown(told)
+    }
 }
 
-async fn measure(program: &Program, gpu: &GpuUuid, device: &Path) -> io::Result<[[u64; 2]; 2]> {
-    // Without the driver's answers no load is started.
-    let pods = Vec::new();
-    let mut holder = HolderProcess::start(gpu, device, ROUND)?;
-    holder.send(&Request::Pods { pods }).await?;
-    drop(holder);
-    let mut loads = [Load::start(program, gpu)?, Load::start(program, gpu)?];
-    for load in &mut loads {
-        load.wait_for_work().await?;
-    }
-    let [first, second] = WEIGHTS;
-    let mut finished = [[0; 2]; 2];
-    for (weights, finished) in [[first, second], [second, first]].iter().zip(&mut finished) {
-        let mut holder = HolderProcess::start(gpu, device, ROUND)?;
-        let pods = loads.iter().zip(weights).map(|(load, weight)| PodOrder {
-            uid: load.pid.to_string(),
-            weight: Weight::try_from(*weight).ok(),
-            processes: [load.pid].into(),
-            is_doubted: false,
-        });
-        let pods = pods.collect();
-        wait_for_groups(&mut holder, pods).await?;
-        let processes = loads.iter().map(|load| load.pid).collect();
-        let active = Request::Active { processes };
-        holder.send(&active).await?;
-        sleep(SETTLE).await;
-        let before = loads.each_ref().map(Load::finished);
-        let mut left = MEASURE;
-        while left > Duration::ZERO {
-            holder.send(&active).await?;
-            sleep(KEEP_ACTIVE).await;
-            left = left.saturating_sub(KEEP_ACTIVE);
+/// The processes of a test.
+#[derive(Default)]
+struct Test {
+    holder: Option<HolderProcess>,
+    loads: Vec<Load>,
+    driver_groups: Option<usize>,
+}
+
+impl Test {
+    async fn measure(
+        &mut self,
+        program: &Program,
+        gpu: &GpuUuid,
+        device: &Path,
+    ) -> io::Result<[[u64; 2]; 2]> {
+        // Without the driver's answers no load is started.
+        let holder = HolderProcess::start(gpu, device, ROUND)?;
+        let holder = self.holder.insert(holder);
+        let pods = Vec::new();
+        holder.send(&Request::Pods { pods }).await?;
+        for _ in WEIGHTS {
+            self.loads.push(Load::start(program, gpu)?);
         }
-        let after = loads.each_ref().map(Load::finished);
-        *finished = [0, 1].map(|load| after[load].saturating_sub(before[load]));
+        for load in &mut self.loads {
+            load.wait_for_work().await?;
+        }
+        let [first, second] = WEIGHTS;
+        let mut finished = [[0; 2]; 2];
+        for (weights, finished) in [[first, second], [second, first]].iter().zip(&mut finished) {
+            let pods = self
+                .loads
+                .iter()
+                .zip(weights)
+                .map(|(load, weight)| PodOrder {
+                    uid: load.pid.to_string(),
+                    weight: Weight::try_from(*weight).ok(),
+                    processes: [load.pid].into(),
+                });
+            let report = wait_for_groups(holder, pods.collect()).await?;
+            let in_use = report.in_use.map(|in_use| in_use as usize);
+            self.driver_groups = in_use.and_then(|all| all.checked_sub(report.known));
+            let processes = self.loads.iter().map(|load| load.pid).collect();
+            let active = Request::Active { processes };
+            holder.send(&active).await?;
+            sleep(SETTLE).await;
+            let done = |loads: &[Load]| [0, 1].map(|load| loads[load].finished());
+            let before = done(&self.loads);
+            let mut left = MEASURE;
+            while left > Duration::ZERO {
+                holder.send(&active).await?;
+                sleep(KEEP_ACTIVE).await;
+                left = left.saturating_sub(KEEP_ACTIVE);
+            }
+            let after = done(&self.loads);
+            *finished = [0, 1].map(|load| after[load].saturating_sub(before[load]));
+        }
+        for load in &mut self.loads {
+            load.check_running()?;
+        }
+        Ok(finished)
     }
-    Ok(finished)
+
+    /// Ends the processes, and waits for their ends.
+    async fn end(self) {
+        if let Some(holder) = self.holder {
+            holder.end().await;
+        }
+        for mut load in self.loads {
+            // An error says that it has been waited for.
+            let _ = load.child.kill().await;
+        }
+    }
 }
 
 /// Orders the pods until the holder has found groups of each.
-async fn wait_for_groups(holder: &mut HolderProcess, pods: Vec<PodOrder>) -> io::Result<()> {
+async fn wait_for_groups(holder: &mut HolderProcess, pods: Vec<PodOrder>) -> io::Result<Report> {
     for _ in 0..MAX_LOOKS {
         let pods = pods.clone();
         let report = holder.send(&Request::Pods { pods }).await?;
-        let found = report
-            .into_iter()
-            .flat_map(|report| report.pods.into_values());
-        if found.filter(|pod| pod.groups > 0).count() == WEIGHTS.len() {
-            return Ok(());
+        let report = report.unwrap_or_default();
+        let found = report.pods.values().filter(|pod| pod.groups > 0);
+        if found.count() == WEIGHTS.len() {
+            return Ok(report);
         }
         sleep(SETTLE).await;
     }
@@ -191,7 +268,7 @@ async fn wait_for_groups(holder: &mut HolderProcess, pods: Vec<PodOrder>) -> io:
 
 /// A process that keeps the GPU busy; dropping it kills the process.
 struct Load {
-    _child: Child,
+    child: Child,
     _input: Option<ChildStdin>,
     pid: u32,
     finished: watch::Receiver<u64>,
@@ -216,7 +293,7 @@ impl Load {
         Ok(Self {
             pid: child.id().ok_or(io::ErrorKind::NotFound)?,
             _input: child.stdin.take(),
-            _child: child,
+            child,
             finished,
         })
     }
@@ -227,6 +304,13 @@ impl Load {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(_)) => Err(io::Error::other("a load has exited")),
             Err(_) => Err(io::Error::other("a load has finished nothing")),
+        }
+    }
+
+    fn check_running(&mut self) -> io::Result<()> {
+        match self.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => Err(io::Error::other(format!("a load has ended: {status}"))),
         }
     }
 
@@ -253,41 +337,65 @@ mod tests {
         }
     }
 
+    fn tested(verdict: Verdict) -> Tested {
+        Tested {
+            verdict,
+            driver_groups: Some(6),
+        }
+    }
+
     #[test]
     fn work_has_to_follow_the_slices_in_both_directions() {
         assert_eq!(judge([[3_000, 250], [254, 3_010]]), Verdict::Enforced);
-        for inert in [[[1_600, 1_600]; 2], [[3_000, 250]; 2], [[0, 0]; 2]] {
+        for inert in [[[1_600, 1_600]; 2], [[1_700, 1_500], [1_400, 1_600]]] {
             assert!(matches!(judge(inert), Verdict::NotEnforced(_)), "{inert:?}");
         }
     }
 
     #[test]
-    fn verdict_holds_for_its_versions_and_failed_tests_leave_none() {
+    fn work_that_something_else_has_shaped_is_no_verdict() {
+        let foreign = [
+            [[0, 0]; 2],
+            [[3_000, 0]; 2],
+            [[3_000, 250]; 2],
+            [[3_000, 900], [900, 3_000]],
+            [[3_000, 250], [254, 0]],
+        ];
+        for foreign in foreign {
+            assert!(matches!(judge(foreign), Verdict::Unknown(_)), "{foreign:?}");
+        }
+    }
+
+    #[test]
+    fn outcome_holds_for_its_versions_and_failed_tests_leave_none() {
         let folder = tempfile::tempdir().unwrap();
         let file = || Checkpoint::new(folder.path().join("compute.json"));
-        let verdicts = Verdicts::new(file());
-        let inert = Verdict::NotEnforced("1 : 1".to_owned());
-        verdicts.record(versions("580.1"), Verdict::Enforced);
-        verdicts.record(versions("590.1"), inert.clone());
-        verdicts.record(versions("590.1"), Verdict::Unknown("busy".to_owned()));
-        let next = Verdicts::new(file());
-        assert_eq!(next.get(&versions("580.1")), Some(Verdict::Enforced));
+        let outcomes = Outcomes::new(file());
+        let enforced = tested(Verdict::Enforced);
+        let inert = tested(Verdict::NotEnforced("1 : 1".to_owned()));
+        outcomes.record(&versions("580.1"), &enforced);
+        outcomes.record(&versions("590.1"), &inert);
+        let failed = tested(Verdict::Unknown("busy".to_owned()));
+        outcomes.record(&versions("590.1"), &failed);
+        let next = Outcomes::new(file());
+        assert_eq!(next.get(&versions("580.1")), Some(enforced));
         assert_eq!(next.get(&versions("590.1")), Some(inert));
         assert_eq!(next.get(&versions("590.2")), None);
     }
 
     #[test]
-    fn effects_of_a_later_version_are_kept_beside() {
+    fn outcomes_of_a_later_version_are_kept_beside() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("compute.json");
-        let later = r#"{"version":2,"verdicts":[]}"#;
+        let later = r#"{"version":2,"outcomes":[]}"#;
         std::fs::write(&file, later).unwrap();
-        let verdicts = Verdicts::new(Checkpoint::new(file));
-        assert_eq!(verdicts.get(&versions("580.1")), None);
-        verdicts.record(versions("580.1"), Verdict::Enforced);
+        let outcomes = Outcomes::new(Checkpoint::new(file));
+        assert_eq!(outcomes.get(&versions("580.1")), None);
+        let enforced = tested(Verdict::Enforced);
+        outcomes.record(&versions("580.1"), &enforced);
         let kept = std::fs::read_to_string(folder.path().join("compute.unread"));
         assert_eq!(kept.unwrap(), later);
-        assert_eq!(verdicts.get(&versions("580.1")), Some(Verdict::Enforced));
+        assert_eq!(outcomes.get(&versions("580.1")), Some(enforced));
     }
 
     #[test]

@@ -32,8 +32,6 @@ pub struct PodOrder {
     pub weight: Option<Weight>,
     /// Its processes on this GPU.
     pub processes: BTreeSet<u32>,
-    /// The agent doubts the pod's activity: its part is divided by all of its groups.
-    pub is_doubted: bool,
 }
 
 /// A pod as the holder has seen it.
@@ -43,8 +41,6 @@ pub struct PodReport {
     pub groups: usize,
     /// Groups that count as active.
     pub active: usize,
-    /// How often somebody else has changed a slice that the holder had set.
-    pub changed: u64,
 }
 
 /// The GPU as the holder has seen it.
@@ -52,7 +48,9 @@ pub struct PodReport {
 pub struct Report {
     /// The pods by UID.
     pub pods: BTreeMap<String, PodReport>,
-    /// All groups of known processes.
+    /// How often each process has changed a slice that the holder had set.
+    pub changed: BTreeMap<u32, u64>,
+    /// All groups of known processes whose slices are held, and the others that these have.
     pub known: usize,
     /// The groups that the GPU has, whoever made them.
     pub in_use: Option<u32>,
@@ -80,7 +78,7 @@ pub struct Holder {
     is_contended: bool,
     /// The last group whose slice was looked at.
     looked_at: Option<Place>,
-    changed: BTreeMap<String, u64>,
+    changed: BTreeMap<u32, u64>,
     known: usize,
     in_use: Option<u32>,
 }
@@ -104,15 +102,13 @@ impl Holder {
     /// Takes the pods of the GPU, and looks for their groups.
     pub fn order(&mut self, node: &mut impl Node, pods: Vec<PodOrder>, now: Instant) {
         self.pods = pods;
-        let uids: BTreeSet<&String> = self.pods.iter().map(|pod| &pod.uid).collect();
-        self.changed.retain(|uid, _| uids.contains(uid));
         let processes = self
             .pods
             .iter()
             .flat_map(|pod| pod.processes.iter().copied())
-            .collect();
-        self.active_until
-            .retain(|pid, _| BTreeSet::contains(&processes, pid));
+            .collect::<BTreeSet<u32>>();
+        self.active_until.retain(|pid, _| processes.contains(pid));
+        self.changed.retain(|pid, _| processes.contains(pid));
         let (places, known) = node.look(&processes);
         (self.known, self.in_use) = (known, node.groups_in_use());
         let pod_of = |pid| {
@@ -128,7 +124,10 @@ impl Holder {
             };
             let of_pod = count.entry(pod).or_default();
             *of_pod += 1;
-            if *of_pod <= MAX_GROUPS {
+            if *of_pod > MAX_GROUPS {
+                // No slice of it is held, so it counts as hidden.
+                self.known = self.known.saturating_sub(1);
+            } else {
                 let before = self.held.remove(&place).map(|held| Held { pod, ..held });
                 // An agent before may have set it.
                 let found = || {
@@ -180,8 +179,8 @@ impl Holder {
                 Ok(slice) if slice == held.slice => {}
                 Ok(slice) => {
                     let is_libcuda = !held.is_settled && slice == DEFAULT_SLICE;
-                    if !is_libcuda && let Some(pod) = self.pods.get(held.pod) {
-                        *self.changed.entry(pod.uid.clone()).or_default() += 1;
+                    if !is_libcuda {
+                        *self.changed.entry(place.pid).or_default() += 1;
                     }
                     held.is_settled = true;
                     if node.set_slice(place, held.slice).is_err() {
@@ -206,12 +205,12 @@ impl Holder {
                 active: own()
                     .filter(|(place, _)| self.is_active(place.pid, now))
                     .count(),
-                changed: self.changed.get(&pod.uid).copied().unwrap_or(0),
             };
             pods.insert(pod.uid.clone(), report);
         }
         Report {
             pods,
+            changed: self.changed.clone(),
             known: self.known,
             in_use: self.in_use,
         }
@@ -233,7 +232,6 @@ impl Holder {
                 groups: own
                     .map(|(place, _)| (*place, self.is_active(place.pid, now)))
                     .collect(),
-                is_doubted: pod.is_doubted,
             });
         }
         let active = pods.iter().filter(|pod| pod.is_active());
@@ -327,7 +325,6 @@ mod tests {
             uid: uid.to_owned(),
             weight: weight.map(|weight| Weight::try_from(weight).unwrap()),
             processes: processes.iter().copied().collect(),
-            is_doubted: false,
         }
     }
 
@@ -342,18 +339,14 @@ mod tests {
         let (mut fake, now) = (Fake::default(), Instant::now());
         let places: Vec<Place> = (1..=5).map(|pid| fake.start(pid)).collect();
         let mut holder = Holder::new(ROUND);
-        let mut pods = vec![pod("a", Some(50), &[1, 2, 3, 4]), pod("b", Some(50), &[5])];
-        holder.order(&mut fake, pods.clone(), now);
+        let pods = vec![pod("a", Some(50), &[1, 2, 3, 4]), pod("b", Some(50), &[5])];
+        holder.order(&mut fake, pods, now);
         holder.mark_active(&mut fake, &all(&[1, 5]), now);
         assert_eq!(fake.micros(&places[0]), 10_000);
         assert_eq!(fake.micros(&places[1]), 2_500);
         assert_eq!(fake.micros(&places[4]), 10_000);
         holder.mark_active(&mut fake, &all(&[1, 2, 5]), now);
         assert_eq!(fake.micros(&places[1]), 5_000);
-        // A pod whose activity is a lie is divided by all.
-        pods[0].is_doubted = true;
-        holder.order(&mut fake, pods, now);
-        assert_eq!(fake.micros(&places[0]), 2_500);
         let report = holder.report(now);
         assert_eq!((report.pods["a"].groups, report.pods["a"].active), (4, 2));
     }
@@ -375,7 +368,7 @@ mod tests {
             assert_eq!(fake.micros(&other), 5_000);
         }
         assert_eq!(fake.micros(&one), 15_000);
-        assert_eq!(holder.report(now).pods["b"].changed, 2);
+        assert_eq!(holder.report(now).changed, [(2, 2)].into());
         // Nothing is set where nothing differs.
         let sets = fake.sets;
         holder.watch(&mut fake, true, now);
@@ -395,7 +388,7 @@ mod tests {
         fake.groups.insert(one, Duration::from_millis(100));
         holder.watch(&mut fake, false, now);
         assert_eq!(fake.micros(&one), 2_048);
-        assert_eq!(holder.report(now).pods["a"].changed, 1);
+        assert_eq!(holder.report(now).changed, [(1, 1)].into());
     }
 
     #[test]

@@ -16,6 +16,7 @@ use bursar_gpu::channel_groups::{
 use bursar_gpu::rm::RmError;
 use bursar_host::procfs::{self, Stat};
 use bursar_ledger::units::GpuUuid;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// The most handles of clients whose process is unknown, and how long they are asked about: a
@@ -23,18 +24,20 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 const MAX_UNKNOWN: usize = 1024;
 const UNKNOWN_FOR: Duration = Duration::from_secs(30);
 
-/// The most control files of one process, and the handles that a process's turn tries on each of
-/// them, if the process ran before the holder.
+/// The most control files of one process.
 const MAX_FILES: usize = 16;
-const EARLIER: u32 = 8_192;
+
+/// The handles that a look tries on all files of a process that ran before the holder, and on each.
+const EARLIER: u32 = 32_768;
+const EARLIER_OF_FILE: u32 = 8_192;
 
 /// The most processes whose open files a look without a change reads.
 const MAX_FILE_LOOKS: usize = 16;
 
-/// The most calls of one look that search for clients and groups, 3 us each. A search that needs
-/// more goes on in the next look, by turns among the processes, whose number and files are the
-/// tenants'.
-const MAX_CALLS: u32 = 0x2_0000;
+/// The most calls of one look that search for clients, and as many for groups, 3 us each. A search
+/// that needs more goes on in the next look, by turns among the processes, whose number and files
+/// are the tenants'.
+const MAX_CALLS: u32 = 0x1_0000;
 
 /// The looks, a second apart, that may have no end of the search before the groups that are not
 /// found yet count as hidden: a tenant could keep the search going.
@@ -139,6 +142,30 @@ impl Process {
             clients: BTreeMap::new(),
             earlier,
         })
+    }
+
+    /// The handles that the next look tries in each of the process's files.
+    fn next_earlier(&self, files: usize) -> Range<u32> {
+        let most = EARLIER / files.clamp(1, MAX_FILES) as u32;
+        let most = most.min(EARLIER_OF_FILE);
+        self.earlier.start..self.earlier.end.min(self.earlier.start + most)
+    }
+
+    /// Whether the search goes on. A program's groups are in one client, so that others have no
+    /// part in its finding.
+    fn is_searched(&self) -> bool {
+        let has_groups = |client: &Client| {
+            let groups = client.groups.as_ref();
+            groups.is_some_and(|groups| !groups.computing.is_empty())
+        };
+        let is_left = !self.earlier.is_empty() && !self.descriptors.is_empty();
+        is_left && !self.clients.values().any(has_groups)
+    }
+
+    /// Whether the process is gone, so that its pid may be another one's.
+    fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
     fn file(&self, control: &ControlNode, descriptor: i32) -> io::Result<Option<ControlFile>> {
@@ -249,7 +276,7 @@ impl DriverNode {
         self.unknown.retain(|(_, since)| now - *since < UNKNOWN_FOR);
     }
 
-    /// Finds the clients of a process. Returns false where the search has to go on.
+    /// Finds clients of a process. Returns false where the budget does not suffice.
     fn find_clients(&mut self, pid: u32, budget: &mut Budget) -> bool {
         // A fork has its parent's files, and so the same clients.
         let others = self
@@ -267,21 +294,16 @@ impl DriverNode {
         process
             .descriptors
             .retain(|descriptor| descriptors.contains(descriptor));
-        // A program's groups are in one client, so that others have no part in its finding.
-        let has_groups = |client: &Client| {
-            let groups = client.groups.as_ref();
-            groups.is_some_and(|groups| !groups.computing.is_empty())
-        };
-        if process.clients.values().any(has_groups) {
-            process.earlier.start = process.earlier.end;
-        }
         let start = process.earlier.start;
-        let end = process.earlier.end.min(start + EARLIER);
-        let earlier: Vec<u32> = self.new_clients.earlier(start..end).collect();
+        let earlier = match process.is_searched() || process.descriptors.is_empty() {
+            true => process.next_earlier(descriptors.len()),
+            false => start..start,
+        };
+        let tried: Vec<u32> = self.new_clients.earlier(earlier.clone()).collect();
         for descriptor in descriptors {
             let is_new = !process.descriptors.contains(&descriptor);
             let others = others.iter().copied().filter(|_| is_new);
-            let mut found: Vec<u32> = earlier.iter().copied().chain(others).collect();
+            let mut found: Vec<u32> = tried.iter().copied().chain(others).collect();
             if !budget.take(found.len() + self.unknown.len()) {
                 return false;
             }
@@ -303,6 +325,9 @@ impl DriverNode {
                     is_scanned: false,
                 });
             }
+        }
+        if !process.descriptors.is_empty() {
+            process.earlier.start = earlier.end;
         }
         true
     }
@@ -327,7 +352,8 @@ impl Node for DriverNode {
             || !turn.all(has_same_files);
         self.turn = self.turn.wrapping_add(1);
         self.in_use = in_use;
-        self.processes.retain(|pid, _| processes.contains(pid));
+        let is_current = |pid: &u32, of: &Process| processes.contains(pid) && !of.has_ended();
+        self.processes.retain(|pid, of| is_current(pid, of));
         if is_change || self.is_incomplete {
             self.add_unknown();
             let mut budget = Budget(MAX_CALLS);
@@ -348,6 +374,7 @@ impl Node for DriverNode {
                 self.is_incomplete |= !self.find_clients(*pid, &mut budget);
             }
             // Groups of new clients first: the slices of the others are held meanwhile.
+            let mut budget = Budget(MAX_CALLS);
             for is_known in [false, true] {
                 for pid in &by_turns {
                     if let Some(process) = self.processes.get_mut(pid) {
@@ -357,6 +384,7 @@ impl Node for DriverNode {
                 }
             }
         }
+        self.is_incomplete |= self.processes.values().any(Process::is_searched);
         self.incomplete_looks = match self.is_incomplete {
             true => self.incomplete_looks.saturating_add(1),
             false => 0,

@@ -17,7 +17,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_apiserver::{Events, Reason};
-use bursar_config::Config;
+use bursar_config::{AuditPolicy, Config};
+use bursar_enforcement::audit::kill::kill;
 use bursar_gpu::memory_sample::GpuMemorySample;
 use bursar_gpu::nvml::NvmlHandle;
 use bursar_gpu::{Gpu, Inventory};
@@ -26,18 +27,18 @@ use bursar_ledger::GpuView;
 use bursar_ledger::units::{GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::checkpoint_state::PodName;
-use bursar_sessions::Sessions;
+use bursar_sessions::{Process, Sessions};
 use bursar_supervision::provisioners::Program;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::child::HolderProcess;
-use crate::effect::{self, Verdict, Verdicts, Versions};
+use crate::effect::{self, Outcomes, Tested, Verdict, Versions};
 use crate::holder::Report;
-use crate::orders::{Doubts, Excess, Processes, orders};
+use crate::orders::{Processes, orders};
 use crate::process::Request;
 
 /// How often a holder is told of active processes, and how often of the pods.
@@ -54,16 +55,18 @@ const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration:
 const IDLE_CHECK: Duration = Duration::from_secs(10);
 const TEST_RETRY: Duration = Duration::from_secs(600);
 
-/// The groups of the driver itself on an H200, none of which belongs to a process.
-const DRIVER_GROUPS: usize = 6;
+/// The file of the tests' outcomes in the state directory.
+const OUTCOMES: &str = "compute.json";
 
-/// The file of the verdicts in the state directory.
-const VERDICTS: &str = "compute.json";
+/// How long the driver may take to describe a GPU.
+const DESCRIPTION: Duration = Duration::from_secs(5);
 
 /// The inputs of the task.
 pub struct ComputeInputs {
     /// The agent's configuration.
     pub config: Config,
+    /// The round that pods divide.
+    pub round: Duration,
     /// The source of the processes' utilization.
     pub nvml: NvmlHandle,
     /// The processes of containers.
@@ -86,9 +89,7 @@ pub struct GpuCompute {
     pub verdict: Verdict,
     /// Why the agent cannot hold the weights of the GPU's pods now.
     pub problem: Option<String>,
-    /// The round that its pods divide.
-    pub round: Duration,
-    /// Channel groups in use that belong to no known process.
+    /// Channel groups in use that no weight holds.
     pub hidden_groups: usize,
 }
 
@@ -99,7 +100,12 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut snapshots = inputs.snapshots.clone();
-    let shared = Arc::new(Shared { inputs, status });
+    let tests = Mutex::default();
+    let shared = Arc::new(Shared {
+        inputs,
+        status,
+        tests,
+    });
     let mut running: BTreeMap<GpuUuid, AbortHandle> = BTreeMap::new();
     let mut tasks = JoinSet::new();
     loop {
@@ -139,6 +145,8 @@ pub async fn run(
 struct Shared {
     inputs: ComputeInputs,
     status: watch::Sender<ComputeStatus>,
+    /// Held by the GPU under test: others like it take its outcome.
+    tests: Mutex<()>,
 }
 
 /// The task of one GPU.
@@ -147,12 +155,15 @@ struct GpuTask {
     snapshots: watch::Receiver<Snapshot>,
     gpu: Gpu,
     versions: Versions,
-    verdicts: Verdicts,
+    outcomes: Outcomes,
     state: GpuCompute,
     next_test: Instant,
-    doubts: Doubts,
-    /// The groups of no known process in the last report.
+    /// The channel groups of the driver itself, if a test has counted them.
+    driver_groups: Option<usize>,
+    /// The groups in the last report that no weight holds.
     last_hidden: usize,
+    /// The processes that changed slices themselves: how often, and in how many reports in a row.
+    changers: BTreeMap<u32, (u64, u32)>,
     /// The last answer of NVML.
     sample: GpuMemorySample,
 }
@@ -164,47 +175,70 @@ impl GpuTask {
             Inventory::Gpus { driver, .. } => driver.clone(),
             Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
         };
-        let folder = gpu.pci.map(|pci| pci.to_string().to_lowercase());
-        let folder = folder.as_deref().and_then(|folder| folder.get(4..));
-        let file = config.paths.proc.join("driver/nvidia/gpus");
-        let file = file.join(folder.unwrap_or_default()).join("information");
-        let versions = Versions {
-            model: gpu.model.clone(),
-            driver: driver.unwrap_or_default(),
-            firmware: effect::firmware_version(&std::fs::read_to_string(file).unwrap_or_default()),
-        };
-        let file = config.paths.state_dir.join(VERDICTS);
-        let verdicts = Verdicts::new(Checkpoint::new(file));
-        let not_tested = || Verdict::Unknown("the GPU was not idle since the start".to_owned());
+        let outcomes = Checkpoint::new(config.paths.state_dir.join(OUTCOMES));
+        let not_idle = "the GPU was not idle since the start".to_owned();
         Self {
             state: GpuCompute {
-                verdict: verdicts.get(&versions).unwrap_or_else(not_tested),
+                verdict: Verdict::Unknown(not_idle),
                 problem: None,
-                round: config.compute.round,
                 hidden_groups: 0,
             },
+            versions: Versions {
+                model: gpu.model.clone(),
+                driver: driver.unwrap_or_default(),
+                firmware: String::new(),
+            },
+            outcomes: Outcomes::new(outcomes),
             snapshots: shared.inputs.snapshots.clone(),
             shared,
             gpu,
-            versions,
-            verdicts,
             next_test: Instant::now(),
-            doubts: Doubts::default(),
+            driver_groups: None,
             last_hidden: 0,
+            changers: BTreeMap::new(),
             sample: GpuMemorySample::default(),
         }
     }
 
+    /// Reads the firmware's version, and takes the outcome of an earlier test.
+    async fn take_outcome(&mut self) -> bool {
+        if self.versions.firmware.is_empty() {
+            let folder = self.gpu.pci.map(|pci| pci.to_string().to_lowercase());
+            let folder = folder.as_deref().and_then(|folder| folder.get(4..));
+            let proc = &self.shared.inputs.config.paths.proc;
+            let file = proc.join("driver/nvidia/gpus");
+            let file = file.join(folder.unwrap_or_default()).join("information");
+            // A driver that hangs keeps a thread of its own.
+            let text = timeout(DESCRIPTION, tokio::fs::read_to_string(file)).await;
+            let text = text.ok().and_then(Result::ok).unwrap_or_default();
+            self.versions.firmware = effect::firmware_version(&text);
+        }
+        let Some(tested) = self.outcomes.get(&self.versions) else {
+            return false;
+        };
+        self.take(tested);
+        true
+    }
+
+    fn take(&mut self, tested: Tested) {
+        self.state.verdict = tested.verdict;
+        self.driver_groups = tested.driver_groups.or(self.driver_groups);
+    }
+
     async fn run(mut self) {
         let mut backoff = RESTART_BACKOFF.0;
+        self.take_outcome().await;
         loop {
             self.publish();
             let is_obeyed = !matches!(self.state.verdict, Verdict::NotEnforced(_));
             if is_obeyed && !self.view().weights.is_empty() {
+                let begun = Instant::now();
                 let held = self.hold().await;
                 (self.state.hidden_groups, self.last_hidden) = (0, 0);
-                let Err(error) = held else {
+                if held.is_ok() || begun.elapsed() > RESTART_BACKOFF.1 {
                     backoff = RESTART_BACKOFF.0;
+                }
+                let Err(error) = held else {
                     continue;
                 };
                 warn!(gpu = %self.gpu.uuid, %error, "failed to hold weights of compute time; the agent tries again");
@@ -248,22 +282,35 @@ impl GpuTask {
         nodes.join(format!("nvidia{}", self.gpu.minor))
     }
 
-    /// Whether no pod has memory of the GPU, and no process computes on it.
+    /// Whether neither a pod nor a process has memory of the GPU.
     async fn is_idle(&mut self) -> bool {
-        if !self.view().pods.is_empty() || !self.read_sample().await {
-            return false;
-        }
-        let mut percents = self.sample.sm_percents.iter().flatten();
-        percents.all(|(_, percent)| *percent == 0)
+        self.view().pods.is_empty()
+            && self.read_sample().await
+            && self.sample.charges.iter().next().is_none()
     }
 
+    /// Tests an idle GPU, one at a time on the node. A pod that comes ends the test.
     async fn test(&mut self) {
-        let (program, device) = (&self.shared.inputs.program, self.device());
-        self.state.verdict = effect::test(program, &self.gpu.uuid, &device).await;
         self.next_test = Instant::now() + TEST_RETRY;
-        info!(gpu = %self.gpu.uuid, verdict = ?self.state.verdict, "tested time slices");
-        let (versions, verdict) = (self.versions.clone(), self.state.verdict.clone());
-        self.verdicts.record(versions, verdict);
+        let shared = self.shared.clone();
+        let _alone = shared.tests.lock().await;
+        if self.take_outcome().await || !self.is_idle().await {
+            return;
+        }
+        let (mut snapshots, uuid) = (self.snapshots.clone(), self.gpu.uuid.clone());
+        let is_needed = async move {
+            let has_pod = |snapshot: &Snapshot| {
+                let mut gpus = snapshot.view.gpus.iter();
+                gpus.any(|gpu| gpu.uuid == uuid && !gpu.pods.is_empty())
+            };
+            // The node's task ends only with the agent.
+            let _ = snapshots.wait_for(has_pod).await;
+        };
+        let (program, device) = (&self.shared.inputs.program, self.device());
+        let tested = effect::test(program, &self.gpu.uuid, &device, is_needed).await;
+        info!(gpu = %self.gpu.uuid, verdict = ?tested.verdict, "tested time slices");
+        self.outcomes.record(&self.versions, &tested);
+        self.take(tested);
     }
 
     /// Asks NVML for the processes. Returns whether it has answered.
@@ -281,21 +328,30 @@ impl GpuTask {
     /// Holds the weights until no pod has one, and then gives the groups the driver's own slices
     /// back.
     async fn hold(&mut self) -> io::Result<()> {
-        let mut holder = HolderProcess::start(&self.gpu.uuid, &self.device(), self.state.round)?;
+        let round = self.shared.inputs.round;
+        let mut holder = HolderProcess::start(&self.gpu.uuid, &self.device(), round)?;
         info!(gpu = %self.gpu.uuid, "holding weights of compute time");
+        let held = self.hold_by(&mut holder).await;
+        if let Err(error) = &held {
+            self.state.problem = Some(format!("failed to hold weights: {error}; the agent waits"));
+            self.publish();
+        }
+        holder.end().await;
+        held
+    }
+
+    async fn hold_by(&mut self, holder: &mut HolderProcess) -> io::Result<()> {
+        self.changers.clear();
         loop {
-            let is_new = self.read_sample().await;
-            let (view, processes) = (self.view(), self.processes());
+            self.read_sample().await;
+            let (view, images) = (self.view(), self.images());
             let listed = self.sample.charges.iter().map(|(pid, _)| pid).collect();
-            if is_new && let Some(percents) = &self.sample.sm_percents {
-                let now = Instant::now();
-                for excess in self.doubts.add(&view, &processes, percents, now) {
-                    self.report_excess(&excess);
-                }
-            }
-            let doubted = self.doubts.doubted(Instant::now());
-            let pods = orders(&view, &processes, &listed, &doubted);
+            let pids = |of: &Vec<Process>| of.iter().map(|process| process.pid).collect();
+            let processes = images.iter().map(|(pod, of)| (pod.clone(), pids(of)));
+            let processes: Processes = processes.collect();
+            let pods = orders(&view, &processes, &listed);
             if let Some(report) = holder.send(&Request::Pods { pods }).await? {
+                self.take_changes(&report, &images);
                 self.take_report(&report, &processes, &listed);
             }
             if view.weights.is_empty() {
@@ -322,18 +378,18 @@ impl GpuTask {
     }
 
     /// The processes of the containers whose pod has memory of the GPU.
-    fn processes(&self) -> Processes {
+    fn images(&self) -> BTreeMap<PodUid, Vec<Process>> {
         let snapshot = self.snapshots.borrow();
         let mut views = snapshot.view.gpus.iter();
         let view = views.find(|view| view.uuid == self.gpu.uuid);
-        let mut processes = Processes::new();
+        let mut processes = BTreeMap::<PodUid, Vec<Process>>::new();
         for container in snapshot.containers.iter() {
             if view.is_some_and(|view| view.pods.contains_key(&container.pod)) {
                 let sessions = &self.shared.inputs.sessions;
                 let images = sessions.process_images(&container.allocation);
-                let pids = images.into_iter().flatten().map(|image| image.process.pid);
+                let images = images.into_iter().flatten().map(|image| image.process);
                 let of_pod = processes.entry(container.pod.clone()).or_default();
-                of_pod.extend(pids);
+                of_pod.extend(images);
             }
         }
         processes
@@ -341,15 +397,16 @@ impl GpuTask {
 
     fn take_report(&mut self, report: &Report, processes: &Processes, listed: &BTreeSet<u32>) {
         let in_use = report.in_use.map_or(0, |in_use| in_use as usize);
-        let hidden = in_use.saturating_sub(report.known + DRIVER_GROUPS);
+        let driver = self.driver_groups.unwrap_or(in_use);
+        let hidden = in_use.saturating_sub(report.known + driver);
         // A context may have been made after the look of one report.
         let hidden = std::mem::replace(&mut self.last_hidden, hidden).min(hidden);
         if hidden > 0 && self.state.hidden_groups == 0 {
             let known: BTreeSet<u32> = processes.values().flatten().copied().collect();
             let others: Vec<String> = listed.difference(&known).map(u32::to_string).collect();
             let message = format!(
-                "{hidden} channel groups of {} belong to no process of a pod, and no weight holds \
-                 them; other processes on the GPU: {}",
+                "no weight holds {hidden} channel groups of {}; processes on the GPU that belong to \
+                 no pod: {}",
                 self.gpu.uuid,
                 if others.is_empty() {
                     "none".to_owned()
@@ -367,17 +424,44 @@ impl GpuTask {
         self.publish();
     }
 
-    fn report_excess(&self, Excess { pod, share, part }: &Excess) {
-        let message = format!(
-            "pod {} has {share} % of the busy time of {}, where its weight gives {part} %",
-            self.name_of(pod),
-            self.gpu.uuid
-        );
-        warn!(gpu = %self.gpu.uuid, %pod, share, part, "pod above its part of compute time");
-        self.shared
-            .inputs
-            .events
-            .on_node(Reason::ComputeNotHeld, message);
+    /// Acts on processes that set slices themselves. Each call begins the round again from the
+    /// first group, so that setting it back is no defence: see ADR 1.
+    fn take_changes(&mut self, report: &Report, images: &BTreeMap<PodUid, Vec<Process>>) {
+        let before = std::mem::take(&mut self.changers);
+        for (pid, changes) in &report.changed {
+            let (known, strikes) = before.get(pid).copied().unwrap_or_default();
+            let strikes = if *changes > known { strikes + 1 } else { 0 };
+            self.changers.insert(*pid, (*changes, strikes));
+            let audit = &self.shared.inputs.config.audit;
+            if strikes == 0 || !strikes.is_multiple_of(audit.kill_after) {
+                continue;
+            }
+            let mut of_pods = images
+                .iter()
+                .flat_map(|(pod, of)| of.iter().map(move |at| (pod, at)));
+            let Some((pod, process)) = of_pods.find(|(_, process)| process.pid == *pid) else {
+                continue;
+            };
+            let killed = match audit.policy {
+                AuditPolicy::Report => Ok(false),
+                AuditPolicy::Kill => kill(&self.shared.inputs.config.paths.proc, *process),
+            };
+            warn!(gpu = %self.gpu.uuid, %pod, pid, ?killed, "a process sets time slices itself");
+            if strikes == audit.kill_after || matches!(killed, Ok(true)) {
+                let message = format!(
+                    "process {pid} of pod {} sets the time slices of {} itself, and weights do not \
+                     hold beside it; {}",
+                    self.name_of(pod),
+                    self.gpu.uuid,
+                    match killed {
+                        Ok(true) => "the agent has killed it",
+                        _ => "audit.policy kill would end it",
+                    }
+                );
+                let events = &self.shared.inputs.events;
+                events.on_node(Reason::ComputeNotHeld, message);
+            }
+        }
     }
 
     fn name_of(&self, pod: &PodUid) -> String {

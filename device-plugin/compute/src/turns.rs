@@ -10,8 +10,12 @@ use std::time::Duration;
 /// The slice that libcuda gives a group after it is scheduled.
 pub const DEFAULT_SLICE: Duration = Duration::from_micros(2048);
 
-/// Below this, a turn is mostly the change from one group to the next.
+/// Below this, a turn is mostly the change from one group to the next. Where the weights would give
+/// an active group less, the round grows up to [`LONGEST_ROUND`], so that parts stay as they are.
 pub const LEAST_SLICE: Duration = Duration::from_micros(50);
+
+/// A longer round is a wait that programs notice.
+pub const LONGEST_ROUND: Duration = Duration::from_millis(100);
 
 /// All pods without a weight share what the weights leave of a GPU, and at least this part.
 const LEAST_SHARED: u64 = 5;
@@ -52,8 +56,6 @@ pub struct PodGroups<K> {
     pub weight: Option<Weight>,
     /// Each group, and whether it has had work lately.
     pub groups: Vec<(K, bool)>,
-    /// The pod's word about which groups have work is not believed: its part is divided by all.
-    pub is_doubted: bool,
 }
 
 impl<K> PodGroups<K> {
@@ -65,11 +67,7 @@ impl<K> PodGroups<K> {
     /// The groups that the pod's part is divided by, at least one.
     fn divisor(&self) -> u64 {
         let active = self.groups.iter().filter(|(_, is_active)| *is_active);
-        let count = match self.is_doubted {
-            true => self.groups.len(),
-            false => active.count(),
-        };
-        count.max(1) as u64
+        active.count().max(1) as u64
     }
 }
 
@@ -94,6 +92,11 @@ pub fn divide<K: Copy>(round: Duration, pods: &[PodGroups<K>]) -> Vec<(K, Durati
     };
     let among_active = parts(PodGroups::is_active);
     let among_all = parts(|_| true);
+    let active = pods.iter().filter(|pod| pod.is_active());
+    let nanos = active.map(|pod| among_active.nanos(round, pod.weight, pod.divisor()));
+    let least = nanos.min().unwrap_or(u64::MAX).max(1);
+    let longer = round.as_nanos() as u64 * LEAST_SLICE.as_nanos() as u64 / least;
+    let round = Duration::from_nanos(longer).clamp(round, LONGEST_ROUND.max(round));
     let mut slices = Vec::new();
     for pod in pods {
         let busy = among_active.slice(round, pod.weight, pod.divisor());
@@ -136,12 +139,15 @@ impl Parts {
     }
 
     fn slice(&self, round: Duration, weight: Option<Weight>, divisor: u64) -> Duration {
+        Duration::from_nanos(self.nanos(round, weight, divisor)).clamp(LEAST_SLICE, round)
+    }
+
+    fn nanos(&self, round: Duration, weight: Option<Weight>, divisor: u64) -> u64 {
         let part = match weight {
             Some(weight) => u64::from(weight.0) * self.sharing,
             None => self.shared,
         };
-        let nanos = round.as_nanos() as u64 * part / self.sum / divisor;
-        Duration::from_nanos(nanos).clamp(LEAST_SLICE, round)
+        round.as_nanos() as u64 * part / self.sum / divisor
     }
 }
 
@@ -157,7 +163,6 @@ mod tests {
         PodGroups {
             weight: weight.map(|hundredths| Weight::try_from(hundredths).unwrap()),
             groups: groups.iter().map(|is_active| ((), *is_active)).collect(),
-            is_doubted: false,
         }
     }
 
@@ -175,10 +180,20 @@ mod tests {
     #[test]
     fn part_of_a_pod_is_divided_by_its_active_groups() {
         let one_of_four = [true, false, false, false];
-        let mut pods = [pod(Some(50), &one_of_four), pod(Some(50), &[true])];
+        let pods = [pod(Some(50), &one_of_four), pod(Some(50), &[true])];
         assert_eq!(micros(&pods), [10_000, 2_500, 2_500, 2_500, 10_000]);
-        pods[0].is_doubted = true;
-        assert_eq!(micros(&pods), [2_500, 2_500, 2_500, 2_500, 10_000]);
+    }
+
+    #[test]
+    fn round_grows_where_a_pod_has_many_active_groups() {
+        let round = Duration::from_millis(4);
+        let pods = [pod(Some(10), &[true; 30]), pod(Some(90), &[true])];
+        let slices = divide(round, &pods);
+        let total = |groups: std::ops::Range<usize>| {
+            let slices = slices[groups].iter().map(|(_, slice)| slice.as_micros());
+            slices.sum::<u128>()
+        };
+        assert_eq!((total(0..30), total(30..31)), (1_500, 13_500));
     }
 
     #[test]
@@ -222,26 +237,23 @@ mod tests {
     fn any_pod() -> impl Strategy<Value = PodGroups<()>> {
         let weight = proptest::option::of(1..=100_u16);
         let groups = proptest::collection::vec(any::<bool>(), 0..6);
-        (weight, groups, any::<bool>()).prop_map(|(weight, groups, is_doubted)| PodGroups {
-            is_doubted,
-            ..pod(weight, &groups)
-        })
+        (weight, groups).prop_map(|(weight, groups)| pod(weight, &groups))
     }
 
     proptest! {
         #[test]
-        fn parts_of_believed_pods_are_their_weights(pods in proptest::collection::vec(any_pod(), 0..8)) {
+        fn parts_of_pods_are_their_weights(pods in proptest::collection::vec(any_pod(), 0..8)) {
             let slices = divide(ROUND, &pods);
             prop_assert_eq!(slices.len(), pods.iter().map(|pod| pod.groups.len()).sum::<usize>());
             let mut slices = slices.into_iter();
             let mut parts = Vec::new();
             for pod in &pods {
                 let own: Vec<Duration> = slices.by_ref().take(pod.groups.len()).map(|(_, slice)| slice).collect();
-                prop_assert!(own.iter().all(|slice| (LEAST_SLICE..=ROUND).contains(slice)));
+                prop_assert!(own.iter().all(|slice| (LEAST_SLICE..=LONGEST_ROUND).contains(slice)));
                 let busy = own.iter().zip(&pod.groups).filter(|(_, (_, is_active))| *is_active);
                 let busy: Duration = busy.map(|(slice, _)| *slice).sum();
                 let floored = own.contains(&LEAST_SLICE);
-                if let Some(Weight(weight)) = pod.weight && !pod.is_doubted && pod.is_active() && !floored {
+                if let Some(Weight(weight)) = pod.weight && pod.is_active() && !floored {
                     parts.push(busy.as_secs_f64() / f64::from(weight));
                 }
             }

@@ -108,12 +108,15 @@ pub(super) fn bind_wait<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Du
     })
 }
 
-pub(super) fn round<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+pub(super) fn optional_round<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Duration>, D::Error> {
     parse(deserializer, |text| {
         let round = text.parse::<SignedDuration>().ok();
         round
             .and_then(|round| Duration::try_from(round).ok())
             .filter(|round| (MIN_ROUND..=MAX_ROUND).contains(round))
+            .map(Some)
             .ok_or_else(|| "is no time from 1ms to 100ms: write for example 4ms".to_owned())
     })
 }

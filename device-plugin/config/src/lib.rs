@@ -76,8 +76,6 @@ pub struct Config {
     pub paths: PathsConfig,
     /// The binding of GPUs.
     pub binding: BindingConfig,
-    /// The division of compute time.
-    pub compute: ComputeConfig,
     /// The audit.
     pub audit: AuditConfig,
     /// The reaction to poisoned contexts.
@@ -106,6 +104,10 @@ pub struct ResourcesConfig {
     /// The memory of each GPU that the agent does not offer.
     #[serde(rename = "reserved-memory", deserialize_with = "fields::bytes")]
     pub reserved: Bytes,
+    /// The time in which each pod with work has its part of a GPU's compute time once; without one
+    /// the agent offers none.
+    #[serde(deserialize_with = "fields::optional_round")]
+    pub compute_round: Option<Duration>,
 }
 
 impl Default for ResourcesConfig {
@@ -114,6 +116,7 @@ impl Default for ResourcesConfig {
             quantum: Quantum::Gib1,
             managed_capacity: Bytes::ZERO,
             reserved: Bytes::ZERO,
+            compute_round: None,
         }
     }
 }
@@ -248,23 +251,6 @@ impl Default for BindingConfig {
     fn default() -> Self {
         Self {
             wait: Duration::from_secs(25),
-        }
-    }
-}
-
-/// Configuration of the division of compute time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(default, rename_all = "kebab-case")]
-pub struct ComputeConfig {
-    /// The time in which each pod with work has its part of a GPU once.
-    #[serde(deserialize_with = "fields::round")]
-    pub round: Duration,
-}
-
-impl Default for ComputeConfig {
-    fn default() -> Self {
-        Self {
-            round: Duration::from_millis(4),
         }
     }
 }
@@ -526,6 +512,7 @@ mod tests {
             quantum = "512Mi"
             managed-memory-capacity = "64Gi"
             reserved-memory = "1.5Gi"
+            compute-round = "20ms"
             [kubelet]
             device-plugin-dir = "/k/device-plugins"
             relay-dir = "/r/relay"
@@ -547,8 +534,6 @@ mod tests {
             kernel-log = "/k"
             [binding]
             wait = "2s 500ms"
-            [compute]
-            round = "20ms"
             [audit]
             policy = "kill"
             tolerance = "128Mi"
@@ -584,6 +569,7 @@ mod tests {
                 quantum: Quantum::Mib512,
                 managed_capacity: Bytes::gib(64),
                 reserved: Bytes::mib(1536),
+                compute_round: Some(Duration::from_millis(20)),
             },
             kubelet: KubeletConfig {
                 device_plugin_dir: "/k/device-plugins".into(),
@@ -609,9 +595,6 @@ mod tests {
             },
             binding: BindingConfig {
                 wait: Duration::from_millis(2_500),
-            },
-            compute: ComputeConfig {
-                round: Duration::from_millis(20),
             },
             audit: AuditConfig {
                 policy: AuditPolicy::Kill,

@@ -182,7 +182,9 @@ impl Ledger {
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
-            if place.is_some() || !(waits || has_own) {
+            // No reservation of compute time: a claim whose weight fits on no GPU lets others pass.
+            let is_passed = !fits.is_empty() && !fits.contains(&true);
+            if place.is_some() || !(waits || has_own || is_passed) {
                 waits |= step.first_waiting.is_some();
                 first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
                 let open_bins = open.iter().zip(step.set_aside).enumerate();

@@ -89,7 +89,18 @@ mod tests {
 
     /// Starts a container of a pod with 4 GiB over so many GPUs.
     fn start(ledger: &mut Ledger, pod: &str, first: u16, weight: u16, gpus: u16) -> BindOutcome {
-        let device_ids = DeviceIdSet::from_indexes(first..first + 4).unwrap();
+        start_with(ledger, pod, first, 4, weight, gpus)
+    }
+
+    fn start_with(
+        ledger: &mut Ledger,
+        pod: &str,
+        first: u16,
+        quanta: u16,
+        weight: u16,
+        gpus: u16,
+    ) -> BindOutcome {
+        let device_ids = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
             AllocationId::from_bits(first.into()),
             Resource::DeviceMemory,
@@ -161,6 +172,21 @@ mod tests {
         assert_eq!(ledger.advance(NOW).len(), 1);
         ledger.release_pod(&"b".parse().unwrap());
         assert_eq!(ledger.advance(NOW).len(), 1);
+    }
+
+    #[test]
+    fn claim_whose_weight_fits_nowhere_takes_no_turn() {
+        let mut ledger = ledger();
+        let mut start = |pod, first, quanta, weight| {
+            let outcome = start_with(&mut ledger, pod, first, quanta, weight, 1);
+            matches!(outcome, BindOutcome::Bound(_))
+        };
+        assert!(start("a", 0, 12, 100) && start("b", 12, 12, 100));
+        assert!(!start("c", 24, 4, 60), "all weights are given out");
+        assert!(!start("d", 32, 8, 0), "no GPU has room");
+        // The memory that is free on one GPU is set aside for the pod that waits for memory.
+        assert!(start("e", 40, 4, 0));
+        assert!(!start("f", 44, 4, 0));
     }
 
     #[test]

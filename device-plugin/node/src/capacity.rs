@@ -90,13 +90,16 @@ pub fn devices(
     Ok([
         Devices::new(Resource::DeviceMemory, health)?,
         Devices::new(Resource::ManagedMemory, managed)?,
-        Devices::new(Resource::Compute, compute_devices(gpus))?,
+        Devices::new(Resource::Compute, compute_devices(gpus, config))?,
     ])
 }
 
 /// The hundredths of the node's GPUs. Those of a GPU that failed stay: its memory keeps pods away,
 /// and a running container must not lose an id.
-fn compute_devices(gpus: &[GpuState]) -> Vec<DeviceHealth> {
+fn compute_devices(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<DeviceHealth> {
+    if config.compute_round.is_none() {
+        return Vec::new();
+    }
     let gpus = gpus.iter().filter(|state| !state.gpu.uuid.is_mig()).count();
     let count = (gpus * usize::from(WHOLE_GPU)).min(MAX_DEVICE_IDS.into());
     vec![DeviceHealth::Healthy; count]
@@ -182,6 +185,7 @@ mod tests {
             quantum,
             managed_capacity,
             reserved,
+            compute_round: Some(std::time::Duration::from_millis(4)),
         }
     }
 

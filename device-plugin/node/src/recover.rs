@@ -73,6 +73,7 @@ impl<H: HostOps> NodeAllocator<H> {
             }
         }
         self.restore_pending_allocations(kubelet, now);
+        self.restore_weights(kubelet);
         self.find_orphaned_files(&cdi, allocations, &unread_files);
         self.checkpoint_dirty = true;
         self.release_pods_without_cgroup(now).await;
@@ -126,8 +127,6 @@ impl<H: HostOps> NodeAllocator<H> {
                 placement,
             );
             self.names.add_container(*allocation, container);
-            let weight = DeviceCheckpoint::weight_of(kubelet, pod);
-            self.ledger.set_weight(pod, weight);
         }
         // Managed memory has no file. The container may not have started yet, but counting its
         // memory is harmless, because the kubelet has given its device ids to no other container.
@@ -154,6 +153,18 @@ impl<H: HostOps> NodeAllocator<H> {
             if self.pod_cgroups.watch(&entry.pod) != PodCgroup::Gone {
                 self.add_pending(entry, now);
                 self.names.add_container(entry.allocation, &entry.container);
+            }
+        }
+    }
+
+    /// Takes the weights of the ledger's pods from the kubelet: an agent that knew none, such as
+    /// one of an earlier version, has not recorded them.
+    fn restore_weights(&mut self, kubelet: &[CheckpointEntry]) {
+        let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
+        for pod in pods {
+            match DeviceCheckpoint::weight_of(kubelet, &pod) {
+                0 => {}
+                weight => self.ledger.set_weight(&pod, weight),
             }
         }
     }

@@ -138,7 +138,7 @@ impl Agent {
         }
     }
 
-    /// Starts the task that holds the weights of compute time.
+    /// Starts the task that holds the weights of compute time, where the node offers it.
     pub(super) fn start_compute(
         &mut self,
         gpus: &Gpus,
@@ -146,7 +146,11 @@ impl Agent {
         node: &NodeState,
     ) -> watch::Receiver<ComputeStatus> {
         let (sender, status) = watch::channel(ComputeStatus::new());
+        let Some(round) = self.config.resources.compute_round else {
+            return status;
+        };
         let inputs = ComputeInputs {
+            round,
             config: self.config.clone(),
             nvml: gpus.nvml.clone(),
             sessions: tenants.sessions.clone(),

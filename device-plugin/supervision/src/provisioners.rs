@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bursar_config::DriverConfig;
-use bursar_host::driver_files::{Driver, LIBCUDA};
+use bursar_host::driver_files::Driver;
 use bursar_ledger::units::{Bytes, GpuUuid};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_sessions::lease_handle::REQUEST_TIMEOUT;
@@ -69,7 +69,7 @@ pub struct Program {
     pub path: PathBuf,
     /// Where the driver is.
     pub driver: DriverConfig,
-    /// The folder for a link to `libcuda.so.1`.
+    /// The folder for links to `libcuda.so.1` and what it loads.
     pub libraries: PathBuf,
 }
 
@@ -99,19 +99,20 @@ impl Program {
         driver.and_then(|driver| driver.version).unwrap_or_default()
     }
 
-    /// Links the driver's library: the agent sees it below the host's root, outside every loader
-    /// path.
+    /// Links the driver's library, and those that it loads by name, such as the compiler of PTX:
+    /// the agent sees them below the host's root, outside every loader path.
     fn link_driver(&self) -> io::Result<()> {
         let driver = Driver::find_configured(&self.driver).map_err(io::Error::other)?;
-        // Provisioners of several GPUs start at the same time, so each link has a temporary name
-        // before its rename.
-        let temporary = self
-            .libraries
-            .join(format!("new-{:x}", rand::random::<u64>()));
-        let library = self.libraries.join(LIBCUDA);
         std::fs::create_dir_all(&self.libraries)?;
-        std::os::unix::fs::symlink(&driver.libcuda.path, &temporary)?;
-        std::fs::rename(&temporary, &library)
+        for file in driver.helpers.iter().chain([&driver.libcuda]) {
+            // Provisioners of several GPUs start at the same time, so each link has a temporary
+            // name before its rename.
+            let temporary = format!("new-{:x}", rand::random::<u64>());
+            let temporary = self.libraries.join(temporary);
+            std::os::unix::fs::symlink(&file.path, &temporary)?;
+            std::fs::rename(&temporary, self.libraries.join(&file.soname))?;
+        }
+        Ok(())
     }
 }
 

@@ -58,7 +58,8 @@ const FLOORS: &[&[&str]] = &[
     &["bursar-sessions"],
     &["bursar-supervision"],
     &["bursar-node"],
-    &["bursar-compute", "bursar-enforcement", "bursar-retained"],
+    &["bursar-enforcement", "bursar-retained"],
+    &["bursar-compute"],
     &["bursar-gpu-node"],
     &["bursar-device-plugin", "bursar-e2e"],
 ];

@@ -129,7 +129,6 @@ pub(crate) fn pod(uid: &str, weight: Option<u16>, processes: &[u32]) -> PodOrder
         uid: uid.to_owned(),
         weight: weight.map(|weight| Weight::try_from(weight).unwrap()),
         processes: processes.iter().copied().collect(),
-        is_doubted: false,
     }
 }
 
@@ -168,6 +167,23 @@ impl FakeAgent {
         let mut line = serde_json::to_vec(request).unwrap();
         line.push(b'\n');
         self.socket.write_all(&line).unwrap();
+    }
+
+    /// Orders the pods until the holder has found so many groups of each, within ten looks: a look
+    /// searches for a bounded time.
+    pub(crate) fn find(&mut self, pods: &[PodOrder], groups: &[usize]) {
+        let wanted: Vec<(&String, usize)> = pods
+            .iter()
+            .map(|pod| &pod.uid)
+            .zip(groups.iter().copied())
+            .collect();
+        let found = (0..10).any(|_| {
+            let report = self.order(pods);
+            wanted
+                .iter()
+                .all(|(uid, groups)| report.pods[*uid].groups == *groups)
+        });
+        assert!(found, "{:?}", self.order(pods));
     }
 
     /// Passes the pods on, and returns the report.

@@ -5,10 +5,7 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
-use std::time::{Duration, Instant};
-
-use bursar_compute::holder::Holder;
-use bursar_compute::node::DriverNode;
+use std::time::Duration;
 
 use crate::fixture::{FakeAgent, GPU, Lab, built, near, pids, pod, wait_until};
 
@@ -93,21 +90,19 @@ fn loads_of_the_effect_test_finish_work_by_slices_with_effect() {
         ]);
         agent.mark_active(&both);
         thread::sleep(Duration::from_millis(200));
-        let before = [loads[0].finished(), loads[1].finished()];
-        lab.part(&both, || agent.mark_active(&both));
-        let after = [loads[0].finished(), loads[1].finished()];
-        let [more, less] = [0, 1].map(|load| (after[load] - before[load]) as f64);
-        println!("inert {is_inert}: {more} and {less} kernels");
-        assert_eq!(
-            more / less.max(1.0) < 1.5,
-            is_inert,
-            "{more} and {less} kernels"
-        );
-        assert_eq!(
-            more / less.max(1.0) > 8.0,
-            !is_inert,
-            "{more} and {less} kernels"
-        );
+        let mut ratio = || {
+            let before = [loads[0].finished(), loads[1].finished()];
+            lab.part(&both, || agent.mark_active(&both));
+            let after = [loads[0].finished(), loads[1].finished()];
+            let [more, less] = [0, 1].map(|load| (after[load] - before[load]) as f64);
+            more / less.max(1.0)
+        };
+        // Other programs of this machine take time from the one load or the other.
+        let mut ratios = [ratio(), ratio(), ratio()];
+        ratios.sort_by(f64::total_cmp);
+        println!("inert {is_inert}: {ratios:?}");
+        assert_eq!(ratios[1] < 1.5, is_inert, "{ratios:?}");
+        assert_eq!(ratios[1] > 8.0, !is_inert, "{ratios:?}");
     }
 }
 
@@ -119,37 +114,9 @@ fn pod_with_one_of_four_processes_busy_has_its_part() {
     let (one, other) = (clients[0].pid(), clients[1].pid());
     let four = [pids(&idle), vec![one]].concat();
     let mut agent = FakeAgent::start(&lab);
-    let report = agent.order(&[pod("a", Some(50), &four), pod("b", Some(50), &[other])]);
-    assert_eq!(report.pods["a"].groups, 4);
+    let pods = [pod("a", Some(50), &four), pod("b", Some(50), &[other])];
+    agent.find(&pods, &[4, 1]);
     let part = lab.part(&four, || agent.mark_active(&[one, other]));
-    assert!(near(part, 0.5), "{part}");
-}
-
-#[test]
-fn pod_that_hides_its_activity_has_its_part_once_it_is_doubted() {
-    let mut lab = Lab::new();
-    let clients = [(); 4].map(|()| lab.busy());
-    let (four, other) = (pids(&clients), lab.busy());
-    let mut node = DriverNode::open(&GPU.parse().unwrap(), &lab.device()).unwrap();
-    let mut holder = Holder::new(Duration::from_millis(20));
-    let mut pods = vec![
-        pod("a", Some(50), &four),
-        pod("b", Some(50), &[other.pid()]),
-    ];
-    holder.order(&mut node, pods.clone(), Instant::now());
-    // All four have work, and the shim tells of one.
-    let told = [four[0], other.pid()].into_iter().collect();
-    let part = lab.part(&four, || {
-        holder.mark_active(&mut node, &told, Instant::now());
-        holder.watch(&mut node, false, Instant::now());
-    });
-    assert!(part > 0.6, "{part}");
-    pods[0].is_doubted = true;
-    holder.order(&mut node, pods, Instant::now());
-    let part = lab.part(&four, || {
-        holder.mark_active(&mut node, &told, Instant::now());
-        holder.watch(&mut node, false, Instant::now());
-    });
     assert!(near(part, 0.5), "{part}");
 }
 
@@ -186,6 +153,6 @@ fn tenants_own_slice_is_set_back_and_counted() {
     });
     assert!(near(part, 0.5), "{part}");
     let report = agent.order(&pods);
-    assert!(report.pods["a"].changed >= 5, "{report:?}");
-    assert_eq!(report.pods["b"].changed, 0);
+    assert!(report.changed[&one] >= 5, "{report:?}");
+    assert_eq!(report.changed.get(&other), None);
 }

@@ -25,7 +25,12 @@ pub(super) fn pending_containers(claims: &[QueuedClaim]) -> Vec<PendingContainer
             .iter()
             .filter(move |claim| claim.resource == resource)
     };
-    let ordered = of_resource(Resource::DeviceMemory).chain(of_resource(Resource::ManagedMemory));
+    let ordered = [
+        Resource::DeviceMemory,
+        Resource::Compute,
+        Resource::ManagedMemory,
+    ];
+    let ordered = ordered.into_iter().flat_map(of_resource);
     ordered.map(pending_container).collect()
 }
 
@@ -38,7 +43,8 @@ fn pending_container(claim: &QueuedClaim) -> PendingContainer {
         container,
         resource: match claim.resource {
             Resource::DeviceMemory => MemoryResource::DeviceMemory,
-            Resource::ManagedMemory | Resource::Compute => MemoryResource::ManagedMemory,
+            Resource::ManagedMemory => MemoryResource::ManagedMemory,
+            Resource::Compute => MemoryResource::Compute,
         },
         quanta: to_i32(claim.quanta.0),
         since: truncate_to_seconds(claim.since),

@@ -2,10 +2,9 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use bursar_compute::effect::Verdict;
-use bursar_compute::task::{self, ComputeStatus};
+use bursar_compute::task;
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{
     ComputeState, GpuCompute, GpuPod, GpuRuntime, GpuState as State, GpuStatus,
@@ -125,7 +124,7 @@ pub(super) fn gpu_status(
         pods_omitted: to_i32(pods.len() - listed.len()),
         pods: listed,
         runtime: gpu_runtime(uuid, &inputs.retained),
-        compute: gpu_compute(uuid, &inputs.computed),
+        compute: gpu_compute(uuid, inputs),
     }
 }
 
@@ -171,15 +170,15 @@ fn health(health: Health) -> ApiHealth {
     }
 }
 
-/// How the GPU's compute time is divided; none before the agent knows.
-fn gpu_compute(gpu: &GpuUuid, computed: &ComputeStatus) -> Option<GpuCompute> {
+/// How the GPU's compute time is divided; none before the agent knows, and where it offers none.
+fn gpu_compute(gpu: &GpuUuid, inputs: &ReportInputs) -> Option<GpuCompute> {
     let mig = task::GpuCompute {
         verdict: Verdict::NotEnforced("MIG instances have compute time of their own".to_owned()),
         problem: None,
-        round: Duration::ZERO,
         hidden_groups: 0,
     };
-    let compute = computed.get(gpu).or(gpu.is_mig().then_some(&mig))?;
+    let round = inputs.config.compute_round?;
+    let compute = inputs.computed.get(gpu).or(gpu.is_mig().then_some(&mig))?;
     let (state, reason) = match (&compute.verdict, &compute.problem) {
         (Verdict::NotEnforced(why), _) | (_, Some(why)) => {
             (ComputeState::NotEnforced, why.as_str())
@@ -192,7 +191,7 @@ fn gpu_compute(gpu: &GpuUuid, computed: &ComputeStatus) -> Option<GpuCompute> {
     Some(GpuCompute {
         state,
         reason,
-        round: format!("{:?}", compute.round),
+        round: format!("{round:?}"),
         hidden_groups: to_i32(compute.hidden_groups),
     })
 }

@@ -109,6 +109,7 @@ fn inputs() -> ReportInputs {
             quantum: Quantum::Gib1,
             managed_capacity: Bytes::gib(8),
             reserved: Bytes(0),
+            compute_round: None,
         },
         unknown_keys: Vec::new(),
         boot_id: "boot-1".into(),
@@ -235,13 +236,13 @@ fn division_of_compute_time_is_reported_by_gpu() {
         let computed = task::GpuCompute {
             verdict,
             problem: problem.map(str::to_owned),
-            round: Duration::from_millis(4),
             hidden_groups: 2,
         };
-        let inputs = ReportInputs {
+        let mut inputs = ReportInputs {
             computed: [(uuid(), computed)].into(),
             ..inputs()
         };
+        inputs.config.compute_round = Some(Duration::from_millis(4));
         let status = node_report(&snapshot(), &inputs).status;
         serde_json::to_value(&status.gpus[0].compute).unwrap()
     };

@@ -173,10 +173,9 @@ impl<H: HostOps> NodeAllocator<H> {
         info!(pod = %call.request.pod, resource = %call.request.resource, %reason, "waiting");
         let mut held = held.iter();
         let name = held.find_map(|entry| self.names.get(entry.allocation).cloned());
-        let (fits_when_empty, message) = (reason.gpus.is_some(), reason.to_string());
+        self.waits.add(call, name, &reason, now);
         // The caller may have gone; its call ends with the next tick.
         let _ = wait_reason.send(reason);
-        self.waits.add(call, name, fits_when_empty, &message, now);
     }
 
     /// Binds queued claims until none fits.

@@ -101,7 +101,7 @@ pub struct KubeletCheckpointProblem {
 pub struct QueuedClaim {
     /// The pod's UID.
     pub pod: PodUid,
-    /// The resource that the claim waits for.
+    /// The resource that the claim waits for: compute time, if its pod's weight fits on no GPU.
     pub resource: Resource,
     /// The quanta that the claim waits for.
     pub quanta: Quanta,

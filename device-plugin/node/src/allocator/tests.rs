@@ -222,6 +222,7 @@ fn new_allocator(host: &FakeHost, cgroups: &tempfile::TempDir) -> NodeAllocator<
         quantum: Quantum::Gib1,
         managed_capacity: Bytes::gib(8),
         reserved: Bytes::ZERO,
+        compute_round: None,
     };
     let mut allocator = NodeAllocator::new(
         config,

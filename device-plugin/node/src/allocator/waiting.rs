@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use bursar_kubelet::plugin::PrepareError;
 use bursar_ledger::units::{PodUid, Resource};
-use bursar_ledger::{BindRequest, BootTime, ClaimId, WaitHandle};
+use bursar_ledger::{BindRequest, BootTime, ClaimId, WaitHandle, WaitReason};
 use jiff::Timestamp;
 
 use super::records::{QueuedClaim, ResultSender};
@@ -35,25 +35,30 @@ impl WaitQueue {
         self.calls.is_empty() && self.claims.is_empty()
     }
 
-    /// Adds a call of the container `name`. An earlier call of its claim ends with the reason
-    /// `message`.
+    /// Adds a call of the container `name`. An earlier call of its claim ends with the reason.
     pub(super) fn add(
         &mut self,
         call: WaitingCall,
         name: Option<ContainerName>,
-        fits_when_empty: bool,
-        message: &str,
+        reason: &WaitReason,
         now: BootTime,
     ) {
         let request = &call.request;
+        let fits_when_empty = reason.gpus.is_some();
+        let resource = match reason.weight {
+            Some(_) => Resource::Compute,
+            None => request.resource,
+        };
         // The record begins with the kubelet's first call.
         self.claims
             .entry(call.ticket.claim)
-            .and_modify(|claim| claim.fits_when_empty = fits_when_empty)
+            .and_modify(|claim| {
+                (claim.fits_when_empty, claim.resource) = (fits_when_empty, resource);
+            })
             .or_insert_with(|| QueuedClaim {
                 name,
                 pod: request.pod.clone(),
-                resource: request.resource,
+                resource,
                 quanta: request.device_ids.quanta(),
                 priority: request.priority,
                 fits_when_empty,
@@ -61,7 +66,7 @@ impl WaitQueue {
                 queued_at: now,
             });
         if let Some(before) = self.calls.insert(call.ticket.claim, call) {
-            let refused = PrepareError::NoRoom(message.to_owned());
+            let refused = PrepareError::NoRoom(reason.to_string());
             send_result(before.result, Err(refused));
         }
     }

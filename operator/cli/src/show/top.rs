@@ -196,7 +196,9 @@ fn state(snapshot: &Snapshot, index: &Index<'_>, pod: &Pod, at: (&str, &str)) ->
             let status = node.status.as_ref()?;
             let of_resource = match claim.resource {
                 MemoryResource::ManagedMemory => &status.managed_memory,
-                MemoryResource::DeviceMemory | MemoryResource::Unknown => &status.device_memory,
+                MemoryResource::DeviceMemory
+                | MemoryResource::Compute
+                | MemoryResource::Unknown => &status.device_memory,
             };
             Some(quanta(of_resource.largest_free, quantum_bytes(node)))
         });
