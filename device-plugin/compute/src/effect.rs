@@ -196,7 +196,7 @@ impl Test {
         let pods = Vec::new();
         holder.send(&Request::Pods { pods }).await?;
         for _ in WEIGHTS {
-            self.loads.push(Load::start(program, gpu)?);
+            self.loads.push(Load::start(program, gpu).await?);
         }
         for load in &mut self.loads {
             load.wait_for_work().await?;
@@ -237,14 +237,15 @@ impl Test {
         Ok(finished)
     }
 
-    /// Ends the processes, and waits for their ends.
+    /// Kills the processes, and waits for their ends: the holder's last, which may hang in the
+    /// driver.
     async fn end(self) {
-        if let Some(holder) = self.holder {
-            holder.end().await;
-        }
         for mut load in self.loads {
             // An error says that it has been waited for.
             let _ = load.child.kill().await;
+        }
+        if let Some(holder) = self.holder {
+            holder.end().await;
         }
     }
 }
@@ -275,8 +276,11 @@ struct Load {
 }
 
 impl Load {
-    fn start(program: &Program, gpu: &GpuUuid) -> io::Result<Self> {
-        let mut command = Command::from(program.command(gpu));
+    async fn start(program: &Program, gpu: &GpuUuid) -> io::Result<Self> {
+        let (program, of) = (program.clone(), gpu.clone());
+        // The driver's files may be on a disk that hangs.
+        let command = tokio::task::spawn_blocking(move || program.command(&of));
+        let mut command = Command::from(command.await?);
         let command = command.args(["compute-load", "--gpu", gpu.as_str()]);
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.kill_on_drop(true).spawn()?;

@@ -59,12 +59,12 @@ pub struct Report {
 #[derive(Debug)]
 struct Held {
     pod: usize,
-    /// The slice that was read when the group was found, or set since.
+    /// The slice that the driver had when the group was found, and answered after each call.
     slice: Duration,
+    /// The slice that was set last.
+    wanted: Duration,
     /// The slice follows from weights, so it is set back when somebody else changes it.
     is_kept: bool,
-    /// libcuda sets a slice once, after its group is scheduled.
-    is_settled: bool,
 }
 
 /// The holder of one GPU.
@@ -132,12 +132,11 @@ impl Holder {
                 // An agent before may have set it.
                 let found = || {
                     let slice = node.slice(&place).ok()?;
-                    let (is_kept, is_settled) = (false, false);
                     Some(Held {
                         pod,
                         slice,
-                        is_kept,
-                        is_settled,
+                        wanted: slice,
+                        is_kept: false,
                     })
                 };
                 held.extend(before.or_else(found).map(|one| (place, one)));
@@ -178,12 +177,11 @@ impl Holder {
             match node.slice(place) {
                 Ok(slice) if slice == held.slice => {}
                 Ok(slice) => {
-                    let is_libcuda = !held.is_settled && slice == DEFAULT_SLICE;
-                    if !is_libcuda {
+                    // libcuda sets this one after its group is scheduled.
+                    if slice != DEFAULT_SLICE {
                         *self.changed.entry(place.pid).or_default() += 1;
                     }
-                    held.is_settled = true;
-                    if node.set_slice(place, held.slice).is_err() {
+                    if node.set_slice(place, held.wanted).is_err() {
                         gone.push(*place);
                     }
                 }
@@ -242,13 +240,16 @@ impl Holder {
                 continue;
             };
             held.is_kept = is_kept;
-            if held.slice.abs_diff(slice) * TOLERANCE <= held.slice {
+            if held.wanted.abs_diff(slice) * TOLERANCE <= held.wanted {
                 continue;
             }
             // The kernel module counts microseconds.
             let slice = Duration::from_micros(slice.as_micros() as u64);
             match node.set_slice(&place, slice) {
-                Ok(()) => held.slice = slice,
+                Ok(()) => {
+                    held.wanted = slice;
+                    held.slice = node.slice(&place).unwrap_or(slice);
+                }
                 Err(_) => drop(self.held.remove(&place)),
             }
         }
@@ -368,7 +369,7 @@ mod tests {
             assert_eq!(fake.micros(&other), 5_000);
         }
         assert_eq!(fake.micros(&one), 15_000);
-        assert_eq!(holder.report(now).changed, [(2, 2)].into());
+        assert_eq!(holder.report(now).changed, [(2, 1)].into());
         // Nothing is set where nothing differs.
         let sets = fake.sets;
         holder.watch(&mut fake, true, now);

@@ -162,7 +162,8 @@ struct GpuTask {
     driver_groups: Option<usize>,
     /// The groups in the last report that no weight holds.
     last_hidden: usize,
-    /// The processes that changed slices themselves: how often, and in how many reports in a row.
+    /// The processes that changed slices themselves: how often, and in how many reports more than
+    /// they did not.
     changers: BTreeMap<u32, (u64, u32)>,
     /// The last answer of NVML.
     sample: GpuMemorySample,
@@ -229,6 +230,9 @@ impl GpuTask {
         let mut backoff = RESTART_BACKOFF.0;
         self.take_outcome().await;
         loop {
+            if self.view().weights.is_empty() {
+                self.state.problem = None;
+            }
             self.publish();
             let is_obeyed = !matches!(self.state.verdict, Verdict::NotEnforced(_));
             if is_obeyed && !self.view().weights.is_empty() {
@@ -291,12 +295,18 @@ impl GpuTask {
 
     /// Tests an idle GPU, one at a time on the node. A pod that comes ends the test.
     async fn test(&mut self) {
-        self.next_test = Instant::now() + TEST_RETRY;
+        self.next_test = Instant::now() + IDLE_CHECK;
         let shared = self.shared.clone();
-        let _alone = shared.tests.lock().await;
+        let Ok(_alone) = shared.tests.try_lock() else {
+            return;
+        };
         if self.take_outcome().await || !self.is_idle().await {
             return;
         }
+        self.next_test = Instant::now() + TEST_RETRY;
+        // The ends of its processes are waited for, which a driver that hangs puts off.
+        self.state.verdict = Verdict::Unknown("the test of time slices has not ended".to_owned());
+        self.publish();
         let (mut snapshots, uuid) = (self.snapshots.clone(), self.gpu.uuid.clone());
         let is_needed = async move {
             let has_pod = |snapshot: &Snapshot| {
@@ -430,10 +440,15 @@ impl GpuTask {
         let before = std::mem::take(&mut self.changers);
         for (pid, changes) in &report.changed {
             let (known, strikes) = before.get(pid).copied().unwrap_or_default();
-            let strikes = if *changes > known { strikes + 1 } else { 0 };
+            let is_new = *changes > known;
+            let strikes = if is_new {
+                strikes + 1
+            } else {
+                strikes.saturating_sub(1)
+            };
             self.changers.insert(*pid, (*changes, strikes));
             let audit = &self.shared.inputs.config.audit;
-            if strikes == 0 || !strikes.is_multiple_of(audit.kill_after) {
+            if !is_new || !strikes.is_multiple_of(audit.kill_after) {
                 continue;
             }
             let mut of_pods = images
@@ -442,9 +457,13 @@ impl GpuTask {
             let Some((pod, process)) = of_pods.find(|(_, process)| process.pid == *pid) else {
                 continue;
             };
+            // A driver that was not tested may answer with other slices than those that were set.
+            let is_sure = self.state.verdict == Verdict::Enforced;
             let killed = match audit.policy {
-                AuditPolicy::Report => Ok(false),
-                AuditPolicy::Kill => kill(&self.shared.inputs.config.paths.proc, *process),
+                AuditPolicy::Kill if is_sure => {
+                    kill(&self.shared.inputs.config.paths.proc, *process)
+                }
+                AuditPolicy::Kill | AuditPolicy::Report => Ok(false),
             };
             warn!(gpu = %self.gpu.uuid, %pod, pid, ?killed, "a process sets time slices itself");
             if strikes == audit.kill_after || matches!(killed, Ok(true)) {
@@ -455,7 +474,7 @@ impl GpuTask {
                     self.gpu.uuid,
                     match killed {
                         Ok(true) => "the agent has killed it",
-                        _ => "audit.policy kill would end it",
+                        _ => "the agent has not ended it",
                     }
                 );
                 let events = &self.shared.inputs.events;

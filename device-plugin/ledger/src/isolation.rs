@@ -176,20 +176,18 @@ impl Ledger {
                 .iter()
                 .map(|given| self.weights.fits(given, &claim.pod));
             let fits: Vec<bool> = fits.collect();
-            for (bin, fits) in open.iter_mut().zip(&fits) {
-                bin.free = if *fits { bin.free } else { 0 };
+            // Nothing is set aside, and no turn is taken, on a GPU without room for the weight.
+            for (bin, _) in open.iter_mut().zip(&fits).filter(|(_, fits)| !**fits) {
+                (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
             }
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
-            // No reservation of compute time: a claim whose weight fits on no GPU lets others pass.
-            let is_passed = !fits.is_empty() && !fits.contains(&true);
-            if place.is_some() || !(waits || has_own || is_passed) {
+            if place.is_some() || !(waits || has_own) {
                 waits |= step.first_waiting.is_some();
                 first_waiting = first_waiting.or(step.first_waiting.map(|_| position));
                 let open_bins = open.iter().zip(step.set_aside).enumerate();
-                let is_open = |index: usize, bin: &Bin| bin.capacity > 0 && fits[index];
-                for (index, (_, step)) in open_bins.filter(|(at, (bin, _))| is_open(*at, bin)) {
+                for (index, (_, step)) in open_bins.filter(|(_, (bin, _))| bin.capacity > 0) {
                     set_aside[index] = step;
                 }
             }

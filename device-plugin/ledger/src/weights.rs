@@ -182,11 +182,45 @@ mod tests {
             matches!(outcome, BindOutcome::Bound(_))
         };
         assert!(start("a", 0, 12, 100) && start("b", 12, 12, 100));
-        assert!(!start("c", 24, 4, 60), "all weights are given out");
-        assert!(!start("d", 32, 8, 0), "no GPU has room");
+        // A larger claim comes first.
+        assert!(!start("c", 24, 10, 60), "all weights are given out");
+        assert!(!start("d", 34, 8, 0), "no GPU has room");
         // The memory that is free on one GPU is set aside for the pod that waits for memory.
-        assert!(start("e", 40, 4, 0));
-        assert!(!start("f", 44, 4, 0));
+        assert!(start("e", 42, 4, 0));
+        assert!(!start("f", 46, 4, 0));
+    }
+
+    #[test]
+    fn failed_gpu_and_one_of_two_gpus_give_a_weight_no_turn() {
+        for (gpus, is_failed) in [(1, true), (2, false)] {
+            let mut ledger = ledger();
+            assert!(matches!(
+                start_with(&mut ledger, "a", 0, 12, 100, 1),
+                BindOutcome::Bound(_)
+            ));
+            if is_failed {
+                let states = [("GPU-a", Health::Healthy), ("GPU-b", Health::Unhealthy)];
+                ledger.set_gpus(states.map(|(uuid, health)| Gpu {
+                    uuid: uuid.parse().unwrap(),
+                    capacity: Quanta(16),
+                    health,
+                }));
+            }
+            let waits = start_with(&mut ledger, "b", 12, 10, 60, gpus);
+            assert!(matches!(waits, BindOutcome::Queued(..)), "{gpus} {waits:?}");
+            // The memory that a pod waits for is set aside, and not that beside a weight.
+            let quanta = if is_failed { 8 } else { 16 };
+            let large = start_with(&mut ledger, "c", 22, quanta, 0, 1);
+            assert_eq!(
+                matches!(large, BindOutcome::Queued(..)),
+                is_failed,
+                "{large:?}"
+            );
+            if is_failed {
+                let late = start_with(&mut ledger, "d", 40, 4, 0, 1);
+                assert!(matches!(late, BindOutcome::Queued(..)), "{late:?}");
+            }
+        }
     }
 
     #[test]

@@ -135,6 +135,7 @@ impl Agent {
             path: self.provisioner(),
             driver: self.config.driver.clone(),
             libraries: self.config.paths.run_dir.join("retained/lib"),
+            has_helpers: false,
         }
     }
 
@@ -155,7 +156,11 @@ impl Agent {
             nvml: gpus.nvml.clone(),
             sessions: tenants.sessions.clone(),
             snapshots: node.snapshots.clone(),
-            program: self.program(),
+            program: Program {
+                libraries: self.config.paths.run_dir.join("compute/lib"),
+                has_helpers: true,
+                ..self.program()
+            },
             events: self.events.clone(),
         };
         let task = compute::run(inputs, sender, self.stop.clone());

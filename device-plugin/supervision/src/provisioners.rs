@@ -69,8 +69,10 @@ pub struct Program {
     pub path: PathBuf,
     /// Where the driver is.
     pub driver: DriverConfig,
-    /// The folder for links to `libcuda.so.1` and what it loads.
+    /// The folder for a link to `libcuda.so.1`.
     pub libraries: PathBuf,
+    /// Whether there are links to what libcuda loads by name too, such as the compiler of PTX.
+    pub has_helpers: bool,
 }
 
 impl Program {
@@ -99,12 +101,13 @@ impl Program {
         driver.and_then(|driver| driver.version).unwrap_or_default()
     }
 
-    /// Links the driver's library, and those that it loads by name, such as the compiler of PTX:
-    /// the agent sees them below the host's root, outside every loader path.
+    /// Links the driver's library: the agent sees it below the host's root, outside every loader
+    /// path.
     fn link_driver(&self) -> io::Result<()> {
         let driver = Driver::find_configured(&self.driver).map_err(io::Error::other)?;
         std::fs::create_dir_all(&self.libraries)?;
-        for file in driver.helpers.iter().chain([&driver.libcuda]) {
+        let helpers = driver.helpers.iter().filter(|_| self.has_helpers);
+        for file in helpers.chain([&driver.libcuda]) {
             // Provisioners of several GPUs start at the same time, so each link has a temporary
             // name before its rename.
             let temporary = format!("new-{:x}", rand::random::<u64>());
@@ -386,6 +389,7 @@ impl Program {
                 provisioner_user: None,
             },
             libraries: folder.join("lib"),
+            has_helpers: false,
         }
     }
 }
