@@ -29,7 +29,15 @@ async fn full_run_folder_is_named_and_recovers() {
     // A folder with the checkpoint's temporary name makes its write fail, as a full tmpfs does,
     // without a mount.
     let temporary = machine.path("run/checkpoint.new");
-    fs::create_dir(&temporary).unwrap();
+    let blocked = async {
+        // The agent may be writing its first checkpoint.
+        while let Err(error) = fs::create_dir(&temporary) {
+            assert_eq!(error.kind(), std::io::ErrorKind::AlreadyExists);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let blocked = tokio::time::timeout(Duration::from_secs(30), blocked).await;
+    blocked.expect("the agent leaves a checkpoint half written");
     let pod = machine.admit("a", 10).await;
     let error = machine.start(&pod).await.unwrap_err();
     assert!(error.contains("checkpoint"), "{error}");
