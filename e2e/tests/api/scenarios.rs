@@ -14,7 +14,7 @@ use crate::test_case::{GIVE_UP_AFTER, Outcome, TestCase};
 const OTHER_RESOURCE: &str = "requests.bursar.dev/other";
 const OVERFLOW_LABEL: &str = "bursar.dev/overflow";
 
-async fn hard(scope: &IsolatedScope, which: &str) -> Result<Value, Failed> {
+pub(crate) async fn hard(scope: &IsolatedScope, which: &str) -> Result<Value, Failed> {
     let quota = scope.get(&scope.quota_path(which)).await?;
     Ok(quota["spec"]["hard"][QUOTA_RESOURCE].clone())
 }

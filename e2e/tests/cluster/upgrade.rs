@@ -332,7 +332,7 @@ fn is_replaced_by_an_upgrade(difference: &str) -> bool {
         || line.starts_with(&format!("Secret {NAMESPACE} sh.helm.release.v1."))
         || ["/var/lib/kubelet/device-plugins", "/run/bursar/relay"]
             .iter()
-            .any(|folder| line.starts_with(&format!("{folder}/bursar-gpu-memory-")))
+            .any(|folder| line.starts_with(&format!("{folder}/bursar-gpu-")))
 }
 
 /// Returns whether the guide names the difference as what stays after `helm uninstall` alone.
