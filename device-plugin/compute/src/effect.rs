@@ -24,7 +24,7 @@ use crate::holder::{PodOrder, Report};
 use crate::process::Request;
 use crate::turns::Weight;
 
-/// Weights and a round by which the slices are 8,000 and 500 us.
+/// With these weights and this round the holder sets slices of 8,000 and 500 us.
 const WEIGHTS: [u16; 2] = [94, 6];
 const ROUND: Duration = Duration::from_micros(8_500);
 

@@ -41,7 +41,7 @@ use crate::holder::Report;
 use crate::orders::{Processes, orders};
 use crate::process::Request;
 
-/// How often a holder is told of active processes, and how often of the pods.
+/// The agent tells a holder of active processes at this pace, and of the pods each fourth time.
 const ACTIVITY: Duration = Duration::from_millis(250);
 const ACTIVITIES_PER_ORDER: u32 = 4;
 

@@ -172,13 +172,11 @@ impl Ledger {
             let request = self.request_of(claim);
             let has_own = !request.reserved_bins.is_empty();
             let mut open = without_closed_bins(&isolation, self.gpus.keys(), &claim.pod, &bins);
-            let fits = given
-                .iter()
-                .map(|given| self.weights.fits(given, &claim.pod));
-            let fits: Vec<bool> = fits.collect();
             // Nothing is set aside, and no turn is taken, on a GPU without room for the weight.
-            for (bin, _) in open.iter_mut().zip(&fits).filter(|(_, fits)| !**fits) {
-                (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
+            for (bin, given) in open.iter_mut().zip(&given) {
+                if !self.weights.fits(given, &claim.pod) {
+                    close(bin);
+                }
             }
             let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
@@ -220,10 +218,15 @@ fn without_closed_bins<'a>(
     let mut bins = bins.to_vec();
     for (gpu, bin) in gpus.zip(&mut bins) {
         if !isolation.may_use(gpu, pod) {
-            (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
+            close(bin);
         }
     }
     bins
+}
+
+/// Makes the binder pass over a GPU.
+fn close(bin: &mut Bin) {
+    (bin.capacity, bin.attainable, bin.eventual, bin.free) = (0, 0, 0, 0);
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ fn inert_driver_notes_slices_and_shares_evenly() {
     assert!(near(part, 0.5), "{part}");
 }
 
-/// Starts the load by which the agent sees whether the driver holds slices. Dropped, it is killed.
+/// A process of the agent's effect test. Dropping the load kills the process.
 struct Load {
     child: Child,
     finished: Arc<AtomicU64>,

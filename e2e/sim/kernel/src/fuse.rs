@@ -41,7 +41,7 @@ const FILE: u64 = 2;
 const DIRECT_IO: u32 = 1;
 const NO_FLUSH: u32 = 1 << 5;
 
-/// Seconds for which the kernel need not ask again: for ever.
+/// The kernel keeps an answer for so many seconds: for ever.
 const VALID: u64 = 1 << 30;
 
 /// How often a server looks whether it is to stop.
