@@ -131,7 +131,13 @@ pub(crate) async fn wait_for_event(
         });
         match notes.find(|(_, note)| note.contains(what)) {
             Some(found) => Poll::Ready(found),
-            None => Poll::Pending(format!("{events:?}")),
+            None => {
+                let told = |event: &Event| {
+                    let note = event.note.as_deref().unwrap_or_default();
+                    format!("{}: {note}", pod_of(event).unwrap_or_default())
+                };
+                Poll::Pending(events.iter().map(told).collect::<Vec<_>>().join("\n"))
+            }
         }
     };
     let what = format!("an event {reason} about {pod} and {what}");

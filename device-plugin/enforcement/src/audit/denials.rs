@@ -1,6 +1,6 @@
 //! Decides when denied allocations of a container become an Event, which its owner reads. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bursar_ledger::units::AllocationId;
@@ -18,13 +18,17 @@ pub(crate) struct DenialEvents(BTreeMap<AllocationId, Counted>);
 struct Counted {
     denials: u64,
     published_at: Option<Instant>,
+    /// Whether the last Event was on the pod, not on the node because the pod's name was unknown.
+    on_pod: bool,
 }
 
 impl DenialEvents {
-    /// Returns the message of each container for which an Event is due at `now`.
+    /// Returns the message of each container for which an Event is due at `now`. An Event that was
+    /// on the node is due again once the container is `named`.
     pub(crate) fn due(
         &mut self,
         usage: &[ContainerUsage],
+        named: &BTreeSet<AllocationId>,
         now: Instant,
     ) -> Vec<(AllocationId, String)> {
         let is_running =
@@ -37,13 +41,18 @@ impl DenialEvents {
                 continue;
             }
             let counted = self.0.entry(container.allocation).or_default();
+            let on_pod = named.contains(&container.allocation);
             let is_new = denials > counted.denials;
             let is_late = counted
                 .published_at
                 .is_none_or(|at| now.duration_since(at) >= EVENT_INTERVAL);
-            if let Some(last) = container.last_denied.as_ref().filter(|_| is_new && is_late) {
-                counted.published_at = Some(now);
-                counted.denials = denials;
+            let is_due = (is_new && is_late) || (on_pod && !counted.on_pod);
+            if let Some(last) = container.last_denied.as_ref().filter(|_| is_due) {
+                *counted = Counted {
+                    denials,
+                    published_at: Some(now),
+                    on_pod,
+                };
                 due.push((container.allocation, message(last, denials)));
             }
         }
@@ -92,9 +101,23 @@ mod tests {
         }
     }
 
+    fn named() -> BTreeSet<AllocationId> {
+        BTreeSet::from([AllocationId::from_bits(1)])
+    }
+
+    #[test]
+    fn denial_is_published_again_once_the_pod_has_a_name() {
+        let (mut events, now) = (DenialEvents::default(), Instant::now());
+        let mut event_count = |named: &BTreeSet<_>| events.due(&[usage(1)], named, now).len();
+        assert_eq!(event_count(&BTreeSet::new()), 1, "on the node");
+        assert_eq!(event_count(&BTreeSet::new()), 0);
+        assert_eq!(event_count(&named()), 1, "on the pod");
+        assert_eq!(event_count(&named()), 0);
+    }
+
     #[test]
     fn denial_event_has_call_amounts_and_remedy() {
-        let due = DenialEvents::default().due(&[usage(2)], Instant::now());
+        let due = DenialEvents::default().due(&[usage(2)], &named(), Instant::now());
         assert_eq!(
             due[0].1,
             "cuMemAlloc_v2 was denied 256 MiB of GPU-a: 220 MiB of the quota of 1 GiB are free \
@@ -107,7 +130,7 @@ mod tests {
         let (mut events, start) = (DenialEvents::default(), Instant::now());
         let mut event_count = |denials, second| {
             let now = start + Duration::from_secs(second);
-            events.due(&[usage(denials)], now).len()
+            events.due(&[usage(denials)], &named(), now).len()
         };
         assert_eq!(event_count(0, 0), 0);
         assert_eq!(event_count(1, 1), 1);
@@ -121,8 +144,8 @@ mod tests {
     #[test]
     fn ended_container_is_forgotten() {
         let (mut events, now) = (DenialEvents::default(), Instant::now());
-        assert_eq!(events.due(&[usage(1)], now).len(), 1);
-        assert!(events.due(&[], now).is_empty());
+        assert_eq!(events.due(&[usage(1)], &named(), now).len(), 1);
+        assert!(events.due(&[], &named(), now).is_empty());
         assert!(events.0.is_empty());
     }
 }

@@ -2,13 +2,53 @@
 //!
 //! Tenants read Events, so Events name no process by its pid on the host. The agent's log does.
 
+use std::collections::BTreeMap;
+
 use bursar_apiserver::{Events, PodRef, Reason};
 use bursar_host::procfs::ProcessOwner;
 use bursar_ledger::units::{AllocationId, Bytes};
 use bursar_node::allocator::BoundContainer;
 
 use super::compare::Finding;
-use crate::attestation::EnforcementGap;
+use crate::attestation::{EnforcementGap, GapReason};
+
+/// Decides when a change of a container's enforcement is an Event.
+#[derive(Debug, Default)]
+pub(crate) struct EnforcementEvents(BTreeMap<AllocationId, LastEvent>);
+
+/// The gap in the last Event of a container, and whether that Event was on its pod.
+#[derive(Debug, Default)]
+struct LastEvent {
+    gap: Option<GapReason>,
+    on_pod: bool,
+}
+
+impl EnforcementEvents {
+    /// Forgets the containers that do not run.
+    pub(crate) fn retain<T>(&mut self, running: &BTreeMap<AllocationId, T>) {
+        self.0
+            .retain(|allocation, _| running.contains_key(allocation));
+    }
+
+    /// Whether an Event about this gap is due. A gap that was published on the node is due again
+    /// once the pod's name is known, because a pod's owner reads no Events of nodes.
+    pub(crate) fn is_due(&mut self, container: &BoundContainer, gap: Option<GapReason>) -> bool {
+        let last = self.0.entry(container.allocation).or_default();
+        let on_pod = has_pod_name(container);
+        let is_due = last.gap != gap || (gap.is_some() && on_pod && !last.on_pod);
+        if is_due {
+            *last = LastEvent { gap, on_pod };
+        }
+        is_due
+    }
+}
+
+/// Whether Events about a container are published on its pod. The kubelet may list a pod after its
+/// container has started.
+pub(crate) fn has_pod_name(container: &BoundContainer) -> bool {
+    let name = container.name.as_ref();
+    name.is_some_and(|name| name.pod.is_some())
+}
 
 /// Publishes a finding.
 pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
@@ -176,9 +216,34 @@ pub(crate) fn publish(
 #[cfg(test)]
 mod tests {
     use bursar_ledger::units::GpuUuid;
+    use bursar_node::checkpoint_state::{ContainerName, PodName};
     use bursar_sessions::Process;
 
     use super::*;
+
+    #[test]
+    fn gap_is_published_again_once_the_pod_has_a_name() {
+        let unnamed = BoundContainer::with_ids(1, 1);
+        let named = BoundContainer {
+            name: Some(ContainerName {
+                container: "main".into(),
+                pod: Some(PodName {
+                    namespace: "n".into(),
+                    name: "p".into(),
+                }),
+            }),
+            ..unnamed.clone()
+        };
+        let (mut events, gap) = (EnforcementEvents::default(), Some(GapReason::MountedOver));
+        assert!(!events.is_due(&unnamed, None), "nothing has changed");
+        assert!(events.is_due(&unnamed, gap), "on the node");
+        assert!(!events.is_due(&unnamed, gap));
+        assert!(events.is_due(&named, gap), "on the pod");
+        assert!(!events.is_due(&named, gap));
+        assert!(events.is_due(&named, Some(GapReason::Privileged)));
+        assert!(events.is_due(&named, None), "under enforcement again");
+        assert!(!events.is_due(&named, None));
+    }
 
     #[test]
     fn event_of_a_finding_names_no_pid() {

@@ -38,7 +38,7 @@ use super::compare::{AuditResult, Finding, GpuSample, compare_accounts};
 use super::consecutive::ConsecutiveFindings;
 use super::denials::DenialEvents;
 use super::device_users::DeviceUsers;
-use super::events;
+use super::events::{self, EnforcementEvents};
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::pod_attestations::PodAttestations;
@@ -122,8 +122,7 @@ pub struct Auditor {
     managed_gpus: BTreeSet<GpuUuid>,
     /// The time of each GPU's last answer; before the first answer, of its first sight.
     last_answers: BTreeMap<GpuUuid, Instant>,
-    /// The last published gap of each running container.
-    last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
+    enforcement_events: EnforcementEvents,
     denials: DenialEvents,
     leftovers: Leftovers,
     usage: NamespaceUsage,
@@ -159,7 +158,7 @@ impl Auditor {
             overheads: Overheads::default(),
             managed_gpus: BTreeSet::new(),
             last_answers: BTreeMap::new(),
-            last_gaps: BTreeMap::new(),
+            enforcement_events: EnforcementEvents::default(),
             denials: DenialEvents::default(),
             usage: NamespaceUsage::new(quantum, persisted.unwrap_or_default()),
             usage_file,
@@ -204,7 +203,11 @@ impl Auditor {
         self.act_on_findings(&result.findings, &readings.silent_gpus(), containers);
         let not_enforced = self.publish_transitions(containers, attested);
         self.count_usage(containers, usage, started_at);
-        for (allocation, message) in self.denials.due(usage, started_at) {
+        let named = containers
+            .iter()
+            .filter(|container| events::has_pod_name(container));
+        let named = named.map(|container| container.allocation).collect();
+        for (allocation, message) in self.denials.due(usage, &named, started_at) {
             events::publish_denials(&self.inputs.events, message, allocation, containers);
         }
         let status = AuditStatus {
@@ -427,19 +430,14 @@ impl Auditor {
             let gap = gaps.entry(attested.allocation).or_default();
             *gap = gap.or(attested.gap.as_ref());
         }
-        self.last_gaps
-            .retain(|allocation, _| gaps.contains_key(allocation));
+        self.enforcement_events.retain(&gaps);
         let mut not_enforced = Vec::new();
         for container in containers {
             let Some(gap) = gaps.get(&container.allocation) else {
                 continue;
             };
             let reason = gap.map(|gap| gap.reason);
-            let before = self
-                .last_gaps
-                .insert(container.allocation, reason)
-                .flatten();
-            if before != reason {
+            if self.enforcement_events.is_due(container, reason) {
                 info!(pod = %container.pod, gap = gap.map(ToString::to_string), "enforcement changed");
                 events::publish_enforcement(&self.inputs.events, container, *gap);
             }
