@@ -61,6 +61,18 @@ pub(crate) enum Command {
     },
     /// Build, sign and publish the images, the chart, the archives and their bills of materials.
     Release(ReleaseArgs),
+    /// Let pods come and go on a cluster of `up` for a time, and compare what Bursar holds with its
+    /// first part. May be called again and again.
+    Soak {
+        #[command(flatten)]
+        cluster: ClusterName,
+        /// The length of this part.
+        #[arg(long, default_value_t = 20)]
+        minutes: u64,
+        /// The references of our images, as `up` prints them.
+        #[arg(long, env = "BURSAR_IMAGES")]
+        images: Template,
+    },
     /// Take a cluster down.
     Down {
         #[command(flatten)]

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use bursar_e2e::artifacts::Artifacts;
@@ -10,13 +11,14 @@ use bursar_e2e::chart::{self, Chart};
 use bursar_e2e::cli_archive;
 use bursar_e2e::cluster::{self, Cluster, ClusterOptions, ClusterScope, LocalCluster, RunFolder};
 use bursar_e2e::demo;
-use bursar_e2e::environment::Environment;
+use bursar_e2e::environment::{Environment, PROBE};
 use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::pack;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::release::{self, ReleaseOptions};
+use bursar_e2e::soak;
 use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};
@@ -66,6 +68,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::CliArchive { to, target } => write_cli_archive(&to, target, &progress)?,
         Command::Release(args) => make_release(&args.options(), &progress)?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
+        Command::Soak {
+            cluster,
+            minutes,
+            images,
+        } => {
+            let length = Duration::from_secs(60 * minutes);
+            let probe = images.reference(PROBE);
+            let soak = soak::run(&cluster.name, length, &probe, &progress);
+            println!("{}", block_on(soak)?);
+        }
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
         }

@@ -29,7 +29,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub const SIMULATED_GPUS: (u32, u32) = (2, 16);
 
 /// The image of the CUDA program that pods run.
-const PROBE: &str = "probe";
+pub const PROBE: &str = "probe";
 
 /// A cluster with Bursar on it.
 pub struct Environment {

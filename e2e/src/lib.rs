@@ -20,6 +20,7 @@ pub mod progress;
 pub mod raw_api;
 pub mod release;
 pub mod sim;
+pub mod soak;
 pub mod tools;
 pub mod verify;
 pub mod versions;

@@ -41,6 +41,14 @@ pub(crate) struct BoundPod {
     gpu: usize,
 }
 
+impl BoundPod {
+    /// The path of the object.
+    pub(crate) fn path(&self) -> String {
+        let namespace = namespace_name(self.namespace);
+        format!("/api/v1/namespaces/{namespace}/pods/{}", self.name)
+    }
+}
+
 /// A fake agent of a node.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FakeAgent {
@@ -348,7 +356,7 @@ impl Fleet {
             .collect();
         let fleet = &*self;
         run_concurrently(&leaving, |(node, pod)| async move {
-            fleet.delete_pod(pod).await?;
+            fleet.objects.delete(&pod.path()).await?;
             fleet.report([*node]).await
         })
         .await?;
@@ -366,12 +374,6 @@ impl Fleet {
             self.agents[node].pods.push(pod);
         }
         self.report(leaving.iter().map(|(node, _)| *node)).await
-    }
-
-    async fn delete_pod(&self, pod: &BoundPod) -> anyhow::Result<()> {
-        let namespace = namespace_name(pod.namespace);
-        let path = format!("/api/v1/namespaces/{namespace}/pods/{}", pod.name);
-        Ok(self.objects.delete(&path).await?)
     }
 
     /// Counts the nodes whose label differs from the largest free amount of their GPUs.

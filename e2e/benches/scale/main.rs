@@ -13,11 +13,12 @@
 //! own. All processes share this machine's processors.
 //!
 //! `cargo bench -p bursar-e2e --bench scale`, or one size only: `... -- --nodes 250 --pods 2500
-//! --budgets 125`
+//! --budgets 125`. With `--relist` no operator runs.
 
 mod fleet;
 mod operator;
 mod phases;
+mod relist;
 mod table;
 
 use std::path::PathBuf;
@@ -59,6 +60,9 @@ struct Args {
     pods: Option<usize>,
     #[arg(long)]
     budgets: Option<usize>,
+    /// Measure only the list of all pods beside a watch
+    #[arg(long)]
+    relist: bool,
     /// An operator program that is already built
     #[arg(long, value_name = "FILE")]
     operator: Option<PathBuf>,
@@ -81,6 +85,7 @@ async fn main() -> anyhow::Result<()> {
     });
     let program = match args.operator {
         Some(program) => program,
+        None if args.relist => PathBuf::new(),
         None => build()?,
     };
     let mut measured = Vec::new();
@@ -90,7 +95,7 @@ async fn main() -> anyhow::Result<()> {
         let log = paths::runs().join(CLUSTER).join("logs/operator.log");
         let files = (program.clone(), log);
         let bench = Bench::make(&plane, &progress, files, size).await?;
-        measured.push((size, bench.run().await?));
+        measured.push((size, bench.run(args.relist).await?));
         plane.stop().await;
     }
     println!("{}", table::table(&measured));

@@ -14,6 +14,7 @@ use tokio::time::sleep;
 
 use crate::fleet::{Fleet, Size};
 use crate::operator::{Operator, Sample, cpu};
+use crate::relist;
 use crate::table::{Measurement, Projection};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -77,8 +78,12 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Runs all phases.
-    pub(crate) async fn run(mut self) -> anyhow::Result<Vec<Measurement>> {
+    /// Runs all phases, or only the list of all pods beside a watch.
+    pub(crate) async fn run(mut self, relist: bool) -> anyhow::Result<Vec<Measurement>> {
+        if relist {
+            self.relist().await?;
+            return Ok(self.rows);
+        }
         let mut operator = self.start()?;
         self.first_start(&mut operator).await?;
         let rows = ["idle: writes in 10 s", "idle: operator's processor, %"];
@@ -111,7 +116,29 @@ impl<'a> Bench<'a> {
         );
         self.row("its peak, MiB", peak, Projection::Linear);
         operator.stop().await?;
+        self.relist().await?;
         Ok(self.rows)
+    }
+
+    /// Lists all pods beside an open watch, and changes pods meanwhile.
+    async fn relist(&mut self) -> anyhow::Result<()> {
+        let relist = relist::measure(&self.fleet, self.kubeconfig.clone()).await?;
+        let longest = relist.lateness.iter().max().copied().unwrap_or_default();
+        let rows = [
+            (
+                "all pods listed beside the watch, s",
+                relist.took.as_secs_f64(),
+            ),
+            ("the same: events meanwhile", relist.lateness.len() as f64),
+            (
+                "the same: applied after a bare watcher's, s (the longest)",
+                longest.as_secs_f64(),
+            ),
+        ];
+        for (name, value) in rows {
+            self.row(name, value, Projection::NotProjected);
+        }
+        Ok(())
     }
 
     fn row(&mut self, what: &'static str, value: f64, projected: Projection) {
