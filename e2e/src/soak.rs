@@ -42,7 +42,7 @@ const FOLDERS: &[&str] = &["/run/bursar", "/run/cdi", "/var/lib/bursar"];
 /// The metrics ports of the agent and of the operator in the chart.
 const METRICS: &[(&str, u16)] = &[("agent", 9445), ("operator", 9401)];
 
-/// What Bursar holds while no pod runs, by name.
+/// The amounts that Bursar holds while no pod runs, by name.
 type Sample = BTreeMap<String, u64>;
 
 /// The parts that have ended, in the file that a later part continues.

@@ -38,7 +38,7 @@ pub(crate) struct Relist {
     pub(crate) lateness: Vec<Duration>,
 }
 
-/// What a watcher tells the measurement.
+/// A step of a watcher, for the measurement.
 enum Seen {
     Began,
     Event(usize, Instant),

@@ -1,8 +1,10 @@
 //! Parses the command line.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
+use clap::{Arg, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use crate::amounts::parse_duration;
 
@@ -123,6 +125,7 @@ pub enum Command {
     /// Show the GPUs of the nodes
     Gpus {
         /// Only this node
+        #[arg(value_parser = without_kind("node"))]
         node: Option<String>,
         /// Repeat every two seconds
         #[arg(short, long)]
@@ -138,10 +141,11 @@ pub enum Command {
     Retained,
     /// Explain why a pod or the pods of a workload run or not
     Explain {
-        /// The kind: pod, deployment, statefulset, replicaset or job
-        kind: WorkloadKind,
-        /// The name
-        name: String,
+        /// The kind, as pod or deployment, or kind and name as kubectl prints them: pod/NAME
+        #[arg(value_parser = TargetParser)]
+        target: Target,
+        /// The name, after a kind alone
+        name: Option<String>,
     },
     /// Look for what is wrong in the cluster
     Doctor {
@@ -154,6 +158,7 @@ pub enum Command {
     /// End the drain of GPUs
     Undrain {
         /// The node
+        #[arg(value_parser = without_kind("node"))]
         node: String,
         /// Index, or UUID or its beginning; all drained GPUs by default
         gpus: Vec<String>,
@@ -164,6 +169,7 @@ pub enum Command {
     /// Lower the quota of a running pod, or lift such a quota
     Resize {
         /// The pod
+        #[arg(value_parser = without_kind("pod"))]
         pod: String,
         /// The quota of each of its containers on each GPU, such as 4Gi
         #[arg(required_unless_present = "reset")]
@@ -276,10 +282,59 @@ pub enum WorkloadKind {
     Job,
 }
 
+/// A workload on the command line: `TYPE NAME` or `TYPE/NAME`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// The kind.
+    pub kind: WorkloadKind,
+    /// The name, if it stands in the same word.
+    pub name: Option<String>,
+}
+
+/// Parses a kind, with its API group or without, and the name behind it.
+#[derive(Clone, Copy, Debug)]
+struct TargetParser;
+
+impl TypedValueParser for TargetParser {
+    type Value = Target;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        argument: Option<&Arg>,
+        word: &OsStr,
+    ) -> Result<Target, clap::Error> {
+        let text = word.to_string_lossy();
+        let (kind, name) = match text.split_once('/') {
+            Some((kind, name)) => (kind, Some(name.to_owned())),
+            None => (&*text, None),
+        };
+        let kind = kind.split('.').next().unwrap_or_default();
+        let kinds = EnumValueParser::<WorkloadKind>::new();
+        let kind = kinds.parse_ref(command, argument, kind.as_ref())?;
+        Ok(Target { kind, name })
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let kinds = WorkloadKind::value_variants().iter();
+        Some(Box::new(kinds.filter_map(ValueEnum::to_possible_value)))
+    }
+}
+
+/// Takes the kind from `KIND/NAME`, as kubectl prints names.
+fn without_kind(kind: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone {
+    move |word| match word.split_once('/') {
+        None => Ok(word.to_owned()),
+        Some((found, name)) if found == kind || found == format!("{kind}s") => Ok(name.to_owned()),
+        Some(_) => Err(format!("name a {kind}, as NAME or {kind}/NAME")),
+    }
+}
+
 /// Arguments of `drain`.
 #[derive(Clone, Debug, Args)]
 pub struct DrainArgs {
     /// The node
+    #[arg(value_parser = without_kind("node"))]
     pub node: String,
     /// Index, or UUID or its beginning; all GPUs of the node by default
     pub gpus: Vec<String>,
@@ -351,15 +406,41 @@ mod tests {
         let cli = Cli::try_parse_from(["kubectl-bursar", "top", "ns", "-A", "-o", "json"]).unwrap();
         assert!(cli.global.all_namespaces);
         assert_eq!(cli.global.output, Output::Json);
-        let explain =
-            Cli::try_parse_from(["kubectl-bursar", "explain", "deploy", "web", "-n", "shop"]);
-        assert!(matches!(
-            explain.unwrap().command,
-            Command::Explain {
-                kind: WorkloadKind::Deployment,
-                ..
-            }
-        ));
+        assert!(Cli::try_parse_from(["kubectl-bursar", "explain", "pod", "a", "-n", "b"]).is_ok());
+    }
+
+    #[test]
+    fn names_are_taken_as_kubectl_prints_them() {
+        let parse = |words: &str| {
+            let words = ["kubectl-bursar"].into_iter().chain(words.split(' '));
+            Cli::try_parse_from(words).map(|cli| cli.command)
+        };
+        for (words, kind, in_word) in [
+            ("explain deploy web", WorkloadKind::Deployment, None),
+            (
+                "explain deployment.apps/web",
+                WorkloadKind::Deployment,
+                Some("web"),
+            ),
+            ("explain po/a", WorkloadKind::Pod, Some("a")),
+        ] {
+            let Ok(Command::Explain { target, .. }) = parse(words) else {
+                panic!("{words}");
+            };
+            assert_eq!(
+                (target.kind, target.name.as_deref()),
+                (kind, in_word),
+                "{words}"
+            );
+        }
+        let error = parse("explain service/a").unwrap_err().to_string();
+        assert!(error.contains("statefulset"), "{error}");
+        for words in ["drain node/n 0", "undrain nodes/n", "drain n"] {
+            assert!(parse(words).is_ok(), "{words}");
+        }
+        assert!(matches!(parse("resize pod/a 4Gi"), Ok(Command::Resize { pod, .. }) if pod == "a"));
+        let error = parse("resize job/a 4Gi").unwrap_err().to_string();
+        assert!(error.contains("name a pod, as NAME or pod/NAME"), "{error}");
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl<W: Write> Session<'_, W> {
             Command::Gpus { node, watch } => self.gpus(node.as_deref(), *watch).await,
             Command::Budgets { watch } => self.budgets(*watch).await,
             Command::Retained => self.retained().await,
-            Command::Explain { kind, name } => self.explain(*kind, name).await,
+            Command::Explain { target, name } => self.explain(target, name.as_deref()).await,
             Command::Doctor { preflight } => self.doctor(*preflight).await,
             Command::Drain(arguments) => self.drain(arguments).await,
             Command::Undrain {

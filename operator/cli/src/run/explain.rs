@@ -9,7 +9,7 @@ use kube::core::Request;
 
 use super::{PROBLEM, Session};
 use crate::act;
-use crate::args::WorkloadKind;
+use crate::args::{Target, WorkloadKind};
 use crate::explain::workload::Controlled;
 use crate::explain::{self, Explanation, Verdict};
 use crate::objects::{Event, ObjectRef, Pod, Workload};
@@ -33,7 +33,17 @@ fn forget_victim(snapshot: &mut Snapshot, uid: &str) {
 }
 
 impl<W: Write> Session<'_, W> {
-    pub(super) async fn explain(&mut self, kind: WorkloadKind, name: &str) -> anyhow::Result<u8> {
+    pub(super) async fn explain(
+        &mut self,
+        target: &Target,
+        name: Option<&str>,
+    ) -> anyhow::Result<u8> {
+        let kind = target.kind;
+        let name = match (&target.name, name) {
+            (Some(name), None) => name,
+            (None, Some(name)) => name,
+            _ => anyhow::bail!("failed to explain: not one name; write pod NAME or pod/NAME"),
+        };
         let namespace = self.namespace();
         let kinds = [
             Kind::GpuNodes,
