@@ -154,20 +154,25 @@ pub(super) fn alerts() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The queries of all dashboards, each as a recording rule of the metric `query:NUMBER`.
+/// The queries of all dashboards and guides, each as a recording rule of the metric `query:NUMBER`.
 #[derive(Debug)]
 pub struct DashboardQueries(Vec<String>);
 
 impl DashboardQueries {
-    /// Reads the dashboards of the chart, and puts `.*` in the place of their variables.
+    /// Reads the queries of the guides, and those of the chart's dashboards, with `.*` in the place
+    /// of their variables.
     ///
     /// # Errors
-    /// When a dashboard cannot be read or parsed.
+    /// When a guide or a dashboard cannot be read or parsed.
     pub fn read() -> anyhow::Result<Self> {
         let mut queries = Vec::new();
         for entry in fs::read_dir(monitoring().join("dashboards"))? {
             let dashboard: Value = serde_json::from_slice(&fs::read(entry?.path())?)?;
             queries.extend(dashboard_queries(&dashboard));
+        }
+        let guides = paths::repository().join("docs/use/guides");
+        for entry in fs::read_dir(guides)? {
+            queries.extend(guide_queries(&fs::read_to_string(entry?.path())?));
         }
         // Both dashboards have some of the panels.
         queries.sort_unstable();
@@ -190,8 +195,16 @@ impl DashboardQueries {
     }
 }
 
-/// Parses every query of the dashboards with promtool, and looks up the metrics that the queries
-/// and alerts name in `docs/use/reference/metrics.md`.
+/// The blocks of a guide in the query language.
+fn guide_queries(guide: &str) -> Vec<String> {
+    let blocks = guide.split("```promql\n").skip(1);
+    let queries = blocks.filter_map(|block| block.split("```").next());
+    let on_one_line = |query: &str| query.split_whitespace().collect::<Vec<_>>().join(" ");
+    queries.map(on_one_line).collect()
+}
+
+/// Parses every query of the dashboards and guides with promtool, and looks up the metrics that the
+/// queries and alerts name in `docs/use/reference/metrics.md`.
 pub(super) fn queries() -> anyhow::Result<()> {
     let promtool = tools::promtool()?;
     let queries = DashboardQueries::read()?;
@@ -316,6 +329,13 @@ mod tests {
             { "targets": [{ "expr": "a{node=~\"$node\"}" }, { "expr": "b" }] },
         ]});
         assert_eq!(dashboard_queries(&dashboard), ["a{node=~\".*\"}", "b"]);
+    }
+
+    #[test]
+    fn queries_of_a_guide_are_its_blocks() {
+        let guide =
+            "1. Read\n\n   ```promql\n   sum(\n     a\n   )\n   ```\n\n```yaml\nb: c\n```\n";
+        assert_eq!(guide_queries(guide), ["sum( a )"]);
     }
 
     #[test]
