@@ -83,6 +83,10 @@ pub mod gpu_node {
     /// format is not an API.
     pub const KUBELET_CHECKPOINT_READABLE: &str = "KubeletCheckpointReadable";
 
+    /// The driver's files on disk are of another version than its loaded module; does not count
+    /// for `Ready`.
+    pub const DRIVER_CHANGED: &str = "DriverChanged";
+
     /// The condition holds.
     pub const OK: &str = "Ok";
     /// The agent has not checked yet.
@@ -149,6 +153,8 @@ pub mod gpu_node {
     pub const HMM_ENABLED: &str = "HmmEnabled";
     /// The driver may use address translation services (ATS) of the platform.
     pub const ATS_ENABLED: &str = "AtsEnabled";
+    /// The driver's files were replaced, and its module was not loaded again.
+    pub const MODULE_NOT_RELOADED: &str = "ModuleNotReloaded";
 }
 
 /// A condition without its transition time and observed generation.
@@ -182,7 +188,7 @@ impl ConditionUpdate {
 
     /// Whether the condition keeps its `GpuNode` from being ready.
     pub fn is_problem(&self) -> bool {
-        const SPARED: [&str; 8] = [
+        const SPARED: [&str; 9] = [
             gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,
             gpu_node::RETAINED_MEMORY,
@@ -191,6 +197,7 @@ impl ConditionUpdate {
             gpu_node::SOLE_OWNER,
             gpu_node::MANAGED_MEMORY,
             gpu_node::PAGEABLE_MEMORY_ON_GPU,
+            gpu_node::DRIVER_CHANGED,
         ];
         self.holds != Some(true) && !SPARED.contains(&self.type_)
     }

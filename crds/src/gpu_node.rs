@@ -334,7 +334,8 @@ pub struct GpuNodeStatus {
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinDeviceIdLimit,
     /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,
-    /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu, KubeletCheckpointReadable.
+    /// Accepted, SoleOwner, ManagedMemory, PageableMemoryOnGpu, KubeletCheckpointReadable,
+    /// DriverChanged.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

@@ -109,6 +109,15 @@ pub struct Driver {
     pub dev_root: PathBuf,
 }
 
+/// The versions of both halves of a driver, as far as they are known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DriverVersions {
+    /// Of the libraries on disk, which containers get.
+    pub files: Option<String>,
+    /// Of the kernel module that is loaded.
+    pub module: Option<String>,
+}
+
 /// One file of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverFile {

@@ -11,6 +11,7 @@ use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{GpuState, Inventory};
 use bursar_host::clock;
+use bursar_host::driver_files::DriverVersions;
 use bursar_kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError};
 use bursar_kubelet::devices::{Devices, DevicesError};
 use bursar_kubelet::pod_resources::ListedContainer;
@@ -91,6 +92,8 @@ pub struct Snapshot {
     pub counts: [(Resource, Counts); 2],
     /// The driver's module for managed memory.
     pub uvm: UvmModule,
+    /// The versions of the driver's files and of its module.
+    pub driver: DriverVersions,
     /// The GPU generations of the present GPUs, and of the last that were removed.
     pub generations: BTreeMap<GpuUuid, u64>,
     /// The node's problems.
@@ -152,6 +155,7 @@ pub struct NodeTask {
     snapshot: watch::Sender<Snapshot>,
     /// The time of the last tick.
     heartbeat: watch::Sender<Instant>,
+    driver: DriverVersions,
     devices_error: Option<DevicesError>,
     /// The problem of the last read of the kubelet's checkpoint.
     checkpoint_problem: Option<KubeletCheckpointProblem>,
@@ -187,6 +191,7 @@ pub fn node_task(
         queued_claims: Vec::new(),
         counts: counts(&allocator),
         uvm: allocator.uvm().clone(),
+        driver: DriverVersions::default(),
         generations: BTreeMap::new(),
         problems: NodeProblems::default(),
         devices_error: None,
@@ -207,6 +212,7 @@ pub fn node_task(
         compute,
         snapshot,
         heartbeat,
+        driver: DriverVersions::default(),
         devices_error: None,
         checkpoint_problem: None,
         generations,
@@ -281,6 +287,7 @@ impl NodeTask {
                     let inventory = self.inputs.inventory.borrow().clone();
                     self.observe_generations(inventory.gpus());
                     self.read_uvm_module().await;
+                    self.look_at_driver().await;
                     // Ended pods have left ids that may be Unhealthy instead of those of others.
                     self.advertise(&self.inputs.effective_inventory());
                     self.read_kubelet_state();
@@ -381,6 +388,19 @@ impl NodeTask {
         let inventory = self.inputs.effective_inventory();
         if inventory != Inventory::Starting {
             self.advertise(&inventory);
+            self.publish();
+        }
+    }
+
+    /// Writes the CDI files of running containers again if the driver's files were replaced, and
+    /// publishes a version that changed.
+    async fn look_at_driver(&mut self) {
+        if self.allocator.host_mut().has_new_driver().await {
+            self.allocator.repeat_setups();
+        }
+        let versions = self.allocator.host_mut().driver_versions();
+        if versions != self.driver {
+            self.driver = versions;
             self.publish();
         }
     }
@@ -501,6 +521,7 @@ impl NodeTask {
             queued_claims: self.allocator.queued_claims(),
             counts: counts(&self.allocator),
             uvm: self.allocator.uvm().clone(),
+            driver: self.driver.clone(),
             generations: self.generations.by_gpu(),
             problems: NodeProblems {
                 late_write: self.generations.late_write(),

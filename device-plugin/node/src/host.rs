@@ -10,7 +10,8 @@ use std::sync::Arc;
 use bursar_config::{Config, DriverConfig, PathsConfig};
 use bursar_gpu::uvm::UvmModule;
 use bursar_host::checkpoint::{Checkpoint, LoadError};
-use bursar_host::driver_files::Driver;
+use bursar_host::driver_files::{Driver, DriverVersions};
+use bursar_host::procfs::read_small;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 use bursar_sessions::lease_handle::{LeaseHandle, LedgerUpdate, NodeView};
 use bursar_sessions::{Account, SessionSpec, Sessions, SessionsError};
@@ -92,6 +93,8 @@ pub struct OsHost {
     sys: PathBuf,
     proc: PathBuf,
     installer: Installer,
+    /// The driver at the last look.
+    driver: Option<Driver>,
 }
 
 impl OsHost {
@@ -115,6 +118,7 @@ impl OsHost {
             installer: Installer::new(move |before| {
                 install(&installed_driver, &installed_paths, before)
             }),
+            driver: None,
         })
     }
 
@@ -158,6 +162,27 @@ impl OsHost {
     /// Reads the driver's module for managed memory, which may have been loaded by now.
     pub(crate) fn uvm_module(&self) -> UvmModule {
         UvmModule::read(&self.sys, &self.proc)
+    }
+
+    /// Finds the driver again. Returns whether its files were replaced since the last look.
+    pub(crate) async fn has_new_driver(&mut self) -> bool {
+        let Ok(node) = self.installer.installed().await else {
+            return false;
+        };
+        let before = self.driver.replace(node.driver.clone());
+        before.is_some_and(|before| before != node.driver)
+    }
+
+    /// The versions of the driver's files at the last look, and of its loaded module.
+    pub(crate) fn driver_versions(&self) -> DriverVersions {
+        let module = read_small(&self.sys.join("module/nvidia/version"));
+        DriverVersions {
+            files: self
+                .driver
+                .as_ref()
+                .and_then(|driver| driver.version.clone()),
+            module: module.ok().map(|text| text.trim().to_owned()),
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::common::{assert_within, eventually};
 use crate::machine::{GPU, Machine};
+use crate::observability::wait_for_status;
 
 #[tokio::test]
 async fn unwritable_cdi_folder_is_named_and_binding_survives() {
@@ -203,6 +204,20 @@ async fn replaced_driver_reaches_each_container_with_its_next_start() {
         ["libcuda.so.595.1".to_owned()].into()
     );
     assert!(machine.log().contains("the driver's files were replaced"));
+
+    // Without a start of a container.
+    let changed = |value| {
+        let line = format!("bursar_node_condition{{condition=\"DriverChanged\"}} {value}");
+        move |_, text: &str| text.lines().any(|shown| shown == line)
+    };
+    wait_for_status(&machine, "/metrics", changed(1)).await;
+    replace(&folder.join("libcuda.so.595.1"), "580.95.05");
+    wait_for_status(&machine, "/metrics", changed(0)).await;
+    let earlier = ["libcuda.so.580.95.05".to_owned()].into();
+    eventually("the earlier files in CDI files", || {
+        mounted_drivers(&machine) == earlier
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use crate::common::PATIENCE;
 use crate::machine::{GPU, Machine};
 
 /// Waits until the answer to a GET of `path` is as `wanted`. Returns its body.
-async fn wait_for_status(
+pub(crate) async fn wait_for_status(
     machine: &Machine,
     path: &str,
     wanted: impl Fn(u16, &str) -> bool,

@@ -275,6 +275,7 @@ mod tests {
             counts: [Resource::DeviceMemory, Resource::ManagedMemory]
                 .map(|resource| (resource, Counts::default())),
             uvm: UvmModule::default(),
+            driver: Default::default(),
             generations: BTreeMap::new(),
             problems: NodeProblems::default(),
             devices_error: None,

@@ -7,6 +7,7 @@ use bursar_enforcement::driver_limits::{LimitState, LimitUse, Limits};
 use bursar_gpu::uvm::{EvictionUnsafe, PageableMemory, UvmModule};
 use bursar_gpu::{Inventory, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
+use bursar_host::driver_files::DriverVersions;
 use bursar_kubelet::lifecycle::{NotRegistered, Registration};
 use bursar_ledger::units::Bytes;
 use bursar_node::actor::Snapshot;
@@ -62,6 +63,7 @@ pub(super) fn conditions(snapshot: &Snapshot, inputs: &ReportInputs) -> Vec<Cond
             names::KUBELET_CHECKPOINT_READABLE,
             kubelet_checkpoint(snapshot.problems.kubelet_checkpoint.as_ref()),
         ),
+        (names::DRIVER_CHANGED, driver_changed(&snapshot.driver)),
     ];
     let updates = states.into_iter().map(|(type_, state)| ConditionUpdate {
         type_,
@@ -331,6 +333,23 @@ pub(super) fn pageable_memory(module: &UvmModule, has_ats: bool) -> State {
             "GPUs may access host memory of programs, and hold it, where no quota counts it; use the \
              driver's coherent memory management (CDMM)",
         ),
+    }
+}
+
+fn driver_changed(DriverVersions { files, module }: &DriverVersions) -> State {
+    match (files, module) {
+        (Some(files), Some(module)) if files != module => holds(
+            names::MODULE_NOT_RELOADED,
+            format!(
+                "the driver's files are of version {files} and its loaded module is of {module}, so programs \
+                 that start now fail to use CUDA; drain the node and load the module again, or restart the node"
+            ),
+        ),
+        (Some(files), Some(_)) => holds_not(
+            names::OK,
+            format!("the driver's files and its loaded module are of version {files}"),
+        ),
+        _ => pending("the version of the driver's files or of its module is not known"),
     }
 }
 

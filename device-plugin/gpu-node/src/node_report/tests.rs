@@ -16,6 +16,7 @@ use bursar_gpu::health::{Health, PersistedHealth as GpuMemory, UnhealthyReason};
 use bursar_gpu::uvm::UvmModule;
 use bursar_gpu::{Gpu, NoDriver};
 use bursar_host::checkpoint::write_behind::LateWrite;
+use bursar_host::driver_files::DriverVersions;
 use bursar_kubelet::devices::{DeviceHealth, Devices};
 use bursar_kubelet::lifecycle::NotRegistered;
 use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
@@ -39,6 +40,14 @@ fn uvm_module(oversubscription: Option<bool>) -> UvmModule {
         oversubscription,
         kernel: Some((6, 8)),
         ..UvmModule::default()
+    }
+}
+
+fn versions(files: &str, module: &str) -> DriverVersions {
+    let known = |version: &str| (!version.is_empty()).then(|| version.to_owned());
+    DriverVersions {
+        files: known(files),
+        module: known(module),
     }
 }
 
@@ -81,6 +90,7 @@ fn snapshot() -> Snapshot {
         counts: [Resource::DeviceMemory, Resource::ManagedMemory]
             .map(|resource| (resource, Counts::default())),
         uvm: uvm_module(Some(true)),
+        driver: versions("580.1", "580.1"),
         generations: BTreeMap::from([(uuid(), 3)]),
         problems: NodeProblems::default(),
         devices_error: None,
@@ -144,7 +154,7 @@ fn inputs() -> ReportInputs {
 /// Whether a condition reports no problem: host memory on GPUs is a problem where it holds.
 fn has_no_problem(update: &ConditionUpdate) -> bool {
     match update.type_ {
-        names::PAGEABLE_MEMORY_ON_GPU => update.holds != Some(true),
+        names::PAGEABLE_MEMORY_ON_GPU | names::DRIVER_CHANGED => update.holds != Some(true),
         _ => update.holds == Some(true),
     }
 }
@@ -934,6 +944,28 @@ fn other_plugin_is_a_condition_and_no_reason_to_be_unready() {
         let report = node_report(&snapshot(), &inputs);
         assert_eq!(condition(&report, names::SOLE_OWNER), expected);
         assert!(report.conditions.iter().all(|update| !update.is_problem()));
+    }
+}
+
+#[test]
+fn driver_whose_module_was_not_reloaded_is_a_condition() {
+    let not_reloaded = (Some(true), names::MODULE_NOT_RELOADED);
+    for (files, module, expected) in [
+        ("595.1", "580.1", not_reloaded),
+        ("595.1", "595.1", (Some(false), names::OK)),
+        ("", "580.1", (None, names::PENDING)),
+        ("595.1", "", (None, names::PENDING)),
+    ] {
+        let driver = versions(files, module);
+        let report = node_report(
+            &Snapshot {
+                driver,
+                ..snapshot()
+            },
+            &inputs(),
+        );
+        assert_eq!(condition(&report, names::DRIVER_CHANGED), expected);
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_problem));
     }
 }
 

@@ -127,6 +127,13 @@ impl<H: HostOps> NodeAllocator<H> {
         Quanta(quanta).bytes(self.config.quantum)
     }
 
+    /// Lets the next tick perform the steps of all bindings of device memory again.
+    pub(in super::super) fn repeat_setups(&mut self) {
+        let bindings = device_bindings(&self.ledger);
+        let allocations = bindings.flat_map(|bound| bound.allocations.iter().copied());
+        self.effects.begin_setup(allocations);
+    }
+
     /// Repeats the steps that failed before.
     pub(super) async fn retry_pending(&mut self) {
         if self.save_checkpoint().is_err() {

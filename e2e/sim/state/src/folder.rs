@@ -104,6 +104,10 @@ impl MachineDir {
     pub fn uvm_parameters(&self) -> PathBuf {
         self.0.join("sys/module/nvidia_uvm/parameters")
     }
+    /// The version of the loaded module, as in `/sys`.
+    pub fn module_version(&self) -> PathBuf {
+        self.0.join("sys/module/nvidia/version")
+    }
     /// The directory of the two driver libraries.
     pub fn libraries(&self) -> PathBuf {
         self.0.join("driver/usr/lib/x86_64-linux-gnu")
@@ -174,7 +178,7 @@ impl MachineDir {
         self.install_driver(&parsed, libraries)
     }
 
-    /// Creates the device nodes and the module's parameters, and copies `libraries`.
+    /// Creates the device nodes and what `/sys` has of the modules, and copies `libraries`.
     fn install_driver(&self, parsed: &Config, libraries: &[PathBuf]) -> Result<(), InitError> {
         for gpu in &parsed.gpu {
             let node = format!("nvidia{}", gpu.minor);
@@ -189,8 +193,10 @@ impl MachineDir {
             &self.dev().join("nvidia-uvm-tools"),
             libc::makedev(UVM_MAJOR, 1),
         )?;
-        let parameters = self.uvm_parameters();
-        std::fs::create_dir_all(&parameters).map_err(io_error("create", &parameters))?;
+        let (parameters, version) = (self.uvm_parameters(), self.module_version());
+        create_dir(&parameters)?;
+        create_dir(version.parent().unwrap_or(&self.0))?;
+        write_file(&version, format!("{}\n", parsed.driver_version).as_bytes())?;
         let oversubscription = u8::from(parsed.uvm_oversubscription).to_string();
         let hmm_disabled = if parsed.pageable_memory { "N" } else { "Y" };
         for (parameter, value) in [

@@ -45,6 +45,10 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
         }
         for held in &status.conditions {
             let (level, remedy) = match held.reason.as_str() {
+                names::MODULE_NOT_RELOADED => (
+                    Level::Fail,
+                    "drain the node, then load the driver's module again or restart the node",
+                ),
                 _ if held.status != "False" => continue,
                 names::NOT_READY | names::NOT_OFFERED | names::SWITCHED_OFF | names::OK => continue,
                 // `owners` says it with the remedy of the node.
@@ -71,9 +75,10 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
                 _ => "Node",
             };
             let text = format!(
-                "{}: {} is False ({}): {}",
+                "{}: {} is {} ({}): {}",
                 name(node),
                 held.type_,
+                held.status,
                 held.reason,
                 held.message
             );

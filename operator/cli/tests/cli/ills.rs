@@ -177,6 +177,18 @@ fn runtimes_and_other_plugins_are_found() {
         Level::Fail,
     );
     finds(
+        &status(|status| {
+            status["conditions"] = json!([condition(
+                "DriverChanged",
+                "True",
+                "ModuleNotReloaded",
+                "files of 595.1, module of 580.95.05"
+            )])
+        }),
+        "Node",
+        Level::Fail,
+    );
+    finds(
         &with(|all| {
             all.nodes[0].status.node_info.container_runtime_version =
                 "containerd://1.7.24".to_owned()
