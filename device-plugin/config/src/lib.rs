@@ -255,10 +255,10 @@ impl Default for BindingConfig {
     }
 }
 
-/// Configuration of the audit. An unknown key is an error here, because it may exempt someone from
-/// being killed.
+/// Configuration of the audit. With an unknown key the agent kills nobody, because the key may
+/// exempt somebody from that.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(default, rename_all = "kebab-case")]
 pub struct AuditConfig {
     /// The reaction to a container that exceeds its quota or uses untracked memory.
     pub policy: AuditPolicy,
@@ -434,18 +434,26 @@ impl Config {
     /// Unknown keys have no effect, because the text may be of another version of the chart.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let mut unknown_keys = Vec::new();
-        let parsed = toml::Deserializer::parse(text).and_then(|file| {
+        let mut is_audit_known = true;
+        let parsed: Result<Self, _> = toml::Deserializer::parse(text).and_then(|file| {
             serde_ignored::deserialize(file, |key| {
+                let key = key.to_string();
+                is_audit_known &= !key.starts_with("audit.");
                 if unknown_keys.len() < MAX_UNKNOWN_KEYS {
-                    unknown_keys.push(key.to_string());
+                    unknown_keys.push(key);
                 }
             })
         });
         match parsed {
-            Ok(config) => Ok(Self {
-                unknown_keys,
-                ..config
-            }),
+            Ok(mut config) => {
+                if !is_audit_known {
+                    config.audit.policy = AuditPolicy::Report;
+                }
+                Ok(Self {
+                    unknown_keys,
+                    ..config
+                })
+            }
             Err(error) => Err(ConfigError::Parse {
                 path: path.to_owned(),
                 problem: describe(error, text),
@@ -643,12 +651,23 @@ mod tests {
         let config = parse(config).unwrap();
         assert_eq!(config.resources.quantum, Quantum::Mib512);
         assert_eq!(config.unknown_keys, ["later", "resources.quanta"]);
-        let error = parse("[audit]\nexempt-namespace = []")
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("exempt-namespace"), "{error}");
         let many: String = (0..100).map(|n| format!("key-{n} = {n}\n")).collect();
         assert_eq!(parse(&many).unwrap().unknown_keys.len(), MAX_UNKNOWN_KEYS);
+    }
+
+    #[test]
+    fn audit_kills_nobody_while_it_has_an_unknown_key() {
+        let config = "[audit]\npolicy = \"kill\"\n";
+        let policy = |config: &str| parse(config).unwrap().audit.policy;
+        assert_eq!(policy(config), AuditPolicy::Kill);
+        let unknown = format!("{config}exempt-namespace = [\"gpu-operator\"]");
+        assert_eq!(policy(&unknown), AuditPolicy::Report);
+        assert_eq!(
+            parse(&unknown).unwrap().unknown_keys,
+            ["audit.exempt-namespace"]
+        );
+        let many: String = (0..100).map(|n| format!("key-{n} = {n}\n")).collect();
+        assert_eq!(policy(&format!("{many}{unknown}")), AuditPolicy::Report);
     }
 
     #[test]
