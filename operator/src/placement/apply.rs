@@ -6,6 +6,7 @@ mod revalidate;
 use bursar_crds::GpuNode;
 use bursar_crds::gpu_node::{MAX_QUOTAS, QuotaOverride, Reservation};
 use futures::TryFutureExt as _;
+use futures::future::join_all;
 use kube::api::{Api, Patch, PatchParams};
 use kube::{Client, Resource as _};
 use serde_json::{Value, json};
@@ -54,7 +55,7 @@ impl Executor {
         now: Uptime,
     ) -> Result<(), ApiError> {
         match step {
-            Step::Label { node, labels } => self.label_node(node, labels, history, now).await,
+            Step::Label { nodes } => self.label_nodes(nodes, history, now).await,
             Step::Reserve {
                 node,
                 over,
@@ -97,17 +98,33 @@ impl Executor {
         }
     }
 
-    /// Writes the labels of a node by a merge patch, because an apply would keep a label that
-    /// another manager wrote too.
-    async fn label_node(
+    /// Writes the labels of nodes at the same time: one after another they would hold up the next
+    /// preemption where the API server is slow.
+    async fn label_nodes(
         &self,
-        node: NodeRef,
-        labels: NodeLabels,
+        nodes: Vec<(NodeRef, NodeLabels)>,
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
+        let writes = nodes.iter().map(|(node, labels)| {
+            history.record_label_write();
+            self.label_node(node, labels)
+        });
+        let results = join_all(writes.collect::<Vec<_>>()).await;
+        let mut failed = Ok(());
+        for ((node, labels), result) in nodes.into_iter().zip(results) {
+            match result {
+                Ok(()) => drop(history.written_labels.insert(node.name, (labels, now))),
+                Err(error) => failed = Err(error),
+            }
+        }
+        failed
+    }
+
+    /// Writes the labels of a node by a merge patch, because an apply would keep a label that
+    /// another manager wrote too.
+    async fn label_node(&self, node: &NodeRef, labels: &NodeLabels) -> Result<(), ApiError> {
         info!(node = node.name, ?labels, "updating node labels");
-        history.record_label_write();
         let api = Api::<SlimNode>::all(self.client.clone());
         let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
         let params = PatchParams {
@@ -116,9 +133,7 @@ impl Executor {
         };
         let request = api.patch(&node.name, &params, &patch);
         let write = with_timeout("label", format!("Node {}", node.name), request).map_ok(Some);
-        send_response(&self.writer.responses().nodes, write).await?;
-        history.written_labels.insert(node.name, (labels, now));
-        Ok(())
+        send_response(&self.writer.responses().nodes, write).await
     }
 
     /// Applies all reservations of a node, unless they differ from those that the plan saw.

@@ -76,9 +76,9 @@ pub async fn run(
             if shutdown.is_cancelled() {
                 return;
             }
-            let name = step.name();
+            let (name, count) = (step.name(), step.count());
             let result = executor.apply(step, &mut history, now).await;
-            metrics.record_placement_step(name, result.is_ok());
+            metrics.record_placement_steps(name, result.is_ok(), count);
             if let Err(error) = result {
                 if failing.insert(name) {
                     warn!(step = name, error = %error_chain(&error), "failed to apply a placement step; retrying");

@@ -263,10 +263,11 @@ impl Metrics {
             .inc();
     }
 
-    /// Records a placement step.
-    pub fn record_placement_step(&self, step: &'static str, done: bool) {
+    /// Records placement steps of one kind.
+    pub fn record_placement_steps(&self, step: &'static str, done: bool, count: usize) {
         let result = if done { "done" } else { "error" };
-        self.steps.get_or_create(&StepLabels { step, result }).inc();
+        let steps = self.steps.get_or_create(&StepLabels { step, result });
+        steps.inc_by(count as u64);
     }
 }
 

@@ -115,18 +115,23 @@ impl LeaseTable {
     }
 
     /// Reports the leases that only another version of the agent can read, unless a container is
-    /// charged for them. Those of drained GPUs end.
+    /// charged for them. Those of drained GPUs end, and once all GPUs of the node are drained also
+    /// those whose GPU is unknown.
     fn report_unreadable(
         &self,
         charged: &ChargedLeases,
         orphaned: &mut OrphanedLeases,
         effects: &mut Vec<Effect>,
     ) {
+        let mut gpus = self.node.free.keys();
+        let is_node_drained =
+            !self.node.free.is_empty() && gpus.all(|gpu| self.drained.contains(gpu));
         for (id, extent) in &self.unreadable {
-            let Some((gpu, bytes)) = extent else { continue };
-            if self.drained.contains(gpu) {
+            let gpu = extent.as_ref().map(|(gpu, _)| gpu);
+            if gpu.map_or(is_node_drained, |gpu| self.drained.contains(gpu)) {
                 effects.push(Effect::Drop(*id));
             }
+            let Some((gpu, bytes)) = extent else { continue };
             let is_charged = |leases: &BTreeMap<_, _>| leases.contains_key(id);
             if !charged.values().any(is_charged) {
                 let gpu_leases = orphaned.entry(gpu.clone()).or_default();

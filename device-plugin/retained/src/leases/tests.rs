@@ -505,6 +505,29 @@ fn unreadable_lease_is_dropped_when_its_gpu_is_drained() {
 }
 
 #[test]
+fn lease_of_an_unknown_gpu_is_dropped_when_all_are_drained() {
+    let mut table = LeaseTable::default();
+    let unreadable = StoredRecord::Unreadable {
+        extent: None,
+        why: "missing field `gpu`".to_owned(),
+    };
+    table.resync(BTreeMap::from([(LeaseId(1), unreadable)]), |_| false);
+    let other: GpuUuid = "GPU-b".parse().unwrap();
+    let node = || NodeView {
+        free: [(gpu(), Bytes::ZERO), (other.clone(), Bytes::ZERO)].into(),
+        ..node()
+    };
+    table.drain(BTreeSet::from([gpu()]));
+    let (_, effects) = table.reconcile(node(), &ChargedLeases::new());
+    assert_eq!(effects, [], "the lease may be on the other GPU");
+    table.drain(BTreeSet::from([gpu(), other.clone()]));
+    let (_, effects) = table.reconcile(node(), &ChargedLeases::new());
+    assert_eq!(effects, [Effect::Drop(LeaseId(1))]);
+    table.confirm_dropped(LeaseId(1));
+    assert_eq!(table.uncharged(), 0);
+}
+
+#[test]
 fn leases_are_lost_with_the_fd_store_or_their_gpu() {
     let mut table = committed();
     table.store_disconnected();

@@ -26,7 +26,7 @@ pub(super) fn plan(
     history: &mut History,
     options: &PlacementOptions,
     now: Uptime,
-) -> Vec<Step> {
+) -> Option<Step> {
     let names = label_names(options.quantum);
     // An operator with another quantum wrote these.
     let others = Quantum::ALL.into_iter();
@@ -73,8 +73,9 @@ pub(super) fn plan(
     history.outdated_labels = since;
     wrong.sort_by(|a, b| (a.0, a.1, &a.2.name).cmp(&(b.0, b.1, &b.2.name)));
     wrong.truncate(history.available_label_writes(now));
-    let step = |(_, _, node, labels)| Step::Label { node, labels };
-    wrong.into_iter().map(step).collect()
+    let nodes = wrong.into_iter().map(|(_, _, node, labels)| (node, labels));
+    let nodes: Vec<_> = nodes.collect();
+    (!nodes.is_empty()).then_some(Step::Label { nodes })
 }
 
 fn label_names(quantum: Quantum) -> [String; 3] {

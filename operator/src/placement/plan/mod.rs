@@ -17,7 +17,7 @@
 //! Where the policy of a pod's Job is not known yet, a step `ReadJob` reads it for a later plan.
 //! The steps `Label` and `OverrideQuotas` help no single pod, and are planned beside these.
 //!
-//! Each step is one write, or the evictions for one pod. A plan may stop after any step, because
+//! Each step is one write, the evictions for one pod, or the labels of nodes. A plan may stop after any step, because
 //! the next plan starts from the observed state.
 
 mod labels;
@@ -60,11 +60,10 @@ impl PlacementOptions {
 /// One step of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Step {
-    /// Write a node's labels.
+    /// Write the labels of nodes, all at the same time.
     Label {
-        node: NodeRef,
-        /// The desired labels. A label without a value is removed.
-        labels: NodeLabels,
+        /// The desired labels of each node. A label without a value is removed.
+        nodes: Vec<(NodeRef, NodeLabels)>,
     },
     /// Apply all reservations of a node.
     Reserve {
@@ -128,6 +127,14 @@ impl Step {
             Self::Preempt { .. } => make_room,
             Self::Relocate { .. } => moved,
             Self::ReadJob { .. } => read_job,
+        }
+    }
+
+    /// How many steps this is in metrics.
+    pub(super) fn count(&self) -> usize {
+        match self {
+            Self::Label { nodes } => nodes.len(),
+            _ => 1,
         }
     }
 }

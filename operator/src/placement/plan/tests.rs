@@ -447,16 +447,18 @@ impl FakeCluster {
     fn apply(&mut self, step: Step, history: &mut History, now: Uptime) {
         self.writes += 1;
         match step {
-            Step::Label { node, labels } => {
-                history.record_label_write();
-                let there = self.labels.entry(node.name.clone()).or_default();
-                for (label, value) in &labels {
-                    match value {
-                        Some(value) => drop(there.insert(label.clone(), value.clone())),
-                        None => drop(there.remove(label)),
+            Step::Label { nodes } => {
+                for (node, labels) in nodes {
+                    history.record_label_write();
+                    let there = self.labels.entry(node.name.clone()).or_default();
+                    for (label, value) in &labels {
+                        match value {
+                            Some(value) => drop(there.insert(label.clone(), value.clone())),
+                            None => drop(there.remove(label)),
+                        }
                     }
+                    history.written_labels.insert(node.name, (labels, now));
                 }
-                history.written_labels.insert(node.name, (labels, now));
             }
             Step::Reserve {
                 node,
