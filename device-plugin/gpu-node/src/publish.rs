@@ -37,6 +37,8 @@ pub struct Rate {
     pub(crate) batch_delay: Duration,
     /// The shortest interval between two writes.
     pub(crate) min_interval: Duration,
+    /// The longest interval between two writes where the API server is slow.
+    pub(crate) max_interval: Duration,
     /// The shortest interval from a write to a write for changes that tenants make as often as they
     /// like. These are process generations, leases and further faults that are only reported. It
     /// also applies to the counts of allocator runtimes.
@@ -54,11 +56,12 @@ pub struct Rate {
 
 impl Default for Rate {
     /// At most one write a second: with 10 ms per write, 1,000 nodes cost the API server 10 s of
-    /// work each second.
+    /// work each second. More nodes make it slower, and then each writes less often.
     fn default() -> Self {
         Self {
             batch_delay: Duration::from_millis(100),
             min_interval: Duration::from_secs(1),
+            max_interval: Duration::from_secs(10),
             quiet_interval: Duration::from_secs(60),
             min_backoff: Duration::from_millis(500),
             max_backoff: Duration::from_secs(10),
@@ -67,6 +70,10 @@ impl Default for Rate {
         }
     }
 }
+
+/// How many times as long as a write took the agent waits until the next one. So the API server
+/// works on the writes of at most one in a hundred nodes at a time, however many nodes there are.
+const PAUSE_PER_WRITE: u32 = 100;
 
 /// The outcome of one attempt.
 enum Synced {
@@ -123,7 +130,9 @@ impl Schedule {
                     info!(failures = self.failures, "wrote GpuNode after failures");
                 }
                 self.failures = 0;
-                self.next_write = Instant::now() + rate.min_interval;
+                let pause = started_at.elapsed() * PAUSE_PER_WRITE;
+                let pause = pause.min(rate.max_interval).max(rate.min_interval);
+                self.next_write = Instant::now() + pause;
                 self.next_quiet_write = Instant::now() + rate.quiet_interval;
             }
             Err(error) => {
@@ -366,6 +375,7 @@ mod tests {
     const FAST: Rate = Rate {
         batch_delay: Duration::from_millis(20),
         min_interval: Duration::from_millis(50),
+        max_interval: Duration::from_millis(50),
         quiet_interval: Duration::from_secs(3),
         min_backoff: Duration::from_millis(5),
         max_backoff: Duration::from_millis(20),
@@ -603,6 +613,18 @@ mod tests {
             runtime.starts += 1;
         })
         .await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_api_server_gets_fewer_writes() {
+        for (took_millis, pause_secs) in [(0, 1), (10, 1), (30, 3), (5_000, 10)] {
+            let mut schedule = Schedule::new(Rate::default());
+            let started_at = Instant::now();
+            sleep(Duration::from_millis(took_millis)).await;
+            schedule.plan_after(&Ok(Synced::Written), started_at, false);
+            let pause = schedule.next_write - Instant::now();
+            assert_eq!(pause.as_secs(), pause_secs, "after {took_millis} ms");
+        }
     }
 
     #[test]
