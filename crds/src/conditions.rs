@@ -121,6 +121,8 @@ pub mod gpu_node {
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
     /// The kubelet's file of devices is missing or has another form.
     pub const KUBELET_CHECKPOINT_UNREAD: &str = "KubeletCheckpointUnread";
+    /// The kubelet's file of devices has entries of another form.
+    pub const KUBELET_CHECKPOINT_PARTLY_READ: &str = "KubeletCheckpointPartlyRead";
     /// The checkpoint cannot be written (full disk, read-only).
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
     /// A file of the state directory has lacked its newest value for 5 s.
@@ -199,7 +201,9 @@ impl ConditionUpdate {
             gpu_node::PAGEABLE_MEMORY_ON_GPU,
             gpu_node::DRIVER_CHANGED,
         ];
-        self.holds != Some(true) && !SPARED.contains(&self.type_)
+        let is_spared =
+            SPARED.contains(&self.type_) || self.reason == gpu_node::KUBELET_CHECKPOINT_PARTLY_READ;
+        self.holds != Some(true) && !is_spared
     }
 }
 

@@ -6,12 +6,14 @@
 mod figures;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
 use bursar_crds::numbers::to_i64;
 use bursar_enforcement::audit::metrics::AuditMetrics;
 use bursar_gpu_node::report::NodeReport;
+use bursar_host::checkpoint::unread_records;
 use bursar_ledger::units::Resource;
 use bursar_metrics::{Label, LatestFigures, RegisterMetric as _, gauge_value, resource_label};
 use bursar_node::metrics::NodeMetrics;
@@ -34,6 +36,8 @@ pub(crate) struct Metrics {
     state_write_lag: Gauge,
     registrations: Family<Label<&'static str>, Counter>,
     relay_silences: Counter,
+    fdstore_losses: Counter,
+    unread_records: Counter,
     gpus: LatestFigures<ReportFigures>,
     kept: LatestFigures<RetainedFigures>,
     tasks: Gauge,
@@ -81,6 +85,16 @@ impl Metrics {
                 "Times that the plugin relay stopped answering the agent",
                 Counter::default(),
             ),
+            fdstore_losses: r.register_metric(
+                "bursar_agent_fdstore_losses",
+                "Times that the agent lost its connection to the fd store",
+                Counter::default(),
+            ),
+            unread_records: r.register_metric(
+                "bursar_agent_unread_records",
+                "Records on disk that the agent could not parse",
+                Counter::default(),
+            ),
             gpus: LatestFigures::register(r),
             kept: LatestFigures::register(r),
             tasks: r.register_metric(
@@ -97,6 +111,8 @@ impl Metrics {
 
     /// Encodes the current values in the OpenMetrics text format.
     pub(crate) fn encode(&self) -> String {
+        let unread = unread_records();
+        self.unread_records.inner().store(unread, Ordering::Relaxed);
         // Unit tests encode metrics outside of a runtime.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             self.tasks
@@ -140,6 +156,8 @@ impl Metrics {
     /// Sets the number of retained leases of each GPU, their bytes, and the state of the GPU's
     /// allocator runtime.
     pub(crate) fn set_retained(&self, kept: &RetainedStatus) {
+        let losses = self.fdstore_losses.inner();
+        losses.store(kept.store_losses, Ordering::Relaxed);
         self.kept.replace(RetainedFigures(kept.clone()));
     }
 
@@ -157,7 +175,7 @@ impl Default for Metrics {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::AtomicBool;
 
     use bursar_crds::context_policy::FaultAction;
     use bursar_crds::gpu_node::{self, FaultKind, RuntimeState};
@@ -302,6 +320,7 @@ mod tests {
             ..RuntimeReport::default()
         };
         RetainedStatus {
+            store_losses: 2,
             live: [(gpu.clone(), (1, Bytes::gib(1)))].into(),
             runtimes: [(gpu, runtime)].into(),
             ..RetainedStatus::default()
@@ -319,6 +338,7 @@ mod tests {
             r#"bursar_gpu_runtime_starts_total{gpu="GPU-a"} 1"#,
             r#"bursar_gpu_runtime_failures_total{gpu="GPU-a",class="refused"} 2"#,
             r#"bursar_gpu_retained_bytes{gpu="GPU-a"} 1073741824"#,
+            "bursar_agent_fdstore_losses_total 2",
         ] {
             assert!(text.lines().any(|shown| shown == line), "{line}: {text}");
         }
@@ -434,12 +454,15 @@ mod tests {
         let lines: std::collections::BTreeSet<_> = text
             .lines()
             .filter_map(|line| line.strip_prefix(name))
+            .filter(|counted| !counted.ends_with(" 0"))
             .collect();
         let expected = [
             r#"{cause="cuda-700",action="fence"} 1"#,
             r#"{cause="cuda-unknown",action="fence"} 4"#,
         ];
         assert_eq!(lines, expected.into());
+        let process = format!(r#"{name}{{cause="cuda-700",action="process"}} 0"#);
+        assert!(text.contains(&process), "begins at zero: {text}");
     }
 
     #[test]

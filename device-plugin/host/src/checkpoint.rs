@@ -12,7 +12,7 @@
 //!
 //! A file that differs from the written one is [`LoadError::Malformed`]: truncated, altered or
 //! longer. [`Checkpoint::load_or_set_aside`] then renames the file to `<name>.unread`, because the
-//! owner rebuilds the value and writes it.
+//! owner rebuilds the value and writes it. A process counts these files.
 
 pub mod version;
 pub mod write_behind;
@@ -21,6 +21,7 @@ use std::fmt::Display;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -34,6 +35,12 @@ const DIGEST: &str = ",\"sha256\":\"";
 const MIDDLE: &str = "\",\"data\":";
 const TAIL: &str = "}\n";
 const DIGEST_LENGTH: usize = 64;
+
+/// The most unread files that an owner keeps of one record.
+const MAX_UNREAD: usize = 3;
+
+/// The records that this process could not parse.
+static UNREAD_RECORDS: AtomicU64 = AtomicU64::new(0);
 
 /// The reason why the agent cannot write the file.
 #[derive(Debug, thiserror::Error)]
@@ -176,15 +183,28 @@ impl Checkpoint {
     }
 }
 
-/// The path to which [`set_aside`] renames a file.
-pub fn aside_path(path: &Path) -> PathBuf {
-    path.with_extension("unread")
+/// The paths to which [`set_aside`] renames files: `<name>.unread`, `<name>.unread-2` and so on.
+pub fn aside_paths(path: &Path) -> impl Iterator<Item = PathBuf> {
+    let extensions = (1..=MAX_UNREAD).map(|number| match number {
+        1 => "unread".to_owned(),
+        number => format!("unread-{number}"),
+    });
+    extensions.map(|extension| path.with_extension(extension))
 }
 
-/// Keeps a file that this agent cannot parse, in place of one that an earlier agent kept: another
-/// version may read it, and its owner is about to replace it.
+/// How many records this process could not parse.
+pub fn unread_records() -> u64 {
+    UNREAD_RECORDS.load(Ordering::Relaxed)
+}
+
+/// Keeps a file that this agent cannot parse: another version may read it, and its owner is about
+/// to replace it. The first ones stay, and the newest one takes the last place.
 pub fn set_aside(path: &Path, cause: &impl Display) {
-    let aside = aside_path(path);
+    UNREAD_RECORDS.fetch_add(1, Ordering::Relaxed);
+    let mut places = aside_paths(path);
+    let aside = places.find(|place| !place.exists());
+    let aside = aside.or_else(|| aside_paths(path).last());
+    let aside = aside.unwrap_or_else(|| path.to_owned());
     match fs::rename(path, &aside) {
         Ok(()) => {
             warn!(path = %path.display(), kept = %aside.display(), %cause, "failed to parse a record; it is kept under another name")
@@ -334,14 +354,16 @@ mod tests {
     #[test]
     fn malformed_file_is_set_aside_for_its_owner_alone() {
         let (_folder, checkpoint) = temp_checkpoint();
-        for garbage in ["garbage", "more"] {
+        let counted = unread_records();
+        for garbage in ["1st", "2nd", "3rd", "4th"] {
             fs::write(checkpoint.path(), garbage).unwrap();
             assert!(checkpoint.load::<u32>().is_err());
             assert!(checkpoint.path().exists(), "another program's file");
             assert!(checkpoint.load_or_set_aside::<u32>().is_err());
-            let aside = aside_path(checkpoint.path());
-            assert_eq!(fs::read_to_string(aside).unwrap(), garbage);
             assert!(checkpoint.load_or_set_aside::<u32>().unwrap().is_none());
         }
+        let kept = aside_paths(checkpoint.path()).map(|path| fs::read_to_string(path).unwrap());
+        assert_eq!(kept.collect::<Vec<_>>(), ["1st", "2nd", "4th"]);
+        assert!(unread_records() >= counted + 4);
     }
 }

@@ -347,6 +347,8 @@ impl NodeTask {
                 .iter()
                 .any(|(_, all)| all.pending + all.bound > 0)
         };
+        let skipped = read.as_ref().map_or(0, |checkpoint| checkpoint.skipped);
+        self.observers.metrics.set_skipped_entries(skipped);
         let problem = match read {
             Ok(DeviceCheckpoint { skipped: 0, .. }) => None,
             Ok(DeviceCheckpoint { skipped, entries }) => Some(KubeletCheckpointProblem {

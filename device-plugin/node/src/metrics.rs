@@ -59,6 +59,7 @@ pub struct NodeMetrics {
     oldest_wait: Gauge,
     releases: Counter,
     dropped: Counter,
+    skipped_entries: Gauge,
 }
 
 impl NodeMetrics {
@@ -110,6 +111,11 @@ impl NodeMetrics {
                 "Pending allocations dropped because no container followed",
                 Counter::default(),
             ),
+            skipped_entries: registry.register_metric(
+                "bursar_agent_kubelet_checkpoint_skipped_entries",
+                "Entries of the kubelet's record of devices that the agent cannot read",
+                Gauge::default(),
+            ),
         }
     }
 
@@ -134,6 +140,11 @@ impl NodeMetrics {
     /// Sets the wait of the container that waits longest.
     pub(crate) fn set_oldest_wait(&self, waited: Duration) {
         self.oldest_wait.set(gauge_value(waited.as_secs()));
+    }
+
+    /// Sets how many entries of the kubelet's record of devices cannot be read.
+    pub(crate) fn set_skipped_entries(&self, entries: usize) {
+        self.skipped_entries.set(gauge_value(entries));
     }
 
     /// Counts a pod whose memory was released at its end.

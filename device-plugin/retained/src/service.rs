@@ -132,6 +132,8 @@ struct State {
     /// The GPUs to release.
     drained: BTreeSet<GpuUuid>,
     keep_alive: KeepAlive,
+    /// How often the connection to the fd store was lost.
+    store_losses: u64,
 }
 
 impl LeaseService {
@@ -200,6 +202,7 @@ impl State {
             driver_version: driver,
             drained: BTreeSet::new(),
             keep_alive: KeepAlive::None,
+            store_losses: 0,
         };
         state.apply_drain();
         state
@@ -357,6 +360,10 @@ impl State {
                 self.drained.contains(gpu)
             }),
         );
+        let status = RetainedStatus {
+            store_losses: self.store_losses,
+            ..status
+        };
         publish_changed(&self.service.scrubbed, status.scrubbed.clone());
         publish_changed(&self.service.status, status);
     }

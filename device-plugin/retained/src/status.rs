@@ -19,6 +19,8 @@ pub struct RetainedStatus {
     pub enabled: bool,
     /// Whether the fd store is connected.
     pub is_store_connected: bool,
+    /// How often the agent lost its connection to the fd store.
+    pub store_losses: u64,
     /// The GPUs whose driver clears freed memory.
     pub scrubbed: BTreeSet<GpuUuid>,
     /// The GPUs that get no retained memory after their scrub check, with the reason.
@@ -101,6 +103,7 @@ pub(super) fn build_status(
     RetainedStatus {
         enabled,
         is_store_connected: leases.is_store_connected(),
+        store_losses: 0,
         scrubbed: leases.gpus().filter(is_cleared).cloned().collect(),
         refused: leases
             .gpus()

@@ -187,12 +187,12 @@ mod tests {
         let path = folder.path().join("contexts.json");
         // The format of older agents, which trusted sizes from tenants.
         let former = format!(r#"{{"{}":1067450368}}"#, gpu());
-        for text in [former.as_str(), "half"] {
+        for (text, name) in [(former.as_str(), "unread"), ("half", "unread-2")] {
             std::fs::write(&path, text).unwrap();
             let sizes = load_from(&folder);
             assert_eq!(sizes.size_on(&gpu()), DEFAULT_CONTEXT_SIZE);
             sizes.record(&gpu(), DRIVER, Bytes::mib(518));
-            let kept = std::fs::read_to_string(folder.path().join("contexts.unread"));
+            let kept = std::fs::read_to_string(path.with_extension(name));
             assert_eq!(kept.unwrap(), text);
             assert_eq!(load_from(&folder).size_on(&gpu()), Bytes::mib(518));
         }

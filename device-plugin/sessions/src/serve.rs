@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use bursar_host::checkpoint::aside_path;
+use bursar_host::checkpoint::aside_paths;
 use bursar_host::clock;
 use bursar_ledger::units::{AllocationId, GpuUuid};
 
@@ -136,12 +136,15 @@ impl Sessions {
         drop(ended);
         self.shared.orphans_changed.send_replace(());
         let record = self.checkpoint_path(allocation);
-        for path in [
+        let written = [
             self.allocation_dir(allocation),
             checkpoint::temporary_path(&record),
-            aside_path(&record),
-            record,
-        ] {
+        ];
+        for path in written
+            .into_iter()
+            .chain(aside_paths(&record))
+            .chain([record.clone()])
+        {
             let removed = if path.is_dir() {
                 std::fs::remove_dir_all(&path)
             } else {

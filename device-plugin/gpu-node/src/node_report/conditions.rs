@@ -162,9 +162,13 @@ fn kubelet_checkpoint(problem: Option<&KubeletCheckpointProblem>) -> State {
                  that supports this kubelet"
             ),
         ),
-        false => ok(format!(
-            "{error}; the devices of ended pods are kept until the kubelet drops these"
-        )),
+        false => holds_not(
+            names::KUBELET_CHECKPOINT_PARTLY_READ,
+            format!(
+                "{error}, so the containers of these do not start, and the devices of ended pods are \
+                 kept until the kubelet drops them"
+            ),
+        ),
     }
 }
 
@@ -245,6 +249,7 @@ fn retained_memory(retained: &RetainedStatus) -> State {
     let RetainedStatus {
         enabled,
         is_store_connected,
+        store_losses: _,
         scrubbed: _,
         refused,
         runtimes,
@@ -283,7 +288,7 @@ fn retained_memory(retained: &RetainedStatus) -> State {
             names::NOT_UNDERSTOOD,
             format!(
                 "failed to read GPU and size of {uncharged} retained leases: another version of the agent wrote \
-                 them; run that version, or restart the fdstore's pod, which ends all retained memory"
+                 them; run that version, or drain all GPUs of the node, which ends all retained memory"
             ),
         ),
         (None, None) => ok("memory can outlive the processes that use it"),

@@ -613,9 +613,23 @@ fn problems_appear_in_the_condition_of_their_subsystem() {
             names::KUBELET_CHECKPOINT_READABLE,
             (Some(false), names::KUBELET_CHECKPOINT_UNREAD),
         ),
+        (
+            NodeProblems {
+                kubelet_checkpoint: Some(KubeletCheckpointProblem {
+                    error: "2 entries".into(),
+                    is_whole: false,
+                }),
+                ..none.clone()
+            },
+            names::KUBELET_CHECKPOINT_READABLE,
+            (Some(false), names::KUBELET_CHECKPOINT_PARTLY_READ),
+        ),
     ] {
         let report = report_with(problems);
         assert_eq!(condition(&report, type_), expected);
+        if expected.1 == names::KUBELET_CHECKPOINT_PARTLY_READ {
+            assert!(!report.conditions.iter().any(ConditionUpdate::is_problem));
+        }
         let failing = report
             .conditions
             .iter()

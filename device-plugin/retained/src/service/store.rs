@@ -47,6 +47,7 @@ impl State {
                 self.apply_effects(effects);
             }
             Some(StoreEvent::Lost) => {
+                self.store_losses += u64::from(self.leases.is_store_connected());
                 self.connection = None;
                 self.leases.store_disconnected();
                 let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
@@ -96,7 +97,7 @@ fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
         });
     if let Some((lease, why)) = unreadable.next() {
         let others = unreadable.count();
-        warn!(%lease, %why, others, "failed to read a lease of another version; it stays charged until its GPU is drained");
+        warn!(%lease, %why, others, "failed to read a lease of another version; it stays until its GPU, or each GPU of the node, is drained");
     }
 }
 

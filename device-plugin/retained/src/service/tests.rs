@@ -296,6 +296,10 @@ async fn drained_gpu_is_held_until_a_lost_fd_store_lists_leases() {
     fixture.drain(gpu());
     fixture.finish_jobs().await;
     assert!(fixture.state.released_gpus().is_empty());
+    fixture.state.handle_store_event(Some(StoreEvent::Lost));
+    fixture.state.handle_store_event(Some(StoreEvent::Lost));
+    fixture.state.publish();
+    assert_eq!(fixture.state.service.status.borrow().store_losses, 1);
 }
 
 /// Creates lease 7, whose descriptor is sent to the store by the connection of this number. Returns
