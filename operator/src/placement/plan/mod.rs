@@ -17,8 +17,8 @@
 //! Where the policy of a pod's Job is not known yet, a step `ReadJob` reads it for a later plan.
 //! The steps `Label` and `OverrideQuotas` help no single pod, and are planned beside these.
 //!
-//! Each step is one write, the evictions for one pod, or the labels of nodes. A plan may stop after any step, because
-//! the next plan starts from the observed state.
+//! Each step is one write, the evictions for one pod, or the labels of nodes. A plan may stop after
+//! any step, because the next plan starts from the observed state.
 
 mod labels;
 mod pending;
