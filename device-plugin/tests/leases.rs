@@ -23,6 +23,8 @@ mod container;
 mod api;
 #[path = "leases/chaos.rs"]
 mod chaos;
+#[path = "leases/crash_points.rs"]
+mod crash_points;
 #[path = "leases/drained.rs"]
 mod drained;
 #[path = "leases/ends_of_lease.rs"]

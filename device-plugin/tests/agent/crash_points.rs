@@ -1,17 +1,11 @@
 //! Kills the agent before and after each rename, fsync and unlink: while pods start and end, and in
 //! the start after that. The next agent must find a clean node.
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-use tokio::time::timeout;
 
 use crate::common::{eventually, steps};
 use crate::machine::{GPU, Machine};
 
-/// The most time until the node is clean after the agent's death.
-const CLEAN_WITHIN: Duration = Duration::from_secs(10);
 /// The steps between two deaths in the default tier, which has no common factor with the two steps
 /// of each call.
 const STRIDE: usize = 11;
@@ -68,37 +62,6 @@ async fn pods_come_and_go(machine: &Machine) -> Option<()> {
     Some(())
 }
 
-/// The next agent keeps the pods that run, releases the others, and offers all memory again.
-async fn assert_clean(mut machine: Machine, description: &str) {
-    machine.reap_agent();
-    let found = timeout(CLEAN_WITHIN, machine.start_successor()).await;
-    assert!(found.is_ok(), "{description}: it does not register");
-    for pod in &machine.kubelet.pods() {
-        if machine.kubelet.assigned(pod, "main", GPU).is_empty() {
-            // The kubelet was about to admit it.
-            machine.kubelet.pod_deleted(pod);
-            continue;
-        }
-        fs::create_dir_all(machine.cgroup(pod)).unwrap();
-        let started = timeout(CLEAN_WITHIN, machine.until_started(pod)).await;
-        assert!(started.is_ok(), "{description}: {} does not start", pod.uid);
-        machine.end(pod);
-    }
-    let nothing = || machine.devices().is_empty() && machine.sockets() == 0;
-    let clean = timeout(CLEAN_WITHIN, eventually("nothing left", nothing)).await;
-    assert!(clean.is_ok(), "{description}: {:?}", machine.devices());
-    for name in ["whole", "other"] {
-        let pod = machine.admit(name, 16).await;
-        let started = timeout(CLEAN_WITHIN, machine.until_started(&pod)).await;
-        assert!(started.is_ok(), "{description}: memory is lost");
-    }
-    // The next write of a record replaces its temporary file. Those in the state folder are rare.
-    for folder in ["run", "cdi"] {
-        let left = steps::temporary_files(&machine.path(folder));
-        assert!(left.is_empty(), "{description}: {left:?}");
-    }
-}
-
 /// Lets the agent die at a step. Returns the steps of an agent that does not die.
 async fn die_at(library: &Path, phase: Phase, step: usize) -> Option<usize> {
     let mut node = Node::new(library).await;
@@ -125,7 +88,9 @@ async fn die_at(library: &Path, phase: Phase, step: usize) -> Option<usize> {
         node.machine.kill_agent();
         return Some(steps);
     }
-    assert_clean(node.machine, &format!("{phase:?}, step {step}")).await;
+    let description = format!("{phase:?}, step {step}");
+    node.machine.replace_dead_agent(&description).await;
+    node.machine.assert_clean(&description).await;
     None
 }
 

@@ -12,13 +12,18 @@ use bursar_sim_lab::SimMachine;
 pub(crate) use bursar_sim_lab::TWO_GPUS;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
 
 pub(crate) use crate::common::agent::GPU;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
+use crate::common::steps::{is_running, temporary_files};
 use crate::common::{PATIENCE, eventually};
 
 /// The agent's error while the installation of the shim exceeds its timeout.
 pub(crate) const INSTALLATION_LATE: &str = "failed to install the shim's files within 2s";
+
+/// The most time until the node is clean after the agent's death.
+const CLEAN_WITHIN: Duration = Duration::from_secs(10);
 
 pub(crate) struct Machine {
     pub(crate) lab: SimMachine,
@@ -113,17 +118,7 @@ impl Machine {
     #[allow(dead_code, reason = "as above")]
     /// Whether the agent runs, though its parent has not waited for its end.
     pub(crate) fn is_agent_running(&self) -> bool {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.agent_pid()));
-        let stat = stat.unwrap_or_default();
-        let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
-        state.is_some_and(|rest| !rest.starts_with('Z'))
-    }
-
-    #[allow(dead_code, reason = "as above")]
-    /// Waits for the end of an agent that has died.
-    pub(crate) fn reap_agent(&mut self) {
-        let mut agent = self.agent.take().expect("an agent");
-        agent.wait().unwrap();
+        is_running(self.agent_pid())
     }
 
     /// Kills the agent with SIGKILL, so that it runs no cleanup.
@@ -353,8 +348,49 @@ impl Machine {
         let start = Instant::now();
         while let Err(error) = self.start(pod).await {
             assert!(start.elapsed() < PATIENCE, "{error}");
+            // A kubelet without a plugin refuses at once, and serves the plugin's registration.
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
         start.elapsed()
+    }
+
+    #[allow(dead_code, reason = "the tests of crash points use it")]
+    /// Starts the next agent after one that has died.
+    pub(crate) async fn replace_dead_agent(&mut self, description: &str) {
+        let mut agent = self.agent.take().expect("an agent");
+        agent.wait().unwrap();
+        let found = timeout(CLEAN_WITHIN, self.start_successor()).await;
+        assert!(found.is_ok(), "{description}: it does not register");
+    }
+
+    #[allow(dead_code, reason = "as above")]
+    /// The agent keeps the pods that run, releases the others, and offers all memory again.
+    pub(crate) async fn assert_clean(&self, description: &str) {
+        for pod in &self.kubelet.pods() {
+            if self.kubelet.assigned(pod, "main", GPU).is_empty() {
+                // The kubelet was about to admit it.
+                self.kubelet.pod_deleted(pod);
+                continue;
+            }
+            fs::create_dir_all(self.cgroup(pod)).unwrap();
+            let started = timeout(CLEAN_WITHIN, self.until_started(pod)).await;
+            assert!(started.is_ok(), "{description}: {} does not start", pod.uid);
+            self.end(pod);
+        }
+        let nothing = || self.devices().is_empty() && self.sockets() == 0;
+        let clean = timeout(CLEAN_WITHIN, eventually("nothing left", nothing)).await;
+        assert!(clean.is_ok(), "{description}: {:?}", self.devices());
+        for name in ["whole", "other"] {
+            let pod = self.admit(name, 16).await;
+            let started = timeout(CLEAN_WITHIN, self.until_started(&pod)).await;
+            assert!(started.is_ok(), "{description}: memory is lost");
+        }
+        // The next write of a record replaces its temporary file. Those in the state folder are
+        // rare.
+        for folder in ["run", "cdi"] {
+            let left = temporary_files(&self.path(folder));
+            assert!(left.is_empty(), "{description}: {left:?}");
+        }
     }
 
     /// The CDI files by name, each with the GPUs and quotas of its pod.

@@ -1,4 +1,4 @@
-//! Lets a process die at one of its steps on disk (`steps.c`).
+//! Lets a process die at one of its steps on disk or at the send of a message (`steps.c`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,6 +51,13 @@ pub async fn until_dead(
         _ = &mut act => {}
     }
     !is_running()
+}
+
+/// Whether a process runs, though its parent may not have waited for its end.
+pub fn is_running(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
+    state.is_some_and(|rest| !rest.starts_with('Z'))
 }
 
 /// The steps until now.

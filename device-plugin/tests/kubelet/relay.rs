@@ -421,12 +421,15 @@ async fn relay_dies_at(library: &Path, step: usize) -> Option<usize> {
 async fn relay_that_dies_at_any_step_is_replaced_without_loss() {
     let folder = tempfile::tempdir().unwrap();
     let library = steps::library(folder.path());
-    let all = relay_dies_at(&library, 0).await.expect("it does not die");
-    assert!(all >= FEWEST_STEPS, "only {all} steps");
-    let mut deaths = 0;
-    for step in 1..=all {
-        deaths += usize::from(relay_dies_at(&library, step).await.is_none());
+    let is_long = std::env::var_os("BURSAR_LONG").is_some();
+    for _ in 0..if is_long { 3 } else { 1 } {
+        let all = relay_dies_at(&library, 0).await.expect("it does not die");
+        assert!(all >= FEWEST_STEPS, "only {all} steps");
+        let mut deaths = 0;
+        for step in 1..=all {
+            deaths += usize::from(relay_dies_at(&library, step).await.is_none());
+        }
+        println!("{all} steps, {deaths} deaths");
+        assert!(deaths * 2 >= all, "only {deaths} deaths of {all}");
     }
-    println!("{all} steps, {deaths} deaths");
-    assert!(deaths * 2 >= all, "only {deaths} deaths of {all}");
 }

@@ -119,13 +119,19 @@ impl Fixture {
     }
 
     pub(crate) fn start_fdstore(&mut self) {
-        let mut command = self
-            .machine
-            .lab
-            .command(program_folder().join("bursar-fdstore"));
+        self.start_fdstore_with(self.fdstore_command());
+    }
+
+    pub(crate) fn fdstore_command(&self) -> Command {
+        let program = program_folder().join("bursar-fdstore");
+        let mut command = self.machine.lab.command(program);
+        command.arg(self.machine.path("fdstore"));
+        command.stderr(Stdio::null());
         command
-            .arg(self.machine.path("fdstore"))
-            .stderr(Stdio::null());
+    }
+
+    /// Starts an fd store by a command made from [`Fixture::fdstore_command`].
+    pub(crate) fn start_fdstore_with(&mut self, mut command: Command) {
         self.fdstore = Some(command.spawn().unwrap());
     }
 
