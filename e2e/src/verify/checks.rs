@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::cluster::{self, Needs};
 use super::deadline::{self, CHECK_TIMEOUT, LONG_TIMEOUT};
 use super::named::{self, TestResults, TestSelection};
-use super::{COMPILE_CHECK, book, cli, docs, layers, style, surface};
+use super::{COMPILE_CHECK, book, cli, docs, golden, layers, style, surface, write_sites};
 use crate::cargo;
 use crate::kube::{self, KUBERNETES_VERSIONS, KubernetesVersion};
 use crate::paths;
@@ -120,6 +120,8 @@ fn function(check: &str) -> Option<fn() -> anyhow::Result<()>> {
         "surface/gitops" => surface::gitops,
         "surface/book" => book::check,
         "enforcement/loader" => loader,
+        "faults/write-sites" => write_sites::check,
+        "fleet/golden-unchanged" => golden::check,
         _ => return None,
     })
 }

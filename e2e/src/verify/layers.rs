@@ -182,7 +182,7 @@ impl<'ast> Visit<'ast> for Names {
 }
 
 /// Returns whether the attribute limits an item to tests.
-fn is_test(attribute: &Attribute) -> bool {
+pub(super) fn is_test(attribute: &Attribute) -> bool {
     attribute.path().is_ident("cfg")
         && matches!(&attribute.meta, syn::Meta::List(list)
             if list.tokens.to_string().contains("test"))

@@ -18,6 +18,7 @@ mod cli;
 mod cluster;
 mod deadline;
 mod docs;
+mod golden;
 mod layers;
 mod named;
 mod passed;
@@ -25,6 +26,7 @@ mod seeds;
 mod style;
 mod surface;
 mod tree;
+mod write_sites;
 
 use std::collections::VecDeque;
 use std::fs::File;
