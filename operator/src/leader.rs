@@ -33,6 +33,8 @@ const LONGEST_DURATION: Duration = Duration::from_mins(5);
 const RENEWAL_DEADLINE: Duration = Duration::from_secs(10);
 /// How long work that has begun goes on after the loss of the Lease.
 pub(crate) const GRACE: Duration = Duration::from_secs(4);
+/// How long a replica that ended its work by itself then tries to give the Lease up.
+pub(crate) const LAST_CALL: Duration = Duration::from_secs(1);
 /// The interval between two looks at the Lease.
 const INTERVAL: Duration = Duration::from_secs(2);
 /// How long one attempt may take.

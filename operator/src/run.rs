@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
+use futures::FutureExt as _;
+use futures::future::pending;
 use futures::stream::poll_fn;
 use kube::Client;
 use kube::runtime::reflector;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -21,7 +23,7 @@ use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
-use crate::leader::{Candidate, Election, GRACE};
+use crate::leader::{Candidate, Election, GRACE, LAST_CALL};
 use crate::nodes::absent_agents;
 use crate::nodes::context_policies;
 use crate::nodes::maintenance;
@@ -86,14 +88,21 @@ pub async fn run(
         if let Some(candidate) = candidate.clone() {
             let shutdown = shutdown.clone();
             spawn(&mut tasks, "leader-election", async move {
-                let hold = candidate.hold(since, &shutdown);
-                tokio::join!(hold, candidate.announce());
+                // A slow Event must not delay the end after the loss of the Lease.
+                let announced = candidate.announce().then(|()| pending());
+                tokio::select! {
+                    () = candidate.hold(since, &shutdown) => {}
+                    () = announced => {}
+                }
             });
         }
     }
     let result = join_all(tasks, &shutdown).await;
     if let Some(candidate) = candidate.filter(|_| since.is_some()) {
-        candidate.release().await;
+        let limit = if result.is_ok() { GRACE } else { LAST_CALL };
+        if timeout(limit, candidate.release()).await.is_err() {
+            warn!("failed to give up the Lease in time");
+        }
     }
     info!("stopped");
     result

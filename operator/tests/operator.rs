@@ -6,6 +6,8 @@ mod clocks;
 mod contexts;
 #[path = "operator/faults.rs"]
 mod faults;
+#[path = "operator/leader.rs"]
+mod leader;
 #[path = "operator/nodes.rs"]
 mod nodes;
 #[path = "operator/pod_settings.rs"]
@@ -26,10 +28,12 @@ use bursar_crds::Quantum;
 use bursar_crds::context_policy::ContextAction;
 use bursar_http::Listeners;
 use bursar_operator::clock::Clock;
+use bursar_operator::leader::Election;
 use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, OperatorError, Options};
 use bursar_sim_api::SimApiServer;
 use k8s_openapi::jiff::Timestamp;
+use kube::Client;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -71,13 +75,24 @@ impl Running {
 
     /// Starts an operator on a machine with this clock.
     async fn by_clock(api: SimApiServer, clock: Clock) -> Self {
+        let client = api.client();
+        Self::with(api, client, clock, None).await
+    }
+
+    /// Starts an operator that reaches the API server by this client.
+    async fn with(
+        api: SimApiServer,
+        client: Client,
+        clock: Clock,
+        election: Option<Election>,
+    ) -> Self {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await.expect("free ports");
         let metrics = listeners.metrics.local_addr().expect("an address");
         let probes = listeners.probes.local_addr().expect("an address");
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(run::run(
-            api.client(),
+            client,
             listeners,
             Options {
                 placement: PlacementOptions {
@@ -88,7 +103,7 @@ impl Running {
                 },
                 default_action: ContextAction::default(),
                 agents: None,
-                election: None,
+                election,
             },
             clock,
             shutdown.clone(),
