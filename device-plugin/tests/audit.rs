@@ -34,6 +34,8 @@ mod honest;
 mod large;
 #[path = "audit/managed.rs"]
 mod managed;
+#[path = "audit/pid_reuse.rs"]
+mod pid_reuse;
 #[path = "audit/programs.rs"]
 mod programs;
 #[path = "audit/proof.rs"]
