@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use bursar_kubelet::device_checkpoint::FILE_NAME;
+
 use crate::common::PATIENCE;
 use crate::machine::{GPU, Machine};
 
@@ -115,4 +117,32 @@ async fn node_with_another_owner_offers_nothing() {
     set_other_plugin(&machine, 0);
     machine.kubelet.until_allocatable(GPU, 32).await;
     machine.run("b", 10).await;
+}
+
+#[tokio::test]
+async fn kubelets_checkpoint_of_another_form_is_told_until_it_heals() {
+    let machine = Machine::started().await;
+    machine.run("a", 4).await;
+    let pod = machine.admit("b", 4).await;
+    let file = machine.kubelet.dir().join(FILE_NAME);
+    let replace = |text: &[u8]| {
+        let temporary = machine.path("checkpoint-of-kubelet");
+        std::fs::write(&temporary, text).unwrap();
+        std::fs::rename(temporary, &file).unwrap();
+    };
+    let is_readable = |value| {
+        let line =
+            format!(r#"bursar_node_condition{{condition="KubeletCheckpointReadable"}} {value}"#);
+        move |code, text: &str| code == 200 && text.lines().any(|shown| shown == line)
+    };
+    let before = std::fs::read(&file).unwrap();
+    wait_for_status(&machine, "/metrics", is_readable(1)).await;
+    replace(br#"{"Version":"v3","Pods":{"a-uid":{"main":["0"]}},"Checksum":7}"#);
+    wait_for_status(&machine, "/metrics", is_readable(0)).await;
+    let refused = machine.start_once(&pod).await.unwrap_err();
+    assert!(refused.contains("checkpoint"), "{refused}");
+    assert_eq!(machine.devices().len(), 1, "a runs on");
+    replace(&before);
+    wait_for_status(&machine, "/metrics", is_readable(1)).await;
+    machine.until_started(&pod).await;
 }
