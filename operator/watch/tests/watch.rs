@@ -167,6 +167,32 @@ async fn watch_lists_anew_within_half_an_hour_after_one_broke_off() {
     }
 }
 
+/// An etcd restored from a backup of seconds ago, to which more was written than was lost.
+#[tokio::test(start_paused = true)]
+async fn restored_etcd_that_passed_the_watch_is_found_in_half_an_hour() {
+    let api = SimApiServer::start();
+    put(&api, "a", 1);
+    let early = Faults::with_watch_timeout("case", 50);
+    let mut deliveries = follow(api.client_with_faults(&early), &History::default());
+    let soon = Duration::from_secs(5);
+    assert_eq!(next(&mut deliveries, soon).await, list(&["a"]));
+    let backup = api.backup();
+    put(&api, "lost", 1);
+    let change = |name: &str| Delivery::Change(name.to_owned());
+    assert_eq!(next(&mut deliveries, soon).await, change("lost"));
+    api.restore(&backup);
+    for name in ["hidden", "seen"] {
+        put(&api, name, 1);
+    }
+    // The revision of `hidden` is that of the lost object, so the watch goes on after it.
+    let restored = Instant::now();
+    assert_eq!(next(&mut deliveries, LONGEST).await, change("seen"));
+    let within = Duration::from_mins(30) + LONGEST;
+    let found = next(&mut deliveries, within).await;
+    assert_eq!(found, list(&["a", "hidden", "seen"]));
+    assert!(restored.elapsed() >= Duration::from_mins(10), "by the list");
+}
+
 /// A client whose lists take so long to arrive, after the server has made them.
 fn with_slow_lists(client: Client, delay: Duration) -> Client {
     let service = service_fn(move |request: http::Request<Body>| {
