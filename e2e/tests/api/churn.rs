@@ -154,7 +154,7 @@ pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Fai
 }
 
 /// Resets the quotas' count to 0.
-async fn reset_quota_count(at: &IsolatedScope) -> Result<(), Failed> {
+pub(crate) async fn reset_quota_count(at: &IsolatedScope) -> Result<(), Failed> {
     for which in ["guaranteed", "limit"] {
         let quota = format!("{}/status", at.quota_path(which));
         let unused = json!({ "status": { "used": { HARD_NAME: "0" } } });

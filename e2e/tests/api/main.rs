@@ -19,6 +19,7 @@ mod rights;
 mod scenarios;
 mod server;
 mod steering;
+mod streamed_lists;
 mod surface;
 mod test_case;
 
@@ -109,6 +110,7 @@ fn main() -> ExitCode {
         trial("absent-agents", absent_agents::absent_agents),
         trial("leader", leader::leader),
         trial("steering", steering::steering),
+        trial("streamed-lists", streamed_lists::streamed_lists),
         trial("policies", policies::policies),
         trial("managed-memory", policies::managed_memory),
         trial("hostile", hostile::hostile),

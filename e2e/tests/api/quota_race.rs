@@ -3,7 +3,8 @@
 //! The API server decides on pods of a namespace in batches. Pods without GPU memory change the
 //! third quota, and where that conflicts, the batch is decided again by that quota alone
 //! (kubernetes#141904): pods that the full budget refused are admitted. How many is a matter of the
-//! server; the operator has to repair it.
+//! server, and mostly none. So the test then lets pods in itself, by resetting what the quotas
+//! count, and the operator has to repair that.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -14,13 +15,16 @@ use libtest_mimic::Failed;
 use serde_json::json;
 use tokio::time::{Instant, sleep};
 
+use crate::churn::reset_quota_count;
 use crate::isolated_scope::{IsolatedScope, condition};
 use crate::server::{Permit, Server};
-use crate::test_case::{FaultPlan, GIVE_UP_AFTER, TestCase};
+use crate::test_case::{FaultPlan, GIVE_UP_AFTER, TestCase, until};
 
 const CLIENTS: usize = 16;
 const QUOTA_GIB: usize = 8;
 const RACE: Duration = Duration::from_secs(15);
+/// The pods that the test lets in beyond the budget.
+const INJECTED: usize = 4;
 /// The fewest refusals that make a race.
 const MIN_REFUSALS: usize = 300;
 /// The pause between two pods without GPU memory of one client.
@@ -119,16 +123,37 @@ pub(crate) async fn quota_race(server: &Server, permit: Permit) -> Result<String
         }
         sleep(POLL_INTERVAL).await;
     }
-    let took = ended.elapsed();
     if refused < MIN_REFUSALS {
         return Err(format!("no race: {refused} refused in {RACE:?}").into());
     }
+    for number in 0..INJECTED {
+        admit_beyond(&at, &format!("injected-{number}")).await?;
+    }
+    let injected = Instant::now();
+    until(POLL_INTERVAL, "the repair", async || {
+        Ok(alive(&at).await? <= QUOTA_GIB && ready(&at).await?)
+    })
+    .await?;
+    let took = injected.elapsed();
     case.finish(async |at| Ok(ready(at).await? && alive(at).await? <= QUOTA_GIB))
         .await?;
     Ok(format!(
-        "{refused} refused, {admitted} admitted beyond {QUOTA_GIB}, at most {most} at once; repaired \
-         {took:.1?} after the race"
+        "{refused} refused, {admitted} admitted beyond {QUOTA_GIB}, at most {most} at once; \
+         {INJECTED} let in, repaired after {took:.1?}"
     ))
+}
+
+/// Creates a pod beyond the full budget, whose quotas count nothing for a moment.
+async fn admit_beyond(at: &IsolatedScope, pod: &str) -> Result<(), Failed> {
+    until(POLL_INTERVAL, "a pod beyond the budget", async || {
+        reset_quota_count(at).await?;
+        match at.create_pod(pod, 1, false, false).await {
+            Ok(_) => Ok(true),
+            Err(kube::Error::Api(status)) if matches!(status.code, 403 | 409 | 500) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    })
+    .await
 }
 
 /// The number of pods with GPU memory that are not terminating.
