@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use crate::workspace::{self, Binaries, WorkspaceError};
 
 /// The commit that is version 0.1.0 until its release. `e2e/compat/0.1.0` has what it writes.
-pub(crate) const FIRST: &str = "c13a61b52d00b3f6b4822df9fd976616495279fd";
+const FIRST: &str = "c13a61b52d00b3f6b4822df9fd976616495279fd";
 
 /// The error of a build of another version.
 #[derive(Debug, thiserror::Error)]

@@ -1,65 +1,112 @@
-//! Compares `e2e/compat` with the commit of version 0.1.0, so that a message and its golden frame
-//! cannot change together.
+//! Compares the golden files of version 0.1.0 with their checksums, so that a message and its
+//! golden frame cannot change together.
 
-use std::process::Command;
+use std::fs;
+use std::path::Path;
+
+use sha2::{Digest as _, Sha256};
 
 use crate::paths;
-use crate::versions::FIRST;
 
-const FOLDER: &str = "e2e/compat";
+const FOLDER: &str = "e2e/compat/0.1.0";
 
-/// The only file that grows: each new message has a line.
+/// The file that grows: each new message has a line.
 const FRAMES: &str = "frames.txt";
 
-/// Returns what differs by the lines of `git diff --numstat`: the added lines, the removed ones and
-/// the file.
-fn changes(numstat: &str, at_first: &str) -> Vec<String> {
-    let was_there = |file: &str| at_first.lines().any(|line| line == file);
-    let is_change = |line: &&str| {
-        let words: Vec<&str> = line.split('\t').collect();
-        let [added, removed, file] = words[..] else {
-            return true;
-        };
-        removed != "0" || (added != "0" && !file.ends_with(FRAMES) && was_there(file))
+/// The files of version 0.1.0: their lengths in bytes, and the first 128 bits of their SHA-256.
+const GOLDEN: &[(&str, usize, &str)] = &[
+    (
+        "crds/gpumemorybudgets.yaml",
+        28_412,
+        "1b96626a35486b3904117c50d492afd2",
+    ),
+    (
+        "crds/gpunamespaces.yaml",
+        3_340,
+        "d470e825b9cce837cb3240bd879eea51",
+    ),
+    (
+        "crds/gpunodes.yaml",
+        47_277,
+        "414b858a3a3eb0ff821eadc5c98a4697",
+    ),
+    ("frames.txt", 7_373, "9b4843e3bb3d7457f10052f0f9bc8eb0"),
+    ("state/cdi.json", 6_896, "3277276ab1515e5cdbb61194f5f3af8a"),
+    (
+        "state/checkpoint.json",
+        1_778,
+        "6452048840cff7af3ccf21c9a5e9cc4e",
+    ),
+    (
+        "state/contexts.json",
+        184,
+        "46524eb9815dcd9fc7eea21fad874634",
+    ),
+    (
+        "state/generations.json",
+        827,
+        "5640e52bfbc6b5e907f57c4a9e4b13fa",
+    ),
+    (
+        "state/leases.jsonl",
+        944,
+        "67a6b29604b4b0b6fc204da070d5ef0f",
+    ),
+    (
+        "state/namespaces.json",
+        237,
+        "7c3da36fb4b3868c0a644c66822adf93",
+    ),
+    ("state/offers.json", 267, "bbb63c40b8e45a7391fe08c63e9419a8"),
+    (
+        "state/registrations.json",
+        186,
+        "e468bde69f0e04d8e5fa0c594479d902",
+    ),
+    (
+        "state/scrubbed.json",
+        226,
+        "acd75abe776778a31c84baf6f8b25aea",
+    ),
+    (
+        "state/session.json",
+        823,
+        "6fedfd06aa776ac14e900f90c5311ad7",
+    ),
+];
+
+/// Returns the golden files that are not there as they were.
+fn changed<'a>(folder: &Path, golden: &[(&'a str, usize, &str)]) -> Vec<&'a str> {
+    let is_changed = |(file, length, sum): &&(&str, usize, &str)| {
+        let content = fs::read(folder.join(file)).unwrap_or_default();
+        let grows = *file == FRAMES;
+        let first = content
+            .get(..*length)
+            .filter(|_| grows || content.len() == *length);
+        first.map(checksum).as_deref() != Some(sum)
     };
-    let lines = numstat.lines().filter(is_change);
-    lines.map(str::to_owned).collect()
+    let changed = golden.iter().filter(is_changed);
+    changed.map(|(file, ..)| *file).collect()
 }
 
-/// Fails if a line or a file of version 0.1.0 is not there as it was.
+fn checksum(content: &[u8]) -> String {
+    let sum = Sha256::digest(content);
+    sum[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Fails if a golden file of version 0.1.0 is not there as it was.
 ///
 /// # Errors
-/// Names each changed file, or what git could not do.
+/// Names each changed file.
 pub(super) fn check() -> anyhow::Result<()> {
-    let at_first = git(&["ls-tree", "-r", "--name-only", FIRST, FOLDER])?;
-    anyhow::ensure!(at_first.contains(FRAMES), "commit {FIRST} has no {FOLDER}");
-    let numstat = git(&["diff", "--no-renames", "--numstat", FIRST, "--", FOLDER])?;
-    let changes = changes(&numstat, &at_first);
+    let changed = changed(&paths::repository().join(FOLDER), GOLDEN);
     anyhow::ensure!(
-        changes.is_empty(),
-        "golden files of 0.1.0 have changed (added, removed, file); give the message a new name \
-         or number and restore them by `git checkout {FIRST} -- FILE`:\n{}",
-        changes.join("\n")
+        changed.is_empty(),
+        "golden files of 0.1.0 have changed: {changed:?}; give the message a new name or number, \
+         and restore them"
     );
-    println!(
-        "{} golden files are as in {FIRST}",
-        at_first.lines().count()
-    );
+    println!("{} golden files are as they were", GOLDEN.len());
     Ok(())
-}
-
-fn git(arguments: &[&str]) -> anyhow::Result<String> {
-    let mut git = Command::new("git");
-    let output = git
-        .args(arguments)
-        .current_dir(paths::repository())
-        .output()?;
-    anyhow::ensure!(
-        output.status.success(),
-        "failed to compare with commit {FIRST}: {}; a shallow clone lacks it: git fetch --unshallow",
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
-    Ok(String::from_utf8(output.stdout)?)
 }
 
 #[cfg(test)]
@@ -67,17 +114,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_new_frames_and_files_are_no_change() {
-        let at_first = "c/0.1.0/frames.txt\nc/0.1.0/state/cdi.json\n";
-        let grown = "3\t0\tc/0.1.0/frames.txt\n9\t0\tc/0.1.0/state/new.json\n";
-        assert!(changes(grown, at_first).is_empty());
-        for changed in [
-            "1\t1\tc/0.1.0/frames.txt",
-            "0\t1\tc/0.1.0/state/cdi.json",
-            "1\t0\tc/0.1.0/state/cdi.json",
-            "-\t-\tc/0.1.0/state/cdi.json",
-        ] {
-            assert_eq!(changes(changed, at_first), [changed]);
-        }
+    fn only_appended_frames_are_no_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |file: &str, text: &str| fs::write(folder.path().join(file), text).unwrap();
+        let sum = checksum(b"one\n");
+        let golden = [(FRAMES, 4, &*sum), ("state.json", 4, &*sum)];
+        assert_eq!(
+            changed(folder.path(), &golden),
+            [FRAMES, "state.json"],
+            "they are not there"
+        );
+        write(FRAMES, "one\ntwo\n");
+        write("state.json", "one\n");
+        assert!(changed(folder.path(), &golden).is_empty());
+        write(FRAMES, "two\none\n");
+        write("state.json", "one\ntwo\n");
+        assert_eq!(changed(folder.path(), &golden), [FRAMES, "state.json"]);
     }
 }
