@@ -74,22 +74,6 @@ impl AuditMetrics {
         for finding in Finding::KINDS {
             drop(findings.get_or_create(&[("finding", finding)]));
         }
-        // Likewise the most frequent cause; the alert counts a first value of the others.
-        let poisoned = Family::<[(&str, String); 2], Counter>::default();
-        for action in [
-            "in-place",
-            "process",
-            "restart",
-            "beyond-maximum",
-            "evict",
-            "report",
-        ] {
-            let label = [
-                ("cause", "cuda-700".to_owned()),
-                ("action", action.to_owned()),
-            ];
-            drop(poisoned.get_or_create(&label));
-        }
         Self {
             figures: LatestFigures::register(registry),
             findings: registry.register_metric(
@@ -105,7 +89,7 @@ impl AuditMetrics {
             poisoned: registry.register_metric(
                 "bursar_agent_poisoned_contexts",
                 "Process images whose context a fault poisoned",
-                poisoned,
+                Family::default(),
             ),
             recoveries: registry.register_metric(
                 "bursar_context_recovery_seconds",
